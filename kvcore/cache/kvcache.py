@@ -1,0 +1,397 @@
+"""The KV cache: a pool of blocks, the sequences that hold them, the prefix cache."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import attrs
+
+from kvcore.cache.geometry import Geometry, retention_steps
+from kvcore.cache.integrity import check_blocks
+from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.record import record_open
+from kvcore.cache.sequence import Sequence
+from kvcore.cache.stats import CacheStats
+from kvcore.errors import InputError, OutOfBlocks, PolicyError
+from kvcore.model import default_prefill_cost
+from kvcore.plugins import default
+from kvcore.policy import EvictionPolicy, Match, PrefixCache, Shape, broken, overridden
+from kvcore.request import Request
+from kvcore.policy.recorder import Recorder
+
+
+class KVCache:
+    """Decides which blocks exist, who holds them, what can be reused, and who dies.
+
+    Token counts are increments everywhere. `now` is in nanoseconds and never decreases.
+    Every call costs O(spans touched), none O(blocks) or O(tokens).
+
+    Args:
+        blocks: blocks in the pool.
+        block_size: tokens in a block.
+        eviction: the eviction policy; None is the `lru` plugin. One instance, one cache.
+        prefix: the prefix cache; None is the `radix` plugin.
+        count: `tokens` or `keys`, the two countings (see docs/reference/counting.md).
+        key_tokens: tokens a request's block key stands for; None: `block_size`.
+        trace: where every decision is written; None: nowhere.
+        ids: whether blocks have ids that can be read; with a trace they always have.
+            Decisions are the same either way; without ids they cost less.
+        recompute: seconds to compute n tokens after a context of c tokens, for policies
+            that weigh what an eviction costs. None: Llama-3-8B on an H100.
+
+    Attributes:
+        pool, prefix, eviction, geometry: its parts.
+        sequences: the open sequences by id.
+        stats: what has been looked up and hit so far.
+
+    Raises:
+        InputError: sizes that do not fit one another, or a policy already in use.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int = 16,
+        *,
+        eviction: EvictionPolicy | None = None,
+        prefix: PrefixCache | None = None,
+        count: str = "tokens",
+        key_tokens: int | None = None,
+        trace: Recorder | None = None,
+        ids: bool = False,
+        recompute: Callable[[int, int], float] | None = None,
+    ) -> None:
+        self.geometry = geometry = Geometry(count, block_size, key_tokens or block_size)
+        keeps_ids = trace is not None or ids
+        self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
+        self.eviction = default("eviction", "lru")() if eviction is None else eviction
+        self.prefix = default("prefix", "radix")() if prefix is None else prefix
+        self.sequences: dict[int, Sequence] = {}
+        self.stats = CacheStats()
+        self.trace = trace
+        self._opened = 0
+        for plugin in (self.eviction, self.prefix):
+            plugin.claim()
+        self.eviction.attach(blocks, block_size)
+        cost = default_prefill_cost() if recompute is None else recompute
+        shape = Shape(block_size, geometry.ratio, cost)
+        self.prefix.attach(self.pool, self.eviction, shape, trace)
+        self._missed: Callable[[Request, int, int], None] | None = overridden(
+            self.eviction, "missed"
+        )
+        if trace is not None:
+            trace.begin(
+                count=count,
+                block_size=block_size,
+                key_tokens=geometry.key_tokens,
+                blocks=blocks,
+                plugins={
+                    plugin.kind: {"name": plugin.name, "options": plugin.options()}
+                    for plugin in (self.eviction, self.prefix)
+                },
+            )
+
+    def probe(self, request: Request, now: int = 0) -> int:
+        """Return how many blocks of `request` would hit. Pure: nothing changes.
+
+        Raises:
+            InputError: the request's keys are not those the cache was made for.
+        """
+        keys, _, _, _, _, limit = self.geometry.prompt(request)
+        return self.prefix.probe(keys, limit, now)[1]
+
+    def open(
+        self,
+        request: Request,
+        first_tokens: int | None = None,
+        now: int = 0,
+        *,
+        again: bool = False,
+    ) -> Sequence:
+        """Admit `request`: pin what it hits, allocate what it will compute first.
+
+        All or nothing. `first_tokens` is how many tokens to allocate after the hit; None
+        is the rest of the prompt. `again` says that a preempted request returns: what it
+        finds are its own blocks, which is no reuse.
+
+        Raises:
+            OutOfBlocks: there is no room; nothing has changed.
+            PolicyError: the eviction policy failed; nothing has changed but evictions
+                that were already made, which were valid.
+        """
+        keys, tokens, blocks, cacheable, lookup, limit = self.geometry.prompt(request)
+        prefix, pool = self.prefix, self.pool
+        match = prefix.probe(keys, limit, now)
+        hit = match[1]
+        size = self.geometry.block_size
+        length, whole = tokens, blocks
+        if first_tokens is not None:
+            tokens = hit * size + first_tokens
+            blocks = -(-tokens // size)
+        need = blocks - hit
+        if need > pool.free + prefix.unpinned - match[2]:
+            raise OutOfBlocks(self._no_room(request, need, match[2]))
+        serial = self._opened + 1
+        seq = Sequence(
+            serial, request, keys, cacheable, lookup, hit, tokens, hit * size, blocks, match[0]
+        )
+        if request.retention:
+            seq.priorities = retention_steps(request, size)
+        trace = self.trace
+        if trace is not None:
+            trace.request(request, now)
+        self._admit(seq, match, need, now, again=again)
+        self._opened = serial
+        self.sequences[serial] = seq
+        self.stats.admitted(lookup, hit, length, hit * size, again=again)
+        if trace is not None:
+            record_open(trace, seq, whole, limit, match, now, again=again)
+        return seq
+
+    def extend(self, seq: Sequence, tokens: int, now: int = 0) -> None:
+        """Allocate private blocks for `tokens` more tokens, evicting if need be.
+
+        A partial last block that another sequence shares since a fork is copied first.
+
+        Raises:
+            OutOfBlocks: there is no room; nothing has changed.
+            PolicyError: as for `open`.
+        """
+        self._require_open(seq)
+        if tokens < 0:
+            msg = f"extend by {tokens} tokens: give 0 or more, or use rollback"
+            raise InputError(msg)
+        total = seq.tokens + tokens
+        size = self.geometry.block_size
+        blocks = -(-total // size)
+        need = blocks - seq.blocks
+        copied = self._shared_tail(seq) if tokens and seq.tokens % size else None
+        need += copied is not None
+        if need:
+            prefix, pool = self.prefix, self.pool
+            if need > pool.free + prefix.unpinned:
+                raise OutOfBlocks(self._no_room(seq.request, need, 0))
+            ids = self._take(need, seq, now)
+            if copied is not None:
+                ids = self._copy_tail(seq, copied, ids, now)
+            if ids and seq.private is not None:
+                if self.trace is not None:
+                    self.trace.line("ALLOC", now, seq=seq.id, first=seq.blocks, runs=ids)
+                seq.private.extend(ids)
+            prefix.extend(seq, blocks - seq.blocks)
+            seq.blocks = blocks
+        seq.tokens = total
+
+    def commit(self, seq: Sequence, tokens: int, now: int = 0) -> None:
+        """Say that `tokens` more tokens are computed: full keyed blocks become shareable.
+
+        Where another sequence has committed the same keys meanwhile, `seq` switches to
+        those blocks and its duplicates are freed.
+
+        Raises:
+            InputError: more than was allocated.
+        """
+        self._require_open(seq)
+        computed = seq.computed + tokens
+        if not seq.computed <= computed <= seq.tokens:
+            msg = (
+                f"commit of {tokens} tokens to sequence {seq.id}: {seq.computed} of its "
+                f"{seq.tokens} allocated tokens are committed already"
+            )
+            raise InputError(msg)
+        seq.computed = computed
+        upto = computed // self.geometry.block_size
+        if upto > seq.cacheable:
+            upto = seq.cacheable
+        if upto > seq.span.end and seq.publishes:
+            self.prefix.commit(seq, upto, now)
+
+    def close(self, seq: Sequence, now: int = 0) -> None:
+        """Unpin what `seq` shares, which stays cached, and free the rest."""
+        self._require_open(seq)
+        seq.is_open = False
+        del self.sequences[seq.id]
+        if seq.family is not None:
+            seq.family.remove(seq)
+        freed = self._free_from(seq, seq.span.end)
+        if self.trace is not None:
+            self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="close")
+        self.prefix.close(seq, now)
+
+    def fork(self, seq: Sequence, now: int = 0) -> Sequence:
+        """Return a sequence that shares every block of `seq`, copy-on-write.
+
+        Allocates nothing: no access and no hit. A cache that only counted blocks gives
+        them ids from here on.
+
+        Raises:
+            InputError: tokens beyond the prompt are allocated and not committed, so the
+                two would compute different tokens in the same place.
+        """
+        self._require_open(seq)
+        if seq.computed < seq.tokens > max(seq.request.prompt, self._keyed_tokens(seq)):
+            msg = (
+                f"fork of sequence {seq.id}: {seq.tokens - seq.computed} allocated tokens are "
+                "not committed; commit them or roll them back first"
+            )
+            raise InputError(msg)
+        pool = self._with_ids()
+        self._opened += 1
+        child = attrs.evolve(seq, id=self._opened, private=array("i", seq.private or ()))
+        pool.share(child.private or array("i"))
+        if seq.family is None:
+            seq.family = [seq]
+        seq.family.append(child)
+        child.family = seq.family
+        self.prefix.fork(seq, child)
+        self.sequences[child.id] = child
+        if self.trace is not None:
+            self.trace.line("FORK", now, seq=seq.id, child=child.id)
+        return child
+
+    def rollback(self, seq: Sequence, tokens: int, now: int = 0) -> None:
+        """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
+
+        Raises:
+            InputError: it would reach into blocks that are already shareable.
+        """
+        self._require_open(seq)
+        size = self.geometry.block_size
+        left = seq.tokens - tokens
+        if not seq.span.end * size <= left <= seq.tokens:
+            msg = (
+                f"rollback of {tokens} tokens of sequence {seq.id}: it has {seq.tokens}, of "
+                f"which the first {seq.span.end * size} are shared and stay"
+            )
+            raise InputError(msg)
+        first = -(-left // size)
+        freed = self._free_from(seq, first)
+        if freed is not None and freed and self.trace is not None:
+            self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="rollback")
+        seq.tokens, seq.blocks = left, first
+        seq.computed = min(seq.computed, left)
+
+    def block_table(self, seq: Sequence) -> Ids:
+        """Return the ids of the blocks of `seq`, first to last. O(blocks) in C.
+
+        Raises:
+            InputError: the cache only counts blocks.
+        """
+        if seq.private is None:
+            msg = "this cache only counts blocks: make it with ids=True to read block tables"
+            raise InputError(msg)
+        parts = [seq.private]
+        span = seq.span
+        while span.parent is not None:
+            if span.ids is not None:
+                parts.append(span.ids)
+            span = span.parent
+        table: Ids = array("i")
+        for part in reversed(parts):
+            table.extend(part)
+        return table
+
+    def check_integrity(self) -> None:
+        """Check every invariant. Costs O(spans + sequences), with ids O(blocks).
+
+        Raises:
+            AssertionError: one does not hold; the message has the numbers.
+        """
+        self.prefix.check_integrity()
+        check_blocks(self.pool, self.prefix, self.sequences.values())
+
+    def _admit(
+        self, seq: Sequence, match: Match, need: int, now: int, *, again: bool
+    ) -> None:
+        """Pin, allocate and count the access, or take back what was done of it."""
+        prefix = self.prefix
+        prefix.open(seq, match, now)
+        try:
+            seq.private = self._take(need, seq, now)
+            try:
+                if self._missed is not None and not again:
+                    self._tell_missed(seq, now)
+                prefix.hit(seq, now, again=again)
+            except PolicyError:
+                self.pool.give(None if seq.private is None else seq.private[::-1], need)
+                raise
+        except PolicyError:
+            prefix.undo(seq, match, now)
+            raise
+
+    def _tell_missed(self, seq: Sequence, now: int) -> None:
+        assert self._missed is not None
+        limit = self.geometry.prompt(seq.request)[-1]
+        if seq.hit_blocks < limit:
+            try:
+                self._missed(seq.request, seq.hit_blocks, now)
+            except Exception as error:
+                raise broken(self.eviction, "missed", error) from error
+
+    def _take(self, need: int, seq: Sequence, now: int) -> Ids | None:
+        pool = self.pool
+        missing = need - pool.free
+        if missing <= 0:
+            return pool.take(need)
+        victims = self.prefix.evict(missing, seq.request.id, now)
+        ids = pool.take(pool.free)
+        if ids is not None and victims is not None:
+            ids.extend(victims)
+        return ids
+
+    def _free_from(self, seq: Sequence, first: int) -> Ids | None:
+        """Free the blocks of `seq` from position `first` on, deepest first."""
+        count = seq.blocks - first
+        if seq.private is None:
+            self.pool.give(None, count)
+            return None
+        keep = len(seq.private) - count
+        dropped = seq.private[keep:]
+        dropped.reverse()
+        del seq.private[keep:]
+        assert isinstance(self.pool, BlockPool)
+        return self.pool.release(dropped)
+
+    def _shared_tail(self, seq: Sequence) -> int | None:
+        """Return the id of the last block of `seq` if another sequence owns it too."""
+        if seq.private and isinstance(self.pool, BlockPool):
+            tail = seq.private[-1]
+            return tail if tail in self.pool.owners else None
+        return None
+
+    def _copy_tail(self, seq: Sequence, tail: int, ids: Ids | None, now: int) -> Ids | None:
+        assert ids is not None
+        assert seq.private is not None
+        assert isinstance(self.pool, BlockPool)
+        self.pool.disown(tail)
+        copy = seq.private[-1] = ids[0]
+        if self.trace is not None:
+            block = seq.blocks - 1
+            self.trace.line("COPY", now, seq=seq.id, block=block, **{"from": tail, "to": copy})
+        return ids[1:]
+
+    def _keyed_tokens(self, seq: Sequence) -> int:
+        return seq.cacheable * self.geometry.block_size
+
+    def _with_ids(self) -> BlockPool:
+        """Return the pool with ids, giving one to every block in use if there are none."""
+        if not isinstance(self.pool, BlockPool):
+            pool = BlockPool(self.pool.blocks)
+            for span in self.prefix.spans():
+                span.ids = pool.take(span.blocks)
+            for seq in self.sequences.values():
+                seq.private = pool.take(seq.private_blocks)
+            self.pool = self.prefix.pool = pool
+        return self.pool
+
+    def _require_open(self, seq: Sequence) -> None:
+        if not seq.is_open:
+            msg = f"sequence {seq.id} (request {seq.request.id}) is closed"
+            raise InputError(msg)
+
+    def _no_room(self, request: Request, need: int, reserved: int) -> str:
+        return (
+            f"request {request.id} needs {need} more blocks; {self.pool.free} of "
+            f"{self.pool.blocks} are free and {self.prefix.unpinned - reserved} can be evicted"
+        )

@@ -1,0 +1,60 @@
+"""A sequence: one request's blocks, from admission to close."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Keys
+
+import attrs
+
+from kvcore.policy import Span
+from kvcore.request import Key, Request
+
+
+@attrs.define(eq=False, repr=False)
+class Sequence:
+    """The block table of an open request: a path of shared spans, then private blocks.
+
+    Read it freely; only the cache writes. Lengths are tokens unless they say blocks.
+
+    Attributes:
+        id: serial of its opening in this cache.
+        request: what it serves.
+        keys: its chain of block keys, `ratio` blocks each.
+        cacheable: blocks that may be shared once computed.
+        lookup_blocks, hit_blocks: blocks looked up and hit when it was opened.
+        tokens: allocated, the hit included.
+        computed: committed so far, the hit included.
+        blocks: blocks in its table.
+        span: its deepest shared span; blocks before `span.end` are shared.
+        private: ids of the blocks from `span.end` on; None in a pool that only counts.
+        publishes: whether what it computes still becomes shareable.
+        priorities: retention hints as (end block, priority, duration ns), by position.
+        family: it and the open sequences it shares private blocks with, after a fork.
+        is_open: False once closed.
+    """
+
+    id: int
+    request: Request
+    keys: Keys[Key]
+    cacheable: int
+    lookup_blocks: int
+    hit_blocks: int
+    tokens: int
+    computed: int
+    blocks: int
+    span: Span
+    private: array[int] | None = None
+    publishes: bool = True
+    priorities: list[tuple[int, int, int | None]] | None = None
+    family: list[Sequence] | None = None
+    is_open: bool = True
+
+    @property
+    def private_blocks(self) -> int:
+        """Blocks of its own: partial tail, unkeyed, or not committed yet."""
+        return self.blocks - self.span.end
+
+    def __repr__(self) -> str:
+        """Show id, request and length."""
+        return f"<Sequence {self.id}: request {self.request.id}, {self.tokens} tokens>"

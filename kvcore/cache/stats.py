@@ -1,0 +1,56 @@
+"""What a cache has looked up and hit."""
+
+from __future__ import annotations
+
+import attrs
+
+@attrs.define
+class CacheStats:
+    """Counts of first admissions; a preempted request's own blocks are counted apart.
+
+    Attributes:
+        requests: first admissions.
+        lookup_blocks, hit_blocks: blocks looked up, and hit from the first on.
+        lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
+        self_hit_blocks: blocks that preempted requests found of their own.
+        looked_up: requests with at least one lookup block.
+        ratio_sum: the sum of their hit ratios.
+    """
+
+    requests: int = 0
+    lookup_blocks: int = 0
+    hit_blocks: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    self_hit_blocks: int = 0
+    looked_up: int = 0
+    ratio_sum: float = 0.0
+
+    def admitted(
+        self, lookup: int, hit: int, tokens: int, hit_tokens: int, *, again: bool
+    ) -> None:
+        """Count an admission that hit `hit` of `lookup` blocks of `tokens` tokens."""
+        if again:
+            self.self_hit_blocks += hit
+            return
+        self.requests += 1
+        self.lookup_tokens += tokens
+        if lookup:
+            self.looked_up += 1
+            self.lookup_blocks += lookup
+            if hit:
+                self.hit_blocks += hit
+                self.hit_tokens += hit_tokens
+                self.ratio_sum += hit / lookup
+
+    def ratios(self) -> dict[str, float | None]:
+        """Return the hit ratio weighted by block, by token and by request."""
+        return {
+            "block": _ratio(self.hit_blocks, self.lookup_blocks),
+            "token": _ratio(self.hit_tokens, self.lookup_tokens),
+            "request": _ratio(self.ratio_sum, self.looked_up),
+        }
+
+
+def _ratio(part: float, whole: int) -> float | None:
+    return part / whole if whole else None

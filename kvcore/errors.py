@@ -1,0 +1,43 @@
+"""The errors kvcore raises: each says what was asked, what is wrong, and what to do."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvcoreError(Exception):
+    """Base of every error a user of kvcore can cause or meet.
+
+    `exit_code` is what the command line exits with when the error reaches it.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+
+class InputError(KvcoreError):
+    """An argument, option, file or row that cannot be used as given."""
+
+
+class PluginError(KvcoreError):
+    """A plugin that cannot be loaded, found, or used here."""
+
+    exit_code = 3
+
+
+class PolicyError(PluginError):
+    """A policy plugin raised, or answered with something that is not allowed."""
+
+
+class OutOfBlocks(KvcoreError):
+    """The pool cannot hold what was asked, even after evicting all that may go.
+
+    Nothing has changed when this is raised.
+    """
+
+    exit_code = 3
+
+
+class TraceError(KvcoreError):
+    """A trace file that is damaged or contradicts itself."""
+
+    exit_code = 1

@@ -1,0 +1,34 @@
+"""Every hook of kvcore: one a kind. A hook returns classes; nothing else is ever asked."""
+
+# Specifications have no body: pluggy reads their names and signatures.
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from kvcore.policy import EvictionPolicy, PrefixCache, Workload
+
+PROJECT = "kvcore"
+"""Name of the pluggy project, and of the entry-point group that plugins are found in."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def kvcore_eviction_policies() -> list[type[EvictionPolicy]]:
+    """Return eviction policies: which cached blocks leave when the pool is full."""
+
+
+@hookspec
+def kvcore_prefix_caches() -> list[type[PrefixCache]]:
+    """Return prefix caches: which cached blocks a new prompt can use again."""
+
+
+@hookspec
+def kvcore_workloads() -> list[type[Workload]]:
+    """Return workloads: sources of requests, recorded or generated."""

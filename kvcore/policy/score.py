@@ -1,0 +1,120 @@
+"""The easy tier of eviction policies: a policy is one function, its score."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from heapq import heappop, heappush
+from typing import Any, ClassVar, TypeAlias
+
+import attrs
+
+from kvcore.policy.eviction import EvictionPolicy
+from kvcore.policy.span import Span
+
+Entry: TypeAlias = tuple[Any, int, int, int, Span]
+Timer: TypeAlias = tuple[int, int, Span]
+
+
+@attrs.define(slots=False, eq=False)
+class ScoreEviction(EvictionPolicy):
+    """Evicts the unpinned leaf with the lowest score.
+
+    Ties go to the lower recency, then the deeper span, then the lower id. Scores are
+    kept in a heap and computed when a span becomes evictable or is trimmed, which is
+    right for scores that change only on access: O(log leaves) per event.
+
+    A score that changes by itself says so in one of two ways. `changes_at` gives the
+    moment of the next step of a score that moves in steps; it is then computed again
+    exactly then. `drifts = True` is for scores that move all the time relative to one
+    another: the `sample` lowest are scored anew whenever a victim is asked for, a bound
+    on the work and an approximation.
+    """
+
+    drifts: ClassVar[bool] = False
+    sample: ClassVar[int] = 32
+
+    _heap: list[Entry] = attrs.field(init=False, factory=list, repr=False)
+    _entries: dict[Span, Entry] = attrs.field(init=False, factory=dict, repr=False)
+    _timers: list[Timer] = attrs.field(init=False, factory=list, repr=False)
+    _now: int = attrs.field(init=False, default=0, repr=False)
+
+    @abstractmethod
+    def score(self, span: Span, now: int) -> Any:
+        """Return what orders the victims, any comparable value: the lowest goes first."""
+
+    def changes_at(self, span: Span, now: int) -> int | None:
+        """Return when (ns) the score of `span` will change by itself; None: it won't."""
+        del span, now
+        return None
+
+    def pinned(self, span: Span) -> None:
+        """Take `span` out of the order."""
+        self._entries.pop(span, None)
+
+    def released(self, span: Span, now: int) -> None:
+        """Enter `span` if it is a leaf; an inner span enters with `leaf`."""
+        self._now = now
+        if not span.children:
+            self._enter(span, now)
+
+    def leaf(self, span: Span) -> None:
+        """Enter a span that has become a leaf."""
+        self._enter(span, self._now)
+
+    def trimmed(self, span: Span, blocks: int) -> None:
+        """Score what is left of `span`."""
+        del blocks
+        self._enter(span, self._now)
+
+    def removed(self, span: Span, reason: str) -> None:
+        """Forget `span`."""
+        del reason
+        self._entries.pop(span, None)
+
+    def victim(self, now: int) -> Span:
+        """Return the evictable span with the lowest score."""
+        self._now = now
+        while self._timers and self._timers[0][0] <= now:
+            span = heappop(self._timers)[2]
+            if span in self._entries:
+                self._enter(span, now)
+        if self.drifts:
+            return self._rescored(now)
+        heap, entries = self._heap, self._entries
+        while heap:
+            entry = heap[0]
+            if entries.get(entry[4]) is entry:
+                return entry[4]
+            heappop(heap)
+        msg = "no span is evictable"
+        raise LookupError(msg)
+
+    def state(self) -> Any:
+        """Return the evictable spans in order, with all that later scores depend on."""
+        return sorted(self._entries.values())
+
+    def restore(self, state: Any) -> None:
+        """Rebuild the heap from `state`."""
+        self._heap = list(state)
+        self._entries = {entry[4]: entry for entry in state}
+
+    def _enter(self, span: Span, now: int) -> None:
+        entry = (self.score(span, now), span.recency, -span.start, span.id, span)
+        self._entries[span] = entry
+        heap = self._heap
+        heappush(heap, entry)
+        if len(heap) > 64 + 4 * len(self._entries):
+            self._heap = sorted(self._entries.values())
+        change = self.changes_at(span, now)
+        if change is not None:
+            heappush(self._timers, (change, span.id, span))
+
+    def _rescored(self, now: int) -> Span:
+        lowest: list[Span] = []
+        while self._heap and len(lowest) < self.sample:
+            entry = heappop(self._heap)
+            if self._entries.get(entry[4]) is entry:
+                lowest.append(entry[4])
+        for span in lowest:
+            self._enter(span, now)
+        return min((self._entries[span] for span in lowest))[4]

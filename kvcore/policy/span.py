@@ -1,0 +1,122 @@
+"""A span: a run of consecutive cached blocks that share one access history."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from kvcore.request import DEFAULT_PRIORITY, Key
+
+
+@attrs.define(eq=False)
+class Shape:
+    """What every span of one tree shares: block size, keys per block, cost of a block.
+
+    `ratio` is blocks per key. `recompute(context, tokens)` gives the seconds it takes to
+    compute `tokens` tokens after `context` tokens of cached context.
+    """
+
+    block_size: int
+    ratio: int
+    recompute: Callable[[int, int], float]
+
+
+@attrs.define(eq=False, repr=False)
+class Span:
+    """A node of the prefix tree: the unit an eviction policy decides about.
+
+    Policies read; only the prefix cache writes (except `data`, which is the policy's, and
+    `expires`, which a TTL policy sets). Positions count blocks from the prompt's start.
+
+    Attributes:
+        id: serial of the span, never reused.
+        start, end: block positions `[start, end)` in every prompt that contains it.
+        parent: the span before it; None once it has left the cache.
+        pins: how many open sequences hold it. Pinned spans are never evicted.
+        created, last_access: nanoseconds. They tie; orders use the serials below.
+        born: serial of its creation.
+        opened: serial of the last `open` that used it (or of its creator's).
+        opener: id of the request that did so.
+        recency: serial of the release that last brought its pins to 0. A path counts up
+            from leaf to root, so a parent is always more recent than its children.
+        hits: how many opens by *other* requests found it.
+        priority, priority_until: retention priority, and when it ends (ns; None: never).
+        expires: from this time (ns) on it no longer matches; None: never.
+        tenant: tenant of the request that stored it.
+        data: the eviction policy's own.
+    """
+
+    id: int
+    start: int
+    end: int
+    parent: Span | None
+    pins: int
+    children: dict[Key, Span] | None
+    created: int
+    last_access: int
+    born: int
+    opened: int
+    opener: int | str
+    recency: int
+    hits: int
+    priority: int
+    priority_until: int | None
+    expires: int | None
+    tenant: str | None
+    data: Any
+    shape: Shape
+    path_keys: Sequence[Key]
+    ids: array[int] | None
+    creator: object | None
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks in it."""
+        return self.end - self.start
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in it."""
+        return (self.end - self.start) * self.shape.block_size
+
+    @property
+    def depth(self) -> int:
+        """Number of tokens before it."""
+        return self.start * self.shape.block_size
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether nothing cached continues it."""
+        return not self.children
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Seconds to compute its tail block again, all before it being cached."""
+        size = self.shape.block_size
+        return self.shape.recompute((self.end - 1) * size, size)
+
+    def priority_at(self, now: int) -> int:
+        """Return the retention priority that holds at `now`: 35 once a duration is over."""
+        if self.priority_until is not None and self.priority_until <= now:
+            return DEFAULT_PRIORITY
+        return self.priority
+
+    def keys(self) -> list[Key]:
+        """Return the keys that cover it, first to last. Costs O(keys)."""
+        ratio = self.shape.ratio
+        return list(self.path_keys[self.start // ratio : (self.end - 1) // ratio + 1])
+
+    def __repr__(self) -> str:
+        """Show id, place and pins."""
+        return f"<Span {self.id}: blocks {self.start}-{self.end}, pins {self.pins}>"
+
+
+def root_span(shape: Shape) -> Span:
+    """Return the empty span at which every prompt begins. It is never evicted."""
+    return Span(
+        0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None, None,
+        shape, (), None, None,
+    )  # fmt: skip

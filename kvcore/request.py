@@ -1,0 +1,70 @@
+"""One request of a workload: what arrives, when, and which block keys its prompt has."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+import attrs
+
+Key: TypeAlias = Hashable
+"""A chained block key: equal keys mean equal blocks *and* equal everything before them."""
+
+DEFAULT_PRIORITY = 35
+"""Retention priority of a block for which no hint was given (1 goes first, 100 last)."""
+
+
+@attrs.frozen
+class Retention:
+    """A hint that the tokens `[start, end)` of a prompt deserve a retention priority.
+
+    `end=None` means to the end of the prompt. `duration` is in nanoseconds from the
+    moment the blocks are stored or hit; after it they have the default priority again.
+    """
+
+    start: int
+    end: int | None
+    priority: int = attrs.field()
+    duration: int | None = None
+
+    @priority.validator
+    def _in_range(self, _: object, value: int) -> None:
+        if not 1 <= value <= 100:
+            msg = f"retention priority must be 1 to 100, not {value}"
+            raise ValueError(msg)
+
+
+@attrs.define(kw_only=True)
+class Request:
+    """A request as a workload yields it. Treat it as immutable.
+
+    Attributes:
+        id: unique in its workload.
+        arrival: nanoseconds since the workload's start.
+        prompt: prompt length in tokens.
+        output: tokens to generate.
+        keys: chained block keys of the prompt, `key_tokens` tokens each; the last may
+            cover a partial block. May be shorter than the prompt, or empty.
+        key_tokens: tokens a key stands for.
+        salt, tenant: whose prefix this is. `keys` already depend on the salt.
+        priority: scheduling priority (higher is more urgent).
+        retention: retention hints by token range.
+        session, after, think: closed-loop traffic. This request is sent `think`
+            nanoseconds after request `after` of the same session has finished.
+        output_keys: keys of the blocks that follow the prompt's, where they are known.
+    """
+
+    id: int | str
+    arrival: int = 0
+    prompt: int
+    output: int = 0
+    keys: Sequence[Key] = ()
+    key_tokens: int
+    salt: str | None = None
+    tenant: str | None = None
+    priority: int = 0
+    retention: tuple[Retention, ...] = ()
+    session: str | None = None
+    after: int | str | None = None
+    think: int = 0
+    output_keys: Sequence[Key] = ()

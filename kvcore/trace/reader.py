@@ -1,0 +1,222 @@
+"""The trace reader: streams events, checks every line, and reads a cut file up to the cut."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias
+
+import orjson
+
+from kvcore.errors import InputError, TraceError
+from kvcore.trace.schema import SCHEMA, fault
+from kvcore.trace.sink import DIGEST_BYTES
+
+Line: TypeAlias = dict[str, Any]
+
+CHUNK_BYTES = 1 << 18
+GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def read_events(file: str | os.PathLike[str]) -> TraceReader:
+    """Return the reader of a trace: iterate it for its events, HEADER and END included."""
+    return TraceReader(file)
+
+
+class TraceReader:
+    """Reads a trace once, line by line; `.gz` and `.zst` are recognised by their first bytes.
+
+    Iterating yields each line as a dict, checked: its event and fields, its number, that
+    time does not go back, and at END the counts and the digest. A file without END is
+    *incomplete*: all events before the cut are yielded, then iteration just ends.
+
+    Attributes:
+        file: the path, as given.
+        line: the file's line number, from 1, of the event yielded last.
+        complete: whether END was reached, and nothing is missing or follows.
+        cut_reason: where and how an incomplete file ends, once iteration is over.
+
+    Raises:
+        InputError: the file cannot be opened.
+        TraceError: a line is damaged; the message has file, line number and reason.
+    """
+
+    def __init__(self, file: str | os.PathLike[str]) -> None:
+        """Take the path; it is opened when iteration starts."""
+        self.file = Path(file)
+        self.line = 0
+        self.complete = False
+        self.cut_reason: str | None = None
+        self._time = 0
+        self._ended = False
+        self._events: dict[str, int] = {}
+        self._digest = blake2b(digest_size=DIGEST_BYTES)
+
+    def __iter__(self) -> Iterator[Line]:
+        """Yield the events."""
+        try:
+            file = self.file.open("rb")
+        except OSError as error:
+            msg = f"cannot read the trace {self.file}: {error.strerror}"
+            raise InputError(msg) from error
+        with file:
+            yield from self._lines(_Stream(file))
+
+    def fail(self, reason: str) -> NoReturn:
+        """Raise TraceError for the line read last."""
+        msg = f"{self.file}:{self.line}: {reason}"
+        raise TraceError(msg)
+
+    def _lines(self, stream: _Stream) -> Iterator[Line]:
+        rest = b""
+        try:
+            for chunk in stream:
+                block, newline, tail = chunk.rpartition(b"\n")
+                if newline:
+                    yield from self._block(rest + block)
+                    rest = tail
+                else:
+                    rest += tail
+        except _DamageError as error:
+            self.line += 1
+            self.fail(str(error))
+        yield from self._last(rest)
+        if self.cut_reason is None:
+            self.cut_reason = stream.cut
+        self.complete = self.cut_reason is None
+
+    def _block(self, block: bytes) -> Iterator[Line]:
+        """Yield the lines of `block`, which lacks only its last newline."""
+        for raw in block.split(b"\n"):
+            line = self._checked(raw)
+            if line["event"] == "END":
+                self._digest.update(block[: block.find(raw)])
+                self._check_end(line)
+            yield line
+        self._digest.update(block)
+        self._digest.update(b"\n")
+
+    def _last(self, rest: bytes) -> Iterator[Line]:
+        """Yield what stands after the last newline if it is a whole line; note the cut."""
+        if not rest:
+            if not self._ended:
+                where = f"ends after line {self.line}" if self.line else "is empty"
+                self.cut_reason = f"the file {where}, without END"
+            return
+        try:
+            orjson.loads(rest)
+        except orjson.JSONDecodeError:
+            self.cut_reason = f"the file ends inside line {self.line + 1}"
+            return
+        line = self._checked(rest)
+        if line["event"] == "END":
+            self._check_end(line)
+        self.cut_reason = f"the file ends before the newline of line {self.line}"
+        yield line
+
+    def _checked(self, raw: bytes) -> Line:
+        """Return the next line, after every check that needs no more than the lines so far."""
+        n = self.line
+        self.line = n + 1
+        if self._ended:
+            self.fail("a line follows END")
+        try:
+            line = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            self.fail(f"not JSON: {error.msg}, at column {error.colno}")
+        if not n:
+            self._check_header(line)
+        reason = fault(line)
+        if reason is not None:
+            self.fail(reason)
+        event = line["event"]
+        if n and event == "HEADER":
+            self.fail("HEADER stands in line 1 only")
+        if line["n"] != n:
+            self.fail(f"this line has n = {line['n']}; {n} lines stand before it")
+        if line["t"] < self._time:
+            self.fail(f"time goes back, from {self._time} to {line['t']} ns")
+        self._time = line["t"]
+        self._events[event] = self._events.get(event, 0) + 1
+        return line  # type: ignore[no-any-return]
+
+    def _check_header(self, line: Any) -> None:
+        if type(line) is not dict or line.get("event") != "HEADER":
+            self.fail("a trace begins with its HEADER line")
+        if line.get("schema", SCHEMA) != SCHEMA:
+            self.fail(f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}")
+
+    def _check_end(self, line: Line) -> None:
+        self._ended = True
+        events = {name: count for name, count in self._events.items() if name != "END"}
+        if line["lines"] != line["n"]:
+            self.fail(f"END counts {line['lines']} lines; {line['n']} stand before it")
+        if line["events"] != events:
+            self.fail(f"END counts the events {line['events']}; there are {events}")
+        digest = self._digest.hexdigest()
+        if line["digest"] != digest:
+            self.fail(f"END has the digest {line['digest']}; what stands before it has {digest}")
+
+
+class _DamageError(Exception):
+    """A compressed stream that cannot be decoded, as opposed to one that just stops."""
+
+
+class _Decoder(Protocol):
+    """A streaming decompressor, as `zlib` and `zstandard` make them."""
+
+    eof: bool
+    unused_data: bytes
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Return all that can be decoded so far."""
+
+
+class _Stream:
+    """The bytes of a file, decompressed; `cut` says how a compressed stream stops early."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.cut: str | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        data = self._file.read(CHUNK_BYTES)
+        if data.startswith(GZIP_MAGIC):
+            return self._decoded(data, "gzip")
+        if data.startswith(ZSTD_MAGIC):
+            return self._decoded(data, "zstd")
+        return self._plain(data)
+
+    def _plain(self, data: bytes) -> Iterator[bytes]:
+        while data:
+            yield data
+            data = self._file.read(CHUNK_BYTES)
+
+    def _decoded(self, data: bytes, kind: str) -> Iterator[bytes]:
+        decoder, errors = _decoder(kind)
+        while data:
+            try:
+                yield decoder.decompress(data)
+            except errors as error:
+                msg = f"the {kind} stream is damaged: {error}"
+                raise _DamageError(msg) from error
+            if decoder.eof:
+                data = decoder.unused_data or self._file.read(CHUNK_BYTES)
+                if data:
+                    decoder, _ = _decoder(kind)
+            else:
+                data = self._file.read(CHUNK_BYTES)
+        if not decoder.eof:
+            self.cut = f"the {kind} stream stops early"
+
+
+def _decoder(kind: str) -> tuple[_Decoder, type[Exception]]:
+    if kind == "gzip":
+        return zlib.decompressobj(wbits=31), zlib.error
+    import zstandard  # noqa: PLC0415  (18 ms, for one kind of file)
+
+    return zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError

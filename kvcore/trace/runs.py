@@ -1,0 +1,67 @@
+"""Blocks as runs: `[first, count]`, a negative count descending, in the one maximal form."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TypeAlias
+
+Ids: TypeAlias = "array[int]"
+Runs: TypeAlias = list[list[int]]
+
+MOST_IDS = 2**31
+
+
+def encode_runs(ids: Ids) -> Runs:
+    """Return `ids` as runs: 9, 8, 7, 3 is `[[9, -3], [3, 1]]`.
+
+    From left to right every run is as long as it can be, so equal ids have equal runs.
+    Costs O(ids), in C where they form a single run.
+    """
+    count = len(ids)
+    if not count:
+        return []
+    first = last = ids[0]
+    if ids[-1] - first == count - 1 and ids == array("i", range(first, first + count)):
+        return [[first, count]]
+    if first - ids[-1] == count - 1 and ids == array("i", range(first, first - count, -1)):
+        return [[first, -count]]
+    runs: Runs = []
+    step = 0
+    for block in ids[1:]:
+        delta = block - last
+        if not step and (delta == 1 or delta == -1):  # noqa: PLR1714  (no tuple: hot)
+            step = delta
+        elif delta != step or not step:
+            runs.append([first, last - first + step or 1])
+            first = block
+            step = 0
+        last = block
+    runs.append([first, last - first + step or 1])
+    return runs
+
+
+def decode_runs(runs: Sequence[Sequence[int]], limit: int = MOST_IDS) -> Ids:
+    """Return the ids that `runs` stand for, each at least 0 and below `limit`.
+
+    Raises:
+        ValueError: a run is empty or leaves the range, or could have been longer.
+    """
+    ids: Ids = array("i")
+    end = step = -1
+    for first, count in runs:
+        if not count or count == -1:
+            msg = f"run [{first}, {count}]: a single block is [{first}, 1], and none is no run"
+            raise ValueError(msg)
+        gap = first - end
+        if ids and (gap == step if step else abs(gap) == 1):
+            msg = f"the run before [{first}, {count}] could be longer: runs are maximal"
+            raise ValueError(msg)
+        way = 1 if count > 0 else -1
+        end = first + count - way
+        if not (0 <= first < limit and 0 <= end < limit):
+            msg = f"run [{first}, {count}] leaves the block ids, which are 0 to {limit - 1}"
+            raise ValueError(msg)
+        step = way if count != 1 else 0
+        ids.extend(range(first, first + count, way))
+    return ids

@@ -1,0 +1,78 @@
+"""Sizes and times as people write them, read exactly, and written for people to read."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from kvcore.errors import InputError
+
+BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+_FACTORS = {unit.lower(): factor for unit, factor in (BINARY | DECIMAL).items()}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+_SECONDS = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]{1,3})?)\s*", re.ASCII | re.IGNORECASE)
+_LIMIT = 2**63
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as `40GiB`, `1.5 GB` or `4096` (bytes).
+
+    `GB` is 10^9 bytes, `GiB` 2^30; capitals do not matter. A fraction of a byte is dropped.
+
+    Raises:
+        InputError: not a number with a known unit, or 2^63 bytes and more.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get((match[2] or "B").lower()) if match else None
+    if match is None or factor is None:
+        units = ", ".join(unit for unit in BINARY | DECIMAL if unit != "B")
+        msg = f"size {text!r}: expected a number followed by B, {units}, such as 40GiB"
+        raise InputError(msg)
+    size = int(Fraction(match[1]) * factor)
+    if size >= _LIMIT:
+        msg = f"size {text!r}: too large, it must be below 2^63 bytes"
+        raise InputError(msg)
+    return size
+
+
+def parse_seconds(text: str) -> int:
+    """Read seconds such as `90`, `1.5` or `1e-3` as nanoseconds, exactly.
+
+    Raises:
+        InputError: not a number, negative, finer than a nanosecond, or 2^63 ns and more.
+    """
+    match = _SECONDS.fullmatch(text)
+    if match is None:
+        msg = f"time {text!r}: expected a number of seconds, such as 90 or 1.5"
+        raise InputError(msg)
+    nanoseconds = Fraction(match[1]) * 10**9
+    if nanoseconds.denominator != 1:
+        msg = f"time {text!r}: finer than a nanosecond, which is the clock's unit"
+        raise InputError(msg)
+    if nanoseconds >= _LIMIT:
+        msg = f"time {text!r}: too large, it must be below 2^63 nanoseconds (292 years)"
+        raise InputError(msg)
+    return int(nanoseconds)
+
+
+def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:
+    """Write a size with about three digits: `2.5 GiB`, with `DECIMAL` units `2.68 GB`."""
+    unit = max((u for u in units if units[u] <= abs(size)), key=units.__getitem__, default="B")
+    return f"{format_number(size / units[unit])} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with about three digits: `1.5 s`, `31.2 ms`, `7.06 us`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{format_number(seconds * factor)} {unit}"
+    return f"{format_number(seconds * 1e9)} ns"
+
+
+def format_number(value: float) -> str:
+    """Write a number with three digits, or all those before the point: `2.68`, `12,345`."""
+    places = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0  # noqa: PLR2004
+    text = f"{value:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if places else text

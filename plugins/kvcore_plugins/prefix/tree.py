@@ -1,0 +1,251 @@
+"""The prefix tree of spans: looking along it, splitting, joining, taking spans out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Keys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import attrs
+
+from kvcore import (
+    BlockPool,
+    CountingPool,
+    EvictionPolicy,
+    Ids,
+    Key,
+    PolicyError,
+    PrefixCache,
+    Recorder,
+    Sequence,
+    Shape,
+    Span,
+    broken,
+    overridden,
+    root_span,
+)
+
+
+@attrs.define(slots=False, eq=False)
+class SpanTree(PrefixCache):
+    """The tree's mechanics, without sequences.
+
+    A child is found by the key at the block position where its parent ends, so that a
+    span may end inside a key. Keys are chained: a span matches iff its last key does.
+    """
+
+    root: Span = attrs.field(init=False, repr=False)
+    _last_id: int = attrs.field(init=False, default=0, repr=False)
+    _releases: int = attrs.field(init=False, default=0, repr=False)
+    _births: int = attrs.field(init=False, default=0, repr=False)
+    _now: int = attrs.field(init=False, default=0, repr=False)
+
+    def attach(
+        self, pool: CountingPool, eviction: EvictionPolicy, shape: Shape, trace: Recorder | None
+    ) -> None:
+        """Make the root, and look up once which methods the policy overrides."""
+        super().attach(pool, eviction, shape, trace)
+        self.root = root_span(shape)
+        self._expiring = eviction.expires_spans
+        self._on_inserted = overridden(eviction, "inserted")
+        self._on_accessed = overridden(eviction, "accessed")
+        self._on_grown = overridden(eviction, "grown")
+        self._on_split = overridden(eviction, "split")
+        self._on_joined = overridden(eviction, "joined")
+        self._on_pinned = overridden(eviction, "pinned")
+        self._on_released = overridden(eviction, "released")
+        self._on_leaf = overridden(eviction, "leaf")
+        self._on_trimmed = overridden(eviction, "trimmed")
+        self._on_removed = overridden(eviction, "removed")
+
+    def _end_of_match(self, span: Span, keys: Keys[Key], stop: int) -> int:
+        """Return where `keys` leave `span`, at most `stop`, by bisection over its keys.
+
+        The key at `span.start` is known to match.
+        """
+        ratio = self.shape.ratio
+        own = span.path_keys
+        low, high = span.start // ratio, (stop - 1) // ratio
+        if keys[high] == own[high]:
+            return stop
+        while high - low > 1:
+            middle = (low + high) // 2
+            if keys[middle] == own[middle]:
+                low = middle
+            else:
+                high = middle
+        return high * ratio
+
+    def _split(self, lower: Span, at: int) -> Span:
+        """Cut `lower` at block position `at`; return the new upper half, pinned once more.
+
+        The lower half stays the object: its id, its place in the policy's order, and the
+        sequences that end in it. The one more pin is the caller's.
+        """
+        ratio = self.shape.ratio
+        parent = lower.parent
+        assert parent is not None
+        self._last_id += 1
+        head = lower.ids
+        if head is not None:
+            cut = at - lower.start
+            lower.ids = head[cut:]
+            head = head[:cut]
+        upper = Span(
+            self._last_id, lower.start, at, parent, lower.pins + 1,
+            {lower.path_keys[at // ratio]: lower}, lower.created, lower.last_access,
+            lower.born, lower.opened, lower.opener, lower.recency, lower.hits,
+            lower.priority, lower.priority_until, lower.expires, lower.tenant, None,
+            self.shape, lower.path_keys, head, None,
+        )  # fmt: skip
+        assert parent.children is not None
+        parent.children[lower.path_keys[lower.start // ratio]] = upper
+        lower.parent = upper
+        lower.start = at
+        if not lower.pins:
+            self.unpinned -= upper.blocks
+        if self.trace is not None:
+            self.trace.line("SPLIT", self._now, span=lower.id, upper=upper.id, at=at)
+        if self._on_split is not None:
+            try:
+                self._on_split(upper, lower)
+            except Exception as error:
+                self._join(upper)
+                raise broken(self.eviction, "split", error) from error
+        return upper
+
+    def split_pinned(self, lower: Span, at: int) -> Span:
+        """Cut a span that the caller has pinned already; return the upper half."""
+        upper = self._split(lower, at)
+        upper.pins -= 1
+        return upper
+
+    def _join(self, upper: Span) -> None:
+        """Take a split back. Nothing but the caller's pin tells the halves apart."""
+        assert upper.children
+        (lower,) = upper.children.values()
+        parent = upper.parent
+        assert parent is not None
+        assert parent.children is not None
+        parent.children[lower.path_keys[upper.start // self.shape.ratio]] = lower
+        lower.parent = parent
+        lower.start = upper.start
+        if upper.ids is not None and lower.ids is not None:
+            lower.ids = upper.ids + lower.ids
+        if not lower.pins:
+            self.unpinned += upper.blocks
+        upper.parent = None
+        if self.trace is not None:
+            self.trace.line("JOIN", self._now, span=lower.id, upper=upper.id)
+        if self._on_joined is not None:
+            with suppress(PolicyError):
+                self._call("joined", self._on_joined, upper, lower)
+
+    def _take_out(self, span: Span, reason: str) -> None:
+        """Take a leaf out of the tree and tell the policy."""
+        parent = span.parent
+        assert parent is not None
+        assert parent.children is not None
+        del parent.children[span.path_keys[span.start // self.shape.ratio]]
+        blocks = span.end - span.start
+        self.cached -= blocks
+        self.unpinned -= blocks
+        try:
+            if self._on_removed is not None:
+                self._call("removed", self._on_removed, span, reason)
+        finally:
+            span.parent = None
+        if self._on_leaf is not None and not parent.children and not parent.pins:
+            self._call("leaf", self._on_leaf, parent)
+
+    def _trim(self, span: Span, blocks: int) -> None:
+        """Cut `blocks` blocks from the tail of a leaf and tell the policy."""
+        span.end -= blocks
+        self.cached -= blocks
+        self.unpinned -= blocks
+        if span.ids is not None:
+            del span.ids[-blocks:]
+        if self._on_trimmed is not None:
+            self._call("trimmed", self._on_trimmed, span, blocks)
+
+    def _is_expired(self, span: Span, now: int) -> bool:
+        return not span.pins and span.expires is not None and span.expires <= now
+
+    def _drop_expired(self, top: Span, beneficiary: int | str, now: int) -> None:
+        """Evict `top`, which has expired, and all below it, leaves first."""
+        self.eviction.beneficiary = beneficiary
+        order = [top]
+        for span in order:
+            order.extend((span.children or {}).values())
+        for span in reversed(order):
+            ids = None if span.ids is None else span.ids[::-1]
+            self._record_eviction(span, ids, now, "expired")
+            self.expired_blocks += span.blocks
+            self.pool.give(ids, span.blocks)
+            self._take_out(span, "expired")
+
+    def record_switch(
+        self, seq: Sequence, span: Span, first: int, own: Ids | None, now: int
+    ) -> None:
+        """Free the duplicates `own`, now that `seq` uses `span` from position `first`."""
+        pool = self.pool
+        if isinstance(pool, BlockPool) and own is not None:
+            own = pool.release(own)
+        else:
+            pool.give(None, span.end - first)
+        if self.trace is not None:
+            blocks = span.end - first
+            self.trace.line(
+                "COMMIT", now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same"
+            )
+            self.trace.line("FREE", now, seq=seq.id, runs=own, reason="duplicate")
+
+    def _record_eviction(self, span: Span, ids: Ids | None, now: int, reason: str) -> None:
+        if self.trace is not None:
+            fields = {
+                "span": span.id,
+                "runs": ids,
+                "by": self.eviction.name,
+                "for": self.eviction.beneficiary,
+                "age": now - span.last_access,
+                "hits": span.hits,
+                "reason": reason,
+                "scope": "cache",
+            }
+            self.trace.line("EVICT", now, **fields)
+
+    def _call(self, method: str, hook: Callable[..., None], *args: Any) -> None:
+        """Call the policy; its exception becomes a PolicyError that names it."""
+        try:
+            hook(*args)
+        except Exception as error:
+            raise broken(self.eviction, method, error) from error
+
+    def _refuse(self, answer: object) -> NoReturn:
+        """Raise the PolicyError that says what is wrong with a victim."""
+        if not isinstance(answer, Span):
+            why = f"{answer!r}, which is no span"
+        elif answer.shape is not self.shape:
+            why = f"{answer!r} of another cache"
+        elif answer.parent is None:
+            why = f"{answer!r}, which has left the cache"
+        elif answer.pins:
+            why = f"{answer!r}, which is pinned"
+        else:
+            why = f"{answer!r}, which has children: only leaves can go"
+        cls = type(self.eviction)
+        msg = (
+            f"eviction plugin {cls.name!r} ({cls.__module__}.{cls.__qualname__}) answered "
+            f"victim() with {why}; {self.unpinned} blocks are evictable"
+        )
+        raise PolicyError(msg)
+
+    def spans(self) -> Iterator[Span]:
+        """Yield every span, parents before children."""
+        stack = list((self.root.children or {}).values())
+        while stack:
+            span = stack.pop()
+            yield span
+            stack.extend((span.children or {}).values())
+

@@ -1,0 +1,13 @@
+"""Registers the built-in workloads."""
+
+from __future__ import annotations
+
+from kvcore.hookspecs import hookimpl
+from kvcore.policy import Workload
+from kvcore_plugins.workloads import Azure, Jsonl, Mooncake, Weka, Zipf
+
+
+@hookimpl
+def kvcore_workloads() -> list[type[Workload]]:
+    """Return the built-in workload classes."""
+    return [Azure, Jsonl, Mooncake, Weka, Zipf]
