@@ -7,12 +7,14 @@ model's). GPUs: the makers' data sheets; see `docs/reference/size.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcore.errors import InputError
 from kvcore.model import DeviceSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 Windows = tuple[int | None, ...]

@@ -7,15 +7,17 @@ for layers that predict further tokens).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
 from kvcore.errors import InputError
 from kvcore.hf_family import FAMILIES, Family
 from kvcore.model import ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _ALIASES = {
     "hidden_size": "n_embd",
@@ -158,7 +160,7 @@ def _open(path: Path) -> tuple[Config, Family]:
     kind = config.get("model_type")
     if kind is None:
         config.refuse("model_type", "is missing")
-    if kind not in FAMILIES:
+    if str(kind) not in FAMILIES:
         config.refuse("model_type", f"is {kind!r}; known: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     return attrs.evolve(config, defaults=family.defaults), family

@@ -14,7 +14,7 @@ from kvcore.hookspecs import PROJECT
 from kvcore.specs import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from importlib.metadata import EntryPoint
 
 DISABLE = "KVCORE_DISABLE_PLUGINS"

@@ -122,7 +122,8 @@ def retention_steps(request: Request, block_size: int) -> list[tuple[int, int, i
     for border in borders:
         hints = [(p, d) for start, end, p, d in ranges if start <= begin < end]
         priority, duration = max(
-            hints, key=lambda hint: (hint[0], hint[1] is None, hint[1] or 0),
+            hints,
+            key=lambda hint: (hint[0], hint[1] is None, hint[1] or 0),
             default=(DEFAULT_PRIORITY, None),
         )
         steps.append((border, priority, duration))

@@ -17,8 +17,8 @@ from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.model import default_prefill_cost
 from kvcore.plugins import default
 from kvcore.policy import EvictionPolicy, Match, PrefixCache, Shape, broken, overridden
-from kvcore.request import Request
 from kvcore.policy.recorder import Recorder
+from kvcore.request import Request
 
 
 class KVCache:
@@ -301,9 +301,7 @@ class KVCache:
         self.prefix.check_integrity()
         check_blocks(self.pool, self.prefix, self.sequences.values())
 
-    def _admit(
-        self, seq: Sequence, match: Match, need: int, now: int, *, again: bool
-    ) -> None:
+    def _admit(self, seq: Sequence, match: Match, need: int, now: int, *, again: bool) -> None:
         """Pin, allocate and count the access, or take back what was done of it."""
         prefix = self.prefix
         prefix.open(seq, match, now)
@@ -343,13 +341,16 @@ class KVCache:
     def _free_from(self, seq: Sequence, first: int) -> Ids | None:
         """Free the blocks of `seq` from position `first` on, deepest first."""
         count = seq.blocks - first
-        if seq.private is None:
+        private = seq.private
+        if not count:
+            return None if private is None else private[:0]
+        if private is None:
             self.pool.give(None, count)
             return None
-        keep = len(seq.private) - count
-        dropped = seq.private[keep:]
+        keep = len(private) - count
+        dropped = private[keep:]
         dropped.reverse()
-        del seq.private[keep:]
+        del private[keep:]
         assert isinstance(self.pool, BlockPool)
         return self.pool.release(dropped)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+
 @attrs.define
 class CacheStats:
     """Counts of first admissions; a preempted request's own blocks are counted apart.

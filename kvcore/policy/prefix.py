@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence as Keys
+from collections.abc import Iterator
+from collections.abc import Sequence as Keys
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import attrs

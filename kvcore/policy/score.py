@@ -117,4 +117,4 @@ class ScoreEviction(EvictionPolicy):
                 lowest.append(entry[4])
         for span in lowest:
             self._enter(span, now)
-        return min((self._entries[span] for span in lowest))[4]
+        return min(self._entries[span] for span in lowest)[4]

@@ -9,24 +9,24 @@ from array import array
 from collections import defaultdict
 from typing import Any, BinaryIO, cast
 
-import orjson
 import structlog
+from orjson import OPT_APPEND_NEWLINE, dumps
 
 from kvcore.trace.runs import encode_runs
 
 
 class TraceLogger(structlog.BoundLoggerBase):
-    """Bound once a trace. Its context is what has been written: `n`, `t`, `events`."""
+    """Bound once a trace; `_context` counts the events, `last` is the line written last."""
+
+    last: dict[str, Any]
 
     def line(self, event: str, now: int, /, **fields: Any) -> None:
-        """Write one line. Costs 0.7 µs, twice what orjson alone takes."""
-        written = self._context
-        record = {"n": written["n"], "t": now, "event": event, **fields}
+        """Write one line. Costs about 0.6 µs, twice what orjson alone takes."""
         (encode,) = self._processors
-        self._logger.write(encode(self._logger, event, record))
-        written["n"] += 1
-        written["t"] = now
-        written["events"][event] += 1
+        line = {"n": self.last["n"] + 1, "t": now, "event": event, **fields}
+        self._logger.write(encode(self._logger, event, line))
+        self.last = line
+        self._context[event] += 1
 
 
 def bind_logger(file: BinaryIO) -> TraceLogger:
@@ -35,24 +35,32 @@ def bind_logger(file: BinaryIO) -> TraceLogger:
         file,
         processors=[_encode],
         wrapper_class=TraceLogger,
-        context_class=dict,
+        context_class=_Counts,
         cache_logger_on_first_use=False,
-    )
-    return cast("TraceLogger", logger.bind(n=0, t=0, events=defaultdict(int)))
+    ).bind()
+    logger.last = {"n": -1, "t": 0}
+    return cast("TraceLogger", logger)
 
 
-def written(logger: TraceLogger) -> tuple[int, int, dict[str, int]]:
-    """Return how many lines `logger` wrote, the time of the last, and events by name."""
-    context = structlog.get_context(logger)
-    return context["n"], context["t"], dict(context["events"])
+def events_written(logger: TraceLogger) -> dict[str, int]:
+    """Return how many lines of each event `logger` wrote, in order of first appearance."""
+    return dict(structlog.get_context(logger))
 
 
-def _encode(_: object, __: str, record: Any) -> bytes:
-    return orjson.dumps(record, _other, orjson.OPT_APPEND_NEWLINE)
+class _Counts(defaultdict[str, int]):
+    """Counts from 0, as a structlog context: made from a mapping."""
+
+    def __init__(self, *counts: Any) -> None:
+        super().__init__(int, *counts)
 
 
-def _other(value: object) -> object:
-    """Turn what JSON has no word for into what the schema wants: ids into runs."""
+def _encode(_: object, __: str, line: Any) -> bytes:
+    return dumps(line, _as_json, OPT_APPEND_NEWLINE)
+
+
+def _as_json(value: object) -> object:
+    """Turn an array of block ids, which JSON has no word for, into runs."""
     if type(value) is array:
         return encode_runs(value)
-    raise TypeError
+    msg = f"{value!r} is not JSON"
+    raise TypeError(msg)

@@ -149,11 +149,17 @@ class Trace:
             self.discard()
 
     def _end(self) -> None:
-        from kvcore.trace.logger import written  # noqa: PLC0415
+        from kvcore.trace.logger import events_written  # noqa: PLC0415
 
         self._buffer.flush()
-        lines, now, events = written(self._logger)
-        self.line("END", now, lines=lines, events=events, digest=self._sink.hexdigest())
+        last = self._logger.last
+        self.line(
+            "END",
+            last["t"],
+            lines=last["n"] + 1,
+            events=events_written(self._logger),
+            digest=self._sink.hexdigest(),
+        )
         self._buffer.flush()
         self._sink.finish()
 

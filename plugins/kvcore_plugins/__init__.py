@@ -1,0 +1,1 @@
+"""The plugins that come with kvcore, registered through the entry points anyone can use."""

@@ -22,7 +22,9 @@ def pin_for_siblings(tree: SpanTree, seq: Sequence, first: int, ids: Ids, now: i
             ahead = first - sibling.span.end
             common = _common(sibling.private, ahead, ids)
             if common:
-                _pin_for(tree, sibling, _span_ending_at(tree, seq.span, first + common), first, now)
+                _pin_for(
+                    tree, sibling, _span_ending_at(tree, seq.span, first + common), first, now
+                )
 
 
 def _common(private: Ids, ahead: int, ids: Ids) -> int:

@@ -37,7 +37,9 @@ def apply_hints(tree: SpanTree, seq: Sequence, now: int) -> None:
     steps = [
         (start, end, priority, duration)
         for start, (end, priority, duration) in zip(
-            [0, *(end for end, _, _ in seq.priorities or ())], seq.priorities or (), strict=False
+            [0, *(end for end, _, _ in seq.priorities or ())],
+            seq.priorities or (),
+            strict=False,
         )
         if (priority, duration) != (DEFAULT_PRIORITY, None)
     ]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence as Keys
+from collections.abc import Iterator
+from collections.abc import Sequence as Keys
 from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import EvictionPolicy, Ids, Key, Match, PrefixCache, Sequence, Shape, Span, root_span
+from kvcore import (
+    EvictionPolicy,
+    Ids,
+    Key,
+    Match,
+    PrefixCache,
+    Sequence,
+    Shape,
+    Span,
+    root_span,
+)
 
 
 @attrs.define(slots=False, eq=False)
@@ -17,9 +28,7 @@ class NoPrefix(PrefixCache):
 
     name: ClassVar[str] = "none"
 
-    def attach(
-        self, pool: Any, eviction: EvictionPolicy, shape: Shape, trace: Any
-    ) -> None:
+    def attach(self, pool: Any, eviction: EvictionPolicy, shape: Shape, trace: Any) -> None:
         """Make the empty root on which every sequence stands."""
         super().attach(pool, eviction, shape, trace)
         self.root = root_span(shape)

@@ -164,7 +164,7 @@ class Radix(SpanTree):
         self._now = now
         policy = self.eviction
         policy.beneficiary = beneficiary
-        gone: Ids | None = array("i") if self.pool.keeps_ids else None
+        gone: Ids | None = None
         missing = blocks
         try:
             while missing:
@@ -183,17 +183,18 @@ class Radix(SpanTree):
                 missing -= count
                 self.evicted += count
                 ids = span.ids
-                if ids is not None and gone is not None:
+                if ids is not None:
                     ids = ids[: -count - 1 : -1]
-                    gone.extend(ids)
-                self._record_eviction(span, ids, now, "capacity")
+                    gone = ids if gone is None else gone + ids
+                    if self.trace is not None:
+                        self._record_eviction(span, ids, now, "capacity")
                 if count == span.end - span.start:
                     self._take_out(span, "capacity")
                 else:
                     self._trim(span, count)
         except Exception as error:
-            done = blocks - missing
-            self.pool.give(None if gone is None else gone[::-1], done)
+            if missing < blocks:
+                self.pool.give(None if gone is None else gone[::-1], blocks - missing)
             if isinstance(error, PolicyError):
                 raise
             raise broken(policy, "victim", error) from error
@@ -267,7 +268,13 @@ class Radix(SpanTree):
         if self.trace is not None:
             how = "grown" if grown else "new"
             self.trace.line(
-                "COMMIT", now, seq=seq.id, span=span.id, first=first, blocks=upto - first, how=how
+                "COMMIT",
+                now,
+                seq=seq.id,
+                span=span.id,
+                first=first,
+                blocks=upto - first,
+                how=how,
             )
         if parent.priority < priority or until is not None:
             raise_priority(span, self.root)
@@ -315,9 +322,7 @@ class Radix(SpanTree):
                         self._call("released", self._on_released, span, self._now)
             span = span.parent  # type: ignore[assignment]
 
-    def _tell_accessed(
-        self, before: list[tuple[Span, int, int | str, int]], now: int
-    ) -> None:
+    def _tell_accessed(self, before: list[tuple[Span, int, int | str, int]], now: int) -> None:
         """Tell the policy of an access; if it fails, put the statistics back."""
         assert self._on_accessed is not None
         try:

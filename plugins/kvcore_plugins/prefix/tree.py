@@ -248,4 +248,3 @@ class SpanTree(PrefixCache):
             span = stack.pop()
             yield span
             stack.extend((span.children or {}).values())
-

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 from attrs.validators import ge
@@ -16,6 +15,9 @@ from kvcore.policy import Workload
 from kvcore.request import Request
 from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workloads.rows import Row, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _HEADER = ",".join(_COLUMNS).encode()
@@ -54,14 +56,13 @@ class Azure(Workload):
             expected, got = _HEADER.decode(), shown(_text(line))
             msg = f"{self.path}:{number}: expected the header {expected}, got {got}"
             raise InputError(msg)
-        first = latest = None
+        first, latest = None, 0
         for serial, (number, line) in enumerate(source):
             row = self._row(number, line)
             time = _nanoseconds(row)
-            if first is None or latest is None:
-                first = latest = time
+            first = time if first is None else first
             if time < latest:
-                raise row.error(field=_COLUMNS[0], expected="a time no earlier than in the row before")
+                raise row.error(field=_COLUMNS[0], expected="no time before the last row's")
             latest = time
             yield Request(
                 id=serial,
@@ -88,7 +89,8 @@ class Azure(Workload):
         cells = _text(line).split(",")
         row = Row(self.path, number, dict(zip(_COLUMNS, cells, strict=False)))
         if len(cells) > len(_COLUMNS):
-            raise row.error(field=_COLUMNS[-1], expected="the last column", ",".join(cells[2:]))
+            rest = ",".join(cells[2:])
+            raise row.error(field=_COLUMNS[2], expected="the last column", got=rest)
         return row
 
 

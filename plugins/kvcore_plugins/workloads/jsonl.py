@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -16,6 +15,9 @@ from kvcore.policy import Workload
 from kvcore.request import Request, Retention
 from kvcore.workloads import file_digest
 from kvcore_plugins.workloads.rows import LIMIT, Row, names, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
 
 SCHEMA = 1
 
@@ -46,7 +48,9 @@ class Jsonl(Workload):
             request = _request(row, arrival)
             key_tokens = key_tokens or request.key_tokens
             if request.key_tokens != key_tokens:
-                raise row.error(field="key_tokens", expected=f"{key_tokens}, as in the requests before")
+                raise row.error(
+                    field="key_tokens", expected=f"{key_tokens}, as in the requests before"
+                )
             yield request
 
     @property
@@ -66,7 +70,7 @@ class Jsonl(Workload):
         found = names(first_line)
         return found >= {"event", "schema"} or found >= {"event", "id", "prompt"}
 
-    def _requests(self) -> Iterator[Row]:
+    def _requests(self) -> Generator[Row, None, None]:
         empty = True
         for row in rows(self.path):
             event = row.text("event")
@@ -74,7 +78,9 @@ class Jsonl(Workload):
                 empty = False
                 yield row
             elif event == "HEADER" and row.natural("schema") != SCHEMA:
-                raise row.error(field="schema", expected=f"{SCHEMA}, the schema this kvcore reads")
+                raise row.error(
+                    field="schema", expected=f"{SCHEMA}, the schema this kvcore reads"
+                )
         if empty:
             msg = f"{self.path}: no REQUEST line: there is nothing to run"
             raise InputError(msg)
@@ -119,9 +125,9 @@ def _hint(row: Row, name: str, hint: Any) -> Retention:
     try:
         start, end, priority, duration = hint
         integers = {type(value) for value in hint} <= {int, NoneType}
-        if integers and 0 <= start < (LIMIT if end is None else end) and (duration or 1) > 0:
+        if integers and 0 <= start <= (start if end is None else end) and (duration or 0) >= 0:
             return Retention(start, end, priority, duration)
     except (TypeError, ValueError):
         pass
     expected = "[start, end or null, priority from 1 to 100, duration in ns or null]"
-    raise row.error(field=name, expected=expected, hint)
+    raise row.error(field=name, expected=expected, got=hint)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.request import Key
 from kvcore.workloads import lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 LIMIT = 2**63
 """Times in nanoseconds, counts and integer keys stay below this."""
@@ -20,7 +21,7 @@ LIMIT = 2**63
 _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
-_HEX = re.compile(r"[0-9a-f]{32}")
+_HEX = re.compile(r"[0-9a-fA-F]{32}")
 _SECONDS_LIMIT = LIMIT // 10**9
 _SHOWN = 60
 
@@ -46,10 +47,11 @@ class Row:
 
     def nanoseconds(self, name: str) -> int:
         """Take a number of seconds, at least 0, as nanoseconds."""
-        value = self.fields.get(name)
+        value: Any = self.fields.get(name)
         if type(value) in (int, float) and 0 <= value < _SECONDS_LIMIT:
-            return round(value * 1e9)
-        raise self.error(field=name, expected=f"a number of seconds, from 0 to {_SECONDS_LIMIT}")
+            return round(float(value) * 1e9)
+        expected = f"a number of seconds, from 0 and below {_SECONDS_LIMIT}"
+        raise self.error(field=name, expected=expected)
 
     def text(self, name: str) -> str:
         """Take a text."""
@@ -71,12 +73,15 @@ class Row:
         for place, fields in enumerate(value):
             where = f"{name}[{place}]"
             if type(fields) is not dict:
-                raise self.error(field=where, expected="an object", fields)
+                raise self.error(field=where, expected="an object", got=fields)
             rows.append(Row(self.path, self.line, fields, f"{self.prefix}{where}."))
         return rows
 
-    def keys(self, name: str, below: int = LIMIT, *, digests: bool = False) -> list[Key]:
-        """Take a list of block keys: integers in `[0, below)`; `digests`: or 32 hex digits."""
+    def keys(self, name: str, below: int = LIMIT, *, digests: bool = False) -> list[Any]:
+        """Take a list of block keys: integers in `[0, below)`.
+
+        With `digests` also texts of 32 hexadecimal digits, which become the 16 bytes.
+        """
         keys = self.fields.get(name)
         if type(keys) is not list:
             raise self.error(field=name, expected="a list of integers")
@@ -87,10 +92,9 @@ class Row:
             digest = digests and type(key) is str and _HEX.fullmatch(key) is not None
             if not integer and not digest:
                 expected = f"an integer from 0 to {below - 1}"
-                if digests:
-                    expected += " or 32 hexadecimal digits in lower case"
-                raise self.error(field=f"{name}[{place}]", expected=expected, key)
-        return keys
+                expected += " or 32 hexadecimal digits" if digests else ""
+                raise self.error(field=f"{name}[{place}]", expected=expected, got=key)
+        return [key if type(key) is int else bytes.fromhex(key) for key in keys]
 
     def prompt_keys(
         self,
@@ -100,14 +104,14 @@ class Row:
         below: int = LIMIT,
         *,
         digests: bool = False,
-    ) -> list[Key]:
+    ) -> list[Any]:
         """Take the block keys of a prompt, no more of them than its tokens fill."""
         keys = self.keys(name, below, digests=digests)
         if (len(keys) - 1) * key_tokens < prompt:
             return keys
         most = -(-prompt // key_tokens)
         expected = f"at most {most} keys ({prompt} tokens, {key_tokens} a key)"
-        raise self.error(field=name, expected=expected, len(keys))
+        raise self.error(field=name, expected=expected, got=len(keys))
 
     def error(self, *, field: str, expected: str, got: Any = _FIELD) -> InputError:
         """Return the error that says that `field` (or `got`, a part of it) is wrong."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from math import inf, log
 from operator import attrgetter
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
-from attrs.validators import and_, ge, lt
+from attrs.validators import ge, lt
 
 from kvcore.policy import Workload
 from kvcore.request import Request
 from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workloads.rows import Row, names, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32
@@ -50,7 +52,7 @@ class Weka(Workload):
     key_tokens: ClassVar[int] = _KEY_TOKENS
 
     path: Path = attrs.field(converter=Path)
-    stagger: float = attrs.field(default=60.0, converter=float, validator=and_(ge(0), lt(inf)))
+    stagger: float = attrs.field(default=60.0, converter=float, validator=[ge(0), lt(inf)])
     seed: int = 0
 
     def __iter__(self) -> Iterator[Request]:
@@ -158,7 +160,7 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
     for place, row in enumerate(agent.inner("requests")):
         t = row.nanoseconds("t")
         if t < earliest:
-            raise row.error(field="t", expected="a time no earlier than in the entry before")
+            raise row.error(field="t", expected="no time before the last entry's")
         earliest = t
         at, turn_id = start + t, f"{name}/{place}"
         if row.fields.get("type") == "subagent":

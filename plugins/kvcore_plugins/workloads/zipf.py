@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from hashlib import blake2b
 from itertools import accumulate, count, islice
 from math import log
 from random import Random
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import orjson
-from attrs.validators import and_, ge, gt, in_, le
+from attrs.validators import ge, gt, in_, le
 
 from kvcore.policy import Workload
 from kvcore.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ARRIVALS = ("poisson", "bursty", "uniform")
 _DRAW_BITS = 53
@@ -55,10 +57,10 @@ class Zipf(Workload):
 
     requests: int = attrs.field(default=10_000, validator=ge(1))
     arrivals: str = attrs.field(default="poisson", validator=in_(ARRIVALS))
-    rate: float = attrs.field(default=10.0, converter=float, validator=and_(gt(0), le(1e9)))
+    rate: float = attrs.field(default=10.0, converter=float, validator=[gt(0), le(1e9)])
     burst: int = attrs.field(default=8, validator=ge(1))
     prefixes: int = attrs.field(default=1_000, validator=ge(1))
-    skew: float = attrs.field(default=1.0, converter=float, validator=and_(ge(0), le(100)))
+    skew: float = attrs.field(default=1.0, converter=float, validator=[ge(0), le(100)])
     prefix_tokens: int = attrs.field(default=2_048, validator=ge(0))
     suffix_tokens: int = attrs.field(default=256, validator=ge(0))
     output_tokens: int = attrs.field(default=128, validator=ge(0))
@@ -111,7 +113,7 @@ class Zipf(Workload):
         return whole + (rest > 0 and self.suffix_tokens == 0)
 
     def _prefix_keys(self, prefix: int) -> list[int]:
-        """Number the blocks of a prefix: a block's level is that of its last token."""
+        """Return the keys that a prefix determines: a block's level is its last token's."""
         shared, keys = self._shared_keys, list[int]()
         for level in range(1, self.levels + 1):
             end = self.prefix_tokens * level // self.levels // self.key_tokens

@@ -1,0 +1,1 @@
+"""The command line: `main` is its frame, each other module a verb."""

@@ -1,0 +1,130 @@
+"""The frame of the command line: finds the verb, turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from kvcore.errors import KvcoreError, PluginError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VERBS = {
+    "compare": "kvcore.cli.compare",
+    "plugins": "kvcore.cli.plugins",
+    "replay": "kvcore.cli.replay",
+    "size": "kvcore.cli.size",
+}
+"""Where each verb is: a module with a click command of the verb's name."""
+
+USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
+"""Exit codes besides an error's own; the last two are those a shell gives for the signal."""
+
+
+class Verbs(click.Group):
+    """A click group that imports a verb's module only when the verb is needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the verbs, sorted."""
+        del ctx
+        return sorted(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a verb; None if there is no such verb."""
+        del ctx
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = getattr(import_module(VERBS[cmd_name]), cmd_name)
+        return command
+
+
+def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
+    """Print the installed version, and end."""
+    if not wanted or ctx.resilient_parsing:
+        return
+    from importlib import metadata  # noqa: PLC0415 - slow, and no verb needs it
+
+    try:
+        click.echo(f"kvcore {metadata.version('kvcore')}")
+    except metadata.PackageNotFoundError as error:
+        msg = "kvcore is not installed, so it has no version; run `pip install -e .`"
+        raise PluginError(msg) from error
+    ctx.exit()
+
+
+@click.group(cls=Verbs, invoke_without_command=True)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=print_version,
+    help="Print the version and exit.",
+)
+@click.pass_context
+def kvcore(ctx: click.Context) -> None:
+    """Study the KV cache of LLM serving: what fits, what hits, and which policy does best."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: the `kvcore` program."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code, with any error told on stderr.
+
+    A reader of stdout that goes away early is no error to tell. Errors of kvcore's own
+    making (bugs) are not caught.
+    """
+    try:
+        code = _invoke(arguments)
+        sys.stdout.flush()
+    except KvcoreError as error:
+        return _fail(f"error: {error}", error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return USAGE
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        unusable = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+        code = USAGE if isinstance(error, unusable) else UNABLE
+        return _fail(f"error: {place}{error.strerror or error}", code)
+    finally:
+        _discard_unwritable()
+    return code
+
+
+def _invoke(arguments: Sequence[str]) -> int:
+    try:
+        with kvcore.make_context("kvcore", list(arguments)) as context:
+            kvcore.invoke(context)
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    with suppress(OSError):
+        click.echo(f"kvcore: {message}", err=True)
+    return code
+
+
+def _discard_unwritable() -> None:
+    """Let output that cannot be written go nowhere, or Python will try again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,120 @@
+"""Segmented LRU."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore import EvictionPolicy, InputError, Span
+
+Order = OrderedDict[Span, None]
+
+
+@attrs.define(slots=False, eq=False)
+class SLRU(EvictionPolicy):
+    """Evict what has been used once, least recent first, before what was used again.
+
+    A span starts on probation; a hit takes it to the protected segment. When the
+    protected segment outgrows its share of the pool, its least recent spans go back to
+    the recent end of probation, whole, until it fits. Segments hold unpinned spans and
+    are measured in blocks. O(1) per event.
+
+    Options:
+        protected: the protected segment's share of the pool, 0 to 1.
+
+    Source: Karedla, Love and Wherry, "Caching strategies to improve disk system
+    performance", IEEE Computer 1994. Published for objects of equal size; here the unit
+    of both queues is the span.
+    """
+
+    name: ClassVar[str] = "slru"
+
+    protected: float = attrs.field(default=0.5)
+
+    _probation: Order = attrs.field(init=False, factory=OrderedDict, repr=False)
+    _protected: Order = attrs.field(init=False, factory=OrderedDict, repr=False)
+    _held: int = attrs.field(init=False, default=0, repr=False)
+
+    @protected.validator
+    def _is_share(self, _: object, value: float) -> None:
+        if not 0 <= value <= 1:
+            msg = f"slru: protected={value} must be a share of the pool, 0 to 1"
+            raise InputError(msg)
+
+    def attach(self, blocks: int, block_size: int) -> None:
+        """Work out the protected segment's capacity."""
+        super().attach(blocks, block_size)
+        self._capacity = int(self.protected * blocks)
+
+    def inserted(self, span: Span, now: int) -> None:
+        """Put `span` on probation."""
+        del now
+        span.data = False
+
+    def accessed(self, span: Span, now: int) -> None:
+        """Promote `span`."""
+        del now
+        span.data = True
+
+    def split(self, upper: Span, lower: Span) -> None:
+        """Let both halves be of one segment; the upper is pinned and so in neither order."""
+        upper.data = lower.data
+        if lower in self._protected:
+            self._held -= upper.blocks
+
+    def joined(self, upper: Span, lower: Span) -> None:
+        """Count the upper half again."""
+        if lower in self._protected:
+            self._held += upper.blocks
+
+    def pinned(self, span: Span) -> None:
+        """Take `span` out of its segment."""
+        if span in self._protected:
+            del self._protected[span]
+            self._held -= span.blocks
+        else:
+            del self._probation[span]
+
+    def released(self, span: Span, now: int) -> None:
+        """Append `span` to its segment, and demote what no longer fits."""
+        del now
+        if not span.data:
+            self._probation[span] = None
+            return
+        self._protected[span] = None
+        self._held += span.blocks
+        while self._held > self._capacity:
+            oldest, _ = self._protected.popitem(last=False)
+            self._held -= oldest.blocks
+            oldest.data = False
+            self._probation[oldest] = None
+
+    def trimmed(self, span: Span, blocks: int) -> None:
+        """Count what is left."""
+        if span in self._protected:
+            self._held -= blocks
+
+    def removed(self, span: Span, reason: str) -> None:
+        """Forget `span`."""
+        del reason
+        self.pinned(span)
+
+    def victim(self, now: int) -> Span:
+        """Return the least recent span on probation, else of the protected ones."""
+        del now
+        return next(iter(self._probation or self._protected))
+
+    def state(self) -> Any:
+        """Return both segments, least recent first."""
+        return tuple(self._probation), tuple(self._protected)
+
+    def restore(self, state: Any) -> None:
+        """Take both segments from `state`."""
+        probation, protected = state
+        self._probation = OrderedDict.fromkeys(probation)
+        self._protected = OrderedDict.fromkeys(protected)
+        self._held = sum(span.blocks for span in protected)
+        for span in (*probation, *protected):
+            span.data = span in self._protected

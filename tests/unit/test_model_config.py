@@ -1,0 +1,240 @@
+"""Reading a Hugging Face config.json: shapes, parameter counts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvcore.errors import InputError
+from kvcore.hf_config import read_config
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss",
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v2",
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Read a config of these fields from a file."""
+
+    def read(fields, **options):
+        path = tmp_path / "config.json"
+        path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
+        return read_config(path, **options)
+
+    return read
+
+
+def without(fields, *names):
+    """Leave some fields out."""
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def test_a_model_is_named_after_its_folder(tmp_path):
+    """A folder stands for its config.json, and names the model."""
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    assert read_config(folder).name == "my-model"
+    assert read_config(str(folder / "config.json")).name == "my-model"
+
+
+def test_a_file_of_another_name_names_the_model(tmp_path):
+    """`tiny.json` describes the model `tiny`."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(LLAMA))
+    assert read_config(path).name == "tiny"
+
+
+def test_the_new_name_of_the_dtype_field_is_read(read):
+    """`dtype` says the same as `torch_dtype`."""
+    fields = without(LLAMA, "torch_dtype")
+    assert read({**fields, "dtype": "float16"}).dtype == "fp16"
+
+
+def test_a_dtype_can_be_given_in_place_of_the_file_s(read):
+    """The caller's dtype holds for all weights, whatever the file says or leaves out."""
+    model = read(without(GPT_OSS, "torch_dtype"), dtype="int8")
+    assert (model.dtype, model.expert_dtype) == ("int8", "int8")
+
+
+@pytest.mark.parametrize(
+    ("quantised", "dtype"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8"),
+    ],
+)
+def test_quantised_weights_have_their_own_size(read, quantised, dtype):
+    """The dtype of quantised weights is that of the quantisation."""
+    fields = LLAMA | {"quantization_config": quantised}
+    assert read(fields).dtype == dtype
+
+
+def test_qwen_windows_hold_from_max_window_layers_on(read):
+    """With `use_sliding_window`, the layers below `max_window_layers` attend to all."""
+    assert read(QWEN | {"max_window_layers": 20}).windows == (None,) * 20 + (4096,) * 12
+
+
+def test_a_llama_ignores_a_sliding_window(read):
+    """Llama has no window, whatever a config carries along."""
+    assert set(read(LLAMA | {"sliding_window": 4096}).windows) == {None}
+
+
+def test_shared_experts_and_dense_layers_are_counted(read):
+    """A hand count of a tiny Qwen2 MoE with one dense layer of two."""
+    fields = {
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "vocab_size": 10,
+        "torch_dtype": "bfloat16",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 3,
+        "shared_expert_intermediate_size": 5,
+        "mlp_only_layers": [0],
+    }
+    attention = 8 * 8 + 2 * (8 * 4) + 8 * 8 + (8 + 4 + 4)
+    dense = 3 * 8 * 16
+    sparse = 8 * 4 + 3 * 8 * 5 + 8
+    expert = 3 * 8 * 3
+    shared = 2 * 10 * 8 + 2 * (attention + 2 * 8) + dense + sparse + 8
+    model = read(fields)
+    assert model.parameters == shared + 4 * expert
+    assert model.active_parameters == shared + 2 * expert
+
+
+def test_llama_biases_are_counted_if_the_config_has_them(read):
+    """`attention_bias` adds q, k, v and o; `mlp_bias` adds gate, up and down."""
+    biased = read(LLAMA | {"attention_bias": True, "mlp_bias": True})
+    extra = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    assert biased.parameters - read(LLAMA).parameters == 32 * extra
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "torch_dtype",
+        "model_type",
+    ],
+)
+def test_a_missing_field_is_named_with_its_file(read, tmp_path, name):
+    """What a size depends on and is not there is an error, never a guess."""
+    with pytest.raises(InputError) as caught:
+        read(without(LLAMA, name))
+    assert f"{tmp_path / 'config.json'}: field '{name}' is missing" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "problem"),
+    [
+        (LLAMA, "num_hidden_layers", "32", "must be an integer of at least 1, not '32'"),
+        (LLAMA, "num_hidden_layers", True, "must be an integer of at least 1, not True"),
+        (LLAMA, "vocab_size", 0, "must be an integer of at least 1, not 0"),
+        (LLAMA, "tie_word_embeddings", "no", "must be true or false, not 'no'"),
+        (LLAMA, "model_type", "mamba", "is 'mamba'; known: deepseek_v2, deepseek_v3"),
+        (LLAMA, "model_type", ["llama"], "is ['llama']; known: deepseek_v2"),
+        (LLAMA, "num_attention_heads", 3, "is missing, and 4096 / 3 is not whole"),
+        (LLAMA, "torch_dtype", "complex64", "is 'complex64'; say the weights' dtype"),
+        (LLAMA, "quantization_config", 4, "must be an object, not 4"),
+        (LLAMA, "quantization_config", {"quant_method": "exl2"}, "by 'exl2'"),
+        (GPT_OSS, "layer_types", ["full_attention"], "has 1 entries for 32 layers"),
+        (GPT_OSS, "layer_types", ["linear_attention"] * 32, "has 'linear_attention'"),
+        (GPT_OSS, "layer_types", "full", "must be a list, not 'full'"),
+        (DEEPSEEK, "v_head_dim", None, "is missing"),
+    ],
+)
+def test_a_field_that_cannot_be_used_is_named(read, model, field, value, problem):
+    """The error names the field, what it holds, and what would do."""
+    with pytest.raises(InputError) as caught:
+        read({**model, field: value})
+    text = str(caught.value)
+    assert problem in text
+    assert "config.json: " in text
+
+
+def test_a_nested_field_is_named_with_its_parent(read):
+    """A field of `text_config` is called `text_config.…`."""
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 34}
+    fields = {"model_type": "gemma3", "text_config": text}
+    with pytest.raises(InputError, match=r"field 'text_config\.hidden_size' is missing"):
+        read(fields)
+
+
+def test_a_window_past_the_longest_context_is_none(read):
+    """A window that can never bind does not count as one."""
+    assert set(read(QWEN | {"max_position_embeddings": 4096}).windows) == {None}
+
+
+def test_windows_can_be_named_layer_by_layer(read):
+    """`layer_types` goes before the family's pattern."""
+    kinds = ["full_attention"] * 30 + ["sliding_attention"] * 2
+    assert read(GPT_OSS | {"layer_types": kinds}).windows == (None,) * 30 + (128,) * 2
+
+
+def test_experts_can_be_smaller_than_the_other_weights(read):
+    """MXFP4 is for the routed experts; the rest stays in the file's dtype."""
+    model = read(GPT_OSS)
+    assert (model.dtype, model.expert_dtype) == ("bf16", "mxfp4")
+
+
+def test_heads_that_contradict_are_an_error_with_the_file(read, tmp_path):
+    """What only the model can see is still told with the file's name."""
+    with pytest.raises(InputError) as caught:
+        read(LLAMA | {"num_key_value_heads": 5})
+    assert str(tmp_path) in str(caught.value)
+    assert "32 query heads cannot share 5 K/V heads" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "\x00", "[1", "nonsense", "[" * 100_000])
+def test_a_file_that_is_no_json_is_refused(read, text):
+    """A broken file is an input error, not a crash."""
+    with pytest.raises(InputError, match="not a JSON file"):
+        read(text)
+
+
+def test_a_file_that_is_no_object_is_refused(read):
+    """A list is JSON, but no config."""
+    with pytest.raises(InputError, match="expected a JSON object"):
+        read("[]")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    """The error says which file, and why."""
+    with pytest.raises(InputError, match=r"none/config\.json: cannot be read: No such file"):
+        read_config(tmp_path / "none" / "config.json")

@@ -1,0 +1,371 @@
+"""Looking plugins up, and building them: everything here is registered in code."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import attrs
+import pytest
+
+from kvcore import hookspecs
+from kvcore.errors import InputError, PluginError
+from kvcore.hookspecs import hookimpl
+from kvcore.plugins import KINDS, Plugins
+from kvcore.policy import EvictionPolicy, PrefixCache, Workload
+from kvcore.specs import Spec
+
+
+@attrs.define(slots=False, eq=False)
+class Oldest(EvictionPolicy):
+    name = "oldest"
+    patience: float = attrs.field(default=1.5, validator=attrs.validators.gt(0))
+
+    def victim(self, now):
+        raise LookupError(now)
+
+
+class Newest(Oldest):
+    name = "newest"
+
+
+class NeedsGpu(Oldest):
+    name = "needs-gpu"
+
+    @classmethod
+    def unusable(cls):
+        return "there is no GPU"
+
+
+class CannotTell(Oldest):
+    name = "cannot-tell"
+
+    @classmethod
+    def unusable(cls):
+        raise RuntimeError("driver too old")  # noqa: EM101
+
+
+class Twin(Oldest):
+    pass
+
+
+class Requests(Workload):
+    name = "requests"
+    key_tokens = 16
+    digest = "0"
+
+    def __iter__(self):
+        return iter(())
+
+
+Prefixless = type(
+    "Prefixless",
+    (PrefixCache,),
+    {"name": "prefixless"} | dict.fromkeys(PrefixCache.__abstractmethods__),
+)
+
+
+def module(**hooks):
+    """Return an object with a hook implementation for each keyword, returning its value."""
+    return SimpleNamespace(**{name: implement(value) for name, value in hooks.items()})
+
+
+def implement(value):
+    @hookimpl
+    def hook():
+        return value
+
+    return hook
+
+
+def evictions(*classes):
+    """Return plugins of which `classes` are the eviction policies."""
+    return Plugins([module(kvcore_eviction_policies=list(classes))], entry_points=())
+
+
+def error(kind, call, *arguments):
+    """Return the text of the error of type `kind` that a call raises."""
+    with pytest.raises(kind) as caught:
+        call(*arguments)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def test_hook_kvcore_eviction_policies():
+    """The hook's classes are the eviction plugins."""
+    plugins = Plugins([module(kvcore_eviction_policies=[Oldest])], entry_points=())
+    assert plugins.get("eviction", "oldest") is Oldest
+
+
+def test_hook_kvcore_prefix_caches():
+    """The hook's classes are the prefix plugins."""
+    plugins = Plugins([module(kvcore_prefix_caches=[Prefixless])], entry_points=())
+    assert plugins.get("prefix", "prefixless") is Prefixless
+
+
+def test_hook_kvcore_workloads():
+    """The hook's classes are the workload plugins."""
+    plugins = Plugins([module(kvcore_workloads=[Requests])], entry_points=())
+    assert plugins.get("workload", "requests") is Requests
+
+
+def test_every_hook_has_a_kind_and_a_test():
+    """Each hook belongs to one kind, and is tried by a test named after it."""
+    hooks = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
+    assert hooks == sorted(hook for hook, _ in KINDS.values())
+    assert all(f"test_hook_{hook}" in globals() for hook in hooks)
+
+
+def test_kinds_are_the_base_classes_own():
+    """A kind's name in look-ups is the `kind` of its base class."""
+    assert {kind: base.kind for kind, (_, base) in KINDS.items()} == {k: k for k in KINDS}
+
+
+def test_names_are_sorted():
+    """Names come sorted, whatever the order of registration."""
+    assert evictions(Oldest, NeedsGpu, Newest).names("eviction") == [
+        "needs-gpu",
+        "newest",
+        "oldest",
+    ]
+
+
+def test_a_hook_runs_once_and_only_when_its_kind_is_asked_for():
+    """Looking up one kind calls that kind's hook once, and no other hook."""
+    calls = []
+
+    @hookimpl
+    def kvcore_eviction_policies():
+        calls.append("eviction")
+        return [Oldest]
+
+    @hookimpl
+    def kvcore_workloads():
+        calls.append("workload")
+        return [Requests]
+
+    hooks = SimpleNamespace(
+        kvcore_eviction_policies=kvcore_eviction_policies, kvcore_workloads=kvcore_workloads
+    )
+    plugins = Plugins([hooks], entry_points=())
+    assert calls == []
+    plugins.names("eviction")
+    plugins.build("eviction", "oldest")
+    assert calls == ["eviction"]
+
+
+def test_the_same_object_twice_is_registered_once():
+    """Registering what is registered already changes nothing."""
+    hooks = module(kvcore_eviction_policies=[Oldest])
+    assert Plugins([hooks, hooks], entry_points=()).names("eviction") == ["oldest"]
+
+
+def test_build_takes_text_with_options():
+    """A text's options arrive converted."""
+    assert evictions(Oldest).build("eviction", "oldest:patience=3").options() == {
+        "patience": 3.0
+    }
+
+
+def test_build_takes_a_parsed_spec():
+    """What was parsed before can be built."""
+    spec = Spec("oldest", {"patience": "3"})
+    assert evictions(Oldest).build("eviction", spec).patience == 3.0
+
+
+def test_build_many_builds_each_piece():
+    """A list of names with options gives one instance a name, in order."""
+    built = evictions(Oldest, Newest).build_many("eviction", "newest,oldest:patience=2,newest")
+    assert [(p.name, p.patience) for p in built] == [
+        ("newest", 1.5),
+        ("oldest", 2.0),
+        ("newest", 1.5),
+    ]
+
+
+def test_build_many_gives_separate_instances():
+    """A name given twice is built twice: an instance serves one cache."""
+    first, second = evictions(Oldest).build_many("eviction", "oldest,oldest")
+    assert first is not second
+
+
+def test_build_refuses_several():
+    """One plugin means one."""
+    assert error(InputError, evictions(Oldest).build, "eviction", "oldest,oldest") == (
+        "'oldest,oldest' names 2 eviction plugins where one is needed"
+    )
+
+
+def test_unknown_name_offers_the_nearest_and_the_list():
+    """A misspelled name's error has the likely one, and all."""
+    assert error(InputError, evictions(Oldest, Newest).get, "eviction", "oldset") == (
+        "no eviction plugin is named 'oldset' (did you mean 'oldest'?). "
+        "There are: newest, oldest"
+    )
+
+
+def test_unknown_name_when_there_are_none():
+    """A kind without plugins says so."""
+    assert error(InputError, evictions(Oldest).get, "workload", "zipf") == (
+        "no workload plugin is named 'zipf'. There are none"
+    )
+
+
+def test_unknown_kind_offers_the_nearest_and_the_list():
+    """A misspelled kind's error has the likely one, and all."""
+    assert error(InputError, evictions().names, "evicton") == (
+        "'evicton' is no kind of plugin (did you mean 'eviction'?). "
+        "The kinds are: eviction, prefix, workload"
+    )
+
+
+def test_unusable_plugin_is_listed_with_its_reason():
+    """What cannot work here is listed all the same, and says why."""
+    (info,) = evictions(NeedsGpu).listing()
+    assert (info.name, info.usable, info.reason) == ("needs-gpu", False, "there is no GPU")
+
+
+def test_usable_plugin_is_listed_without_a_reason():
+    """A listing says what a plugin is, and that nothing is in its way."""
+    (info,) = evictions(Oldest).listing()
+    assert attrs.asdict(info) == {
+        "kind": "eviction",
+        "name": "oldest",
+        "distribution": None,
+        "version": None,
+        "module": __name__,
+        "usable": True,
+        "reason": None,
+    }
+
+
+def test_listing_is_by_kind_and_name():
+    """The listing's order does not depend on the order of registration."""
+    hooks = module(
+        kvcore_workloads=[Requests], kvcore_eviction_policies=[Oldest, Newest]
+    )
+    infos = Plugins([hooks], entry_points=()).listing()
+    assert [(i.kind, i.name) for i in infos] == [
+        ("eviction", "newest"),
+        ("eviction", "oldest"),
+        ("workload", "requests"),
+    ]
+
+
+def test_building_an_unusable_plugin_gives_its_reason():
+    """Building what cannot work here fails with the reason the listing gives."""
+    assert error(PluginError, evictions(NeedsGpu).build, "eviction", "needs-gpu") == (
+        "eviction plugin 'needs-gpu' cannot work here: there is no GPU"
+    )
+
+
+def test_a_plugin_that_cannot_say_whether_it_works_is_unusable():
+    """A raising `unusable` is reported where its reason would be."""
+    (info,) = evictions(CannotTell).listing()
+    assert info.reason == (
+        f"{__name__}.CannotTell.unusable raised RuntimeError('driver too old')"
+    )
+
+
+def test_duplicate_names_name_both_classes():
+    """Two classes of one name are refused, both named with where they are from."""
+    assert error(PluginError, evictions(Oldest, Twin).names, "eviction") == (
+        f"two eviction plugins are named 'oldest': {__name__}.Oldest of extra[0] (registered "
+        f"in code), and {__name__}.Twin of extra[0] (registered in code); rename one, or skip "
+        "the entry point of one with KVCORE_DISABLE_PLUGINS"
+    )
+
+
+def test_misspelled_hook_offers_the_nearest_and_the_list():
+    """A hook that does not exist is an error with the likely one, and all."""
+    hooks = module(kvcore_eviction_policy=[Oldest])
+    assert error(PluginError, lambda: Plugins([hooks], entry_points=())) == (
+        "extra[0] (registered in code) implements 'kvcore_eviction_policy', which is no hook "
+        "of kvcore (did you mean 'kvcore_eviction_policies'?). The hooks are "
+        "kvcore_eviction_policies, kvcore_prefix_caches, kvcore_workloads"
+    )
+
+
+def test_wrong_hook_argument_names_the_argument():
+    """A hook with an argument it is not given is an error naming hook and argument."""
+
+    @hookimpl
+    def kvcore_eviction_policies(config):
+        return [config]
+
+    hooks = SimpleNamespace(kvcore_eviction_policies=kvcore_eviction_policies)
+    text = error(PluginError, lambda: Plugins([hooks], entry_points=()))
+    assert text.startswith("extra[0] (registered in code) has a hook that does not fit: ")
+    assert "kvcore_eviction_policies(config)" in text
+    assert "{'config'}" in text
+
+
+def test_object_without_hooks_is_refused():
+    """A module that registers nothing is a mistake, and the missing marker is named."""
+
+    def kvcore_eviction_policies():
+        return [Oldest]
+
+    hooks = SimpleNamespace(kvcore_eviction_policies=kvcore_eviction_policies)
+    text = error(PluginError, lambda: Plugins([hooks], entry_points=()))
+    assert text.startswith("extra[0] (registered in code) has no hooks: it is namespace(")
+    assert text.endswith("no function is marked with kvcore.hookspecs.hookimpl")
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (Oldest, f"<class '{__name__}.Oldest'>, not a list of classes"),
+        (None, "None, not a list of classes"),
+        (
+            ["lru"],
+            "'lru', which is not a class derived from kvcore.policy.eviction.EvictionPolicy",
+        ),
+        (
+            [Requests],
+            f"<class '{__name__}.Requests'>, which is not a class derived from "
+            "kvcore.policy.eviction.EvictionPolicy",
+        ),
+        (
+            [type("Unfinished", (EvictionPolicy,), {"name": "x", "__module__": "m"})],
+            "m.Unfinished, which does not define victim",
+        ),
+        (
+            [type("Nameless", (EvictionPolicy,), {"victim": None, "__module__": "m"})],
+            "m.Nameless, whose name is None; a plugin class needs an attribute `name` of "
+            "letters, digits, `_`, `-` and `.`",
+        ),
+        (
+            [type("Odd", (Oldest,), {"name": "a,b", "__module__": "m"})],
+            "m.Odd, whose name is 'a,b'; a plugin class needs an attribute `name` of "
+            "letters, digits, `_`, `-` and `.`",
+        ),
+    ],
+    ids=["class", "nothing", "text", "other-kind", "abstract", "nameless", "odd-name"],
+)
+def test_hook_result_that_is_no_list_of_plugin_classes(value, fault):
+    """A hook's result is checked when it is taken, and the error says what it was."""
+    plugins = Plugins([module(kvcore_eviction_policies=value)], entry_points=())
+    assert error(PluginError, plugins.names, "eviction") == (
+        f"kvcore_eviction_policies of extra[0] (registered in code) returned {fault}"
+    )
+
+
+def test_hook_that_raises():
+    """A raising hook is reported with its name and what it raised."""
+
+    @hookimpl
+    def kvcore_workloads():
+        return [1 / 0]
+
+    plugins = Plugins([SimpleNamespace(kvcore_workloads=kvcore_workloads)], entry_points=())
+    assert error(PluginError, plugins.names, "workload") == (
+        "kvcore_workloads of extra[0] (registered in code) raised "
+        "ZeroDivisionError('division by zero')"
+    )
+
+
+def test_a_broken_kind_leaves_the_others_usable():
+    """A hook with a bad result spoils the look-ups of its own kind alone."""
+    hooks = module(kvcore_workloads=None, kvcore_eviction_policies=[Oldest])
+    assert Plugins([hooks], entry_points=()).names("eviction") == ["oldest"]
+

@@ -1,0 +1,355 @@
+"""Finding plugins through entry points, with distributions installed in a directory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import Distribution, EntryPoint
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvcore import installation
+from kvcore.errors import InputError, PluginError
+from kvcore.loading import DISABLE
+from kvcore.plugins import Plugins, default
+
+HOOKS = """
+from kvcore.hookspecs import hookimpl
+from kvcore.policy import EvictionPolicy
+
+class Policy(EvictionPolicy):
+    name = {name!r}
+    def victim(self, now): raise LookupError(now)
+
+@hookimpl
+def kvcore_eviction_policies(): return [Policy]
+"""
+
+
+@attrs.frozen
+class Site:
+    """A directory on `sys.path` in which distributions can be installed."""
+
+    path: Path
+
+    def module(self, name, source=None):
+        """Write the module `name`: by default, hooks with one eviction policy called so."""
+        (self.path / f"{name}.py").write_text(source or HOOKS.format(name=name))
+
+    def install(self, name, points, version="1.0", direct_url=None):
+        """Install a distribution with these entry points, and return them."""
+        info = self.path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        lines = [f"{key} = {value}" for key, value in points]
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text("\n".join(["[kvcore]", *lines, ""]))
+        if direct_url is not None:
+            (info / "direct_url.json").write_text(direct_url)
+        return list(Distribution.at(info).entry_points)
+
+    def checkout(self, name, pyproject, points):
+        """Install a checkout with this pyproject.toml, editable, when it had `points`."""
+        (self.path / name).mkdir()
+        (self.path / name / "pyproject.toml").write_text(pyproject)
+        url = {"url": (self.path / name).as_uri(), "dir_info": {"editable": True}}
+        return self.install(name, points, direct_url=json.dumps(url))
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Return an empty directory on `sys.path`; what is imported from it is forgotten."""
+    monkeypatch.delenv(DISABLE, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield Site(tmp_path)
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def only(site, monkeypatch):
+    """Make the distributions in `site` the only ones that are installed."""
+    for module in [*sys.path]:
+        if module != str(site.path):
+            monkeypatch.setattr(sys, "path", [str(site.path)])
+    default.cache_clear()
+    yield
+    default.cache_clear()
+
+
+def error(kind, call, *arguments):
+    """Return the text of the error of exactly type `kind` that a call raises."""
+    with pytest.raises(kind) as caught:
+        call(*arguments)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def loaded(points):
+    """Load only `points`."""
+    return Plugins(entry_points=points)
+
+
+def test_plugin_comes_with_its_distribution(site):
+    """A plugin found through an entry point is listed with distribution and version."""
+    site.module("acme_lru")
+    (info,) = loaded(site.install("acme", [("acme", "acme_lru")], version="2.1")).listing()
+    assert (info.name, info.distribution, info.version) == ("acme_lru", "acme", "2.1")
+    assert info.module == "acme_lru"
+
+
+def test_order_is_by_distribution_and_name(site):
+    """Entry points load in order of distribution and name, however they are found."""
+    for name in "abcd":
+        site.module(
+            f"order_{name}",
+            f"import builtins\nbuiltins.order.append({name!r})\n" + HOOKS.format(name=name),
+        )
+    one = site.install("one", [("z", "order_b"), ("y", "order_a")])
+    two = site.install("two", [("b", "order_d"), ("a", "order_c")])
+    order = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.order", order, raising=False)
+        loaded(two + one)
+    assert order == ["a", "b", "c", "d"]
+
+
+def test_entry_points_without_a_distribution_load(site):
+    """An entry point made in code needs no distribution."""
+    site.module("loose")
+    (info,) = loaded([EntryPoint("loose", "loose", "kvcore")]).listing()
+    assert (info.distribution, info.version) == (None, None)
+
+
+def test_duplicate_plugin_names_name_both_distributions(site):
+    """Two plugins of one name are refused, with both classes and distributions."""
+    site.module("dup_one", HOOKS.format(name="same"))
+    site.module("dup_two", HOOKS.format(name="same"))
+    points = site.install("two", [("two", "dup_two")]) + site.install("one", [("one", "dup_one")])
+    assert error(PluginError, loaded(points).names, "eviction") == (
+        "two eviction plugins are named 'same': dup_one.Policy of entry point 'one' of one "
+        "1.0, and dup_two.Policy of entry point 'two' of two 1.0; rename one, or skip the "
+        "entry point of one with KVCORE_DISABLE_PLUGINS"
+    )
+
+
+def test_duplicate_entry_points_name_both_distributions(site):
+    """Two entry points of one name are refused: neither is silently dropped."""
+    site.module("twin_one")
+    site.module("twin_two")
+    points = site.install("one", [("x", "twin_one")]) + site.install("two", [("x", "twin_two")])
+    assert error(PluginError, loaded, points) == (
+        "entry point 'x' of one 1.0 and entry point 'x' of two 1.0 have the same name: rename "
+        "one, or skip one with KVCORE_DISABLE_PLUGINS=two:x"
+    )
+
+
+def test_import_failure_names_distribution_cause_and_way_out(site):
+    """A plugin that cannot be imported is named with its distribution and the way out."""
+    site.module("needs_x", "import x_that_is_not_there")
+    points = site.install("acme", [("acme", "needs_x")], version="0.3")
+    assert error(PluginError, loaded, points) == (
+        "entry point 'acme' of acme 0.3 (needs_x) cannot be imported: ModuleNotFoundError: "
+        "No module named 'x_that_is_not_there'; to go on without it, set "
+        "KVCORE_DISABLE_PLUGINS=acme"
+    )
+
+
+def test_import_failure_keeps_its_cause(site):
+    """The exception behind a failed import can be inspected."""
+    site.module("divides", "1 / 0")
+    with pytest.raises(PluginError) as caught:
+        loaded(site.install("acme", [("acme", "divides")]))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_every_broken_plugin_is_reported(site):
+    """The first broken plugin does not hide the second."""
+    site.module("bad_one", "1 / 0")
+    site.module("bad_two", HOOKS.format(name="x").replace("policies", "policys"))
+    text = error(
+        PluginError, loaded, site.install("acme", [("one", "bad_one"), ("two", "bad_two")])
+    )
+    first, second = text.split("\n")
+    assert first.startswith("entry point 'one' of acme 1.0 (bad_one) cannot be imported")
+    assert second.startswith(
+        "entry point 'two' of acme 1.0 implements 'kvcore_eviction_policys', which is no hook"
+    )
+
+
+def test_disabled_entry_points_are_not_imported(site, monkeypatch):
+    """Entry points named in the environment variable are skipped, the others load."""
+    site.module("fine")
+    site.module("broken", "1 / 0")
+    points = site.install("acme", [("bad", "broken"), ("good", "fine"), ("worse", "broken")])
+    monkeypatch.setenv(DISABLE, "bad, worse")
+    assert loaded(points).names("eviction") == ["fine"]
+
+
+def test_disabling_one_of_two_equal_names(site, monkeypatch):
+    """With its distribution in front, one of two equal entry points can be skipped."""
+    site.module("eq_one")
+    site.module("eq_two")
+    points = site.install("one", [("x", "eq_one")]) + site.install("two", [("x", "eq_two")])
+    monkeypatch.setenv(DISABLE, "two:x")
+    assert loaded(points).names("eviction") == ["eq_one"]
+
+
+def test_unknown_name_mentions_what_is_disabled(site, monkeypatch):
+    """A plugin that is missing because it was disabled is not a riddle."""
+    site.module("hidden")
+    points = site.install("acme", [("acme", "hidden")])
+    monkeypatch.setenv(DISABLE, "acme")
+    assert error(InputError, loaded(points).get, "eviction", "hidden") == (
+        "no eviction plugin is named 'hidden'. There are none "
+        "(KVCORE_DISABLE_PLUGINS skips acme)"
+    )
+
+
+def test_entry_point_at_a_class_has_no_hooks(site):
+    """An entry point that names a policy instead of hooks is explained."""
+    site.module("direct")
+    points = site.install("acme", [("acme", "direct:Policy")])
+    assert error(PluginError, loaded, points) == (
+        "entry point 'acme' of acme 1.0 has no hooks: it is <class 'direct.Policy'>, where no "
+        "function is marked with kvcore.hookspecs.hookimpl; to go on without it, set "
+        "KVCORE_DISABLE_PLUGINS=acme"
+    )
+
+
+def test_installed_distributions_are_found(site, only):
+    """Without arguments, what is installed is loaded."""
+    site.module("own")
+    site.module("theirs")
+    site.install("kvcore", [("own", "own")])
+    site.install("acme", [("theirs", "theirs")])
+    assert Plugins().names("eviction") == ["own", "theirs"]
+
+
+def test_kvcore_not_installed(site, only):
+    """A checkout on the path has no entry points, and is told how to get them."""
+    checkout = Path(installation.__file__).resolve().parents[1]
+    assert error(PluginError, Plugins) == (
+        "kvcore is not installed, so it has no plugins: they are found through entry points, "
+        f"which a checkout on PYTHONPATH does not have; run `pip install -e .` in {checkout}"
+    )
+
+
+def test_kvcore_installed_without_entry_points(site, only):
+    """An installation that lost its entry points has to be made again."""
+    site.install("kvcore", [], version="0.9")
+    assert error(PluginError, Plugins).startswith(
+        "kvcore 0.9 is installed without its entry points, so there are no plugins; "
+    )
+
+
+def test_default_is_a_built_in(site, only):
+    """`default` finds a class of kvcore's own, and does not look at other distributions."""
+    site.module("own")
+    site.module("broken", "1 / 0")
+    site.install("kvcore", [("own", "own")])
+    site.install("acme", [("bad", "broken")])
+    assert default("eviction", "own").name == "own"
+
+
+def test_default_is_remembered(site, only):
+    """The second look-up of a default reads nothing."""
+    site.module("own")
+    site.install("kvcore", [("own", "own")])
+    first = default("eviction", "own")
+    (site.path / "kvcore-1.0.dist-info" / "entry_points.txt").unlink()
+    assert default("eviction", "own") is first
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_default_without_entry_points(site, only, installed):
+    """Without entry points there is no default, and the error says what to install."""
+    if installed:
+        site.install("kvcore", [])
+    assert "pip install -e ." in error(PluginError, default, "eviction", "lru")
+
+
+DECLARES_TWO = """
+[project]
+name = "acme"
+[project.entry-points.kvcore]
+first = "stale_first"
+second = "stale_second"
+"""
+
+
+def test_failed_look_up_finds_outdated_entry_points(site):
+    """A name that is missing because of an old installation is explained by it."""
+    site.module("stale_first")
+    points = site.checkout("acme", DECLARES_TWO, [("first", "stale_first")])
+    assert error(PluginError, loaded(points).get, "eviction", "stale_second") == (
+        "no eviction plugin is named 'stale_second' (did you mean 'stale_first'?). There are: "
+        "stale_first\n"
+        f"the installed entry points of acme 1.0 are older than {site.path}/acme/pyproject.toml "
+        f"(they differ in second); run `pip install -e .` again in {site.path}/acme"
+    )
+
+
+def test_failed_import_finds_outdated_entry_points(site):
+    """A module that moved since the installation is explained by it."""
+    points = site.checkout("acme", DECLARES_TWO, [("first", "stale_old"), ("gone", "stale_x")])
+    *failures, cause = error(PluginError, loaded, points).split("\n")
+    assert ["cannot be imported" in failure for failure in failures] == [True, True]
+    assert "(they differ in first, gone, second); run `pip install -e .` again" in cause
+
+
+def test_outdated_installation_that_does_no_harm_is_not_mentioned(site):
+    """As long as nothing fails, nobody looks at pyproject.toml."""
+    site.module("stale_first")
+    points = site.checkout("acme", DECLARES_TWO, [("first", "stale_first")])
+    assert loaded(points).names("eviction") == ["stale_first"]
+
+
+def test_outdated_installation_of_kvcore_itself(site, only):
+    """A checkout installed before it had entry points has to be installed again."""
+    site.checkout("kvcore", DECLARES_TWO, [])
+    assert error(PluginError, Plugins) == (
+        f"the installed entry points of kvcore 1.0 are older than {site.path}/kvcore/"
+        "pyproject.toml (they differ in first, second); run `pip install -e .` again in "
+        f"{site.path}/kvcore"
+    )
+
+
+def test_outdated_installation_is_found_among_all(site, only):
+    """A distribution whose first entry point is not installed yet is found, too."""
+    site.module("own")
+    site.install("kvcore", [("own", "own")])
+    site.checkout("acme", DECLARES_TWO, [])
+    text = error(PluginError, Plugins().get, "eviction", "stale_first")
+    assert "the installed entry points of acme 1.0 are older" in text
+
+
+@pytest.mark.parametrize(
+    "pyproject",
+    [
+        '[project]\n[project.entry-points.kvcore]\nfirst = "cur_first"\n',
+        '[project]\ndynamic = ["entry-points"]\n',
+        "[tool.other]\n",
+        "not toml",
+    ],
+    ids=["same", "dynamic", "no-project", "damaged"],
+)
+def test_installation_that_is_not_known_to_be_outdated(site, pyproject):
+    """Only a pyproject.toml that decides the entry points, and differs, is blamed."""
+    site.module("cur_first")
+    points = site.checkout("acme", pyproject, [("first", "cur_first")])
+    error(InputError, loaded(points).get, "eviction", "x")
+
+
+@pytest.mark.parametrize(
+    "direct_url",
+    ['{"url": "file:///nowhere", "dir_info": {}}', '{"dir_info": {"editable": true}}', "[]", "{"],
+)
+def test_installation_that_is_not_editable(site, direct_url):
+    """A direct_url.json that names no editable checkout is no reason for blame."""
+    site.module("cur_first")
+    points = site.install("acme", [("first", "cur_first")], direct_url=direct_url)
+    error(InputError, loaded(points).get, "eviction", "x")

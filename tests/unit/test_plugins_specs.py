@@ -1,0 +1,287 @@
+"""Plugins in text: how a list is read, and how options are converted."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import attrs
+import pytest
+from hypothesis import given, strategies as st
+
+from kvcore.errors import InputError, PluginError
+from kvcore.policy import Plugin
+from kvcore.specs import Spec, instantiate, parse, summary
+
+
+def seconds(value: float) -> int:
+    """Convert seconds to nanoseconds."""
+    return round(float(value) * 1e9)
+
+
+@attrs.define(slots=False, eq=False)
+class Everything(Plugin):
+    kind = "eviction"
+    name = "everything"
+
+    count: int = 1
+    rate: float = 0.5
+    on: bool = False
+    label: str = "x"
+    path: Path | None = None
+    limit: int | float | None = 3
+    old: Optional[int] = None  # noqa: UP045 - what some will write
+    unit: Literal["s", "accesses"] = "s"
+    level: Literal[1, 2] | None = 1
+    anything: Any = None
+    converted: float = attrs.field(default=1, converter=seconds)
+    checked: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    weights: dict[str, float] = attrs.field(factory=dict)
+    _hidden: int = 0
+
+
+@attrs.define(slots=False, eq=False)
+class Required(Plugin):
+    kind = "workload"
+    name = "required"
+
+    path: Path
+    limit: int | None = None
+
+
+class Optionless(Plugin):
+    kind = "prefix"
+    name = "optionless"
+
+
+class Broken(Plugin):
+    kind = "eviction"
+    name = "broken"
+
+    def __attrs_post_init__(self):
+        raise KeyError("table")  # noqa: EM101
+
+    __init__ = __attrs_post_init__
+
+
+def error(call, *arguments):
+    """Return the text of the InputError that a call raises."""
+    with pytest.raises(InputError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def test_a_list_of_names_with_options():
+    """A piece with an equals sign continues the name before it."""
+    assert parse("lru,lfu:half_life=300,unit=s,cost") == [
+        Spec("lru"),
+        Spec("lfu", {"half_life": "300", "unit": "s"}),
+        Spec("cost"),
+    ]
+
+
+def test_spaces_around_pieces_do_not_matter():
+    """Spaces may stand around names, options and signs."""
+    assert parse(" lru , lfu : half_life = 300 ") == [
+        Spec("lru"),
+        Spec("lfu", {"half_life": "300"}),
+    ]
+
+
+def test_a_value_may_contain_signs():
+    """Only the first equals sign divides; colons and more of them belong to the value."""
+    assert parse("jsonl:path=a=b:c,unit=d:e") == [
+        Spec("jsonl", {"path": "a=b:c", "unit": "d:e"})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' has an empty name; write NAME or NAME:option=value,..."),
+        ("lru,,cost", "'lru,,cost' has an empty name; write NAME or NAME:option=value,..."),
+        (":a=1", "':a=1' has an empty name; write NAME or NAME:option=value,..."),
+        ("a=1,lru", "'a=1,lru' starts with an option; write NAME:a=1"),
+        ("lfu:300", "'300' in 'lfu:300' is no option; write lfu:option=value"),
+        ("lfu:", "'' in 'lfu:' is no option; write lfu:option=value"),
+        ("lfu:=3", "'=3' in 'lfu:=3' is no option; write lfu:option=value"),
+        ("lfu:a=1,a=2", "option 'a' of 'lfu' is given twice in 'lfu:a=1,a=2'"),
+    ],
+)
+def test_text_that_cannot_be_read(text, message):
+    """What is wrong with a text is said with what to write instead."""
+    assert error(parse, text) == message
+
+
+WORDS = st.text("abcxyz_-.019", min_size=1, max_size=8)
+
+
+@given(
+    st.lists(
+        st.builds(Spec, WORDS, st.dictionaries(WORDS, WORDS, max_size=3)), min_size=1, max_size=4
+    )
+)
+def test_text_of_specs_parses_to_them(specs):
+    """Writing specs and reading them again gives the same."""
+    assert parse(",".join(map(str, specs))) == specs
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        ("count", "12", 12),
+        ("rate", "0.25", 0.25),
+        ("rate", "1e3", 1000.0),
+        ("rate", "3", 3.0),
+        ("rate", "inf", math.inf),
+        ("on", "true", True),
+        ("on", "false", False),
+        ("label", "none", "none"),
+        ("path", "a/b", Path("a/b")),
+        ("path", "none", None),
+        ("limit", "4", 4),
+        ("limit", "4.5", 4.5),
+        ("limit", "none", None),
+        ("old", "7", 7),
+        ("unit", "accesses", "accesses"),
+        ("level", "2", 2),
+        ("level", "none", None),
+        ("anything", "12", "12"),
+        ("converted", "1.5", 1_500_000_000),
+        ("checked", "5", 5),
+    ],
+)
+def test_options_become_what_their_annotation_says(option, text, value):
+    """An option's text is converted to the annotated type, exactly."""
+    built = getattr(instantiate(Everything, {option: text}), option)
+    assert built == value
+    assert type(built) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "expected"),
+    [
+        ("count", "1.5", "an integer"),
+        ("rate", "fast", "a number"),
+        ("rate", "nan", "a number"),
+        ("on", "yes", "true or false"),
+        ("limit", "many", "an integer or a number or none"),
+        ("unit", "h", "s or accesses"),
+        ("level", "3", "1 or 2 or none"),
+        ("converted", "soon", "a number"),
+    ],
+)
+def test_a_value_of_the_wrong_type(option, text, expected):
+    """A value that cannot be converted is refused with what the option takes."""
+    assert error(instantiate, Everything, {option: text}) == (
+        f"option {option!r} of eviction plugin 'everything' takes {expected}, not {text!r}"
+    )
+
+
+def test_a_value_the_validator_refuses():
+    """A validator's message reaches the user, with what was asked."""
+    assert error(instantiate, Everything, {"checked": "0"}) == (
+        "eviction plugin 'everything' cannot be built as 'everything:checked=0': "
+        "'checked' must be >= 1: 0"
+    )
+
+
+def test_a_type_validator_gives_its_message_alone():
+    """Of a validator's arguments only the message is shown."""
+
+    @attrs.define(slots=False, eq=False)
+    class Picky(Plugin):
+        kind = "eviction"
+        name = "picky"
+        size: Any = attrs.field(default=1, validator=attrs.validators.instance_of(int))
+
+    text = error(instantiate, Picky, {"size": "2"})
+    assert text.startswith(
+        "eviction plugin 'picky' cannot be built as 'picky:size=2': 'size' must be <class 'int'>"
+    )
+    assert "Attribute(" not in text
+
+
+def test_unknown_option_lists_the_options():
+    """A misspelled option's error has the likely one, and all with their defaults."""
+    assert error(instantiate, Everything, {"lable": "x"}) == (
+        "eviction plugin 'everything' has no option 'lable' (did you mean 'label'?). "
+        "Its options: count=1, rate=0.5, on=false, label=x, path=none, limit=3, old=none, "
+        "unit=s, level=1, anything=none, converted=1, checked=1, weights (computed)."
+    )
+
+
+def test_unknown_option_of_a_class_without_any():
+    """A class without options says so."""
+    assert error(instantiate, Optionless, {"size": "1"}) == (
+        "prefix plugin 'optionless' has no option 'size'. It has no options."
+    )
+
+
+def test_missing_option_is_named():
+    """An option without a default has to be given."""
+    assert error(instantiate, Required, {}) == (
+        "workload plugin 'required' needs a value for option 'path'. "
+        "Its options: path (required), limit=none."
+    )
+
+
+def test_option_without_a_text_form():
+    """What text cannot say has to be said in code."""
+    assert error(instantiate, Everything, {"weights": "1"}) == (
+        "option 'weights' of eviction plugin 'everything' takes dict[str, float], which has "
+        f"no text form; build {__name__}.Everything in code"
+    )
+
+
+def test_option_whose_annotation_is_unknown_at_run_time():
+    """An annotation that only type checkers can resolve has no text form either."""
+
+    @attrs.define(slots=False, eq=False)
+    class Typed(Plugin):
+        kind = "eviction"
+        name = "typed"
+        table: Table = None  # type: ignore[name-defined] # noqa: F821
+
+    assert "takes Table, which has no text form" in error(instantiate, Typed, {"table": "1"})
+
+
+def test_inherited_option_is_read_where_it_was_declared():
+    """An annotation is resolved in the module of the class that declares the option."""
+
+    class Child(Required):
+        __module__ = "builtins"
+
+    assert instantiate(Child, {"path": "a"}).path == Path("a")
+
+
+def test_constructor_that_breaks_is_the_plugins_fault():
+    """An exception no input explains is the plugin's, and names its class."""
+    with pytest.raises(PluginError) as caught:
+        instantiate(Broken, {})
+    assert str(caught.value) == (
+        f"eviction plugin 'broken' ({__name__}.Broken) could not be built: it raised "
+        "KeyError('table')"
+    )
+
+
+@pytest.mark.parametrize("raised", [InputError("row 3"), FileNotFoundError(2, "gone")])
+def test_errors_a_user_can_read_pass(raised):
+    """kvcore's own errors and the system's reach the user as they are."""
+
+    class Reads(Plugin):
+        kind = "workload"
+        name = "reads"
+
+        def __init__(self):
+            raise raised
+
+    with pytest.raises(type(raised)) as caught:
+        instantiate(Reads, {})
+    assert caught.value is raised
+
+
+def test_summary_is_a_sentence():
+    """Options are summed up as one sentence."""
+    assert summary(Required) == "Its options: path (required), limit=none."
