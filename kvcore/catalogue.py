@@ -7,14 +7,12 @@ model's). GPUs: the makers' data sheets; see `docs/reference/size.md`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvcore.errors import InputError
 from kvcore.model import DeviceSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 Windows = tuple[int | None, ...]
@@ -192,7 +190,6 @@ _PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C = 16, 32, 64, 450
 
 DEVICES: Mapping[str, DeviceSpec] = _by_name(
     [
-        _device("t4", 16, 320, 65, _PCIE3),
         _device("v100-16g", 16, 900, 125, _PCIE3),
         _device("v100-32g", 32, 900, 125, _PCIE3),
         _device("a10", 24, 600, 125, _PCIE4),

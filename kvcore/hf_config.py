@@ -7,17 +7,15 @@ for layers that predict further tokens).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import attrs
 
 from kvcore.errors import InputError
 from kvcore.hf_family import FAMILIES, Family
 from kvcore.model import ModelSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _ALIASES = {
     "hidden_size": "n_embd",
@@ -110,13 +108,14 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
     taken = config.count("num_experts_per_tok") if experts else 0
     shared, expert = _parameters(config, family, kv_heads, head_dim)
     weights, expert_weights = (dtype, dtype) if dtype else _dtypes(config)
+    windows = _windows(config, family)
     name = (
         config.path.parent.resolve().name if config.path.stem == "config" else config.path.stem
     )
     try:
         return ModelSpec(
             name=name,
-            layers=config.count("num_hidden_layers"),
+            layers=len(windows),
             query_heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -128,12 +127,10 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
             experts=experts,
             experts_per_token=taken,
             expert_dtype=expert_weights,
-            windows=_windows(config, family),
+            windows=windows,
             latent=latent,
         )
     except InputError as error:
-        if str(config.path) in str(error):
-            raise
         msg = f"{config.path}: {error}"
         raise InputError(msg) from None
 

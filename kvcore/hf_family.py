@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @attrs.frozen(kw_only=True)

@@ -108,7 +108,8 @@ class ModelSpec:
     experts_per_token: int = 0
     expert_dtype: str = attrs.field(default=_same_as("dtype"))
     windows: tuple[int | None, ...] = attrs.field(
-        default=attrs.Factory(lambda self: (None,) * self.layers, takes_self=True)
+        default=attrs.Factory(lambda self: (None,) * self.layers, takes_self=True),
+        repr=lambda windows: repr(dict(Counter(windows))),
     )
     latent: int = 0
 

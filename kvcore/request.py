@@ -7,10 +7,13 @@ from typing import TypeAlias
 
 import attrs
 
+from kvcore.errors import InputError
+
 Key: TypeAlias = Hashable
 """A chained block key: equal keys mean equal blocks *and* equal everything before them."""
 
 DEFAULT_PRIORITY = 35
+HIGHEST_PRIORITY = 100
 """Retention priority of a block for which no hint was given (1 goes first, 100 last)."""
 
 
@@ -29,9 +32,9 @@ class Retention:
 
     @priority.validator
     def _in_range(self, _: object, value: int) -> None:
-        if not 1 <= value <= 100:
-            msg = f"retention priority must be 1 to 100, not {value}"
-            raise ValueError(msg)
+        if not 1 <= value <= HIGHEST_PRIORITY:
+            msg = f"retention priority must be 1 to {HIGHEST_PRIORITY}, not {value}"
+            raise InputError(msg)
 
 
 @attrs.define(kw_only=True)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import io
 import zlib
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import orjson
 
 from kvcore.errors import InputError
 from kvcore.policy.workload import Workload
+from kvcore.request import Key, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
-    from pathlib import Path
-
     from _typeshed import WriteableBuffer
-
-    from kvcore.request import Key, Request
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from kvcore.errors import KvcoreError, PluginError
+from kvcore.specs import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,11 +36,10 @@ class Verbs(click.Group):
         del ctx
         return sorted(VERBS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a verb; None if there is no such verb."""
-        del ctx
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        """Return the command of a verb, or fail with the nearest one."""
         if cmd_name not in VERBS:
-            return None
+            ctx.fail(f"there is no verb {cmd_name!r}{nearest(cmd_name, VERBS)}")
         command: click.Command = getattr(import_module(VERBS[cmd_name]), cmd_name)
         return command
 
@@ -91,8 +91,7 @@ def run(arguments: Sequence[str]) -> int:
     except KvcoreError as error:
         return _fail(f"error: {error}", error.exit_code)
     except click.ClickException as error:
-        error.show()
-        return USAGE
+        return _fail(_usage(error), USAGE)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -114,6 +113,12 @@ def _invoke(arguments: Sequence[str]) -> int:
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
     return 0
+
+
+def _usage(error: click.ClickException) -> str:
+    context: click.Context | None = getattr(error, "ctx", None)
+    hint = f"; try `{context.command_path} --help`" if context else ""
+    return f"error: {error.format_message().rstrip('.')}{hint}"
 
 
 def _fail(message: str, code: int) -> int:

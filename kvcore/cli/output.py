@@ -55,13 +55,18 @@ def print_table(
     On a terminal it is as wide as that at most, and cells wrap; in a pipe every row is
     one line, whatever its width. Text is printed as it is: brackets are no markup.
     """
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, title=title, title_justify="left"
+    )
     for header in headers:
         table.add_column(header, justify="right" if header in right else "left")
     for row in rows:
         table.add_row(*map(str, row))
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(width=width, markup=False, highlight=False, emoji=False).print(table)
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 @contextmanager

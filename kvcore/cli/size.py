@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 COUNT = click.IntRange(min=1)
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("model")
 @click.option("--device", help="GPU to fit the model on, such as h200.")
 @click.option("--tokens", type=COUNT, default=8192, help="Tokens a request has.")
@@ -70,14 +70,16 @@ def size(
         spec = spec.with_window(window)
     layout = KVLayout(spec, dtype, block_size)
     report = {"schema": 1, **_memory(layout, tokens, batch)}
-    report["kv"]["window_bytes"] = window and layout.window_bytes(batch, window)
+    if window is not None:
+        report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
     if device is not None:
         gpu = find_device(device)
         report |= _bounds(layout, gpu, _reserve(reserve, gpu.hbm_bytes), tokens, batch)
     if as_json:
         emit_json(report)
     else:
-        print_table(["", "", ""], _rows(report), title=_title(report["model"]))
+        click.echo(_title(report["model"]))
+        print_table(["quantity", "amount", "that is"], _rows(report))
 
 
 def _model(text: str, weights_dtype: str | None) -> ModelSpec:
@@ -96,13 +98,11 @@ def _model(text: str, weights_dtype: str | None) -> ModelSpec:
 def _reserve(text: str, memory: int) -> int:
     """Read a share of `memory` or a size in bytes."""
     percent = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", text)
-    if percent is None:
-        return parse_bytes(text)
-    share = Fraction(percent[1]) / 100
-    if share > 1:
-        msg = f"reserve {text!r}: more than all of the device's memory"
-        raise InputError(msg)
-    return int(memory * share)
+    try:
+        return int(memory * Fraction(percent[1]) / 100) if percent else parse_bytes(text)
+    except InputError:
+        msg = f"reserve {text!r}: expected a percentage, such as 10%, or a size, such as 8GiB"
+        raise InputError(msg) from None
 
 
 def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
@@ -164,7 +164,8 @@ def _bounds(
 
 
 def _title(model: dict[str, Any]) -> str:
-    heads = f"{model['query_heads']} query heads, {model['kv_heads']} K/V heads"
+    plural = "" if model["kv_heads"] == 1 else "s"
+    heads = f"{model['query_heads']} query heads, {model['kv_heads']} K/V head{plural}"
     if model["latent"]:
         heads = f"{model['query_heads']} heads, {model['latent']} numbers a token"
     active = ""
@@ -188,7 +189,12 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
     yield _bytes(f"K/V of a block of {report['block_size']:,} tokens", kv["bytes_per_block"])
     yield _bytes(f"K/V of a request of {tokens:,} tokens", kv["bytes_per_request"])
     yield _bytes(f"K/V of a batch of {batch:,}", kv["bytes_per_batch"])
-    yield _bytes(f"weights in {report['model']['dtype']}", report["model"]["weight_bytes"])
+    if "window" in kv:
+        yield _bytes(f"K/V of {batch:,} x {kv['window']:,} tokens", kv["window_bytes"])
+    model = report["model"]
+    mixed = model["expert_dtype"] != model["dtype"]
+    experts = f", experts in {model['expert_dtype']}" if mixed else ""
+    yield _bytes(f"weights in {model['dtype']}{experts}", model["weight_bytes"])
     if "device" not in report:
         return
     device, fit = report["device"], report["fit"]

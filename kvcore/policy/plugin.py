@@ -47,11 +47,11 @@ def overridden(plugin: Plugin, method: str) -> Callable[..., Any] | None:
 
     Callers choose once, so a method that nobody overrides costs nothing.
     """
-    own = getattr(type(plugin), method)
-    for base in type(plugin).__mro__:
-        if "kind" in vars(base):
-            return None if own is vars(base).get(method) else getattr(plugin, method)
-    return getattr(plugin, method)
+    contract = next(base for base in type(plugin).__mro__ if "kind" in vars(base))
+    if getattr(type(plugin), method) is getattr(contract, method):
+        return None
+    bound: Callable[..., Any] = getattr(plugin, method)
+    return bound
 
 
 def broken(plugin: Plugin, method: str, error: Exception) -> PolicyError:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Self
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Self
 
 from kvcore.policy.plugin import Plugin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from kvcore.request import Request
+from kvcore.request import Request
 
 
 class Workload(Plugin):
@@ -37,7 +34,11 @@ class Workload(Plugin):
     @property
     @abstractmethod
     def key_tokens(self) -> int:
-        """Tokens a block key of this workload stands for."""
+        """Tokens a block key of this workload stands for.
+
+        A class attribute will do. An option of this name needs a class in slots, as
+        `@attrs.define(eq=False)` makes it: an instance attribute cannot override a property.
+        """
 
     @property
     @abstractmethod
@@ -46,12 +47,15 @@ class Workload(Plugin):
 
     @property
     def size(self) -> int | None:
-        """How many requests there are, where that is known without reading them."""
+        """How many requests there are; None if that is not known without reading them."""
         return None
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Say whether a file that starts with `first_line` is of this format."""
+        """Say whether a file that starts with `first_line` is of this format.
+
+        The line is whole, decompressed, and the first that is not blank.
+        """
         del first_line
         return False
 

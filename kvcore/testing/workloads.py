@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 from weakref import finalize
 
 import pytest
@@ -11,9 +12,6 @@ import pytest
 from kvcore.policy import Workload
 from kvcore.request import Request
 from kvcore.workloads import checked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _FEW = 4
 

@@ -1,5 +1,23 @@
-"""The trace: every decision as a line of JSON."""
+"""The trace: every decision as a line of JSON, read back and checked."""
 
+from kvcore.trace.reader import TraceReader, read_events
+from kvcore.trace.replay import Report, replay
+from kvcore.trace.runs import decode_runs, encode_runs
+from kvcore.trace.schema import EVENTS, SCHEMA
+from kvcore.trace.sink import StorageError
+from kvcore.trace.state import CacheState
 from kvcore.trace.writer import Trace
 
-__all__ = ["Trace"]
+__all__ = [
+    "EVENTS",
+    "SCHEMA",
+    "CacheState",
+    "Report",
+    "StorageError",
+    "Trace",
+    "TraceReader",
+    "decode_runs",
+    "encode_runs",
+    "read_events",
+    "replay",
+]

@@ -12,16 +12,6 @@ from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore.trace.schema import KEY_BYTES, is_key
 
-DEFAULTS: dict[str, Any] = {
-    "salt": None,
-    "tenant": None,
-    "priority": 0,
-    "session": None,
-    "after": None,
-    "think": 0,
-}
-
-
 def request_fields(request: Request) -> dict[str, Any]:
     """Return the fields of REQUEST, those at their default left out. O(keys) in C.
 
@@ -35,10 +25,18 @@ def request_fields(request: Request) -> dict[str, Any]:
         "keys": key_fields(request.keys, request.id),
         "key_tokens": request.key_tokens,
     }
-    for name, default in DEFAULTS.items():
-        value = getattr(request, name)
-        if value != default:
-            fields[name] = value
+    if request.salt is not None:
+        fields["salt"] = request.salt
+    if request.tenant is not None:
+        fields["tenant"] = request.tenant
+    if request.priority:
+        fields["priority"] = request.priority
+    if request.session is not None:
+        fields["session"] = request.session
+    if request.after is not None:
+        fields["after"] = request.after
+    if request.think:
+        fields["think"] = request.think
     if request.retention:
         fields["retention"] = [
             [hint.start, hint.end, hint.priority, hint.duration] for hint in request.retention

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import structlog
 from orjson import OPT_APPEND_NEWLINE, dumps
@@ -31,27 +31,14 @@ class TraceLogger(structlog.BoundLoggerBase):
 
 def bind_logger(file: BinaryIO) -> TraceLogger:
     """Return a logger that writes its lines to `file`, from line 0 on."""
-    logger = structlog.wrap_logger(
-        file,
-        processors=[_encode],
-        wrapper_class=TraceLogger,
-        context_class=_Counts,
-        cache_logger_on_first_use=False,
-    ).bind()
+    logger = TraceLogger(file, (_encode,), defaultdict(int))
     logger.last = {"n": -1, "t": 0}
-    return cast("TraceLogger", logger)
+    return logger
 
 
 def events_written(logger: TraceLogger) -> dict[str, int]:
     """Return how many lines of each event `logger` wrote, in order of first appearance."""
     return dict(structlog.get_context(logger))
-
-
-class _Counts(defaultdict[str, int]):
-    """Counts from 0, as a structlog context: made from a mapping."""
-
-    def __init__(self, *counts: Any) -> None:
-        super().__init__(int, *counts)
 
 
 def _encode(_: object, __: str, line: Any) -> bytes:

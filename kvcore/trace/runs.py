@@ -1,4 +1,4 @@
-"""Blocks as runs: `[first, count]`, a negative count descending, in the one maximal form."""
+"""Blocks as runs: `(first, count)`, a negative count descending, in the one maximal form."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 Ids: TypeAlias = "array[int]"
-Runs: TypeAlias = list[list[int]]
+Runs: TypeAlias = list[tuple[int, int]]
 
 MOST_IDS = 2**31
 
 
 def encode_runs(ids: Ids) -> Runs:
-    """Return `ids` as runs: 9, 8, 7, 3 is `[[9, -3], [3, 1]]`.
+    """Return `ids` as runs: 9, 8, 7, 3 is `[(9, -3), (3, 1)]`.
 
     From left to right every run is as long as it can be, so equal ids have equal runs.
     Costs O(ids), in C where they form a single run.
@@ -22,22 +22,28 @@ def encode_runs(ids: Ids) -> Runs:
     if not count:
         return []
     first = last = ids[0]
-    if ids[-1] - first == count - 1 and ids == array("i", range(first, first + count)):
-        return [[first, count]]
-    if first - ids[-1] == count - 1 and ids == array("i", range(first, first - count, -1)):
-        return [[first, -count]]
+    end = ids[-1]
+    if end - first == count - 1 and ids == array("i", range(first, end + 1)):
+        return [(first, count)]
+    if first - end == count - 1 and ids == array("i", range(first, end - 1, -1)):
+        return [(first, -count)]
     runs: Runs = []
+    add = runs.append
     step = 0
     for block in ids[1:]:
         delta = block - last
-        if not step and (delta == 1 or delta == -1):  # noqa: PLR1714  (no tuple: hot)
-            step = delta
-        elif delta != step or not step:
-            runs.append([first, last - first + step or 1])
-            first = block
-            step = 0
+        if delta != step or not delta:
+            if step:
+                add((first, last - first + step))
+                first = block
+                step = 0
+            elif delta == 1 or delta == -1:  # noqa: PLR1714  (hot)
+                step = delta
+            else:
+                add((first, 1))
+                first = block
         last = block
-    runs.append([first, last - first + step or 1])
+    add((first, last - first + step or 1))
     return runs
 
 

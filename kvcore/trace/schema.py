@@ -161,6 +161,9 @@ def _word(*words: str) -> Kind:
 
 COUNT = Kind("an integer from 0 on", _is_count)
 SIZE = Kind("an integer from 1 on", lambda value: type(value) is int and value > 0)
+POOL = Kind(
+    "an integer from 1 to 2**31 - 1", lambda value: type(value) is int and 0 < value < 2**31
+)
 INTEGER = _typed("an integer", int)
 TEXT = _typed("a string", str)
 TRUE = Kind("true, or left out", lambda value: value is True)
@@ -193,7 +196,7 @@ EVENTS: dict[str, Event] = {
             "count": _word(*COUNTINGS),
             "block_size": SIZE,
             "key_tokens": SIZE,
-            "blocks": SIZE,
+            "blocks": POOL,
             "plugins": PLUGINS,
             "workload": WORKLOAD,
             "seed": _typed("an integer or null", int, type(None)),
@@ -227,6 +230,7 @@ EVENTS: dict[str, Event] = {
         {"again": TRUE},
     ),
     "SPLIT": Event({"span": COUNT, "upper": COUNT, "at": SIZE}),
+    "JOIN": Event({"span": COUNT, "upper": COUNT}),
     "ALLOC": Event({"seq": COUNT, "first": COUNT, "runs": RUNS}),
     "COMMIT": Event(
         {"seq": COUNT, "span": COUNT, "first": COUNT, "blocks": SIZE, "how": _word(*COMMITS)}
@@ -243,7 +247,7 @@ EVENTS: dict[str, Event] = {
             "scope": _word("cache"),
         }
     ),
-    "FREE": Event({"seq": COUNT, "runs": RUNS, "reason": _word(*FREES)}),
+    "FREE": Event({"seq": COUNT, "runs": RUNS, "reason": _word(*FREES)}, {"first": COUNT}),
     "FORK": Event({"seq": COUNT, "child": COUNT}),
     "COPY": Event({"seq": COUNT, "block": COUNT, "from": COUNT, "to": COUNT}),
     "END": Event({"lines": COUNT, "events": COUNTS, "digest": TEXT}),

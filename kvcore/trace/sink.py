@@ -1,4 +1,4 @@
-"""Where the bytes of a trace go: digested, compressed by a thread, renamed when whole."""
+"""Where the bytes of a trace go: digested and compressed by a thread, renamed when whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import os
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from errno import EISDIR
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 from kvcore.errors import InputError, KvcoreError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from typing_extensions import Buffer
 
 DIGEST_BYTES = 16
@@ -53,68 +55,62 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {".gz": _gzip, ".zst": _zstd}
 class Sink(io.RawIOBase):
     """The raw file below a trace's write buffer.
 
-    A path is written as `<path>.part` and renamed by `finish`, so that what stands at
-    `path` is always whole; what is no regular file (a device, a pipe) is written in
-    place. `.gz` and `.zst` are compressed by a thread, one buffer behind the writer; what
-    it meets there is raised by the next call. A file object is written to as it is.
+    A thread digests, compresses (`.gz`, `.zst`) and writes, one buffer behind the writer;
+    what it meets is raised by the next call. A path is written as `<path>.part` and
+    renamed by `finish`, so that what stands at `path` is always whole; what is no regular
+    file (a device, a pipe) is written in place. A file object is written to as it is.
 
     Raises:
         InputError: the path cannot be opened for writing.
-        StorageError: a write failed (from `write` and `finish`).
+        StorageError: a write failed (from `write`, `hexdigest` and `finish`).
     """
 
     def __init__(self, file: str | os.PathLike[str] | BinaryIO) -> None:
         """Open `file`, if it is a path."""
         super().__init__()
-        self._digest = blake2b(digest_size=DIGEST_BYTES)
-        self._dead = False
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  (10 ms)
+
+        self._file: Any
         self._path: Path | None = None
         self._part: Path | None = None
         self._compressor: Compressor | None = None
         if isinstance(file, (str, os.PathLike)):
             self.name = os.fspath(file)
-            self._path = path = Path(file)
-            self._file: Any
-            self._part, self._file = _open(path)
-            if path.suffix in COMPRESSORS:
-                self._compressor = COMPRESSORS[path.suffix]()
-                self._worker = ThreadPoolExecutor(1, "kvcore-trace")
-                self._job: Future[None] | None = None
+            self._path = Path(file)
+            self._part, self._file = _open(self._path)
+            if self._path.suffix in COMPRESSORS:
+                self._compressor = COMPRESSORS[self._path.suffix]()
         else:
             self.name = str(getattr(file, "name", "a file object"))
             self._file = file
+        self._digest = blake2b(digest_size=DIGEST_BYTES)
+        self._worker = ThreadPoolExecutor(1, "kvcore-trace")
+        self._job: Future[None] | None = None
+        self._dead = False
 
     def writable(self) -> bool:
         """Say yes: `io.BufferedWriter` asks."""
         return True
 
     def write(self, data: Buffer, /) -> int:
-        """Take bytes from the write buffer; return how many of them were taken."""
+        """Take all of a write buffer."""
         view = memoryview(data)
-        if self._dead:
-            return len(view)
-        try:
-            if self._compressor is None:
-                taken = int(self._file.write(view))
-            else:
-                self._wait()
-                self._job = self._worker.submit(self._compress, bytes(view))
-                taken = len(view)
-        except OSError as error:
-            raise self._failed(error) from error
-        self._digest.update(view[:taken])
-        return taken
+        if not self._dead:
+            self._wait()
+            self._job = self._worker.submit(self._put, bytes(view))
+        return len(view)
 
     def hexdigest(self) -> str:
         """Return the BLAKE2b digest of all that was written so far."""
+        self._wait()
         return self._digest.hexdigest()
 
     def finish(self) -> None:
         """Write what the compressor still holds, close, and give the file its name."""
+        self._wait()
+        self._worker.shutdown()
         try:
             if self._compressor is not None:
-                self._wait()
-                self._worker.shutdown()
                 _write_all(self._file, self._compressor.flush())
             if self._path is None or self._part is None:
                 self._file.flush()
@@ -128,24 +124,28 @@ class Sink(io.RawIOBase):
     def discard(self) -> None:
         """Drop what comes from now on, and remove the unfinished file. Never raises."""
         self._dead = True
-        if self._compressor is not None:
-            self._worker.shutdown()
+        self._worker.shutdown()
         if self._part is not None:
-            try:
+            # The error that led here says more than a failed clean-up.
+            with suppress(OSError):
                 self._file.close()
                 if self._part != self._path:
                     self._part.unlink(missing_ok=True)
-            except OSError:
-                # The error that led here says more than a failed clean-up.
-                return
 
-    def _compress(self, data: bytes) -> None:
-        assert self._compressor is not None
-        _write_all(self._file, self._compressor.compress(data))
+    def _put(self, data: bytes) -> None:
+        """Digest, compress and write: what the thread does."""
+        self._digest.update(data)
+        if self._compressor is not None:
+            data = self._compressor.compress(data)
+        _write_all(self._file, data)
 
     def _wait(self) -> None:
+        """Wait until the thread is done; raise what it met."""
         if self._job is not None:
-            self._job.result()
+            try:
+                self._job.result()
+            except OSError as error:
+                raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> StorageError:
         reason = error.strerror or str(error)
@@ -154,7 +154,7 @@ class Sink(io.RawIOBase):
 
 def _part_of(path: Path) -> Path:
     """Return where `path` is written until it is whole: in place if it is a device."""
-    special = path.exists() and not path.is_file() and not path.is_dir()
+    special = path.exists() and not path.is_file()
     return path if special else path.with_name(path.name + ".part")
 
 
@@ -165,7 +165,7 @@ def _open(path: Path) -> tuple[Path, io.FileIO]:
         part = _part_of(path)
         return part, io.FileIO(part, "w")
     except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         msg = f"cannot write the trace {path}: {reason}"
         raise InputError(msg) from error
 

@@ -17,45 +17,64 @@ from kvcore.specs import Spec
 
 @attrs.define(slots=False, eq=False)
 class Oldest(EvictionPolicy):
+    """An eviction policy with an option, never asked for a victim."""
+
     name = "oldest"
     patience: float = attrs.field(default=1.5, validator=attrs.validators.gt(0))
 
     def victim(self, now):
+        """Find no victim."""
         raise LookupError(now)
 
 
 class Newest(Oldest):
+    """Another one."""
+
     name = "newest"
 
 
 class NeedsGpu(Oldest):
+    """One that cannot work here."""
+
     name = "needs-gpu"
 
     @classmethod
     def unusable(cls):
+        """Say that it cannot work."""
         return "there is no GPU"
 
 
 class CannotTell(Oldest):
+    """One that breaks when it is asked whether it can work here."""
+
     name = "cannot-tell"
 
     @classmethod
     def unusable(cls):
-        raise RuntimeError("driver too old")  # noqa: EM101
+        """Break."""
+        msg = "driver too old"
+        raise RuntimeError(msg)
 
 
 class Twin(Oldest):
-    pass
+    """One that inherits its name."""
 
 
 class Requests(Workload):
+    """A workload without requests."""
+
     name = "requests"
     key_tokens = 16
     digest = "0"
 
     def __iter__(self):
+        """Yield nothing."""
         return iter(())
 
+
+UNFINISHED = type("Unfinished", (EvictionPolicy,), {"name": "x", "__module__": "m"})
+NAMELESS = type("Nameless", (EvictionPolicy,), {"victim": None, "__module__": "m"})
+ODD = type("Odd", (Oldest,), {"name": "a,b", "__module__": "m"})
 
 Prefixless = type(
     "Prefixless",
@@ -70,6 +89,8 @@ def module(**hooks):
 
 
 def implement(value):
+    """Return a hook implementation that returns `value`."""
+
     @hookimpl
     def hook():
         return value
@@ -240,9 +261,7 @@ def test_usable_plugin_is_listed_without_a_reason():
 
 def test_listing_is_by_kind_and_name():
     """The listing's order does not depend on the order of registration."""
-    hooks = module(
-        kvcore_workloads=[Requests], kvcore_eviction_policies=[Oldest, Newest]
-    )
+    hooks = module(kvcore_workloads=[Requests], kvcore_eviction_policies=[Oldest, Newest])
     infos = Plugins([hooks], entry_points=()).listing()
     assert [(i.kind, i.name) for i in infos] == [
         ("eviction", "newest"),
@@ -311,34 +330,20 @@ def test_object_without_hooks_is_refused():
     assert text.endswith("no function is marked with kvcore.hookspecs.hookimpl")
 
 
+NOT_EVICTION = "which is not a class derived from kvcore.policy.eviction.EvictionPolicy"
+BAD_NAME = "a plugin class needs an attribute `name` of letters, digits, `_`, `-` and `.`"
+
+
 @pytest.mark.parametrize(
     ("value", "fault"),
     [
         (Oldest, f"<class '{__name__}.Oldest'>, not a list of classes"),
         (None, "None, not a list of classes"),
-        (
-            ["lru"],
-            "'lru', which is not a class derived from kvcore.policy.eviction.EvictionPolicy",
-        ),
-        (
-            [Requests],
-            f"<class '{__name__}.Requests'>, which is not a class derived from "
-            "kvcore.policy.eviction.EvictionPolicy",
-        ),
-        (
-            [type("Unfinished", (EvictionPolicy,), {"name": "x", "__module__": "m"})],
-            "m.Unfinished, which does not define victim",
-        ),
-        (
-            [type("Nameless", (EvictionPolicy,), {"victim": None, "__module__": "m"})],
-            "m.Nameless, whose name is None; a plugin class needs an attribute `name` of "
-            "letters, digits, `_`, `-` and `.`",
-        ),
-        (
-            [type("Odd", (Oldest,), {"name": "a,b", "__module__": "m"})],
-            "m.Odd, whose name is 'a,b'; a plugin class needs an attribute `name` of "
-            "letters, digits, `_`, `-` and `.`",
-        ),
+        (["lru"], f"'lru', {NOT_EVICTION}"),
+        ([Requests], f"<class '{__name__}.Requests'>, {NOT_EVICTION}"),
+        ([UNFINISHED], "m.Unfinished, which does not define victim"),
+        ([NAMELESS], f"m.Nameless, whose name is None; {BAD_NAME}"),
+        ([ODD], f"m.Odd, whose name is 'a,b'; {BAD_NAME}"),
     ],
     ids=["class", "nothing", "text", "other-kind", "abstract", "nameless", "odd-name"],
 )
@@ -368,4 +373,3 @@ def test_a_broken_kind_leaves_the_others_usable():
     """A hook with a bad result spoils the look-ups of its own kind alone."""
     hooks = module(kvcore_workloads=None, kvcore_eviction_policies=[Oldest])
     assert Plugins([hooks], entry_points=()).names("eviction") == ["oldest"]
-

@@ -43,7 +43,9 @@ class Site:
         info = self.path / f"{name}-{version}.dist-info"
         info.mkdir()
         lines = [f"{key} = {value}" for key, value in points]
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
         (info / "entry_points.txt").write_text("\n".join(["[kvcore]", *lines, ""]))
         if direct_url is not None:
             (info / "direct_url.json").write_text(direct_url)
@@ -72,9 +74,7 @@ def site(tmp_path, monkeypatch):
 @pytest.fixture
 def only(site, monkeypatch):
     """Make the distributions in `site` the only ones that are installed."""
-    for module in [*sys.path]:
-        if module != str(site.path):
-            monkeypatch.setattr(sys, "path", [str(site.path)])
+    monkeypatch.setattr(sys, "path", [str(site.path)])
     default.cache_clear()
     yield
     default.cache_clear()
@@ -128,7 +128,9 @@ def test_duplicate_plugin_names_name_both_distributions(site):
     """Two plugins of one name are refused, with both classes and distributions."""
     site.module("dup_one", HOOKS.format(name="same"))
     site.module("dup_two", HOOKS.format(name="same"))
-    points = site.install("two", [("two", "dup_two")]) + site.install("one", [("one", "dup_one")])
+    points = site.install("two", [("two", "dup_two")]) + site.install(
+        "one", [("one", "dup_one")]
+    )
     assert error(PluginError, loaded(points).names, "eviction") == (
         "two eviction plugins are named 'same': dup_one.Policy of entry point 'one' of one "
         "1.0, and dup_two.Policy of entry point 'two' of two 1.0; rename one, or skip the "
@@ -220,7 +222,8 @@ def test_entry_point_at_a_class_has_no_hooks(site):
     )
 
 
-def test_installed_distributions_are_found(site, only):
+@pytest.mark.usefixtures("only")
+def test_installed_distributions_are_found(site):
     """Without arguments, what is installed is loaded."""
     site.module("own")
     site.module("theirs")
@@ -229,7 +232,8 @@ def test_installed_distributions_are_found(site, only):
     assert Plugins().names("eviction") == ["own", "theirs"]
 
 
-def test_kvcore_not_installed(site, only):
+@pytest.mark.usefixtures("only")
+def test_kvcore_not_installed():
     """A checkout on the path has no entry points, and is told how to get them."""
     checkout = Path(installation.__file__).resolve().parents[1]
     assert error(PluginError, Plugins) == (
@@ -238,7 +242,8 @@ def test_kvcore_not_installed(site, only):
     )
 
 
-def test_kvcore_installed_without_entry_points(site, only):
+@pytest.mark.usefixtures("only")
+def test_kvcore_installed_without_entry_points(site):
     """An installation that lost its entry points has to be made again."""
     site.install("kvcore", [], version="0.9")
     assert error(PluginError, Plugins).startswith(
@@ -246,7 +251,8 @@ def test_kvcore_installed_without_entry_points(site, only):
     )
 
 
-def test_default_is_a_built_in(site, only):
+@pytest.mark.usefixtures("only")
+def test_default_is_a_built_in(site):
     """`default` finds a class of kvcore's own, and does not look at other distributions."""
     site.module("own")
     site.module("broken", "1 / 0")
@@ -255,7 +261,8 @@ def test_default_is_a_built_in(site, only):
     assert default("eviction", "own").name == "own"
 
 
-def test_default_is_remembered(site, only):
+@pytest.mark.usefixtures("only")
+def test_default_is_remembered(site):
     """The second look-up of a default reads nothing."""
     site.module("own")
     site.install("kvcore", [("own", "own")])
@@ -264,8 +271,9 @@ def test_default_is_remembered(site, only):
     assert default("eviction", "own") is first
 
 
+@pytest.mark.usefixtures("only")
 @pytest.mark.parametrize("installed", [True, False])
-def test_default_without_entry_points(site, only, installed):
+def test_default_without_entry_points(site, installed):
     """Without entry points there is no default, and the error says what to install."""
     if installed:
         site.install("kvcore", [])
@@ -288,8 +296,9 @@ def test_failed_look_up_finds_outdated_entry_points(site):
     assert error(PluginError, loaded(points).get, "eviction", "stale_second") == (
         "no eviction plugin is named 'stale_second' (did you mean 'stale_first'?). There are: "
         "stale_first\n"
-        f"the installed entry points of acme 1.0 are older than {site.path}/acme/pyproject.toml "
-        f"(they differ in second); run `pip install -e .` again in {site.path}/acme"
+        "the installed entry points of acme 1.0 are older than "
+        f"{site.path}/acme/pyproject.toml (they differ in second); run "
+        f"`pip install -e .` again in {site.path}/acme"
     )
 
 
@@ -308,7 +317,8 @@ def test_outdated_installation_that_does_no_harm_is_not_mentioned(site):
     assert loaded(points).names("eviction") == ["stale_first"]
 
 
-def test_outdated_installation_of_kvcore_itself(site, only):
+@pytest.mark.usefixtures("only")
+def test_outdated_installation_of_kvcore_itself(site):
     """A checkout installed before it had entry points has to be installed again."""
     site.checkout("kvcore", DECLARES_TWO, [])
     assert error(PluginError, Plugins) == (
@@ -318,7 +328,8 @@ def test_outdated_installation_of_kvcore_itself(site, only):
     )
 
 
-def test_outdated_installation_is_found_among_all(site, only):
+@pytest.mark.usefixtures("only")
+def test_outdated_installation_is_found_among_all(site):
     """A distribution whose first entry point is not installed yet is found, too."""
     site.module("own")
     site.install("kvcore", [("own", "own")])
@@ -346,7 +357,12 @@ def test_installation_that_is_not_known_to_be_outdated(site, pyproject):
 
 @pytest.mark.parametrize(
     "direct_url",
-    ['{"url": "file:///nowhere", "dir_info": {}}', '{"dir_info": {"editable": true}}', "[]", "{"],
+    [
+        '{"url": "file:///nowhere", "dir_info": {}}',
+        '{"dir_info": {"editable": true}}',
+        "[]",
+        "{",
+    ],
 )
 def test_installation_that_is_not_editable(site, direct_url):
     """A direct_url.json that names no editable checkout is no reason for blame."""

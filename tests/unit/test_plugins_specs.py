@@ -8,7 +8,8 @@ from typing import Any, Literal, Optional
 
 import attrs
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore.errors import InputError, PluginError
 from kvcore.policy import Plugin
@@ -22,6 +23,8 @@ def seconds(value: float) -> int:
 
 @attrs.define(slots=False, eq=False)
 class Everything(Plugin):
+    """A plugin with an option of every type."""
+
     kind = "eviction"
     name = "everything"
 
@@ -43,6 +46,8 @@ class Everything(Plugin):
 
 @attrs.define(slots=False, eq=False)
 class Required(Plugin):
+    """A plugin that needs an option."""
+
     kind = "workload"
     name = "required"
 
@@ -51,18 +56,21 @@ class Required(Plugin):
 
 
 class Optionless(Plugin):
+    """A plugin without options."""
+
     kind = "prefix"
     name = "optionless"
 
 
 class Broken(Plugin):
+    """A plugin with a bug."""
+
     kind = "eviction"
     name = "broken"
 
-    def __attrs_post_init__(self):
+    def __init__(self):
+        """Break."""
         raise KeyError("table")  # noqa: EM101
-
-    __init__ = __attrs_post_init__
 
 
 def error(call, *arguments):
@@ -119,7 +127,9 @@ WORDS = st.text("abcxyz_-.019", min_size=1, max_size=8)
 
 @given(
     st.lists(
-        st.builds(Spec, WORDS, st.dictionaries(WORDS, WORDS, max_size=3)), min_size=1, max_size=4
+        st.builds(Spec, WORDS, st.dictionaries(WORDS, WORDS, max_size=3)),
+        min_size=1,
+        max_size=4,
     )
 )
 def test_text_of_specs_parses_to_them(specs):
@@ -197,9 +207,7 @@ def test_a_type_validator_gives_its_message_alone():
         size: Any = attrs.field(default=1, validator=attrs.validators.instance_of(int))
 
     text = error(instantiate, Picky, {"size": "2"})
-    assert text.startswith(
-        "eviction plugin 'picky' cannot be built as 'picky:size=2': 'size' must be <class 'int'>"
-    )
+    assert "as 'picky:size=2': 'size' must be <class 'int'>" in text
     assert "Attribute(" not in text
 
 
@@ -268,7 +276,7 @@ def test_constructor_that_breaks_is_the_plugins_fault():
 
 @pytest.mark.parametrize("raised", [InputError("row 3"), FileNotFoundError(2, "gone")])
 def test_errors_a_user_can_read_pass(raised):
-    """kvcore's own errors and the system's reach the user as they are."""
+    """Errors of kvcore and of the system reach the user as they are."""
 
     class Reads(Plugin):
         kind = "workload"

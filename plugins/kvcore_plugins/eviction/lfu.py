@@ -26,8 +26,8 @@ class LFU(ScoreEviction):
 
     Options:
         half_life: in the unit below; `inf`, plain LFU, counts all uses alike.
-        unit: `s`, seconds (the default); `accesses`, admissions to the cache, used or not; `touches`,
-            the span's own uses, so that nothing fades while it is idle.
+        unit: `s`, seconds (the default); `accesses`, admissions to the cache, whomever
+            they use; `touches`, the span's own uses, so that nothing fades while idle.
         decay: in place of `half_life`, the factor per access or touch, as in
             score = score · decay + 1. With 0.9 the third use in a row scores 2.71, and
             ten accesses later it is 0.94 (`accesses`, the default) or still 2.71

@@ -65,8 +65,4 @@ def _pin_for(tree: SpanTree, sibling: Sequence, deepest: Span, first: int, now: 
         assert isinstance(tree.pool, BlockPool)
         for block in held:
             tree.pool.disown(block)
-        if tree.trace is not None:
-            tree.trace.line(
-                "COMMIT", now, seq=sibling.id, span=span.id, first=begin, blocks=len(held),
-                how="shared",
-            )  # fmt: skip
+        tree.record_commit(sibling, span, begin, len(held), "shared", now)

@@ -231,53 +231,28 @@ class Radix(SpanTree):
         self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
     ) -> None:
         """Move private blocks up to `upto` into the tree: into the leaf, or as a child."""
-        parent = seq.span
-        first = parent.end
+        span = seq.span
+        first = span.end
         ids = seq.private
         if ids is not None:
             count = upto - first
-            if count == len(ids):
-                seq.private = array("i")
-            else:
-                seq.private = ids[count:]
+            seq.private = ids[count:]
+            if len(ids) > count:
                 ids = ids[:count]
         self.cached += upto - first
-        grown = parent.creator is seq and parent.priority == priority
+        grown = span.creator is seq and span.priority == priority
         if grown:
-            span = parent
             span.end = upto
+            span.priority_until = until
+            if until is not None:
+                raise_priority(span, self.root)
             if ids is not None and span.ids is not None:
                 span.ids.extend(ids)
-            span.priority_until = until
         else:
-            request = seq.request
-            self._last_id += 1
-            self._births += 1
-            span = Span(
-                self._last_id, first, upto, parent, 1, None, now, now, self._births,
-                seq.id, request.id, 0, 0, priority, until, None, request.tenant, None,
-                self.shape, seq.keys, ids, seq,
-            )  # fmt: skip
-            key = seq.keys[first // self.shape.ratio]
-            if parent.children is None:
-                parent.children = {key: span}
-            else:
-                parent.children[key] = span
-            parent.creator = None
-            seq.span = span
+            span = self._child(seq, upto, priority, until, ids, now)
         if self.trace is not None:
             how = "grown" if grown else "new"
-            self.trace.line(
-                "COMMIT",
-                now,
-                seq=seq.id,
-                span=span.id,
-                first=first,
-                blocks=upto - first,
-                how=how,
-            )
-        if parent.priority < priority or until is not None:
-            raise_priority(span, self.root)
+            self.record_commit(seq, span, first, upto - first, how, now)
         if seq.family is not None and ids is not None:
             pin_for_siblings(self, seq, first, ids, now)
         if grown:
@@ -287,6 +262,35 @@ class Radix(SpanTree):
             self._call("inserted", self._on_inserted, span, now)
             if self._expiring:
                 raise_expiry(span, self.root)
+
+    def _child(
+        self,
+        seq: Sequence,
+        upto: int,
+        priority: int,
+        until: int | None,
+        ids: Ids | None,
+        now: int,
+    ) -> Span:
+        """Put a new span below the deepest of `seq`, and make it the deepest."""
+        parent, request = seq.span, seq.request
+        self._last_id += 1
+        self._births += 1
+        span = Span(
+            self._last_id, parent.end, upto, parent, 1, None, now, now, self._births,
+            seq.id, request.id, 0, 0, priority, until, None, request.tenant, None,
+            self.shape, seq.keys, ids, seq,
+        )  # fmt: skip
+        key = seq.keys[parent.end // self.shape.ratio]
+        if parent.children is None:
+            parent.children = {key: span}
+        else:
+            parent.children[key] = span
+        parent.creator = None
+        seq.span = span
+        if parent.priority < priority or until is not None:
+            raise_priority(span, self.root)
+        return span
 
     def _release(self, span: Span, now: int) -> None:
         """Take one pin from `span` and all above it."""

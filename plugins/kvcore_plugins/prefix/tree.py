@@ -195,11 +195,17 @@ class SpanTree(PrefixCache):
         else:
             pool.give(None, span.end - first)
         if self.trace is not None:
-            blocks = span.end - first
-            self.trace.line(
-                "COMMIT", now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same"
-            )
+            self.record_commit(seq, span, first, span.end - first, "same", now)
             self.trace.line("FREE", now, seq=seq.id, runs=own, reason="duplicate")
+
+    def record_commit(
+        self, seq: Sequence, span: Span, first: int, blocks: int, how: str, now: int
+    ) -> None:
+        """Write that `blocks` blocks of `seq` from `first` on are those of `span` now."""
+        if self.trace is not None:
+            self.trace.line(
+                "COMMIT", now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how
+            )
 
     def _record_eviction(self, span: Span, ids: Ids | None, now: int, reason: str) -> None:
         if self.trace is not None:

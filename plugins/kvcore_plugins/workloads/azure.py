@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
@@ -15,9 +16,6 @@ from kvcore.policy import Workload
 from kvcore.request import Request
 from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workloads.rows import Row, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _HEADER = ",".join(_COLUMNS).encode()
@@ -62,7 +60,7 @@ class Azure(Workload):
             time = _nanoseconds(row)
             first = time if first is None else first
             if time < latest:
-                raise row.error(field=_COLUMNS[0], expected="no time before the last row's")
+                raise row.error(field=_COLUMNS[0], expected="no earlier time than before")
             latest = time
             yield Request(
                 id=serial,

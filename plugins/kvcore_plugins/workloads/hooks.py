@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvcore.hookspecs import hookimpl
+from kvcore.policy import Workload
 from kvcore_plugins.workloads import Azure, Jsonl, Mooncake, Weka, Zipf
-
-if TYPE_CHECKING:
-    from kvcore.policy import Workload
 
 
 @hookimpl

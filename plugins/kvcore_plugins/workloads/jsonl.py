@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
 
@@ -15,9 +16,6 @@ from kvcore.policy import Workload
 from kvcore.request import Request, Retention
 from kvcore.workloads import file_digest
 from kvcore_plugins.workloads.rows import LIMIT, Row, names, rows
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
 
 SCHEMA = 1
 
@@ -43,14 +41,12 @@ class Jsonl(Workload):
         for row in self._requests():
             arrival = row.natural("t")
             if arrival < earliest:
-                raise row.error(field="t", expected=f"{earliest} (the request before) or more")
+                raise row.error(field="t", expected=f"{earliest} or later (sorted rows)")
             earliest = arrival
             request = _request(row, arrival)
             key_tokens = key_tokens or request.key_tokens
             if request.key_tokens != key_tokens:
-                raise row.error(
-                    field="key_tokens", expected=f"{key_tokens}, as in the requests before"
-                )
+                raise row.error(field="key_tokens", expected=f"{key_tokens}, as before")
             yield request
 
     @property
@@ -78,9 +74,7 @@ class Jsonl(Workload):
                 empty = False
                 yield row
             elif event == "HEADER" and row.natural("schema") != SCHEMA:
-                raise row.error(
-                    field="schema", expected=f"{SCHEMA}, the schema this kvcore reads"
-                )
+                raise row.error(field="schema", expected=f"{SCHEMA}, the only one known here")
         if empty:
             msg = f"{self.path}: no REQUEST line: there is nothing to run"
             raise InputError(msg)
@@ -127,7 +121,7 @@ def _hint(row: Row, name: str, hint: Any) -> Retention:
         integers = {type(value) for value in hint} <= {int, NoneType}
         if integers and 0 <= start <= (start if end is None else end) and (duration or 0) >= 0:
             return Retention(start, end, priority, duration)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, InputError):
         pass
     expected = "[start, end or null, priority from 1 to 100, duration in ns or null]"
     raise row.error(field=name, expected=expected, got=hint)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import attrs
 from attrs.converters import optional
@@ -13,9 +14,6 @@ from kvcore.policy import Workload
 from kvcore.request import Request
 from kvcore.workloads import file_digest
 from kvcore_plugins.workloads.rows import LIMIT, names, rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BUNDLED_REQUESTS = 12_031
 _NS_PER_MS = 10**6
@@ -46,7 +44,7 @@ class Mooncake(Workload):
             arrival = row.natural("timestamp", below=LIMIT // _NS_PER_MS)
             if arrival < earliest:
                 raise row.error(
-                    field="timestamp", expected=f"{earliest} (the row before) or more"
+                    field="timestamp", expected=f"{earliest} or later (sorted rows)"
                 )
             earliest = arrival
             prompt = row.natural("input_length", 1)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import attrs
 import orjson
 
 from kvcore.errors import InputError
 from kvcore.workloads import lines
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 LIMIT = 2**63
 """Times in nanoseconds, counts and integer keys stay below this."""

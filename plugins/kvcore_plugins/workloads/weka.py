@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from math import inf, log
 from operator import attrgetter
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import attrs
 from attrs.validators import ge, lt
@@ -16,9 +18,6 @@ from kvcore.policy import Workload
 from kvcore.request import Request
 from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workloads.rows import Row, names, parse
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32
@@ -85,14 +84,16 @@ class Weka(Workload):
 
 @attrs.frozen(eq=False)
 class _Turn:
-    """A request to come, `at` ns after its session's start."""
+    """A request to come, `at` ns after its session's start; it was recorded until `end`."""
 
     at: int
+    end: int
     id: str
     after: str | None
     think: int
-    end: int
-    row: Row
+    prompt: int
+    output: int
+    keys: array[int]
 
 
 @attrs.define(eq=False)
@@ -109,16 +110,13 @@ class _Session:
         return self.start + self.turns[-1].at
 
     def pop(self) -> Request:
-        turn = self.turns.pop()
-        row, namespace = turn.row, self.namespace
-        prompt = row.natural("in", 1)
-        keys = row.prompt_keys("hash_ids", prompt, _KEY_TOKENS, 1 << _KEY_BITS)
+        turn, namespace = self.turns.pop(), self.namespace
         return Request(
             id=turn.id,
             arrival=self.start + turn.at,
-            prompt=prompt,
-            output=row.natural("out"),
-            keys=[namespace | key for key in keys],
+            prompt=turn.prompt,
+            output=turn.output,
+            keys=[namespace | key for key in turn.keys],
             key_tokens=_KEY_TOKENS,
             session=self.id,
             after=turn.after,
@@ -160,7 +158,7 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
     for place, row in enumerate(agent.inner("requests")):
         t = row.nanoseconds("t")
         if t < earliest:
-            raise row.error(field="t", expected="no time before the last entry's")
+            raise row.error(field="t", expected="no earlier time than before")
         earliest = t
         at, turn_id = start + t, f"{name}/{place}"
         if row.fields.get("type") == "subagent":
@@ -168,12 +166,16 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
             continue
         gap = 0 if last is None else max(0, at - last.end)
         first = last is parent
+        prompt = row.natural("in", 1)
+        keys = row.prompt_keys("hash_ids", prompt, _KEY_TOKENS, 1 << _KEY_BITS)
         last = _Turn(
             at=at,
+            end=at + row.optional(row.nanoseconds, "api_time", 0),
             id=turn_id,
             after=None if last is None else last.id,
             think=gap if first else row.optional(row.nanoseconds, "think_time", gap),
-            end=at + row.optional(row.nanoseconds, "api_time", 0),
-            row=row,
+            prompt=prompt,
+            output=row.natural("out"),
+            keys=array("Q", keys),
         )
         yield last

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from hashlib import blake2b
 from itertools import accumulate, count, islice
 from math import log
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import orjson
 from attrs.validators import ge, gt, in_, le
 
+from kvcore.errors import InputError
 from kvcore.policy import Workload
 from kvcore.request import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ARRIVALS = ("poisson", "bursty", "uniform")
 _DRAW_BITS = 53
@@ -73,7 +72,7 @@ class Zipf(Workload):
         """Refuse prompts of no tokens."""
         if self.prefix_tokens + self.suffix_tokens == 0:
             msg = "'prefix_tokens' and 'suffix_tokens' must not both be 0"
-            raise ValueError(msg)
+            raise InputError(msg)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests. Holds one number a prefix."""

@@ -1,0 +1,34 @@
+"""Untimed replay: one request after another, each there and gone in an instant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcore.cache import KVCache
+from kvcore.cache.stats import CacheStats
+from kvcore.request import Request
+
+
+def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
+    """Open, commit and close each of `requests` in `cache`, at its time of arrival.
+
+    A request longer than the pool keeps its leading blocks: it is opened with as many as
+    the pool has, while its lookups are those of the whole request. O(spans touched) a
+    request. Returns the statistics of the cache.
+
+    Raises:
+        InputError: a request that cannot be read, or whose keys the cache was not made for.
+        PolicyError: the eviction policy failed.
+    """
+    size = cache.geometry.block_size
+    room = cache.pool.blocks * size
+    by_key = cache.geometry.count == "keys"
+    open_, commit, close = cache.open, cache.commit, cache.close
+    for request in requests:
+        now = request.arrival
+        tokens = len(request.keys) * request.key_tokens if by_key else request.prompt
+        first = None if tokens <= room else room - cache.probe(request, now) * size
+        seq = open_(request, first, now)
+        commit(seq, seq.tokens - seq.computed, now)
+        close(seq, now)
+    return cache.stats

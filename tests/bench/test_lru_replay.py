@@ -1,0 +1,36 @@
+"""LRU over spans against a flat `OrderedDict` LRU over the same blocks."""
+
+from __future__ import annotations
+
+import pytest
+from bench.harness import POOL, bundled, cache_lru, flat_lru, medians
+
+RUNS = 5
+
+
+@pytest.mark.parametrize(
+    ("ratio", "counting", "with_ids"),
+    [(1, 0.9, 0.5), (32, 15.0, 10.0)],
+    ids=["block 512", "block 16"],
+)
+def test_lru_replay(ratio: int, counting: float, with_ids: float) -> None:
+    """The cache is at least as many times as fast as the flat loop as is promised."""
+    requests = bundled()
+    blocks = POOL * ratio
+
+    def rate(measured: tuple[float, int]) -> float:
+        return measured[1] / measured[0]
+
+    flat, counted, ided = medians(
+        RUNS,
+        lambda: rate(flat_lru(requests, ratio, blocks)),
+        lambda: rate(cache_lru(requests, ratio, blocks, ids=False)),
+        lambda: rate(cache_lru(requests, ratio, blocks, ids=True)),
+    )
+    print(
+        f"\nLRU replay, {512 // ratio}-token blocks, requests/s: flat {flat:,.0f}; cache "
+        f"{counted:,.0f} = {counted / flat:.2f} x flat (promised {counting}); with ids "
+        f"{ided:,.0f} = {ided / flat:.2f} x flat (promised {with_ids})"
+    )
+    assert counted / flat >= counting
+    assert ided / flat >= with_ids

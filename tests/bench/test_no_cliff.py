@@ -1,0 +1,77 @@
+"""A full pool does not slow the cache down, and an eviction costs the same with many leaves."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import pytest
+from bench.harness import KEY_TOKENS, POOL, bundled, medians
+
+from kvcore import EvictionPolicy, KVCache, Request
+from kvcore_plugins.eviction import LFU, LRU, SLRU, Cost
+from kvcore_plugins.prefix import Radix
+
+POLICIES = [LRU, SLRU, LFU, Cost]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_full_pool(policy: type[EvictionPolicy]) -> None:
+    """The last quarter runs at 0.7 of the speed at which the pool first was full, or more."""
+    requests = bundled()
+    quarter = len(requests) // 4
+
+    def ratio() -> float:
+        cache = KVCache(
+            POOL, KEY_TOKENS, eviction=policy(), prefix=Radix(), count="keys"
+        )
+        rates, full = [], None
+        for part in range(4):
+            chunk = requests[part * quarter : (part + 1) * quarter]
+            start = perf_counter()
+            for request in chunk:
+                seq = cache.open(request, None, request.arrival)
+                cache.commit(seq, seq.tokens - seq.computed, request.arrival)
+                cache.close(seq, request.arrival)
+            blocks = sum(len(request.keys) for request in chunk)
+            rates.append(blocks / (perf_counter() - start))
+            if full is None and cache.prefix.evicted:
+                full = part
+        assert full is not None
+        return rates[-1] / rates[full]
+
+    (value,) = medians(5, ratio)
+    print(f"\n{policy.name}: last quarter at {value:.2f} of the first full quarter, per block")
+    assert value >= 0.7
+
+
+def _eviction_seconds(policy: type[EvictionPolicy], leaves: int, evictions: int = 2_000) -> float:
+    """Return the seconds an eviction takes with `leaves` one-block leaves cached."""
+    cache = KVCache(leaves, 1, eviction=policy(), prefix=Radix(), count="keys")
+    key = 0
+
+    def one() -> None:
+        nonlocal key
+        key += 1
+        seq = cache.open(Request(id=key, prompt=1, keys=[key], key_tokens=1), None, key)
+        cache.commit(seq, 1, key)
+        cache.close(seq, key)
+
+    for _ in range(leaves):
+        one()
+    start = perf_counter()
+    for _ in range(evictions):
+        one()
+    return (perf_counter() - start) / evictions
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_leaves(policy: type[EvictionPolicy]) -> None:
+    """An eviction costs the same with 200 and with 20,000 leaves, within noise and log n."""
+    few, many = medians(
+        5, lambda: _eviction_seconds(policy, 200), lambda: _eviction_seconds(policy, 20_000)
+    )
+    print(
+        f"\n{policy.name}: {few * 1e6:.2f} µs per admission and eviction at 200 leaves, "
+        f"{many * 1e6:.2f} µs at 20,000: {many / few:.2f} x"
+    )
+    assert many / few <= 1.6

@@ -1,0 +1,149 @@
+"""Short ways to say what a cache goes through.
+
+A prompt is a text, one letter a block. Its chained keys are its prefixes: "abc" has the
+keys "a", "ab" and "abc". A span reads as the text before it, a bar, and its own: "ab|c".
+"""
+
+from itertools import count
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore import KVCache, Request, ScoreEviction
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+
+BLOCK = 4
+
+serials = count(1)
+
+
+def ask(text, tokens=None, *, key_tokens=BLOCK, **fields):
+    """Return a request for `text`; unless said otherwise its blocks are all full."""
+    return Request(
+        id=next(serials),
+        prompt=len(text) * key_tokens if tokens is None else tokens,
+        keys=[text[: end + 1] for end in range(len(text))],
+        key_tokens=key_tokens,
+        **fields,
+    )
+
+
+def make(blocks=8, eviction=None, *, prefix=None, **options):
+    """Return a cache with LRU and the radix tree, blocks of 4 tokens, and ids."""
+    return KVCache(
+        blocks,
+        **{"block_size": BLOCK, "ids": True} | options,
+        eviction=LRU() if eviction is None else eviction,
+        prefix=Radix() if prefix is None else prefix,
+    )
+
+
+def compute(cache, seq, tokens=None, now=0):
+    """Commit `tokens` more tokens of `seq`; None: all that is allocated."""
+    cache.commit(seq, seq.tokens - seq.computed if tokens is None else tokens, now)
+    cache.check_integrity()
+    return seq
+
+
+def start(cache, text, tokens=None, now=0, **fields):
+    """Open a request for `text` and compute its prompt."""
+    return compute(cache, cache.open(ask(text, tokens, **fields), now=now), now=now)
+
+
+def serve(cache, *texts, now=0, **fields):
+    """Open, compute and close a request for each text, one after the other."""
+    for text in texts:
+        cache.close(start(cache, text, now=now, **fields), now)
+        cache.check_integrity()
+
+
+def spell(span):
+    """Return a span as text: what is before it, a bar, its own."""
+    text = span.keys()[-1]
+    return f"{text[: span.start]}|{text[span.start : span.end]}"
+
+
+def spans(cache):
+    """Return the spans of `cache` by their text."""
+    return {spell(span): span for span in cache.prefix.spans()}
+
+
+def pins(cache):
+    """Return how often each span is pinned, by its text."""
+    return {text: span.pins for text, span in spans(cache).items()}
+
+
+def table(cache, seq):
+    """Return the block table of `seq` as a list."""
+    return list(cache.block_table(seq))
+
+
+@attrs.define(slots=False, eq=False)
+class Recorded(ScoreEviction):
+    """LRU by score that keeps a list of what it is told: (what, span as text)."""
+
+    name: ClassVar[str] = "recorded"
+
+    told: list[Any] = attrs.field(init=False, factory=list)
+
+    def score(self, span, now):
+        return span.recency
+
+    def inserted(self, span, now):
+        self.told.append(("inserted", spell(span)))
+
+    def accessed(self, span, now):
+        self.told.append(("accessed", spell(span)))
+
+    def grown(self, span, blocks):
+        self.told.append(("grown", spell(span)))
+
+    def split(self, upper, lower):
+        self.told.append(("split", spell(lower)))
+
+    def joined(self, upper, lower):
+        self.told.append(("joined", spell(lower)))
+
+    def pinned(self, span):
+        super().pinned(span)
+        self.told.append(("pinned", spell(span)))
+
+    def released(self, span, now):
+        super().released(span, now)
+        self.told.append(("released", spell(span)))
+
+    def trimmed(self, span, blocks):
+        super().trimmed(span, blocks)
+        self.told.append(("trimmed", spell(span)))
+
+    def removed(self, span, reason):
+        super().removed(span, reason)
+        self.told.append(("removed", spell(span)))
+
+    def missed(self, request, hit_blocks, now):
+        self.told.append(("missed", hit_blocks))
+
+
+@attrs.define(eq=False)
+class Lines:
+    """A trace in memory: the lines, as (event, fields)."""
+
+    lines: list[Any] = attrs.field(factory=list)
+
+    def begin(self, **fields):
+        self.lines.append(("HEADER", fields))
+
+    def request(self, request, now):
+        self.lines.append(("REQUEST", {"id": request.id}))
+
+    def line(self, event, now, **fields):
+        self.lines.append((event, fields))
+
+    def events(self):
+        """Return the names of the events, HEADER and REQUEST left out."""
+        return [event for event, _ in self.lines if event not in {"HEADER", "REQUEST"}]
+
+    def of(self, event):
+        """Return the fields of every line of `event`."""
+        return [fields for name, fields in self.lines if name == event]

@@ -1,0 +1,208 @@
+"""The frame of the command line: verbs, exit codes, and what goes where."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import pytest
+
+from kvcore.cli import main as frame
+from kvcore.errors import InputError, OutOfBlocks, PluginError, TraceError
+
+TALK = """
+import sys, types, click
+from kvcore.cli import main
+
+@click.command()
+@click.argument("words", type=int)
+def talk(words):
+    click.echo("word " * words)
+
+sys.modules["talk"] = types.SimpleNamespace(talk=talk)
+main.VERBS["talk"] = "talk"
+main.main()
+"""
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """Return a function that makes `act` a verb which raises, or prints, what it is given."""
+
+    def define(outcome):
+        @click.command()
+        @click.option("--times", type=int, default=1)
+        def act(times):
+            """Do what the test says."""
+            if isinstance(outcome, BaseException):
+                raise outcome
+            click.echo(outcome * times)
+
+        monkeypatch.setattr(frame, "VERBS", {"act": "verb_of_a_test"})
+        monkeypatch.setitem(sys.modules, "verb_of_a_test", SimpleNamespace(act=act))
+
+    return define
+
+
+def test_verb_runs(verb, capsys):
+    """A verb gets its arguments; its output goes to stdout and the exit code is 0."""
+    verb("done")
+    assert frame.run(["act", "--times", "2"]) == 0
+    assert capsys.readouterr() == ("donedone\n", "")
+
+
+def test_no_verb_prints_help(verb, capsys):
+    """Without a verb there is help on stdout, with each verb's first line."""
+    verb("done")
+    assert frame.run([]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Usage: kvcore [OPTIONS] ")
+    assert "act  Do what the test says." in out
+    assert err == ""
+
+
+def test_other_verbs_are_not_imported(monkeypatch, verb):
+    """Running one verb does not import the module of another."""
+    verb("done")
+    monkeypatch.setitem(frame.VERBS, "other", "module_that_does_not_exist")
+    assert frame.run(["act"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("no such thing"), 2),
+        (PluginError("broken"), 3),
+        (OutOfBlocks("full"), 3),
+        (TraceError("t.jsonl:3: bad"), 1),
+    ],
+    ids=["input", "plugin", "blocks", "trace"],
+)
+def test_own_errors_are_one_message(verb, capsys, error, code):
+    """An error of kvcore's is told on stderr and exits with its own code."""
+    verb(error)
+    assert frame.run(["act"]) == code
+    assert capsys.readouterr() == ("", f"kvcore: error: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "command"),
+    [
+        (["act", "--tmies", "2"], "No such option", "kvcore act"),
+        (["act", "--times", "x"], "'x' is not a valid integer", "kvcore act"),
+        (["acts"], "there is no verb 'acts' (did you mean 'act'?)", "kvcore"),
+        (["--verison"], "No such option", "kvcore"),
+    ],
+)
+def test_usage_errors_exit_2(verb, capsys, arguments, message, command):
+    """A command line that cannot be read is told on stderr, with where to read on."""
+    verb("done")
+    assert frame.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvcore: error: ")
+    assert message in err
+    assert err.endswith(f"; try `{command} --help`\n")
+
+
+def test_interrupt_exits_130(verb, capsys):
+    """Ctrl-C ends a verb without a traceback."""
+    verb(KeyboardInterrupt())
+    assert frame.run(["act"]) == 130
+    assert capsys.readouterr().err == "kvcore: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device", 3),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "run.jsonl"),
+            "run.jsonl: No space left on device",
+            3,
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "x"),
+            "x: No such file or directory",
+            2,
+        ),
+        (OSError("odd"), "odd", 3),
+    ],
+    ids=["full", "full-with-name", "missing", "bare"],
+)
+def test_system_errors_are_one_message(verb, capsys, error, message, code):
+    """What the system refuses is told with the file's name."""
+    verb(error)
+    assert frame.run(["act"]) == code
+    assert capsys.readouterr().err == f"kvcore: error: {message}\n"
+
+
+def test_bugs_are_not_hidden(verb):
+    """An exception that no input explains comes with its traceback."""
+    verb(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        frame.run(["act"])
+
+
+def test_version_is_the_installed_one(monkeypatch, capsys):
+    """`--version` prints the name and the installed version."""
+    monkeypatch.setattr(metadata, "version", {"kvcore": "1.2.3"}.__getitem__)
+    assert frame.run(["--version"]) == 0
+    assert capsys.readouterr().out == "kvcore 1.2.3\n"
+
+
+def test_version_without_installation(monkeypatch, capsys):
+    """A checkout that is not installed has no version, and says how to get one."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert frame.run(["--version"]) == 3
+    assert "run `pip install -e .`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [1, 100_000])
+def test_reader_that_goes_away(words):
+    """A closed pipe ends the program quietly, however much was to be written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TALK, "talk", str(words)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [1, 100_000])
+def test_full_disk_behind_stdout(words):
+    """Output that cannot be stored is an error with a message, not a traceback."""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", TALK, "talk", str(words)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (3, b"kvcore: error: No space left on device\n")
+
+
+def test_main_exits_with_the_code(monkeypatch, verb):
+    """The program reads its own command line and exits with the verb's code."""
+    verb(TraceError("bad"))
+    monkeypatch.setattr(sys, "argv", ["kvcore", "act"])
+    with pytest.raises(SystemExit) as caught:
+        frame.main()
+    assert caught.value.code == 1

@@ -1,0 +1,148 @@
+"""`kvcore plugins`, as a process, with distributions installed in a directory of the test's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import kvcore.plugins
+
+PROGRAM = "from kvcore.cli.main import main; main()"
+HOOKS = """
+from kvcore.hookspecs import hookimpl
+from kvcore.policy import EvictionPolicy
+
+class Policy(EvictionPolicy):
+    name = {name!r}
+    def victim(self, now): raise LookupError(now)
+    @classmethod
+    def unusable(cls): return {reason!r}
+
+@hookimpl
+def kvcore_eviction_policies(): return [Policy]
+"""
+
+
+def install(site, distribution, module, source, **files):
+    """Install a distribution with one entry point, named like its module, in `site`."""
+    (site / f"{module}.py").write_text(source)
+    info = site / f"{distribution}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
+    )
+    (info / "entry_points.txt").write_text(f"[kvcore]\n{module} = {module}\n")
+    for name, text in files.items():
+        (info / f"{name}.json").write_text(text)
+
+
+@pytest.fixture
+def site(tmp_path):
+    """Return a directory in which kvcore's one plugin is the eviction policy `plain`."""
+    install(tmp_path, "kvcore", "kv_plain", HOOKS.format(name="plain", reason=None))
+    return tmp_path
+
+
+def run(site, *arguments, flags=(), **environment):
+    """Run the program with the distributions of `site` in front of all others."""
+    path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, *flags, "-c", PROGRAM, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_json_has_every_field(site):
+    """`--json` prints name, kind, distribution, version, module and usability."""
+    done = run(site, "plugins", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == {
+        "schema": 1,
+        "plugins": [
+            {
+                "kind": "eviction",
+                "name": "plain",
+                "distribution": "kvcore",
+                "version": "1.0",
+                "module": "kv_plain",
+                "usable": True,
+                "reason": None,
+            }
+        ],
+    }
+
+
+def test_table_says_why_a_plugin_is_unusable(site):
+    """The table has a row a plugin, with the reason of one that cannot work here."""
+    install(site, "acme", "acme_gpu", HOOKS.format(name="fast", reason="there is no GPU"))
+    done = run(site, "plugins")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split(maxsplit=5) for line in done.stdout.splitlines() if "1.0" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["eviction", "fast", "acme", "1.0", "acme_gpu", "there is no GPU"],
+        ["eviction", "plain", "kvcore", "1.0", "kv_plain", "yes"],
+    ]
+
+
+def test_duplicate_names_exit_3(site):
+    """Two plugins of one name: both distributions and classes are named."""
+    install(site, "acme", "acme_plain", HOOKS.format(name="plain", reason=None))
+    done = run(site, "plugins")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == (
+        "kvcore: error: two eviction plugins are named 'plain': acme_plain.Policy of entry "
+        "point 'acme_plain' of acme 1.0, and kv_plain.Policy of entry point 'kv_plain' of "
+        "kvcore 1.0; rename one, or skip the entry point of one with KVCORE_DISABLE_PLUGINS\n"
+    )
+
+
+def test_import_failure_exits_3_and_its_way_out_works(site):
+    """A broken distribution is named, and skipping it as the error says helps."""
+    install(site, "acme", "acme_bad", "import x_that_is_not_there")
+    done = run(site, "plugins")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == (
+        "kvcore: error: entry point 'acme_bad' of acme 1.0 (acme_bad) cannot be imported: "
+        "ModuleNotFoundError: No module named 'x_that_is_not_there'; to go on without it, set "
+        "KVCORE_DISABLE_PLUGINS=acme_bad\n"
+    )
+    assert run(site, "plugins", KVCORE_DISABLE_PLUGINS="acme_bad").returncode == 0
+
+
+def test_outdated_entry_points_exit_3(site):
+    """An editable install older than its pyproject.toml has to be made again."""
+    (site / "pyproject.toml").write_text(
+        '[project]\nname = "acme"\n[project.entry-points.kvcore]\nacme = "acme_new"\n'
+    )
+    url = json.dumps({"url": site.as_uri(), "dir_info": {"editable": True}})
+    install(site, "acme", "acme_old", "import acme_older", direct_url=url)
+    done = run(site, "plugins")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "entry point 'acme_old' of acme 1.0 (acme_old) cannot be imported" in done.stderr
+    assert f"run `pip install -e .` again in {site}\n" in done.stderr
+
+
+def test_checkout_that_is_not_installed_exits_3(tmp_path):
+    """A checkout on PYTHONPATH, its dependencies there, but nothing installed."""
+    packages = Path(sysconfig.get_path("purelib"))
+    for entry in packages.iterdir():
+        if entry.suffix not in {".dist-info", ".pth"} and entry.name != "kvcore":
+            (tmp_path / entry.name).symlink_to(entry)
+    checkout = Path(kvcore.plugins.__file__).resolve().parents[1]
+    (tmp_path / "kvcore").symlink_to(checkout / "kvcore")
+    done = run(tmp_path, "plugins", flags=["-S"], PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == (
+        "kvcore: error: kvcore is not installed, so it has no plugins: they are found through "
+        "entry points, which a checkout on PYTHONPATH does not have; run `pip install -e .` in "
+        f"{checkout}\n"
+    )

@@ -1,0 +1,284 @@
+"""`kvcore size`: the figures it prints, for programs and for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvcore.catalogue import DEVICES, MODELS
+from kvcore.cli.size import size
+from kvcore.errors import InputError
+from kvcore.hf_family import FAMILIES
+from kvcore.model import KVLayout
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def run(*arguments):
+    """Run the command and return what it prints; errors are raised."""
+    result = CliRunner().invoke(size, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def report(*arguments):
+    """Run the command with `--json` and return the document."""
+    return json.loads(run(*arguments, "--json"))
+
+
+def refused(*arguments):
+    """Run the command and return the text of the error it raises."""
+    with pytest.raises(InputError) as caught:
+        run(*arguments)
+    return str(caught.value)
+
+
+def test_json_is_alone_on_stdout_and_says_its_schema():
+    """The whole of stdout is one JSON document of schema 1."""
+    assert report("llama-3-8b")["schema"] == 1
+
+
+def test_the_memory_of_a_request():
+    """Llama 3 8B at 32,768 tokens: 128 KiB a token, 4 GiB a request, 32 GiB for eight."""
+    kv = report("llama-3-8b", "--tokens", "32768", "--batch", "8")["kv"]
+    assert kv == {
+        "bytes_per_token": 131072,
+        "bytes_per_block": 2097152,
+        "blocks_per_request": 2048,
+        "bytes_per_request": 4 * 2**30,
+        "bytes_per_batch": 32 * 2**30,
+    }
+
+
+def test_what_fits_on_a_device():
+    """An H200 holds the weights, a reserve of a tenth, and whole blocks in the rest."""
+    fit = report("llama-3-8b", "--device", "h200", "--tokens", "32768", "--batch", "26")["fit"]
+    budget = 141 * 10**9 - 14_100_000_000 - 2 * 8_030_261_248
+    assert fit == {
+        "reserve_bytes": 14_100_000_000,
+        "kv_budget_bytes": budget,
+        "weights_fit": True,
+        "blocks": budget // 2097152,
+        "requests": 25,
+        "batch_fits": False,
+    }
+
+
+def test_weights_that_do_not_fit_leave_no_blocks():
+    """Llama 3 70B in bf16 and a reserve exceed an H200: the budget is what is missing."""
+    fit = report("llama-3-70b", "--device", "h200")["fit"]
+    assert fit["weights_fit"] is False
+    assert fit["kv_budget_bytes"] < 0
+    assert (fit["blocks"], fit["requests"]) == (0, 0)
+    assert "the weights do not fit" in run("llama-3-70b", "--device", "h200")
+
+
+def test_smaller_weights_leave_more_room():
+    """`--weights-dtype fp8` halves the weights, and 70B fits."""
+    document = report("llama-3-70b", "--device", "h200", "--weights-dtype", "fp8")
+    assert document["model"]["weight_bytes"] == 70_553_706_496
+    assert document["fit"]["weights_fit"] is True
+
+
+def test_the_decode_ceiling_is_bandwidth_over_bytes_read():
+    """A step reads the weights once and the K/V of every request."""
+    document = report("llama-3-8b", "--device", "h100", "--tokens", "1024", "--batch", "4")
+    decode = document["decode"]
+    assert decode["bytes_per_step"] == 2 * 8_030_261_248 + 4 * 1024 * 131072
+    assert decode["step_seconds"] == decode["bytes_per_step"] / 3_350_000_000_000
+    assert decode["tokens_per_second"] == pytest.approx(4 / decode["step_seconds"])
+
+
+def test_the_prefill_floor_is_flop_over_flop_per_second():
+    """Two FLOP a parameter and token, and four a pair, layer, head and dimension."""
+    prefill = report("llama-3-8b", "--device", "h100", "--tokens", "1000")["prefill"]
+    pairs = 1000 * 1001 // 2
+    assert prefill["flop"] == 2 * 8_030_261_248 * 1000 + 4 * 32 * 32 * 128 * pairs
+    assert prefill["seconds"] == pytest.approx(prefill["flop"] / 989.5e12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_token"),
+    [("fp32", 262144), ("bf16", 131072), ("fp8", 65536), ("int8", 65536), ("int4", 32768)],
+)
+def test_the_dtype_of_k_and_v(dtype, bytes_per_token):
+    """K/V takes four, two, one or half a byte a number."""
+    document = report("llama-3-8b", "--dtype", dtype)
+    assert document["kv"]["bytes_per_token"] == bytes_per_token
+
+
+def test_a_partial_block_counts_as_a_whole_one():
+    """50 tokens in blocks of 16 occupy 4 blocks."""
+    kv = report("llama-3-8b", "--tokens", "50", "--block-size", "16")["kv"]
+    assert kv["blocks_per_request"] == 4
+    assert kv["bytes_per_request"] == 64 * 131072
+
+
+def test_a_window_bounds_every_layer():
+    """With `--window`, sequences x window x bytes per token, however long the request."""
+    arguments = ("llama-2-7b", "--tokens", "28672", "--batch", "8", "--window", "4096")
+    kv = report(*arguments)["kv"]
+    assert kv["window_bytes"] == 8 * 4096 * 512 * 1024
+    assert kv["bytes_per_batch"] == kv["window_bytes"]
+    assert "K/V of 8 x 4,096 tokens" in run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("reserve", "size_bytes"),
+    [("10%", 8_000_000_000), ("2.5 %", 2_000_000_000), ("8GiB", 8 * 2**30), ("0", 0)],
+)
+def test_the_reserve_is_a_share_or_a_size(reserve, size_bytes):
+    """`--reserve` takes a percentage of the device's memory, or bytes."""
+    document = report("llama-3-8b", "--device", "h100", "--reserve", reserve)
+    assert document["fit"]["reserve_bytes"] == size_bytes
+
+
+def test_a_reserve_that_is_neither_is_refused():
+    """The error says what would do."""
+    text = refused("llama-3-8b", "--device", "h100", "--reserve", "some")
+    assert text == (
+        "reserve 'some': expected a percentage, such as 10%, or a size, such as 8GiB"
+    )
+
+
+def test_a_config_file_is_sized(tmp_path):
+    """A path gives what the name gives, and a folder is named after itself."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    document = report(str(folder / "config.json"), "--device", "h100")
+    assert document["model"]["name"] == "mine"
+    assert document["fit"] == report("llama-3-8b", "--device", "h100")["fit"]
+    assert report(str(folder)) == report(str(folder / "config.json"))
+
+
+def test_a_config_file_without_dtype_can_be_told(tmp_path):
+    """`--weights-dtype` stands in for what the file leaves out."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_3_8B, "torch_dtype": None}))
+    assert "'torch_dtype' is missing" in refused(str(path))
+    assert report(str(path), "--weights-dtype", "fp16")["model"]["dtype"] == "fp16"
+
+
+def test_a_folder_in_the_way_does_not_hide_a_model(tmp_path, monkeypatch):
+    """A name of the catalogue means the catalogue; another existing path is read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    assert report("gpt2")["model"]["name"] == "gpt2"
+    assert report("mine")["model"]["name"] == "mine"
+
+
+def test_an_unknown_model_is_told_names_and_files():
+    """The error names the nearest models, and the other way."""
+    text = refused("lama-3-8b")
+    assert "unknown model 'lama-3-8b'; did you mean llama-3-8b" in text
+    assert text.endswith("or give the path of a model's config.json")
+
+
+def test_an_unknown_device_is_told_the_nearest():
+    """The error names the GPUs there are."""
+    assert "did you mean h100" in refused("llama-3-8b", "--device", "h1000")
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
+def test_counts_below_one_are_usage_errors(option):
+    """Nothing can be sized for 0 tokens."""
+    result = CliRunner().invoke(size, ["llama-3-8b", option, "0"])
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("llama-2-7b", "MHA (32 query heads, 32 K/V heads)"),
+        ("llama-3-8b", "GQA (32 query heads, 8 K/V heads)"),
+        ("gemma-2b", "MQA (8 query heads, 1 K/V head)"),
+        ("deepseek-v3", "MLA (128 heads, 576 numbers a token)"),
+        ("mistral-7b-v0.1", "32 layers, 32 with a window of 4,096"),
+        ("mixtral-8x7b", "46.7 billion parameters (12.9 billion active)"),
+    ],
+)
+def test_the_first_line_says_what_the_model_is(model, label):
+    """The kind of attention is labelled, with the heads it comes from."""
+    assert label in run(model).splitlines()[0]
+
+
+def test_the_table_is_readable_in_a_pipe():
+    """Every figure is on a line of its own, in binary and decimal units."""
+    lines = run("llama-3-8b", "--device", "h200", "--tokens", "32768").splitlines()
+    table = {line.split("  ")[0].strip(): line.split() for line in lines}
+    assert table["K/V of a request of 32,768 tokens"][-4:] == ["4", "GiB", "4.29", "GB"]
+    assert table["requests that fit"][-1] == "25"
+    assert "tokens/s" in table["decode, at most"]
+
+
+def test_mixed_weights_are_named():
+    """gpt-oss keeps its experts in MXFP4: both dtypes are printed."""
+    assert "weights in bf16, experts in mxfp4" in run("gpt-oss-20b")
+
+
+REFERENCE = (Path(__file__).parents[2] / "docs/reference/size.md").read_text()
+
+
+def test_the_example_of_the_reference_is_what_is_printed():
+    """Word for word, but for the spaces and rules of the table."""
+    block = REFERENCE.split("```console\n$ kvcore size ")[1].split("```")[0]
+    command, *expected = block.splitlines()
+    printed = run(*command.split()).splitlines()
+
+    def words(lines):
+        return [line.split() for line in lines if line.strip(" ─")]
+
+    assert words(printed) == words(expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_in_the_reference(name):
+    """With its parameters, its layers and the bytes of a token."""
+    model = MODELS[name]
+    row = next(line for line in REFERENCE.splitlines() if line.startswith(f"| `{name}` |"))
+    assert f"| {model.parameters / 1e9:.2f} B" in row
+    assert f"| {model.layers} |" in row
+    assert row.endswith(f"| {KVLayout(model).bytes_per_token:,} |")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_is_in_the_reference(name):
+    """With all its figures."""
+    gpu = DEVICES[name]
+    figures = (gpu.hbm_bytes / 1e9, gpu.bandwidth / 1e9, gpu.flops / 1e12, gpu.host_link / 1e9)
+    assert f"| `{name}` | {' | '.join(f'{figure:,.10g}' for figure in figures)} |" in REFERENCE
+
+
+def test_every_option_and_model_type_is_in_the_reference():
+    """The tables of arguments and of understood types have no gaps."""
+    options = [option for parameter in size.params for option in parameter.opts]
+    assert [o for o in options if o.startswith("--") and f"| `{o}` |" not in REFERENCE] == []
+    assert ", ".join(f"`{kind}`" for kind in FAMILIES) in REFERENCE
+
+
+def test_every_json_field_is_in_the_reference():
+    """Each name of the document is named in the table of fields."""
+
+    def names(value):
+        if isinstance(value, dict):
+            return set(value).union(*map(names, value.values()))
+        return set().union(*map(names, value)) if isinstance(value, list) else set()
+
+    document = report("mixtral-8x7b", "--device", "h100", "--window", "512")
+    assert [name for name in names(document) if f"`{name}`" not in REFERENCE] == []

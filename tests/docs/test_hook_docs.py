@@ -1,0 +1,97 @@
+"""The pages on plugins say what is so: hooks by their signatures, examples by running them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+from kvcore import hookspecs
+from kvcore.loading import DISABLE
+from kvcore.plugins import KINDS, Plugins
+
+DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE = (DOCS / "reference" / "plugins.md").read_text("utf-8")
+HOW_TO = (DOCS / "how-to" / "write-a-plugin.md").read_text("utf-8")
+HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
+
+
+def signature(hook):
+    """Return a hook's literal signature, as its specification has it."""
+    found = inspect.signature(getattr(hookspecs, hook))
+    parameters = ", ".join(map(str, found.parameters.values()))
+    return f"{hook}({parameters}) -> {found.return_annotation}"
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_has_a_heading_with_its_signature(hook):
+    """Each hook is a heading of the reference, with its signature as it is."""
+    assert f"\n### `{signature(hook)}`\n" in REFERENCE
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_is_described_as_in_its_docstring(hook):
+    """Under its heading is what the hook's docstring says."""
+    text = inspect.getdoc(getattr(hookspecs, hook))
+    assert f"### `{signature(hook)}`\n\n{text}\n" in REFERENCE
+
+
+def test_no_heading_without_a_hook():
+    """The reference describes no hook that is gone."""
+    assert sorted(re.findall(r"^### `(kvcore_\w+)\(", REFERENCE, re.MULTILINE)) == HOOKS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_has_a_row(kind):
+    """Each kind is in the table, with its hook and its base class."""
+    hook, base = KINDS[kind]
+    assert f"| `{kind}` | `{hook}` | `kvcore.{base.__name__}` |" in REFERENCE
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Install the package that the how-to writes, and return its distribution."""
+    files = dict(
+        re.findall(r"The file `([^`]+)`.*?```\w+\n(.*?)```", HOW_TO, re.DOTALL),
+    )
+    assert sorted(files) == [
+        "kvcore_newest/hooks.py",
+        "kvcore_newest/policy.py",
+        "pyproject.toml",
+    ]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    points = re.search(r"\[project.entry-points.kvcore\]\n(.*?)\n", HOW_TO)[1]
+    info = tmp_path / "kvcore_newest-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kvcore-newest\nVersion: 0.1.0\n"
+    )
+    (info / "entry_points.txt").write_text(f"[kvcore]\n{points.replace(chr(34), '')}\n")
+    monkeypatch.delenv(DISABLE, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield Distribution.at(info)
+    for name in [name for name in sys.modules if name.startswith("kvcore_newest")]:
+        del sys.modules[name]
+
+
+def test_how_to_makes_a_plugin_that_is_found(installed):
+    """The how-to's files make a distribution whose plugin is found and built."""
+    plugins = Plugins(entry_points=installed.entry_points)
+    assert plugins.build("eviction", "newest:keep=512").keep == 512
+    (info,) = plugins.listing()
+    assert (info.name, info.distribution, info.version) == ("newest", "kvcore-newest", "0.1.0")
+
+
+@pytest.mark.usefixtures("installed")
+def test_how_to_registers_in_code():
+    """The how-to's last example runs, and builds the policy without the installation."""
+    example = re.findall(r"```python\n(.*?)```", HOW_TO, re.DOTALL)[-1]
+    names = {}
+    exec(example.replace("extra=[hooks]", "extra=[hooks], entry_points=()"), names)  # noqa: S102
+    assert names["policy"].keep == 512

@@ -1,0 +1,115 @@
+"""Numbers of the literature that the arithmetic must give, exactly."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.catalogue import find_model
+from kvcore.model import KVLayout
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def layout(name, dtype="fp16"):
+    """Lay out the K/V of a well-known model."""
+    return KVLayout(find_model(name), dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "kib"),
+    [
+        ("llama-2-7b", 512),
+        ("llama-2-13b", 800),
+        ("llama-2-70b", 320),
+        ("llama-2-70b-mha", 2560),
+        ("llama-3-8b", 128),
+        ("llama-3-70b", 320),
+        ("llama-3.1-405b", 504),
+        ("mistral-7b", 128),
+        ("mistral-7b-v0.1", 128),
+        ("mixtral-8x7b", 128),
+        ("gemma-2b", 18),
+    ],
+)
+def test_bytes_of_a_token_in_fp16(name, kib):
+    """2 (K and V) x layers x K/V heads x head dimension x 2 bytes."""
+    assert layout(name).bytes_per_token == kib * KIB
+
+
+def test_a_token_of_deepseek_v3():
+    """Latent attention: (512 + 64) numbers in each of 61 layers, once and not twice."""
+    assert layout("deepseek-v3").bytes_per_token == (512 + 64) * 61 * 2 == 70_272
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "size"),
+    [
+        (512, 1, 256 * MIB),
+        (512, 8, 2 * GIB),
+        (512, 32, 8 * GIB),
+        (2048, 1, 1 * GIB),
+        (2048, 8, 8 * GIB),
+        (2048, 32, 32 * GIB),
+        (4096, 1, 2 * GIB),
+        (4096, 8, 16 * GIB),
+        (4096, 32, 64 * GIB),
+        (28672, 1, 14 * GIB),
+        (28672, 8, 112 * GIB),
+        (28672, 32, 448 * GIB),
+    ],
+)
+def test_llama_2_7b_by_length_and_batch(tokens, batch, size):
+    """512 KiB a token: at 28,672 tokens one request takes more than the weights."""
+    assert batch * layout("llama-2-7b").request_bytes(tokens) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "size", "gigabytes"),
+    [
+        ("llama-3-8b", 2048, 268_435_456, 0.268),
+        ("llama-3-8b", 8192, 1_073_741_824, 1.07),
+        ("llama-3-8b", 32768, 4_294_967_296, 4.29),
+        ("mistral-7b", 32768, 4_294_967_296, 4.29),
+        ("llama-3-70b", 32768, 10_737_418_240, 10.7),
+        ("llama-2-70b-mha", 4096, 10_737_418_240, 10.7),
+        ("llama-2-70b-mha", 32768, 85_899_345_920, 85.9),
+    ],
+)
+def test_bytes_of_a_request(name, tokens, size, gigabytes):
+    """The exact bytes, and the rounded GB that is usually quoted."""
+    assert layout(name).request_bytes(tokens) == size
+    assert float(f"{size / 1e9:.3g}") == gigabytes
+
+
+def test_llama_3_70b_at_its_longest():
+    """131,072 tokens of Llama 3 70B are exactly 40 GiB."""
+    assert layout("llama-3-70b").request_bytes(131_072) == 40 * GIB
+
+
+def test_sharing_heads_saves_their_ratio():
+    """8 K/V heads in place of 64 take an eighth."""
+    shared, full = layout("llama-2-70b"), layout("llama-2-70b-mha")
+    assert full.bytes_per_token == 8 * shared.bytes_per_token
+
+
+def test_a_sliding_window_stops_growth():
+    """Mistral 7B v0.1 keeps 4,096 tokens: 512 MiB from there on."""
+    mistral = layout("mistral-7b-v0.1")
+    assert mistral.request_bytes(4096) == 512 * MIB
+    assert mistral.request_bytes(131_072) == 512 * MIB
+
+
+def test_window_memory_of_active_sequences():
+    """Sequences x window x bytes per token: 64 of 4,096 tokens of Mistral 7B are 32 GiB."""
+    assert layout("mistral-7b").window_bytes(64, 4096) == 32 * GIB
+
+
+def test_a_prefix_of_50_tokens_takes_4_blocks_of_16():
+    """The last block is only partly filled."""
+    assert layout("llama-3-8b").blocks_for(50) == 4
+
+
+@pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_weights_are_the_size_of_the_checkpoint(name, gib):
+    """bf16 with MXFP4 experts: the model card's sizes, but for the experts' bf16 biases."""
+    assert find_model(name).weight_bytes / GIB == pytest.approx(gib, abs=0.1)

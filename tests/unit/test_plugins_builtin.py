@@ -1,0 +1,68 @@
+"""The plugins that come with kvcore, found as anyone's are: through what is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore import KVCache, Request
+from kvcore.loading import DISABLE, Loaded
+from kvcore.plugins import KINDS, Plugins, default
+
+NAMES = {
+    "eviction": ["cost", "fifo", "lfu", "lru", "mru", "priority", "random", "slru", "ttl"],
+    "prefix": ["none", "radix"],
+    "workload": ["azure", "jsonl", "mooncake", "weka", "zipf"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_disabled(monkeypatch):
+    monkeypatch.delenv(DISABLE, raising=False)
+    default.cache_clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_built_ins_are_found(kind):
+    """Every built-in of the kind is found through kvcore's entry points."""
+    found = [
+        i.name for i in Plugins().listing() if (i.kind, i.distribution) == (kind, "kvcore")
+    ]
+    assert found == NAMES[kind]
+
+
+def test_built_ins_need_nothing_else():
+    """Every built-in works wherever kvcore is installed."""
+    infos = [i for i in Plugins().listing() if i.distribution == "kvcore"]
+    assert [i.name for i in infos if not i.usable] == []
+
+
+def test_built_in_modules_are_plugins_of_their_own():
+    """Built-ins live in the package of plugins, not in the core."""
+    infos = [i for i in Plugins().listing() if i.distribution == "kvcore"]
+    assert [i.module for i in infos if not i.module.startswith("kvcore_plugins.")] == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [("eviction", "lru"), ("prefix", "radix")])
+def test_default_is_the_class_that_plugins_find(kind, name):
+    """What a cache takes when nothing is said is the plugin of that name."""
+    assert default(kind, name) is Plugins().get(kind, name)
+
+
+def test_no_hook_is_called_while_a_cache_works(monkeypatch):
+    """Hooks are for looking classes up: 10,000 block operations call none."""
+    plugins = Plugins()
+    eviction, prefix = plugins.build("eviction", "lru"), plugins.build("prefix", "radix")
+    calls = []
+    plugins._loaded.manager.add_hookcall_monitoring(
+        lambda *_: calls.append("pluggy"), lambda *_: None
+    )
+    monkeypatch.setattr(Loaded, "results", lambda *_: calls.append("kvcore"))
+    cache = KVCache(blocks=100, block_size=16, eviction=eviction, prefix=prefix)
+    for number in range(500):
+        keys = [(number % 40, block) for block in range(20)]
+        request = Request(id=number, prompt=320, keys=keys, key_tokens=16)
+        sequence = cache.open(request, now=number)
+        cache.commit(sequence, sequence.tokens - sequence.computed, now=number)
+        cache.close(sequence, now=number)
+    assert prefix.evicted > 0
+    assert calls == []

@@ -1,0 +1,138 @@
+"""Sizes and times: read exactly, refused clearly, written readably."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.errors import InputError
+from kvcore.units import (
+    BINARY,
+    DECIMAL,
+    format_bytes,
+    format_number,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("7B", 7),
+        ("40GiB", 40 * 2**30),
+        ("40GB", 40 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        (".5kb", 500),
+        (" 2 tib ", 2 * 2**40),
+        ("0.1GiB", 107374182),
+    ],
+)
+def test_sizes_are_read(text, size):
+    """A number and a unit, of either kind and any case; a fraction of a byte is dropped."""
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "40 Gi", "40G", "-1GiB", "1e9", "4O96", "1,000", "nan", "1..5GB", "٤GB"]
+)
+def test_garbage_is_no_size(text):
+    """Whatever is not a number and a known unit is refused, with the units there are."""
+    with pytest.raises(InputError, match="expected a number followed by B, KiB, MiB, GiB"):
+        parse_bytes(text)
+
+
+def test_a_size_past_64_bits_is_refused():
+    """No file offset or memory is that large."""
+    assert parse_bytes(str(2**63 - 1)) == 2**63 - 1
+    with pytest.raises(InputError, match="below 2\\^63 bytes"):
+        parse_bytes("8388608TiB")
+
+
+@pytest.mark.parametrize(
+    ("text", "nanoseconds"),
+    [
+        ("1.5", 1_500_000_000),
+        ("0", 0),
+        ("90", 90 * 10**9),
+        ("1e-3", 1_000_000),
+        (" 2E2 ", 200 * 10**9),
+        (".000000001", 1),
+        ("9007199.254740993", 9_007_199_254_740_993),
+    ],
+)
+def test_seconds_are_nanoseconds_exactly(text, nanoseconds):
+    """No float on the way: 9007199.254740993 s is past what a float of ns can hold."""
+    assert parse_seconds(text) == nanoseconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1s", "nan", "inf", "1e9999", "1/3", "1_0"])
+def test_garbage_is_no_time(text):
+    """Whatever is not a plain number is refused."""
+    with pytest.raises(InputError, match="expected a number of seconds"):
+        parse_seconds(text)
+
+
+def test_a_time_finer_than_the_clock_is_refused():
+    """Rounding it would change what was asked."""
+    with pytest.raises(InputError, match="'1e-10': finer than a nanosecond"):
+        parse_seconds("1e-10")
+
+
+def test_a_time_past_the_clock_is_refused():
+    """2^63 ns are 292 years."""
+    with pytest.raises(InputError, match="too large"):
+        parse_seconds("1e10")
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_any_nanosecond_count_is_read_back(nanoseconds):
+    """Seconds with nine decimals give the integer they were written from."""
+    seconds, rest = divmod(nanoseconds, 10**9)
+    assert parse_seconds(f"{seconds}.{rest:09}") == nanoseconds
+
+
+@pytest.mark.parametrize(
+    ("size", "binary", "decimal"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (131072, "128 KiB", "131 KB"),
+        (2**30, "1 GiB", "1.07 GB"),
+        (40 * 2**30, "40 GiB", "42.9 GB"),
+        (2**50, "1,024 TiB", "1,126 TB"),
+    ],
+)
+def test_sizes_are_written_with_three_digits(size, binary, decimal):
+    """The largest unit not above the size, in either system."""
+    assert format_bytes(size) == binary
+    assert format_bytes(size, DECIMAL) == decimal
+
+
+@given(st.sampled_from([*BINARY, *DECIMAL]), st.integers(1, 999))
+def test_what_is_written_in_whole_units_is_read_back(unit, number):
+    """A whole number of one unit survives writing and reading."""
+    units = BINARY if unit in BINARY else DECIMAL
+    size = number * units[unit]
+    assert parse_bytes(format_bytes(size, units)) == size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1.5, "1.5 s"), (0.0312, "31.2 ms"), (7.06e-6, "7.06 us"), (2e-9, "2 ns"), (816, "816 s")],
+)
+def test_durations_are_written_with_a_fitting_unit(seconds, text):
+    """The unit that leaves at least one digit before the point."""
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12345.6, "12,346"), (1.0, "1"), (8.03, "8.03"), (12.88, "12.9")]
+)
+def test_numbers_are_written_with_three_digits(value, text):
+    """Zeros after the point are left away, digits before it never."""
+    assert format_number(value) == text

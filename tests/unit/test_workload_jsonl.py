@@ -1,0 +1,130 @@
+from pathlib import Path
+
+import orjson
+import pytest
+
+from kvcore.errors import InputError
+from kvcore.request import Retention
+from kvcore_plugins.workloads import Jsonl
+
+DATA = Path(__file__).parents[1] / "data"
+HEADER = {"event": "HEADER", "schema": 1}
+REQUEST = {"event": "REQUEST", "id": 1, "t": 5, "prompt": 32, "output": 8, "keys": [1, 2]}
+REQUEST |= {"key_tokens": 16}
+
+
+def write(path, *rows):
+    """Write `rows` to `path`, one a line."""
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return path
+
+
+def test_every_field_is_read():
+    """All fields a REQUEST line can have arrive in the request."""
+    request = list(Jsonl(DATA / "requests.jsonl"))[1]
+    assert request.id == "chat/0"
+    assert (request.arrival, request.prompt, request.output) == (5, 32, 8)
+    assert (request.salt, request.tenant, request.priority) == ("blue", "acme", -2)
+    assert request.retention == (Retention(0, 16, 90), Retention(16, None, 10, 5 * 10**9))
+    assert request.output_keys == [9]
+
+
+def test_closed_loop_is_read():
+    """Session, predecessor and think time arrive in the request."""
+    request = list(Jsonl(DATA / "requests.jsonl"))[2]
+    assert (request.session, request.after, request.think) == ("chat", "chat/0", 2 * 10**9)
+
+
+def test_absent_fields_have_their_defaults(tmp_path):
+    """A line with nothing optional makes a request with nothing optional."""
+    (request,) = Jsonl(write(tmp_path / "t.jsonl", REQUEST))
+    assert (request.salt, request.tenant, request.session, request.after) == (None,) * 4
+    assert (request.priority, request.think) == (0, 0)
+    assert (request.retention, request.output_keys) == ((), ())
+
+
+def test_hexadecimal_keys_become_bytes(tmp_path):
+    """A key of 32 digits is the 16 bytes it spells, whatever the case of its letters."""
+    row = REQUEST | {"keys": ["AB" * 16, 7]}
+    (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
+    assert request.keys == [b"\xab" * 16, 7]
+
+
+def test_other_events_are_skipped():
+    """Only REQUEST lines make requests."""
+    assert [request.id for request in Jsonl(DATA / "requests.jsonl")] == [
+        0,
+        "chat/0",
+        "chat/1",
+        "keyless",
+    ]
+
+
+def test_header_is_optional(tmp_path):
+    """A file of REQUEST lines written by hand is read like a trace."""
+    with_header = list(Jsonl(write(tmp_path / "a.jsonl", HEADER, REQUEST)))
+    assert with_header == list(Jsonl(write(tmp_path / "b.jsonl", REQUEST)))
+
+
+def test_key_tokens_come_from_the_first_request(tmp_path):
+    """The workload's key tokens are known before it is iterated."""
+    assert Jsonl(write(tmp_path / "t.jsonl", HEADER, REQUEST)).key_tokens == 16
+
+
+def test_unknown_schema_names_both_numbers(tmp_path):
+    """A trace of another schema is refused, saying which one it has and which is read."""
+    path = write(tmp_path / "t.jsonl", HEADER | {"schema": 2}, REQUEST)
+    with pytest.raises(InputError, match=r"t\.jsonl:1: field 'schema': expected 1, .*, got 2"):
+        list(Jsonl(path))
+
+
+def test_trace_without_requests_is_refused(tmp_path):
+    """A trace with no REQUEST line has nothing to run."""
+    with pytest.raises(InputError, match="no REQUEST line"):
+        list(Jsonl(write(tmp_path / "t.jsonl", HEADER)))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"event": 3}, "field 'event': expected a text, got 3"),
+        ({"id": 1.5}, "field 'id': expected an integer or a text, got 1.5"),
+        ({"t": 4}, "field 't': expected 5 or later .*, got 4"),
+        ({"prompt": 0}, "field 'prompt': expected a whole number from 1"),
+        ({"output": -1}, "field 'output': expected a whole number from 0"),
+        ({"keys": ["abc"]}, r"field 'keys\[0\]': expected .* or 32 hexadecimal digits"),
+        ({"keys": [1, 2, 3]}, "field 'keys': expected at most 2 keys"),
+        ({"key_tokens": 0}, "field 'key_tokens': expected a whole number from 1"),
+        ({"key_tokens": 32, "keys": [1]}, "field 'key_tokens': expected 16, as before, got 32"),
+        ({"salt": 3}, "field 'salt': expected a text"),
+        ({"priority": "high"}, "field 'priority': expected a whole number"),
+        ({"retention": 3}, "field 'retention': expected a list"),
+        ({"retention": [3]}, r"field 'retention\[0\]': expected \[start, end"),
+        (
+            {"retention": [[0, 1, 101, None]]},
+            r"field 'retention\[0\]': .* got \[0,1,101,null\]",
+        ),
+        ({"retention": [[4, 1, 50, None]]}, r"field 'retention\[0\]': expected \[start, end"),
+        ({"retention": [[0, 1, 50, -1]]}, r"field 'retention\[0\]': expected \[start, end"),
+        ({"retention": [[0, 1, None, 1]]}, r"field 'retention\[0\]': expected \[start, end"),
+        ({"retention": [[0, 1, 5.0, 1]]}, r"field 'retention\[0\]': expected \[start, end"),
+        ({"after": []}, "field 'after': expected an integer or a text"),
+        ({"think": -1}, "field 'think': expected a whole number from 0"),
+        ({"output_keys": [-1]}, r"field 'output_keys\[0\]': expected an integer"),
+    ],
+)
+def test_bad_field_is_named(tmp_path, change, complaint):
+    """A line that cannot be used is reported with file, line, field and what it holds."""
+    path = write(tmp_path / "t.jsonl", REQUEST, REQUEST | {"id": 2} | change)
+    with pytest.raises(InputError, match=rf"t\.jsonl:2: {complaint}"):
+        list(Jsonl(path))
+
+
+def test_cut_file_yields_what_comes_before_the_cut(tmp_path):
+    """A file that ends inside a line gives the requests before it, then says where."""
+    path = write(tmp_path / "t.jsonl", HEADER, REQUEST, REQUEST | {"id": 2})
+    path.write_bytes(path.read_bytes()[:-9])
+    workload = iter(Jsonl(path))
+    assert next(workload).id == 1
+    with pytest.raises(InputError, match=r"t\.jsonl:3: not JSON"):
+        next(workload)

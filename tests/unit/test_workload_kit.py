@@ -1,0 +1,146 @@
+from itertools import count
+
+import attrs
+import pytest
+
+from kvcore.errors import InputError
+from kvcore.policy import Workload
+from kvcore.request import Request
+from kvcore.testing.workloads import WorkloadTests
+
+
+def request(name=0, **fields):
+    """Return a request that is as it should be but for `fields`."""
+    return Request(id=name, **({"prompt": 16, "key_tokens": 16} | fields))
+
+
+@attrs.define(slots=False, eq=False)
+class Made(Workload):
+    """Yields what its option `make` returns, and has what its other options say."""
+
+    name = "made"
+    key_tokens = 16
+
+    make: object = lambda: [request(number) for number in range(8)]
+    digests: object = "0123456789abcdef"
+    length: int | None = None
+
+    def __iter__(self):
+        """Yield what the option says."""
+        yield from self.make()
+
+    @property
+    def digest(self):
+        """The option, or the next of it."""
+        return self.digests if isinstance(self.digests, str) else next(self.digests)
+
+    @property
+    def size(self):
+        """The option."""
+        return self.length
+
+
+class Renamed(Made):
+    """Has a name that no command line could say."""
+
+    name = "no name"
+
+
+def kit(workload, **options):
+    """Return the conformance tests of a workload, not collected but to be called."""
+
+    class Kit(WorkloadTests):
+        def make(self):
+            return workload(**options)
+
+    return Kit()
+
+
+def consumed():
+    """Return a `make` that has requests the first time only."""
+    left = [request(number) for number in range(8)]
+    return lambda: (left.pop() for _ in range(len(left)))
+
+
+def numbered():
+    """Return a `make` that goes on counting when it is called again."""
+    serial = count()
+    return lambda: (request(next(serial)) for _ in range(8))
+
+
+BROKEN = {
+    "test_is_a_named_workload": [{"workload": Renamed}],
+    "test_yields_requests": [{"make": list}, {"make": lambda: ["request"]}],
+    "test_starts_again_from_the_beginning": [{"make": consumed()}, {"make": numbered()}],
+    "test_iterators_do_not_disturb_each_other": [{"make": numbered()}],
+    "test_equal_options_give_equal_requests": [
+        {"make": numbered()},
+        {"digests": map("{:016x}".format, count())},
+    ],
+    "test_streams": [{}, {"make": ([request()] * 8).copy}],
+    "test_arrivals_do_not_decrease": [
+        {"make": lambda: [request(0, arrival=1), request(1, arrival=0)]},
+        {"make": lambda: [request(arrival=-1)]},
+        {"make": lambda: [request(arrival=0.5)]},
+    ],
+    "test_ids_are_unique": [
+        {"make": lambda: [request(1), request(1)]},
+        {"make": lambda: [request(1.5)]},
+    ],
+    "test_key_tokens_are_the_same_throughout": [{"make": lambda: [request(key_tokens=32)]}],
+    "test_prompts_cover_their_keys": [
+        {"make": lambda: [request(keys=[1, 2])]},
+        {"make": lambda: [request(prompt=0)]},
+        {"make": lambda: [request(output=-1)]},
+    ],
+    "test_sessions_are_closed_loops": [
+        {"make": lambda: [request(after=7, session="a")]},
+        {"make": lambda: [request(1), request(2, after=1)]},
+        {"make": lambda: [request(1, session="b"), request(2, after=1, session="a")]},
+        {"make": lambda: [request(think=-1)]},
+    ],
+    "test_digest_is_stable": [
+        {"digests": "no digest"},
+        {"digests": map("{:016x}".format, count())},
+    ],
+    "test_size_is_right": [{"length": 7}],
+}
+CASES = [(test, options) for test, cases in BROKEN.items() for options in cases]
+
+
+@pytest.mark.parametrize(("test", "options"), CASES)
+def test_kit_notices(test, options, monkeypatch):
+    """Each test of the kit fails for a workload that breaks what it tests."""
+    tests = kit(**({"workload": Made} | options))
+    arguments = {"monkeypatch": monkeypatch} if test == "test_streams" else {}
+    with pytest.raises((AssertionError, ValueError)):
+        getattr(tests, test)(**arguments)
+
+
+def test_kit_notices_a_key_with_two_parents():
+    """A workload whose keys are not chained is refused by the kit as by `checked`."""
+    tests = kit(Made, make=lambda: [request(1, keys=[1]), request(2, prompt=32, keys=[2, 1])])
+    with pytest.raises(InputError, match="key 1 stands after key 2"):
+        tests.test_keys_have_one_parent()
+
+
+def test_every_test_of_the_kit_can_fail():
+    """No test of the kit is left without a workload that it fails for."""
+    tests = {name for name in vars(WorkloadTests) if name.startswith("test_")}
+    assert tests == BROKEN.keys() | {"test_keys_have_one_parent"}
+
+
+def test_streaming_cannot_be_told_of_few_requests(monkeypatch):
+    """The kit says why it skips, instead of passing, where it cannot tell."""
+    tests = kit(Made, make=lambda: [request()])
+    with pytest.raises(pytest.skip.Exception, match="fewer than 4 requests"):
+        tests.test_streams(monkeypatch)
+
+
+def test_class_attribute_makes_the_workload():
+    """`workload` may be the class itself, if it needs no options."""
+
+    class Kit(WorkloadTests):
+        workload = Made
+
+    assert type(Kit().make()) is Made

@@ -1,0 +1,216 @@
+import gzip
+import hashlib
+
+import pytest
+import zstandard
+
+from kvcore.errors import InputError
+from kvcore.policy import Workload
+from kvcore.request import Request
+from kvcore.workloads import checked, file_digest, lines, recognise
+from kvcore_plugins.workloads import Azure, Jsonl, Mooncake, Weka, Zipf
+
+BUILT_IN = [Azure, Jsonl, Mooncake, Weka, Zipf]
+FIRST_LINES = {
+    Azure: b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n",
+    Jsonl: b'{"n":0,"t":0,"event":"HEADER","schema":1}\n',
+    Mooncake: b'{"timestamp":0,"input_length":1,"output_length":1,"hash_ids":[]}\n',
+    Weka: b'{"id":"a","block_size":64,"hash_id_scope":"local","requests":[]}\n',
+}
+PACK = {
+    "plain": bytes,
+    "gzip": gzip.compress,
+    "zstd": zstandard.compress,
+    "two gzip members": lambda data: gzip.compress(data[:3]) + gzip.compress(data[3:]),
+    "two zstd frames": lambda data: zstandard.compress(data[:3]) + zstandard.compress(data[3:]),
+}
+# Long, and hard enough to compress, that a cut falls inside the compressed stream.
+LONG = b"".join(hashlib.blake2b(b"%d" % n).hexdigest().encode() + b"\n" for n in range(4_000))
+
+
+class Listed(Workload):
+    """Yields the requests it is given."""
+
+    name = "listed"
+    key_tokens = 16
+    digest = "00"
+
+    def __init__(self, *requests):
+        self.requests = requests
+
+    def __iter__(self):
+        """Yield them."""
+        yield from self.requests
+
+
+class Twin(Mooncake):
+    """Recognises what Mooncake does."""
+
+    name = "twin"
+
+
+def request(name, keys=(), arrival=0):
+    """Return a request of block keys."""
+    return Request(
+        id=name, arrival=arrival, prompt=16 * len(keys) + 1, keys=keys, key_tokens=16
+    )
+
+
+@pytest.mark.parametrize("pack", PACK)
+def test_lines_of_any_compression(tmp_path, pack):
+    """Compression is told from the bytes, not from the name, and may come in pieces."""
+    path = tmp_path / "rows"
+    path.write_bytes(PACK[pack](b"one\ntwo\n\nfour"))
+    assert list(lines(path)) == [(1, b"one\n"), (2, b"two\n"), (4, b"four")]
+
+
+@pytest.mark.parametrize("pack", PACK)
+def test_lines_of_a_long_file(tmp_path, pack):
+    """Lines that lie across the borders of buffers come whole."""
+    path = tmp_path / "rows"
+    path.write_bytes(PACK[pack](LONG))
+    assert b"".join(line for _, line in lines(path)) == LONG
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_cut_file_yields_lines_before_the_cut(tmp_path, pack):
+    """A compressed file that is cut gives the lines before the cut, then says where it is."""
+    path = tmp_path / "rows"
+    packed = pack(LONG)
+    path.write_bytes(packed[: len(packed) // 2])
+    read = []
+    with pytest.raises(InputError, match=r"rows:\d+: the compressed file is cut off") as caught:
+        read.extend(number for number, _ in lines(path))
+    assert len(read) > 1_000
+    assert f"rows:{len(read) + 1}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_cut_by_one_byte_is_noticed(tmp_path, pack):
+    """A compressed file that lacks its last byte is not taken for a whole one."""
+    path = tmp_path / "rows"
+    path.write_bytes(pack(b"one\ntwo\n")[:-1])
+    with pytest.raises(InputError, match="the compressed file is cut off"):
+        list(lines(path))
+
+
+@pytest.mark.parametrize(("pack", "place"), [(gzip.compress, -8), (zstandard.compress, 5)])
+def test_damaged_file_is_reported(tmp_path, pack, place):
+    """Compressed data that cannot be decoded is reported with file and line."""
+    path = tmp_path / "rows"
+    packed = bytearray(pack(LONG))
+    packed[place] ^= 0xFF
+    path.write_bytes(packed)
+    with pytest.raises(InputError, match=r"rows:\d+: the compressed data is damaged here"):
+        list(lines(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", gzip.compress(b"")])
+def test_empty_file_is_refused(tmp_path, content):
+    """A file without a line that is not blank is an error, not an empty workload."""
+    path = tmp_path / "rows"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="rows: the file is empty"):
+        list(lines(path))
+
+
+@pytest.mark.parametrize("use", [lambda path: list(lines(path)), file_digest])
+def test_unreadable_file_is_named(tmp_path, use):
+    """A file that is missing, or no file, is reported with its path and the reason."""
+    with pytest.raises(InputError, match="gone: cannot be read: No such file or directory"):
+        use(tmp_path / "gone")
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        use(tmp_path)
+
+
+@pytest.mark.parametrize("cls", [Mooncake, Weka, Azure, Jsonl])
+def test_every_format_reports_a_missing_file(tmp_path, cls):
+    """Iterating over a file that is not there is an InputError with its path."""
+    with pytest.raises(InputError, match="gone: cannot be read"):
+        list(cls(tmp_path / "gone"))
+
+
+def test_digest_is_that_of_the_bytes(tmp_path):
+    """Without options the digest is plain BLAKE2b of the file; options change it."""
+    path = tmp_path / "rows"
+    path.write_bytes(b"one\n")
+    assert file_digest(path) == hashlib.blake2b(b"one\n", digest_size=16).hexdigest()
+    assert file_digest(path, seed=1) == file_digest(path, seed=1) != file_digest(path)
+
+
+@pytest.mark.parametrize("pack", PACK)
+@pytest.mark.parametrize("cls", FIRST_LINES)
+def test_formats_are_recognised(tmp_path, cls, pack):
+    """Each format is told from its first line, whatever the compression."""
+    path = tmp_path / "rows"
+    path.write_bytes(PACK[pack](FIRST_LINES[cls]))
+    workload = recognise(path, BUILT_IN)
+    assert type(workload) is cls
+    assert workload.path == path
+
+
+def test_hand_written_requests_are_recognised(tmp_path):
+    """A REQUEST line without a header before it is kvcore's own format."""
+    path = tmp_path / "rows"
+    path.write_bytes(b'{"event":"REQUEST","id":1,"t":0,"prompt":1,"output":1,"keys":[]}')
+    assert type(recognise(path, BUILT_IN)) is Jsonl
+
+
+@pytest.mark.parametrize("line", [b"a,b,c\n", b"[1]\n", b'{"a":1}\n', b"\xff\xfe\n"])
+def test_unknown_format_lists_the_known_ones(tmp_path, line):
+    """A file that nobody recognises is refused with the formats there are, and its start."""
+    path = tmp_path / "rows"
+    path.write_bytes(line)
+    with pytest.raises(InputError, match=r"formats: azure, jsonl, mooncake, weka$") as caught:
+        recognise(path, BUILT_IN)
+    assert repr(line) in str(caught.value)
+
+
+def test_ambiguous_format_asks_which(tmp_path):
+    """A file that two formats recognise is refused, naming both and how to choose."""
+    path = tmp_path / "rows"
+    path.write_bytes(FIRST_LINES[Mooncake])
+    with pytest.raises(InputError, match=r"mooncake and twin .* as in 'mooncake:path="):
+        recognise(path, [Twin, *BUILT_IN])
+
+
+def test_checked_passes_good_requests_on():
+    """Requests that keep their promises come through as they are."""
+    requests = [request("a", [1, 2]), request("b", [1, 3]), request("c", [], 5)]
+    assert list(checked(Listed(*requests))) == requests
+
+
+def test_checked_streams():
+    """A request is passed on before the next one is looked at."""
+    first = request("a", [1])
+    assert next(checked(Listed(first, request("a")))) is first
+
+
+@pytest.mark.parametrize(
+    ("requests", "complaint"),
+    [
+        (
+            [request(1, arrival=7), request(2, arrival=6)],
+            "request 2: arrives at 6 ns, after .* 7",
+        ),
+        ([request(1, arrival=-1)], "request 1: arrives at -1 ns"),
+        ([request("a"), request("b"), request("a")], "request 'a': an earlier request has the"),
+        (
+            [request(1, [7, 8]), request(2, [9, 8])],
+            "request 2: key 8 stands after key 9, in an earlier request after key 7",
+        ),
+        (
+            [request(1, [7, 8]), request(2, [8])],
+            "request 2: key 8 stands at the start, in an earlier request after key 7",
+        ),
+        (
+            [request(1, [8]), request(2, [7, 8])],
+            "request 2: key 8 stands after key 7, in an earlier request at the start",
+        ),
+        ([request(1, [7, 7])], "request 1: key 7 stands after key 7"),
+    ],
+)
+def test_checked_reports_broken_promises(requests, complaint):
+    """Time that goes back, a second use of an id, and a key with two parents are errors."""
+    with pytest.raises(InputError, match=f"workload listed: {complaint}"):
+        list(checked(Listed(*requests)))

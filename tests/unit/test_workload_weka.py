@@ -1,0 +1,214 @@
+from itertools import pairwise
+from pathlib import Path
+
+import orjson
+import pytest
+
+from kvcore.errors import InputError
+from kvcore_plugins.workloads import Weka
+
+DATA = Path(__file__).parents[1] / "data"
+SECOND = 10**9
+
+
+def turn(t, keys=(1,), **fields):
+    """Return a request as the format has it."""
+    return {"t": t, "type": "n", "in": 100, "out": 7, "hash_ids": list(keys)} | fields
+
+
+def session(name, *requests, **fields):
+    """Return a session as the format has it."""
+    head = {"id": name, "block_size": 64, "hash_id_scope": "local"}
+    return head | {"requests": list(requests)} | fields
+
+
+def write(path, *sessions):
+    """Write `sessions` to `path`, one a line."""
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in sessions))
+    return path
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Return what reads the requests of some sessions."""
+
+    def read(*sessions, **options):
+        return list(Weka(write(tmp_path / "t.jsonl", *sessions), **options))
+
+    return read
+
+
+def test_extract_is_read_whole():
+    """Every request of the recorded sessions is there, those of subagents included."""
+    requests = list(Weka(DATA / "weka_sessions.jsonl.gz"))
+    sessions = [request.session for request in requests]
+    assert len(requests) == 24
+    assert sessions.count("trace_0226") == 9
+    assert sessions.count("trace_0254") == 9
+    assert sessions.count("trace_0620") == 6
+
+
+def test_sessions_share_no_keys(read):
+    """Equal ids in two sessions are different blocks: ids are local to a session."""
+    one, two = read(session("a", turn(0, [5])), session("b", turn(0, [5])))
+    assert one.keys == [1 << 32 | 5]
+    assert two.keys == [2 << 32 | 5]
+
+
+def test_sessions_of_global_scope_share_keys(read):
+    """Equal ids in sessions that say so are equal blocks."""
+    scope = {"hash_id_scope": "global"}
+    one, two = read(session("a", turn(0, [5]), **scope), session("b", turn(0, [5]), **scope))
+    assert one.keys == two.keys == [5]
+
+
+def test_turns_form_a_closed_loop(read):
+    """Each turn but the first names the one before it, and its recorded think time."""
+    first, second = read(session("a", turn(0), turn(30.5, api_time=2.5, think_time=19.0)))
+    assert (first.id, first.after, first.think) == ("a/0", None, 0)
+    assert (second.id, second.after, second.think) == ("a/1", "a/0", 19 * SECOND)
+    assert second.arrival == 30_500_000_000
+    assert second.session == "a"
+
+
+def test_missing_think_time_is_what_the_recording_leaves(read):
+    """Without a think time, it is the gap between the last turn's end and this turn."""
+    _, second, third = read(session("a", turn(0, api_time=4.0), turn(10), turn(15)))
+    assert second.think == 6 * SECOND
+    assert third.think == 5 * SECOND
+
+
+def test_think_time_is_not_negative(read):
+    """Turns that overlap in the recording follow each other at once."""
+    _, second = read(session("a", turn(0, api_time=40.0), turn(10)))
+    assert second.think == 0
+
+
+def test_subagent_runs_on_its_own_clock(read):
+    """The times of a subagent's requests count from the start of the subagent."""
+    agent = {"t": 20.0, "type": "subagent", "requests": [turn(0), turn(3, think_time=1.0)]}
+    requests = read(session("a", turn(0, api_time=5.0), agent, turn(21, think_time=16.0)))
+    assert [(r.id, r.arrival // SECOND, r.after, r.think // SECOND) for r in requests] == [
+        ("a/0", 0, None, 0),
+        ("a/1/0", 20, "a/0", 15),
+        ("a/2", 21, "a/0", 16),
+        ("a/1/1", 23, "a/1/0", 1),
+    ]
+
+
+def test_subagents_nest(read):
+    """A subagent's subagent starts after the request that its own parent sent last."""
+    inner = {"t": 2.0, "type": "subagent", "requests": [turn(1)]}
+    outer = {"t": 10.0, "type": "subagent", "requests": [turn(0), inner]}
+    requests = read(session("a", turn(0), outer))
+    assert [(r.id, r.arrival // SECOND, r.after) for r in requests] == [
+        ("a/0", 0, None),
+        ("a/1/0", 10, "a/0"),
+        ("a/1/1/0", 13, "a/1/0"),
+    ]
+
+
+def test_session_that_starts_with_a_subagent(read):
+    """The first request follows none, even if a subagent sends it."""
+    agent = {"t": 1.0, "type": "subagent", "requests": [turn(0)]}
+    first, second = read(session("a", agent, turn(5)))
+    assert (first.id, first.after, first.think) == ("a/0/0", None, 0)
+    assert (second.id, second.after, second.think) == ("a/1", None, 0)
+
+
+def test_sessions_are_merged_by_arrival(read):
+    """Requests of sessions that overlap alternate in order of arrival."""
+    sessions = [session(name, turn(0), turn(1_000)) for name in "abc"]
+    requests = read(*sessions, stagger=1.0)
+    arrivals = [request.arrival for request in requests]
+    assert arrivals == sorted(arrivals)
+    assert [request.session for request in requests] == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_no_stagger_starts_all_at_once(read):
+    """With a stagger of 0 every session starts at 0; the file's order breaks the tie."""
+    requests = read(*[session(name, turn(0), turn(1)) for name in "ab"], stagger=0)
+    assert [request.id for request in requests] == ["a/0", "b/0", "a/1", "b/1"]
+
+
+def test_starts_are_random_but_seeded(read):
+    """Another seed moves the starts; the first session starts at 0 all the same."""
+    sessions = [session(str(number), turn(0)) for number in range(5)]
+    one, same, other = (
+        [request.arrival for request in read(*sessions, seed=seed)] for seed in (1, 1, 2)
+    )
+    assert one == same != other
+    assert one[0] == other[0] == 0
+
+
+def test_mean_gap_is_the_stagger(read):
+    """Over many sessions the starts are `stagger` seconds apart on average."""
+    sessions = [session(str(number), turn(0)) for number in range(2_000)]
+    arrivals = [request.arrival for request in read(*sessions, stagger=10.0)]
+    gaps = [after - before for before, after in pairwise(arrivals)]
+    assert sum(gaps) / len(gaps) == pytest.approx(10 * SECOND, rel=0.1)
+
+
+def test_sessions_are_parsed_when_they_start(tmp_path):
+    """A session that starts later is not looked at before: its faults come with it."""
+    path = write(tmp_path / "t.jsonl", session("a", turn(0), turn(0.001)), session("b"))
+    workload = iter(Weka(path, stagger=1e6))
+    assert [next(workload).id, next(workload).id] == ["a/0", "a/1"]
+    with pytest.raises(InputError, match=r"t\.jsonl:2"):
+        next(workload)
+
+
+def test_digest_depends_on_the_options(tmp_path):
+    """Requests that differ in their arrivals do not have the same digest."""
+    path = write(tmp_path / "t.jsonl", session("a", turn(0)))
+    digests = {Weka(path).digest, Weka(path, seed=1).digest, Weka(path, stagger=1).digest}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (session("a", turn(0)), "field 'id': expected a session that is not on an earlier"),
+        (session(7, turn(0)), "field 'id': expected a text, got 7"),
+        (session("b", turn(0), block_size=16), "field 'block_size': expected 64, got 16"),
+        (
+            session("b", turn(0), hash_id_scope="x"),
+            "field 'hash_id_scope': expected 'local' or",
+        ),
+        (session("b"), r"field 'requests': expected at least one request, got \[\]"),
+        (session("b", requests=3), "field 'requests': expected a list of objects, got 3"),
+        (session("b", None), r"field 'requests\[0\]': expected an object, got null"),
+        (session("b", turn(5), turn(4)), r"field 'requests\[1\]\.t': expected no earlier time"),
+        (session("b", turn(-1)), r"field 'requests\[0\]\.t': expected a number of seconds"),
+        (session("b", turn("0")), r"field 'requests\[0\]\.t': expected a number of seconds"),
+        (session("b", turn(1e300)), r"field 'requests\[0\]\.t': expected a number of seconds"),
+        (session("b", turn(0, api_time=-1)), r"field 'requests\[0\]\.api_time': expected"),
+        (
+            session("b", turn(0), turn(0, think_time=True)),
+            r"field 'requests\[1\]\.think_time': expected a number of seconds, .*, got true",
+        ),
+        (session("b", turn(0, [2**32])), r"field 'requests\[0\]\.hash_ids\[0\]': expected"),
+        (
+            session("b", turn(0, [1, 2, 3])),
+            r"field 'requests\[0\]\.hash_ids': expected at most 2",
+        ),
+        (session("b", turn(0) | {"in": 0}), r"field 'requests\[0\]\.in': expected"),
+        (session("b", turn(0) | {"out": None}), r"field 'requests\[0\]\.out': .* got null"),
+        (
+            session("b", {"t": 0, "type": "subagent", "requests": [turn(0), {}]}),
+            r"field 'requests\[0\]\.requests\[1\]\.t': .* the field is missing",
+        ),
+    ],
+)
+def test_bad_field_is_named(tmp_path, line, complaint):
+    """A session that cannot be used is reported with file, line and the way to the field."""
+    path = write(tmp_path / "t.jsonl", session("a", turn(0)), line)
+    with pytest.raises(InputError, match=rf"t\.jsonl:2: {complaint}"):
+        list(Weka(path))
+
+
+@pytest.mark.parametrize("stagger", [-1, float("inf"), float("nan")])
+def test_stagger_must_be_a_time(tmp_path, stagger):
+    """A stagger that is no finite time is refused when the workload is built."""
+    with pytest.raises(ValueError, match="'stagger' must be"):
+        Weka(tmp_path / "t.jsonl", stagger=stagger)

@@ -1,0 +1,178 @@
+from collections import Counter
+from itertools import groupby, pairwise
+
+import pytest
+
+from kvcore.errors import InputError
+from kvcore_plugins.workloads import Zipf
+
+SECOND = 10**9
+
+
+def prefixes(workload, blocks):
+    """Count the requests of each prefix, told apart by the key of its last block."""
+    return Counter(request.keys[blocks - 1] for request in workload)
+
+
+def test_lengths_are_the_options():
+    """Every request has the lengths that were asked for, and a key for every block."""
+    for request in Zipf(requests=5, prefix_tokens=40, suffix_tokens=10, output_tokens=3):
+        assert (request.prompt, request.output) == (50, 3)
+        assert len(request.keys) == 4
+
+
+def test_popularity_is_zipf():
+    """Prefix r is drawn in proportion to r^-skew."""
+    workload = Zipf(requests=20_000, prefixes=5, prefix_tokens=16, levels=1, skew=1.0)
+    counts = prefixes(workload, 1)
+    harmonic = sum(1 / rank for rank in range(1, 6))
+    for prefix in range(5):
+        assert counts[prefix] / 20_000 == pytest.approx(1 / (prefix + 1) / harmonic, rel=0.1)
+
+
+def test_no_skew_is_uniform():
+    """With a skew of 0 all prefixes are equally popular."""
+    counts = prefixes(Zipf(requests=20_000, prefixes=4, prefix_tokens=16, skew=0), 1)
+    assert all(count / 20_000 == pytest.approx(1 / 4, rel=0.1) for count in counts.values())
+
+
+def test_great_skew_leaves_one_prefix():
+    """With a very large skew only the first prefix is ever drawn."""
+    counts = prefixes(Zipf(requests=100, prefixes=50, prefix_tokens=16, skew=100), 1)
+    assert len(counts) == 1
+
+
+def test_prefixes_share_their_heads():
+    """Neighbours in the tree share all levels but the last, cousins all but the last two."""
+    workload = Zipf(requests=2_000, prefixes=4, skew=0, prefix_tokens=48, levels=3, branching=2)
+    paths = {tuple(request.keys[:3]) for request in workload}
+    assert [len({path[:length] for path in paths}) for length in (1, 2, 3)] == [1, 2, 4]
+
+
+def test_one_level_shares_nothing():
+    """With one level, two prefixes have no block in common."""
+    workload = Zipf(requests=2_000, prefixes=4, skew=0, prefix_tokens=48, levels=1)
+    heads = {request.keys[0] for request in workload}
+    assert len(heads) == 4
+
+
+def test_suffixes_are_unique():
+    """No key of a suffix turns up in another request."""
+    requests = list(Zipf(requests=50, prefixes=2, prefix_tokens=32, suffix_tokens=40))
+    suffixes = [key for request in requests for key in request.keys[2:]]
+    assert len(set(suffixes)) == len(suffixes) == 50 * 3
+
+
+def test_block_across_the_prefix_border_is_unique():
+    """A block that holds prefix and suffix tokens is no other request's."""
+    first, second = Zipf(requests=2, prefixes=1, prefix_tokens=24, suffix_tokens=8)
+    assert first.keys[0] == second.keys[0]
+    assert first.keys[1] != second.keys[1]
+
+
+def test_prompts_that_are_all_prefix_are_equal():
+    """Without a suffix, equal prefixes are equal prompts, their partial block included."""
+    first, second = Zipf(requests=2, prefixes=1, prefix_tokens=24, suffix_tokens=0)
+    assert first.keys == second.keys
+    assert len(first.keys) == 2
+
+
+def test_no_prefix_shares_nothing():
+    """Prompts that are all suffix have no key in common."""
+    requests = list(Zipf(requests=20, prefix_tokens=0, suffix_tokens=64))
+    assert len({key for request in requests for key in request.keys}) == 20 * 4
+
+
+def test_uniform_arrivals_are_evenly_spaced():
+    """Uniform arrivals are one mean gap apart, exactly."""
+    requests = Zipf(requests=4, arrivals="uniform", rate=4)
+    assert [request.arrival for request in requests] == [
+        0,
+        SECOND // 4,
+        SECOND // 2,
+        750_000_000,
+    ]
+
+
+def test_poisson_gaps_have_mean_and_deviation_of_one_gap():
+    """Poisson gaps have the mean 1/rate, and a standard deviation equal to it."""
+    arrivals = [request.arrival for request in Zipf(requests=20_000, rate=5)]
+    gaps = [after - before for before, after in pairwise(arrivals)]
+    mean = sum(gaps) / len(gaps)
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert mean == pytest.approx(SECOND / 5, rel=0.05)
+    assert deviation == pytest.approx(mean, rel=0.05)
+
+
+def test_bursts_arrive_at_once():
+    """Bursty requests come in groups of `burst`, at the same mean rate."""
+    workload = Zipf(requests=20_000, arrivals="bursty", burst=10, rate=5)
+    arrivals = [request.arrival for request in workload]
+    sizes = {len(list(group)) for _, group in groupby(arrivals)}
+    assert sizes == {10}
+    assert arrivals[-1] / 20_000 == pytest.approx(SECOND / 5, rel=0.1)
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "bursty", "uniform"])
+def test_first_request_arrives_at_zero(arrivals):
+    """The workload starts with its first request."""
+    assert next(iter(Zipf(arrivals=arrivals))).arrival == 0
+
+
+def test_prefixes_do_not_depend_on_arrivals():
+    """Another kind or rate of arrivals asks for the same prefixes."""
+    keys = [
+        [request.keys for request in Zipf(requests=100, **options)]
+        for options in ({}, {"rate": 99.0}, {"arrivals": "bursty"})
+    ]
+    assert keys[0] == keys[1] == keys[2]
+
+
+def test_seed_changes_the_requests():
+    """Another seed draws other prefixes and arrivals, and has another digest."""
+    one, other = Zipf(requests=100, seed=1), Zipf(requests=100, seed=2)
+    assert [request.keys for request in one] != [request.keys for request in other]
+    assert [request.arrival for request in one] != [request.arrival for request in other]
+    assert one.digest != other.digest
+
+
+def test_draws_are_the_same_everywhere():
+    """The first prefixes of the default workload, on any machine."""
+    heads = [request.keys[127] // 128 for request in Zipf(requests=10)]
+    assert heads == [69, 57, 0, 206, 0, 0, 298, 390, 16, 133]
+
+
+def test_equal_numbers_give_equal_digests():
+    """A rate of 5 and one of 5.0 are the same option."""
+    assert Zipf(rate=5).digest == Zipf(rate=5.0).digest
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"requests": 0}, "'requests' must be >= 1"),
+        ({"rate": 0}, "'rate' must be > 0"),
+        ({"rate": float("inf")}, "'rate' must be <="),
+        ({"skew": -1}, "'skew' must be >= 0"),
+        ({"skew": float("nan")}, "'skew' must be >= 0"),
+        (
+            {"arrivals": "sometimes"},
+            r"'arrivals' must be in \('poisson', 'bursty', 'uniform'\)",
+        ),
+        ({"burst": 0}, "'burst' must be >= 1"),
+        ({"levels": 0}, "'levels' must be >= 1"),
+        ({"branching": 0}, "'branching' must be >= 1"),
+        ({"prefixes": 0}, "'prefixes' must be >= 1"),
+        ({"key_tokens": 0}, "'key_tokens' must be >= 1"),
+    ],
+)
+def test_options_are_checked(options, complaint):
+    """An option out of its range is refused when the workload is built, by name."""
+    with pytest.raises(ValueError, match=complaint):
+        Zipf(**options)
+
+
+def test_prompts_must_have_tokens():
+    """A prompt with neither prefix nor suffix is refused when the workload is built."""
+    with pytest.raises(InputError, match="'prefix_tokens' and 'suffix_tokens' must not both"):
+        Zipf(prefix_tokens=0, suffix_tokens=0)
