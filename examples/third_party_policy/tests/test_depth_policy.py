@@ -1,0 +1,12 @@
+"""The conformance kit, on the policy."""
+
+from kvcore.testing import EvictionPolicyTests
+from kvcore_depth_policy import Deepest
+
+
+class TestDeepest(EvictionPolicyTests):
+    """Everything kvcore expects of an eviction policy holds."""
+
+    def make(self):
+        """Build the policy under test."""
+        return Deepest()
