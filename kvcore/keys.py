@@ -34,13 +34,15 @@ def block_keys(
             `{0: {"lora": "sql"}, 3: {"image": "9f3c"}}`. Two kinds never collide.
 
     Raises:
-        InputError: a block size below 1, or a token id that is no unsigned integer.
+        InputError: a block size below 1, a token id that is no unsigned integer, or a salt
+            or extra key that cannot be written down.
     """
     if block_size < 1:
         msg = f"block size {block_size} must be positive"
         raise InputError(msg)
     try:
-        ids = array("Q", tokens)
+        # `iter`, because an array made from bytes would take them as its memory.
+        ids = array("Q", iter(tokens))
     except (TypeError, OverflowError) as error:
         msg = f"token ids must be integers from 0 to 2^64 - 1: {error}"
         raise InputError(msg) from error
@@ -62,4 +64,8 @@ def block_keys(
 
 def _tagged(extra: Mapping[str, str | int]) -> bytes:
     """Encode extra keys so that no two sets of them, nor tokens, read alike."""
-    return orjson.dumps(sorted(extra.items()))
+    try:
+        return orjson.dumps(sorted(extra.items()))
+    except TypeError as error:
+        msg = f"extra keys {dict(extra)!r} must be strings or integers by tag: {error}"
+        raise InputError(msg) from error

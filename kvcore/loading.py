@@ -68,10 +68,11 @@ class Loaded:
         for implementation in getattr(self.manager.hook, hook).get_hookimpls():
             origin = self.origins[implementation.plugin_name]
             try:
-                yield origin, implementation.function()
+                result = implementation.function()
             except Exception as error:
                 msg = f"{hook} of {origin} raised {error!r}{origin.way_out}"
                 raise PluginError(msg) from error
+            yield origin, result
 
 
 def load(points: Iterable[EntryPoint], extra: Iterable[object]) -> Loaded:

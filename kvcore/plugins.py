@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -16,6 +16,8 @@ from kvcore.specs import Spec, instantiate, nearest, parse, qualified
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from importlib.metadata import EntryPoint
+
+Found: TypeAlias = tuple[type[Plugin], Origin]
 
 KINDS: dict[str, tuple[str, type[Plugin]]] = {
     "eviction": ("kvcore_eviction_policies", EvictionPolicy),
@@ -63,7 +65,7 @@ class Plugins:
     ) -> None:
         """Load the entry points, then `extra`."""
         self._points = None if entry_points is None else list(entry_points)
-        self._classes: dict[str, dict[str, tuple[type[Plugin], Origin]]] = {}
+        self._classes: dict[str, dict[str, Found]] = {}
         if self._points is None:
             # Late, because importlib.metadata takes 20 ms that `import kvcore` need not.
             from kvcore.installation import all_entry_points  # noqa: PLC0415
@@ -143,7 +145,7 @@ class Plugins:
                 )
         return infos
 
-    def _of(self, kind: str) -> dict[str, tuple[type[Plugin], Origin]]:
+    def _of(self, kind: str) -> dict[str, Found]:
         if kind not in KINDS:
             msg = f"{kind!r} is no kind of plugin{nearest(kind, KINDS)}. The kinds are: "
             raise InputError(msg + ", ".join(KINDS))
@@ -151,9 +153,9 @@ class Plugins:
             self._classes[kind] = self._collect(kind)
         return self._classes[kind]
 
-    def _collect(self, kind: str) -> dict[str, tuple[type[Plugin], Origin]]:
+    def _collect(self, kind: str) -> dict[str, Found]:
         hook, base = KINDS[kind]
-        found: dict[str, tuple[type[Plugin], Origin]] = {}
+        found: dict[str, Found] = {}
         for origin, classes in self._loaded.results(hook):
             if not isinstance(classes, list):
                 msg = f"{hook} of {origin} returned {classes!r}, not a list of classes"
@@ -164,7 +166,8 @@ class Plugins:
                     msg = f"{hook} of {origin} returned {fault}{origin.way_out}"
                     raise PluginError(msg)
                 if cls.name in found:
-                    raise PluginError(_clash(kind, cls, origin, *found[cls.name]))
+                    msg = _clash(kind, cls.name, found[cls.name], (cls, origin))
+                    raise PluginError(msg)
                 found[cls.name] = (cls, origin)
         return found
 
@@ -213,9 +216,9 @@ def _fault(cls: object, base: type[Plugin]) -> str | None:
     return None
 
 
-def _clash(kind: str, cls: type, origin: Origin, other: type, first: Origin) -> str:
+def _clash(kind: str, name: str, *claims: Found) -> str:
+    first, second = (f"{qualified(cls)} of {origin}" for cls, origin in claims)
     return (
-        f"two {kind} plugins are named {cls.name!r}: {qualified(other)} of {first}, and "  # type: ignore[attr-defined]
-        f"{qualified(cls)} of {origin}; rename one, or skip the entry point of one with "
-        f"{DISABLE}"
+        f"two {kind} plugins are named {name!r}: {first}, and {second}; rename one, or skip "
+        f"the entry point of one with {DISABLE}"
     )

@@ -69,7 +69,8 @@ class Geometry:
         """Lay `request` out. O(1), or O(keys) where a block is several keys.
 
         Raises:
-            InputError: its keys stand for another number of tokens.
+            InputError: its keys stand for another number of tokens, or its output keys
+                have no prompt keys to follow.
         """
         if request.key_tokens != self.key_tokens:
             msg = (
@@ -85,7 +86,7 @@ class Geometry:
         length = request.prompt
         full = length // size
         if request.output_keys:
-            keys = [*keys[: length // self.key_tokens], *request.output_keys]
+            keys = self._with_output(request)
         if self._stride > 1:
             keys = keys[self._stride - 1 :: self._stride]
         keyed = len(keys) * self.ratio
@@ -98,6 +99,17 @@ class Geometry:
             cacheable = full
         limit = (length - 1) // size if length else 0
         return keys, length, blocks, cacheable, full, limit if limit < full else full
+
+    def _with_output(self, request: Request) -> Keys[Key]:
+        """Return the keys of the prompt's full key blocks and of what follows them."""
+        whole = request.prompt // self.key_tokens
+        if len(request.keys) < whole:
+            msg = (
+                f"request {request.id} has output keys, but only {len(request.keys)} of "
+                f"{whole} keys of its prompt, which come before them"
+            )
+            raise InputError(msg)
+        return [*request.keys[:whole], *request.output_keys]
 
 
 def retention_steps(request: Request, block_size: int) -> list[tuple[int, int, int | None]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, TypeAlias
 
@@ -20,10 +21,11 @@ from kvcore.lab.untimed import replay
 from kvcore.model import PrefillCost, default_prefill_cost
 from kvcore.plugins import Plugins
 from kvcore.policy import EvictionPolicy, PrefixCache, Span, Workload
-from kvcore.policy.plugin import Plugin, option_fields
+from kvcore.policy.plugin import option_fields
 from kvcore.request import Request
 from kvcore.specs import Spec, parse
 from kvcore.trace import Trace
+from kvcore.trace.fields import plain
 
 Contender: TypeAlias = "str | Optimum | Callable[[], EvictionPolicy]"
 """A policy's name with its options, a policy class, or what builds a policy."""
@@ -31,11 +33,8 @@ Contender: TypeAlias = "str | Optimum | Callable[[], EvictionPolicy]"
 Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 """Given what is done and how many steps it takes (None: unknown), yields a step counter."""
 
-POLICIES = ("lru", "fifo", "lfu", "slru", "cost", "optimum")
-"""The policies compared where none are named."""
-
-SHARES = (0.5, 1.5, 3, 5, 15, 25)
-"""The pool sizes where none are given: per cent of the workload's distinct blocks."""
+PARTS = (180, 60, 30, 18, 6, 3)
+"""The pool sizes where none are given: the workload's distinct blocks divided by these."""
 
 _TICK = 256
 
@@ -109,14 +108,14 @@ class Comparison:
 
 def compare(
     workload: Workload,
-    policies: Iterable[Contender] = POLICIES,
+    policies: Iterable[Contender],
     blocks: Iterable[int] | None = None,
     *,
     block_size: int | None = None,
     count: str = "keys",
     prefix: str | Callable[[], PrefixCache] = "radix",
     recompute: PrefillCost | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
@@ -135,7 +134,7 @@ def compare(
         count: `keys` or `tokens`, the two countings.
         prefix: the prefix cache, as a name with options, a class, or a function.
         recompute: what it costs to compute a block again, for policies that weigh that.
-        seed: for policies with an option `seed` whose name does not set it.
+        seed: of the named policies that have an option `seed` and do not set it.
         trace: the file to write every decision to; with one policy and one size.
         plugins: where names are looked up; None: what is installed.
         progress: reports how many requests have been replayed; None: nobody is told.
@@ -150,10 +149,236 @@ def compare(
     plugins = plugins or Plugins()
     contenders = _contenders(policies, plugins, seed)
     sizes = None if blocks is None else _sizes(blocks)
+    _check_combination(contenders, sizes, count, trace)
     key_tokens = workload.key_tokens
-    geometry = Geometry(count, block_size or key_tokens, key_tokens)
-    _check_optimum(contenders, count, trace)
-    if trace is not None and (sizes is None or len(contenders) * len(sizes) != 1):
-        msg = "a trace is of one policy in a pool of one size: give one of each"
+    geometry = Geometry(count, key_tokens if block_size is None else block_size, key_tokens)
+    make_prefix = partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
+    make_prefix()
+    replays = 1 + len(contenders) * len(PARTS if sizes is None else sizes)
+    steps = None if workload.size is None else workload.size * replays
+    with (progress or _silent)(f"comparing on {workload.name}", steps) as tick:
+        bench = _Bench(workload, geometry, make_prefix, recompute or default_prefill_cost(), tick)
+        requests, infinite = bench.infinite()
+        if sizes is None:
+            sizes = default_sizes(infinite.distinct_blocks)
+        if trace is None:
+            rows = [bench.row(policy, size) for policy in contenders for size in sizes]
+        else:
+            rows = [bench.traced(contenders[0], sizes[0], trace, seed)]
+    return Comparison(
+        workload=Source(
+            name=workload.name,
+            digest=workload.digest,
+            requests=requests,
+            key_tokens=key_tokens,
+            options=plain(workload.options()),
+        ),
+        count=count,
+        rows=_with_shares(rows),
+        infinite=infinite,
+    )
+
+
+def default_sizes(distinct_blocks: int) -> list[int]:
+    """Return pool sizes from tight to roomy for a workload, of one digit and zeros."""
+    sizes = (distinct_blocks // part for part in PARTS)
+    return list(dict.fromkeys(max(1, round(size, 1 - len(str(size)))) for size in sizes))
+
+
+@attrs.frozen
+class _Contender:
+    """A policy to be built afresh for each row; equal to another that decides the same."""
+
+    kind: type
+    options: dict[str, Any]
+    build: Callable[[], EvictionPolicy] | Optimum = attrs.field(eq=False)
+
+    @classmethod
+    def of(cls, build: Callable[[], EvictionPolicy]) -> _Contender:
+        policy = build()
+        return cls(type(policy), plain(policy.options()), build)
+
+
+@attrs.define(slots=False, eq=False)
+class _NoEviction(EvictionPolicy):
+    """The policy of a cache without bounds, which never asks for a victim."""
+
+    name: ClassVar[str] = "no eviction"
+
+    def victim(self, now: int) -> Span:
+        """Give up: the largest pool there can be is full."""
+        del now
+        msg = f"the workload has more than {MOST_BLOCKS} distinct blocks"
+        raise LookupError(msg)
+
+
+@attrs.define
+class _Bench:
+    """Runs one row after another on one workload."""
+
+    workload: Workload
+    geometry: Geometry
+    make_prefix: Callable[[], PrefixCache]
+    recompute: PrefillCost
+    tick: Callable[[int], None]
+    future: Future | None = None
+
+    def infinite(self) -> tuple[int, Infinite]:
+        """Replay without bounds; return the number of requests as well."""
+        cache = self._cache(MOST_BLOCKS, _NoEviction())
+        stats = replay(self._requests(), cache)
+        return stats.requests, Infinite(
+            distinct_blocks=cache.prefix.cached,
+            lookup_blocks=stats.lookup_blocks,
+            hit_blocks=stats.hit_blocks,
+            hit_ratio=stats.ratios(),
+        )
+
+    def row(self, contender: _Contender, blocks: int, trace: Trace | None = None) -> Row:
+        """Replay under one policy in a pool of one size."""
+        begin = perf_counter()
+        if isinstance(contender.build, Optimum):
+            stats, evicted = self._optimum(contender.build, blocks)
+        else:
+            cache = self._cache(blocks, contender.build(), trace)
+            stats = replay(self._requests(), cache)
+            evicted = cache.prefix.evicted + cache.prefix.expired_blocks
+        return Row(
+            eviction=contender.kind.name,
+            options=contender.options,
+            blocks=blocks,
+            block_size=self.geometry.block_size,
+            requests=stats.requests,
+            lookup_blocks=stats.lookup_blocks,
+            hit_blocks=stats.hit_blocks,
+            hit_ratio=stats.ratios(),
+            evicted_blocks=evicted,
+            wall_s=round(perf_counter() - begin, 6),
+        )
+
+    def traced(
+        self, contender: _Contender, blocks: int, file: str | os.PathLike[str], seed: int | None
+    ) -> Row:
+        """Replay likewise, writing every decision to `file`."""
+        cost = {"model": self.recompute.model, "device": self.recompute.device}
+        with Trace(file, workload=self.workload, seed=seed, recompute=cost) as trace:
+            return self.row(contender, blocks, trace)
+
+    def _cache(
+        self, blocks: int, eviction: EvictionPolicy, trace: Trace | None = None
+    ) -> KVCache:
+        return KVCache(
+            blocks,
+            self.geometry.block_size,
+            eviction=eviction,
+            prefix=self.make_prefix(),
+            count=self.geometry.count,
+            key_tokens=self.geometry.key_tokens,
+            trace=trace,
+            recompute=self.recompute,
+        )
+
+    def _optimum(self, optimum: Optimum, blocks: int) -> tuple[CacheStats, int]:
+        if self.future is None:
+            self.future = Future.read(self._requests(), self.geometry)
+        else:
+            self.tick(len(self.future.lengths))
+        return optimum.replay(self.future, blocks, self.geometry.block_size)
+
+    def _requests(self) -> Iterator[Request]:
+        since = 0
+        for request in self.workload:
+            yield request
+            since += 1
+            if since == _TICK:
+                self.tick(since)
+                since = 0
+        self.tick(since)
+
+
+def _silent(_: str, __: int | None) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda _: None)
+
+
+def _contenders(
+    policies: Iterable[Contender], plugins: Plugins, seed: int | None
+) -> list[_Contender]:
+    found: list[_Contender] = []
+    for policy in policies:
+        if isinstance(policy, str):
+            found.extend(_named(spec, plugins, seed) for spec in parse(policy))
+        elif isinstance(policy, Optimum):
+            found.append(_Contender(Optimum, policy.options(), policy))
+        elif isinstance(policy, EvictionPolicy) or not callable(policy):
+            msg = (
+                f"{policy!r} cannot be compared: give a name, a policy class, or a function "
+                "that builds a policy, since every pool needs one of its own"
+            )
+            raise InputError(msg)
+        else:
+            found.append(_Contender.of(policy))
+    if not found:
+        msg = "no policy to compare: give at least one"
         raise InputError(msg)
-    ...
+    return [policy for place, policy in enumerate(found) if policy not in found[:place]]
+
+
+def _named(spec: Spec, plugins: Plugins, seed: int | None) -> _Contender:
+    if spec.name == Optimum.name:
+        optimum = Optimum.from_text(spec.options)
+        return _Contender(Optimum, optimum.options(), optimum)
+    options = {field.name for field in option_fields(plugins.get("eviction", spec.name))}
+    if seed is not None and "seed" in options:
+        spec = attrs.evolve(spec, options={"seed": str(seed)} | spec.options)
+    return _Contender.of(partial(plugins.build, "eviction", spec))
+
+
+def _sizes(blocks: Iterable[int]) -> list[int]:
+    sizes = list(dict.fromkeys(blocks))
+    for size in sizes:
+        if not 0 < size <= MOST_BLOCKS:
+            msg = f"a pool of {size} blocks was asked for; it must have 1 to {MOST_BLOCKS}"
+            raise InputError(msg)
+    if not sizes:
+        msg = "no pool size to compare in: give at least one"
+        raise InputError(msg)
+    return sizes
+
+
+def _check_combination(
+    contenders: list[_Contender],
+    sizes: list[int] | None,
+    count: str,
+    trace: str | os.PathLike[str] | None,
+) -> None:
+    optimum = any(contender.kind is Optimum for contender in contenders)
+    if optimum and count != "keys":
+        msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
+        raise InputError(msg)
+    if trace is None:
+        return
+    if optimum:
+        msg = "the optimum is a bound, which decides nothing: there is no trace of it"
+        raise InputError(msg)
+    if sizes is None or len(contenders) * len(sizes) != 1:
+        msg = (
+            f"a trace is of one policy and one pool size, not of {len(contenders)} and "
+            f"{'those by default' if sizes is None else len(sizes)}"
+        )
+        raise InputError(msg)
+
+
+def _with_shares(rows: list[Row]) -> list[Row]:
+    """Return the rows with their share of what the optimum hits in the same pool."""
+    plain_optimum = Optimum()
+    best = {
+        row.blocks: row.hit_blocks
+        for row in rows
+        if (row.eviction, row.options) == (plain_optimum.name, plain_optimum.options())
+    }
+    return [
+        attrs.evolve(row, share_of_optimum=row.hit_blocks / best[row.blocks])
+        if best.get(row.blocks)
+        else row
+        for row in rows
+    ]

@@ -12,6 +12,7 @@ from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore.trace.schema import KEY_BYTES, is_key
 
+
 def request_fields(request: Request) -> dict[str, Any]:
     """Return the fields of REQUEST, those at their default left out. O(keys) in C.
 

@@ -148,7 +148,9 @@ class TraceReader:
         if type(line) is not dict or line.get("event") != "HEADER":
             self.fail("a trace begins with its HEADER line")
         if line.get("schema", SCHEMA) != SCHEMA:
-            self.fail(f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}")
+            self.fail(
+                f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"
+            )
 
     def _check_end(self, line: Line) -> None:
         self._ended = True
@@ -159,7 +161,9 @@ class TraceReader:
             self.fail(f"END counts the events {line['events']}; there are {events}")
         digest = self._digest.hexdigest()
         if line["digest"] != digest:
-            self.fail(f"END has the digest {line['digest']}; what stands before it has {digest}")
+            self.fail(
+                f"END has the digest {line['digest']}; what stands before it has {digest}"
+            )
 
 
 class _DamageError(Exception):

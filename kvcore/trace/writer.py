@@ -179,9 +179,7 @@ class Trace:
         raise InputError(msg)
 
 
-def _write(
-    line: WriteLine, what: str, event: str, now: int, fields: Mapping[str, Any]
-) -> None:
+def _write(line: WriteLine, what: str, event: str, now: int, fields: Mapping[str, Any]) -> None:
     try:
         line(event, now, **fields)
     except TypeError as error:

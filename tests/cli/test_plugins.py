@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvcore.plugins
+from kvcore.cli import main
 
 PROGRAM = "from kvcore.cli.main import main; main()"
 HOOKS = """
@@ -146,3 +147,11 @@ def test_checkout_that_is_not_installed_exits_3(tmp_path):
         "entry points, which a checkout on PYTHONPATH does not have; run `pip install -e .` in "
         f"{checkout}\n"
     )
+
+
+@pytest.mark.parametrize("arguments", [["plugins"], ["plugins", "--json"]])
+def test_built_ins_are_listed(capsys, arguments):
+    """What comes with kvcore is in the listing, in either form."""
+    assert main.run(arguments) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("lru", "radix", "mooncake"))

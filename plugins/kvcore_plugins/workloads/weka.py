@@ -62,11 +62,7 @@ class Weka(Workload):
         running: list[tuple[int, int, _Session]] = []
         for number, line in lines(self.path):
             yield from _before(start, running)
-            row = parse(self.path, number, line)
-            session = _session(row, start)
-            if session.id in ids:
-                raise row.error(field="id", expected="a session that is not on an earlier line")
-            ids.add(session.id)
+            session = _session(parse(self.path, number, line), start, ids)
             heappush(running, (session.next_arrival, number, session))
             start += round(-log(1 - draw()) * self.stagger * 1e9)
         yield from _before(inf, running)
@@ -134,8 +130,11 @@ def _before(time: float, running: list[tuple[int, int, _Session]]) -> Iterator[R
             heappop(running)
 
 
-def _session(row: Row, start: int) -> _Session:
+def _session(row: Row, start: int, ids: set[str]) -> _Session:
     name = row.text("id")
+    if name in ids:
+        raise row.error(field="id", expected="a session that is not on an earlier line")
+    ids.add(name)
     if row.natural("block_size") != _KEY_TOKENS:
         raise row.error(field="block_size", expected=f"{_KEY_TOKENS}")
     scope = row.optional(row.text, "hash_id_scope", "local")

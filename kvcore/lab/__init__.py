@@ -1,0 +1,16 @@
+"""Experiments: untimed replay, the optimum, and comparisons of policies."""
+
+from kvcore.lab.compare import Comparison, Infinite, Row, Source, compare
+from kvcore.lab.optimum import Future, Optimum
+from kvcore.lab.untimed import replay
+
+__all__ = [
+    "Comparison",
+    "Future",
+    "Infinite",
+    "Optimum",
+    "Row",
+    "Source",
+    "compare",
+    "replay",
+]

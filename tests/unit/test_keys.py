@@ -1,0 +1,139 @@
+"""Block keys from token ids: known answers, chaining, salt, extra keys, refusals."""
+
+import struct
+from hashlib import blake2b
+
+import pytest
+
+from kvcore import InputError, block_keys
+
+TOKENS = [11, 22, 33, 44, 55, 66, 77]
+
+
+def digest(*parts):
+    return blake2b(b"".join(parts), digest_size=16).digest()
+
+
+def packed(*tokens):
+    return struct.pack(f"<{len(tokens)}Q", *tokens)
+
+
+def test_known_answers():
+    """Each key is the BLAKE2b-128 of the key before it and the block's tokens."""
+    first = digest(packed(11, 22, 33))
+    second = digest(first, packed(44, 55, 66))
+    assert block_keys(TOKENS, 3) == [first, second]
+
+
+def test_known_answer_with_salt_and_extra_keys():
+    """The salt goes before the first block's tokens, extra keys after those of theirs."""
+    first = digest(b'[["salt","tenant-1"]]', packed(11, 22))
+    second = digest(first, packed(33, 44), b'[["image","9f3c"],["lora",7]]')
+    third = digest(second, packed(55, 66))
+    extra = {1: {"lora": 7, "image": "9f3c"}}
+    assert block_keys(TOKENS, 2, salt="tenant-1", extra=extra) == [first, second, third]
+
+
+def test_a_literal_answer():
+    """The keys never change between versions or machines: stored traces depend on them."""
+    assert block_keys(range(4), 4)[0].hex() == "61abbbbadcb5a29f38974c1405255595"
+
+
+def test_only_full_blocks_have_keys():
+    """Seven tokens at block 4 make one key, three make none."""
+    assert len(block_keys(TOKENS, 4)) == 1
+    assert block_keys(TOKENS[:3], 4) == []
+
+
+def test_keys_are_sixteen_bytes():
+    """What a trace writes as 32 hex digits."""
+    assert {len(key) for key in block_keys(TOKENS, 2)} == {16}
+
+
+def test_equal_prefixes_share_keys_up_to_the_divergence():
+    """Prompts that differ in the third block share two keys."""
+    one, other = block_keys([1, 2, 3, 4, 5, 6], 2), block_keys([1, 2, 3, 4, 9, 6], 2)
+    assert one[:2] == other[:2]
+    assert one[2] != other[2]
+
+
+def test_a_change_reaches_every_later_key():
+    """Equal blocks after different ones have different keys: keys are chained."""
+    one, other = block_keys([1, 2, 7, 8, 9, 9], 2), block_keys([3, 2, 7, 8, 9, 9], 2)
+    assert not set(one) & set(other)
+
+
+def test_equal_blocks_in_one_prompt_have_different_keys():
+    """A key says what came before, too."""
+    assert len(set(block_keys([5] * 12, 2))) == 6
+
+
+def test_salt_keeps_prefixes_apart():
+    """Another salt, none, or an empty one: no key in common."""
+    every = [set(block_keys(TOKENS, 2, salt=salt)) for salt in (None, "", "a", "b")]
+    assert len(set.union(*every)) == sum(map(len, every))
+
+
+def test_extra_keys_count_from_their_block_on():
+    """What an image changes in block 1 leaves block 0 shared."""
+    plain, pictured = block_keys(TOKENS, 2), block_keys(TOKENS, 2, extra={1: {"image": "x"}})
+    assert plain[0] == pictured[0]
+    assert not set(plain[1:]) & set(pictured[1:])
+
+
+@pytest.mark.parametrize(
+    "extra", [{"lora": "b"}, {"image": "a"}, {"lora": 1}, {"lora": "1"}, {"image": "a", "lora": "a"}]
+)
+def test_extra_keys_of_two_kinds_never_collide(extra):
+    """The same value under another tag, and 1 or "1", are different."""
+    assert block_keys(TOKENS, 7, extra={0: extra}) != block_keys(
+        TOKENS, 7, extra={0: {"lora": "a"}}
+    )
+
+
+def test_salt_is_no_extra_key():
+    """A salt and an extra key named salt are different."""
+    assert block_keys(TOKENS, 7, salt="a") != block_keys(TOKENS, 7, extra={0: {"salt": "a"}})
+
+
+def test_order_of_extra_keys_does_not_matter():
+    """They are a set of tagged values."""
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert block_keys(TOKENS, 7, extra={0: one}) == block_keys(TOKENS, 7, extra={0: other})
+
+
+def test_no_extra_keys_are_no_extra_keys():
+    """An empty mapping for a block changes nothing."""
+    assert block_keys(TOKENS, 2, extra={1: {}}) == block_keys(TOKENS, 2)
+
+
+@pytest.mark.parametrize("tokens", [bytes(TOKENS), bytearray(TOKENS), tuple(TOKENS)])
+def test_any_sequence_of_ids_will_do(tokens):
+    """Bytes are token ids as well, as in a byte-level vocabulary."""
+    assert block_keys(tokens, 3) == block_keys(TOKENS, 3)
+
+
+def test_the_largest_token_id():
+    """Ids go to 2^64 - 1."""
+    assert block_keys([2**64 - 1], 1) == [digest(packed(2**64 - 1))]
+
+
+@pytest.mark.parametrize("tokens", [[1, -1], [2**64], [1.5], ["a"], "abc"])
+def test_what_is_no_token_id_is_refused(tokens):
+    """The error says what ids are."""
+    with pytest.raises(InputError, match="integers from 0 to 2\\^64 - 1"):
+        block_keys(tokens, 2)
+
+
+@pytest.mark.parametrize("size", [0, -4])
+def test_block_size_must_be_positive(size):
+    """The error names it."""
+    with pytest.raises(InputError, match=f"block size {size} must be positive"):
+        block_keys(TOKENS, size)
+
+
+@pytest.mark.parametrize("extra", [{"image": b"9f3c"}, {"image": 2**70}, {"image": object()}])
+def test_what_is_no_extra_key_is_refused(extra):
+    """The error names the tag and says what values there are."""
+    with pytest.raises(InputError, match="extra keys .*image.*strings or integers"):
+        block_keys(TOKENS, 2, extra={0: extra})
