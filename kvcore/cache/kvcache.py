@@ -62,7 +62,9 @@ class KVCache:
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
     ) -> None:
-        self.geometry = geometry = Geometry(count, block_size, key_tokens or block_size)
+        self.geometry = geometry = Geometry(
+            count, block_size, block_size if key_tokens is None else key_tokens
+        )
         keeps_ids = trace is not None or ids
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
         self.eviction = default("eviction", "lru")() if eviction is None else eviction
@@ -116,6 +118,7 @@ class KVCache:
         finds are its own blocks, which is no reuse.
 
         Raises:
+            InputError: as for `probe`, or fewer than 0 tokens.
             OutOfBlocks: there is no room; nothing has changed.
             PolicyError: the eviction policy failed; nothing has changed but evictions
                 that were already made, which were valid.
@@ -127,6 +130,9 @@ class KVCache:
         size = self.geometry.block_size
         length, whole = tokens, blocks
         if first_tokens is not None:
+            if first_tokens < 0:
+                msg = f"open with the first {first_tokens} tokens after the hit: give 0 or more"
+                raise InputError(msg)
             tokens = hit * size + first_tokens
             blocks = -(-tokens // size)
         need = blocks - hit
@@ -387,8 +393,9 @@ class KVCache:
         return self.pool
 
     def _require_open(self, seq: Sequence) -> None:
-        if not seq.is_open:
-            msg = f"sequence {seq.id} (request {seq.request.id}) is closed"
+        if self.sequences.get(seq.id) is not seq:
+            why = "not of this cache" if seq.is_open else "closed"
+            msg = f"sequence {seq.id} (request {seq.request.id}) is {why}"
             raise InputError(msg)
 
     def _no_room(self, request: Request, need: int, reserved: int) -> str:

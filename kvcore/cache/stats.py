@@ -45,13 +45,14 @@ class CacheStats:
                 self.ratio_sum += hit / lookup
 
     def ratios(self) -> dict[str, float | None]:
-        """Return the hit ratio weighted by block, by token and by request."""
+        """Return the hit ratio weighted by block, by token and by request.
+
+        Without a single lookup block there is none: all are None.
+        """
+        if not self.looked_up:
+            return dict.fromkeys(("block", "token", "request"))
         return {
-            "block": _ratio(self.hit_blocks, self.lookup_blocks),
-            "token": _ratio(self.hit_tokens, self.lookup_tokens),
-            "request": _ratio(self.ratio_sum, self.looked_up),
+            "block": self.hit_blocks / self.lookup_blocks,
+            "token": self.hit_tokens / self.lookup_tokens,
+            "request": self.ratio_sum / self.looked_up,
         }
-
-
-def _ratio(part: float, whole: int) -> float | None:
-    return part / whole if whole else None

@@ -173,8 +173,13 @@ class _DamageError(Exception):
 class _Decoder(Protocol):
     """A streaming decompressor, as `zlib` and `zstandard` make them."""
 
-    eof: bool
-    unused_data: bytes
+    @property
+    def eof(self) -> bool:
+        """Whether the stream has ended, as opposed to its bytes."""
+
+    @property
+    def unused_data(self) -> bytes:
+        """What follows the end of the stream."""
 
     def decompress(self, data: bytes, /) -> bytes:
         """Return all that can be decoded so far."""

@@ -9,7 +9,7 @@ import attrs
 
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.schema import SCHEMA
-from kvcore.trace.state import CacheState, Line
+from kvcore.trace.state import CacheState
 
 
 @attrs.frozen

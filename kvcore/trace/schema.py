@@ -31,6 +31,10 @@ class Kind:
     says: str
     test: Test
 
+    def refuse(self, value: object) -> str:
+        """Say that `value` is not of this kind."""
+        return f"must be {self.says}, not {_shown(value)}"
+
 
 def _with_common(fields: Mapping[str, Kind]) -> dict[str, Kind]:
     return {**COMMON, **fields}
@@ -38,12 +42,26 @@ def _with_common(fields: Mapping[str, Kind]) -> dict[str, Kind]:
 
 @attrs.frozen
 class Event:
-    """The fields of one kind of line: those it must have, `n`, `t` and `event` among them,
-    and those it may have.
-    """
+    """The fields one kind of line must have, those of every line included, and may have."""
 
     required: Mapping[str, Kind] = attrs.field(converter=_with_common)
     optional: Mapping[str, Kind] = attrs.field(factory=dict)
+
+    def fault(self, line: dict[str, Any]) -> str | None:
+        """Return what is wrong with the fields of `line`; None if nothing is."""
+        for field, kind in self.required.items():
+            if field not in line:
+                return f"has no field {field!r}"
+            if not kind.test(line[field]):
+                return f"field {field!r} {kind.refuse(line[field])}"
+        if len(line) == len(self.required):
+            return None
+        for field in [field for field in line if field not in self.required]:
+            if field not in self.optional:
+                return f"has an unknown field {field!r}"
+            if not self.optional[field].test(line[field]):
+                return f"field {field!r} {self.optional[field].refuse(line[field])}"
+        return None
 
 
 def fault(line: Any) -> str | None:
@@ -54,22 +72,10 @@ def fault(line: Any) -> str | None:
     if type(line) is not dict:
         return f"a line must be a JSON object, not {_shown(line)}"
     name = line.get("event")
-    event = EVENTS.get(name) if type(name) is str else None
-    if event is None:
+    if type(name) is not str or name not in EVENTS:
         return f"unknown event {_shown(name)}; there are: {', '.join(EVENTS)}"
-    required, optional = event.required, event.optional
-    for field, kind in required.items():
-        if field not in line:
-            return f"{name} has no field {field!r}"
-        if not kind.test(line[field]):
-            return f"{name} field {field!r} must be {kind.says}, not {_shown(line[field])}"
-    for field in line.keys() - required.keys() if len(line) > len(required) else ():
-        if field not in optional:
-            return f"{name} has an unknown field {field!r}"
-        if not optional[field].test(line[field]):
-            says = optional[field].says
-            return f"{name} field {field!r} must be {says}, not {_shown(line[field])}"
-    return None
+    reason = EVENTS[name].fault(line)
+    return None if reason is None else f"{name} {reason}"
 
 
 def is_key(value: object) -> bool:
@@ -100,12 +106,12 @@ def _is_keys(value: Any) -> bool:
 def _is_runs(value: Any) -> bool:
     if type(value) is not list:
         return False
-    for run in value:
-        if type(run) is not list or len(run) != 2:
-            return False
-        first, count = run
-        if type(first) is not int or type(count) is not int:
-            return False
+    try:
+        for first, count in value:
+            if type(first) is not int or type(count) is not int:
+                return False
+    except (TypeError, ValueError):
+        return False
     return True
 
 
@@ -114,9 +120,10 @@ def _is_retention(value: Any) -> bool:
 
 
 def _is_hint(value: Any) -> bool:
-    if type(value) is not list or len(value) != 4:
+    try:
+        start, end, priority, duration = value
+    except (TypeError, ValueError):
         return False
-    start, end, priority, duration = value
     return (
         _is_count(start)
         and (end is None or _is_count(end))

@@ -19,67 +19,6 @@ ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY"})
 SHARING = frozenset({"COMMIT", "SPLIT", "FREE"})
 
 
-class ViolationError(ValueError):
-    """A line that cannot follow from the lines before it."""
-
-
-@attrs.define(eq=False)
-class TracedSpan:
-    """A run of cached blocks: ids and keys of the positions from `start` on.
-
-    `keys` are those of the whole prompt that stored it. `creator` is the sequence that may
-    still grow it in place.
-    """
-
-    id: int
-    start: int
-    ids: Ids
-    keys: list[Any]
-    parent: TracedSpan | None
-    pins: int
-    creator: int | None
-    last_access: int
-    hits: int = 0
-    children: int = 0
-
-    @property
-    def end(self) -> int:
-        """The position after its last block."""
-        return self.start + len(self.ids)
-
-
-@attrs.define(eq=False)
-class TracedSequence:
-    """An open sequence: the deepest span it holds, and its private blocks after that."""
-
-    id: int
-    prompt: Prompt
-    span: TracedSpan
-    private: Ids
-    hit: int
-    again: bool
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks its table has."""
-        return self.span.end + len(self.private)
-
-    def table(self) -> Ids:
-        """Return its block table: the ids of its blocks, first to last."""
-        parts = [self.private, *(span.ids for span in path(self.span))]
-        table: Ids = array("i")
-        for part in reversed(parts):
-            table.extend(part)
-        return table
-
-
-def path(span: TracedSpan) -> Iterator[TracedSpan]:
-    """Yield `span` and what is above it, up to the first blocks of the prompt."""
-    while span.parent is not None:
-        yield span
-        span = span.parent
-
-
 class CacheState:
     """Pool, spans, block tables and pins of a traced cache.
 
@@ -145,9 +84,9 @@ class CacheState:
         self._now = line["t"]
         if self._due is not None and (event, line.get("seq")) != self._due:
             name, seq = self._due
-            _fail(f"{event} where {name} of sequence {seq} must follow")
+            violated(f"{event} where {name} of sequence {seq} must follow")
         if self._unpinned and event not in SHARING:
-            _fail(f"{event} while forked siblings hold committed blocks without a pin")
+            violated(f"{event} while forked siblings hold committed blocks without a pin")
         if event not in ADMISSION:
             self._expired_for = None
             self._settle()
@@ -155,14 +94,14 @@ class CacheState:
         self._apply[event](line)
         total = self.free + self.cached + self.private
         if total != self.pool.blocks:
-            _fail(
+            violated(
                 f"{self.free} free + {self.cached} cached + {self.private} private blocks are "
                 f"{total}; the pool has {self.pool.blocks}"
             )
 
     def _request(self, line: Line) -> None:
         if line["id"] in self.requests:
-            _fail(f"a second REQUEST {line['id']!r}")
+            violated(f"a second REQUEST {line['id']!r}")
         self.requests[line["id"]] = self._layout.prompt(line)
 
     def _hit(self, line: Line) -> None:
@@ -182,9 +121,9 @@ class CacheState:
         seq = self.sequences.get(line["seq"]) or self._admit(line, 0)
         prompt = seq.prompt
         if seq.id != self._opened or line["block"] != seq.hit or line["request"] != prompt.id:
-            _fail(f"sequence {seq.id} is of request {prompt.id!r} and hit {seq.hit} blocks")
+            violated(f"sequence {seq.id} is of request {prompt.id!r} and hit {seq.hit} blocks")
         if ("again" in line) is not seq.again:
-            _fail("HIT and MISS disagree on `again`")
+            violated("HIT and MISS disagree on `again`")
         if seq.hit == prompt.limit:
             reasons = ["no keys" if prompt.unkeyed else "partial"]
         elif self._expired_for == prompt.id:
@@ -193,12 +132,12 @@ class CacheState:
         else:
             reasons = ["absent"]
         if line["why"] not in reasons:
-            _fail(f"block {seq.hit} missed as {line['why']!r}; it is {reasons[0]!r}")
+            violated(f"block {seq.hit} missed as {line['why']!r}; it is {reasons[0]!r}")
 
     def _split(self, line: Line) -> None:
         lower, at = self._span(line["span"]), line["at"]
         if not lower.start < at < lower.end:
-            _fail(f"block {at} is not inside span {lower.id}: {lower.start} to {lower.end}")
+            violated(f"block {at} is not inside span {lower.id}: {lower.start} to {lower.end}")
         cut = at - lower.start
         upper = attrs.evolve(
             lower,
@@ -213,23 +152,23 @@ class CacheState:
     def _join(self, line: Line) -> None:
         lower, upper = self._span(line["span"]), self._span(line["upper"])
         if lower.parent is not upper or upper.children != 1 or upper.pins != lower.pins:
-            _fail(f"spans {upper.id} and {lower.id} are not the halves of a split")
+            violated(f"spans {upper.id} and {lower.id} are not the halves of a split")
         lower.start, lower.ids, lower.parent = upper.start, upper.ids + lower.ids, upper.parent
         del self.spans[upper.id]
 
     def _alloc(self, line: Line) -> None:
         seq, ids = self._sequence(line["seq"]), self._ids(line)
         if line["first"] != seq.blocks:
-            _fail(f"block {line['first']} cannot be next: sequence {seq.id} has {seq.blocks}")
+            violated(f"block {line['first']} cannot be next: sequence {seq.id} has {seq.blocks}")
         self._taken(seq, ids)
         seq.private.extend(ids)
 
     def _copy(self, line: Line) -> None:
         seq, source = self._sequence(line["seq"]), line["from"]
         if not seq.private or (line["block"], source) != (seq.blocks - 1, seq.private[-1]):
-            _fail(f"block {source} is not the private tail of sequence {seq.id}")
+            violated(f"block {source} is not the private tail of sequence {seq.id}")
         if not self.pool.disown(source):
-            _fail(f"block {source} has one owner, which may write to it")
+            violated(f"block {source} has one owner, which may write to it")
         self._taken(seq, array("i", [line["to"]]), copy=True)
         seq.private[-1] = line["to"]
 
@@ -237,12 +176,12 @@ class CacheState:
         seq, how = self._sequence(line["seq"]), line["how"]
         first, count = line["first"], line["blocks"]
         if first != seq.span.end or count > len(seq.private):
-            _fail(
+            violated(
                 f"blocks {first} to {first + count} of sequence {seq.id}, whose private blocks "
                 f"are {seq.span.end} to {seq.blocks}"
             )
         if first + count > seq.prompt.cacheable:
-            _fail(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
+            violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
         held = seq.private[:count]
         if how in ("new", "grown"):
             self._store(seq, held, line)
@@ -253,13 +192,13 @@ class CacheState:
     def _evict(self, line: Line) -> None:
         span, ids, reason = self._span(line["span"]), self._ids(line), line["reason"]
         if span.pins or span.children:
-            _fail(f"span {span.id} has {span.pins} pins and {span.children} children")
+            violated(f"span {span.id} has {span.pins} pins and {span.children} children")
         if not ids or ids != span.ids[: -len(ids) - 1 : -1]:
-            _fail(f"span {span.id} ends in {encode_runs(span.ids[::-1])}, tail first")
+            violated(f"span {span.id} ends in {encode_runs(span.ids[::-1])}, tail first")
         if line["by"] != self._policy:
-            _fail(f"evicted by {line['by']!r}; the policy is {self._policy!r}")
+            violated(f"evicted by {line['by']!r}; the policy is {self._policy!r}")
         if (line["hits"], line["age"]) != (span.hits, self._now - span.last_access):
-            _fail(f"span {span.id}: {span.hits} hits, age {self._now - span.last_access} ns")
+            violated(f"span {span.id}: {span.hits} hits, age {self._now - span.last_access} ns")
         self._forget(span, len(ids))
         if reason == "expired" or line["for"] != self._victims_for:
             self._settle()
@@ -276,7 +215,7 @@ class CacheState:
         if (duplicates is None) is (reason == "duplicate") or (
             self._unpinned and not duplicates
         ):
-            _fail(f"no blocks of sequence {seq.id} are to be freed here with reason {reason!r}")
+            violated(f"no blocks of sequence {seq.id} are to be freed here with reason {reason!r}")
         if duplicates is not None:
             dropped = duplicates
         elif reason == "close":
@@ -285,12 +224,12 @@ class CacheState:
         else:
             keep = line.get("first", seq.blocks - len(ids)) - seq.span.end
             if not 0 <= keep < len(seq.private):
-                _fail(f"sequence {seq.id} has no private blocks to roll back there")
+                violated(f"sequence {seq.id} has no private blocks to roll back there")
             dropped = seq.private[keep:]
             del seq.private[keep:]
         freed = self.pool.release(dropped[::-1])
         if ids != freed:
-            _fail(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
+            violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
         self.private -= len(freed)
 
     def _fork(self, line: Line) -> None:
@@ -309,15 +248,15 @@ class CacheState:
         """Open the sequence of a first HIT or MISS, whose hit must be what is cached."""
         prompt = self.requests.get(line["request"])
         if prompt is None:
-            _fail(f"request {line['request']!r} has no REQUEST line before this")
+            violated(f"request {line['request']!r} has no REQUEST line before this")
         if self._victims_for != prompt.id:
             self._settle()
         found = min(self._cached_of(prompt.keys), prompt.limit)
         if hit != found:
-            _fail(f"{hit} blocks of request {prompt.id!r} hit; {found} are cached and may")
+            violated(f"{hit} blocks of request {prompt.id!r} hit; {found} are cached and may")
         again = "again" in line
         if again and not prompt.admitted:
-            _fail(f"request {prompt.id!r} cannot be admitted again: it never was")
+            violated(f"request {prompt.id!r} cannot be admitted again: it never was")
         prompt.admitted = True
         seq = TracedSequence(line["seq"], prompt, self._root, array("i"), hit, again)
         self._open(seq)
@@ -333,7 +272,7 @@ class CacheState:
     def _open(self, seq: TracedSequence) -> None:
         self._opened += 1
         if seq.id != self._opened:
-            _fail(f"sequence {seq.id} opens; the next one is {self._opened}")
+            violated(f"sequence {seq.id} opens; the next one is {self._opened}")
         self.sequences[seq.id] = seq
 
     def _close(self, seq: TracedSequence) -> None:
@@ -348,35 +287,6 @@ class CacheState:
         missing = bisect_left(keys, True, key=lambda key: key not in cached)  # noqa: FBT003
         return (missing - 1) * self._ratio + cached[keys[missing - 1]] if missing else 0
 
-    def _taken(self, seq: TracedSequence, ids: Ids, *, copy: bool = False) -> None:
-        """Check that `ids` are what the pool's order gives, and take them."""
-        if self._victims_for != seq.prompt.id:
-            self._settle()
-        victims, count, room = self._victims, len(ids), self.free
-        if not 0 < count <= room:
-            _fail(f"{count} blocks are allocated; {room} are free")
-        if victims and count < room and not copy:
-            _fail(f"{room - count} more blocks were evicted than are missing")
-        expected = self.pool.take(min(count, self.pool.free))
-        rest = count - len(expected)
-        expected.extend(victims[:rest])
-        del victims[:rest]
-        if ids != expected:
-            _fail(f"the pool gives {encode_runs(expected)}, not {encode_runs(ids)}")
-        self._copied = copy
-        self.private += count
-
-    def _settle(self) -> None:
-        """Free what a call evicted that failed before it could use it."""
-        if self._victims:
-            if self._copied:
-                _fail(f"{len(self._victims)} more blocks were evicted than are missing")
-            # In the order in which the call would have taken them.
-            ids = self.pool.take(self.pool.free) + self._victims
-            self.pool.give(ids[::-1], len(ids))
-            self._victims = array("i")
-        self._copied = False
-
     def _store(self, seq: TracedSequence, ids: Ids, line: Line) -> None:
         """Move private blocks of `seq` to the deepest span it holds, or to a child of it."""
         parent, keys, ratio = seq.span, seq.prompt.keys, self._ratio
@@ -387,7 +297,7 @@ class CacheState:
         if cached.get(keys[low], 0) != first - low * ratio or not cached.keys().isdisjoint(
             later
         ):
-            _fail(
+            violated(
                 f"some of the blocks {first} to {end} of sequence {seq.id} are cached already"
             )
         cached[keys[low]] = ratio
@@ -398,7 +308,7 @@ class CacheState:
         self._unpinned = sum(self.pool.owners.get(block, 0) for block in ids)
         if line["how"] == "grown":
             if line["span"] != parent.id or parent.creator != seq.id:
-                _fail(f"sequence {seq.id} may not grow span {line['span']} in place")
+                violated(f"sequence {seq.id} may not grow span {line['span']} in place")
             parent.ids.extend(ids)
             return
         span = TracedSpan(
@@ -412,7 +322,7 @@ class CacheState:
         """Let `seq` hold a span that another sequence has stored, for blocks of its own."""
         span = self._span(line["span"])
         if span.parent is not seq.span:
-            _fail(f"span {span.id} does not continue span {seq.span.id}")
+            violated(f"span {span.id} does not continue span {seq.span.id}")
         self._continues(seq, span, line["first"] + line["blocks"])
         span.pins += 1
         span.creator = None
@@ -423,7 +333,7 @@ class CacheState:
             return
         self._unpinned -= len(ids)
         if ids != span.ids or self._unpinned < 0 or not all(map(self.pool.disown, ids)):
-            _fail(f"sequence {seq.id} does not share the blocks of span {span.id}")
+            violated(f"sequence {seq.id} does not share the blocks of span {span.id}")
 
     def _forget(self, span: TracedSpan, count: int) -> None:
         """Take the last `count` blocks of `span` out of the cache."""
@@ -443,28 +353,24 @@ class CacheState:
     def _continues(self, seq: TracedSequence, span: TracedSpan, end: int) -> None:
         last = (end - 1) // self._ratio
         if span.end != end or span.keys[last] != seq.prompt.keys[last]:
-            _fail(f"span {span.id} is not what sequence {seq.id} has up to block {end}")
+            violated(f"span {span.id} is not what sequence {seq.id} has up to block {end}")
 
     def _new_span(self, serial: int) -> int:
         if serial <= self._last_span:
-            _fail(f"span {serial} is not new: the last one was {self._last_span}")
+            violated(f"span {serial} is not new: the last one was {self._last_span}")
         self._last_span = serial
         return serial
 
     def _span(self, serial: int) -> TracedSpan:
         span = self.spans.get(serial)
-        return _fail(f"no span {serial} is cached") if span is None else span
+        return violated(f"no span {serial} is cached") if span is None else span
 
     def _sequence(self, serial: int) -> TracedSequence:
         seq = self.sequences.get(serial)
-        return _fail(f"no sequence {serial} is open") if seq is None else seq
+        return violated(f"no sequence {serial} is open") if seq is None else seq
 
     def _ids(self, line: Line) -> Ids:
         try:
             return decode_runs(line["runs"], self.pool.blocks)
         except ValueError as error:
             raise ViolationError(*error.args) from error
-
-
-def _fail(reason: str) -> NoReturn:
-    raise ViolationError(reason)

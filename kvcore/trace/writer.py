@@ -117,9 +117,6 @@ class Trace:
         if self._closed:
             return
         try:
-            if self.line == self._not_begun:
-                msg = f"the trace {self._sink.name} is empty: give it to a KVCache before closing it"
-                raise InputError(msg)
             self._end()
         except BaseException:
             self.discard()
@@ -149,7 +146,10 @@ class Trace:
             self.discard()
 
     def _end(self) -> None:
-        from kvcore.trace.logger import events_written  # noqa: PLC0415
+        if self.line == self._not_begun:
+            msg = f"the trace {self._sink.name} is empty: no KVCache was made with it"
+            raise InputError(msg)
+        from kvcore.trace.logger import events_written  # noqa: PLC0415  (imports structlog)
 
         self._buffer.flush()
         last = self._logger.last

@@ -1,0 +1,281 @@
+"""Drive a cache through concurrent steps or serially, writing down what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+from weakref import WeakSet
+
+import attrs
+
+from kvcore.cache import BlockPool, KVCache, Sequence
+from kvcore.errors import InputError, OutOfBlocks
+from kvcore.policy import EvictionPolicy, Span
+from kvcore.request import Key, Request
+from kvcore.testing.traffic import Step
+
+Place: TypeAlias = tuple[str, int, Key]
+"""A block that left: (reason, position in its prompt, its key)."""
+
+
+@attrs.frozen
+class Decision:
+    """What a cache decided in one step.
+
+    Attributes:
+        action: the step's; `idle` if there was no sequence to do it to.
+        refused: name of the error that it raised, if it raised one that is no fault.
+        hit: blocks hit by an `open`.
+        free: blocks free afterwards.
+        evicted: blocks that left: the expired in order of place, then the victims' in the
+            order in which they left.
+    """
+
+    action: str
+    refused: str | None
+    hit: int | None
+    free: int
+    evicted: tuple[Place, ...]
+
+
+@attrs.define(slots=False, eq=False)
+class Witness(EvictionPolicy):
+    """Passes every call on to `policy`, checks its answers, and writes evictions down.
+
+    Raises AssertionError in `victim`, hence PolicyError in the cache, if asking twice gives
+    two answers or an answer is no unpinned leaf of the cache.
+
+    Attributes:
+        policy: may be exchanged for another one in the same state.
+        evicted: the blocks that left, deepest first for each victim.
+        gone: the spans that have left and that something still refers to.
+    """
+
+    name = "witness"
+
+    policy: EvictionPolicy
+    evicted: list[Place] = attrs.field(init=False, factory=list)
+    gone: WeakSet[Span] = attrs.field(init=False, factory=WeakSet)
+
+    @property
+    def expires_spans(self) -> bool:  # type: ignore[override]
+        """Whether the policy sets `span.expires`."""
+        return self.policy.expires_spans
+
+    def attach(self, blocks: int, block_size: int) -> None:
+        """Pass it on."""
+        super().attach(blocks, block_size)
+        self.policy.attach(blocks, block_size)
+
+    def inserted(self, span: Span, now: int) -> None:
+        """Pass it on."""
+        self.policy.inserted(span, now)
+
+    def accessed(self, span: Span, now: int) -> None:
+        """Pass it on."""
+        self.policy.accessed(span, now)
+
+    def grown(self, span: Span, blocks: int) -> None:
+        """Pass it on."""
+        self.policy.grown(span, blocks)
+
+    def split(self, upper: Span, lower: Span) -> None:
+        """Pass it on."""
+        self.policy.split(upper, lower)
+
+    def joined(self, upper: Span, lower: Span) -> None:
+        """Pass it on."""
+        self.policy.joined(upper, lower)
+
+    def pinned(self, span: Span) -> None:
+        """Pass it on."""
+        self.policy.pinned(span)
+
+    def released(self, span: Span, now: int) -> None:
+        """Pass it on."""
+        self.policy.released(span, now)
+
+    def leaf(self, span: Span) -> None:
+        """Pass it on."""
+        self.policy.leaf(span)
+
+    def trimmed(self, span: Span, blocks: int) -> None:
+        """Write the blocks down and pass it on."""
+        self._write(span, span.end, span.end + blocks, "capacity")
+        self.policy.trimmed(span, blocks)
+
+    def removed(self, span: Span, reason: str) -> None:
+        """Write the blocks down and pass it on."""
+        self._write(span, span.start, span.end, reason)
+        self.gone.add(span)
+        self.policy.removed(span, reason)
+
+    def missed(self, request: Request, hit_blocks: int, now: int) -> None:
+        """Pass it on."""
+        self.policy.missed(request, hit_blocks, now)
+
+    def victim(self, now: int) -> Span:
+        """Ask twice, and check the answer."""
+        self.policy.beneficiary = self.beneficiary
+        span = self.policy.victim(now)
+        again = self.policy.victim(now)
+        assert again is span, f"asked twice for a victim, it answered {span!r}, then {again!r}"
+        assert span.parent is not None, f"{span!r} has left the cache"
+        assert not span.pins, f"{span!r} is pinned"
+        assert span.is_leaf, f"{span!r} is no leaf"
+        return span
+
+    def state(self) -> Any:
+        """Return the policy's."""
+        return self.policy.state()
+
+    def restore(self, state: Any) -> None:
+        """Pass it on."""
+        self.policy.restore(state)
+
+    def _write(self, span: Span, start: int, end: int, reason: str) -> None:
+        ratio = span.shape.ratio
+        self.evicted += [
+            (reason, place, span.path_keys[place // ratio])
+            for place in reversed(range(start, end))
+        ]
+
+
+class Driver:
+    """Takes steps on a cache, and checks its integrity after each.
+
+    Args:
+        cache: a `KVCache`, or anything that is called alike.
+        evicted: where it writes down the blocks that leave; emptied after each step.
+    """
+
+    def __init__(self, cache: KVCache, evicted: list[Place] | None = None) -> None:
+        """Start at time 0, without sequences."""
+        self.cache = cache
+        self.sequences: list[Sequence] = []
+        self.now = 0
+        self._evicted = [] if evicted is None else evicted
+
+    def run(self, steps: Iterable[Step]) -> list[Decision]:
+        """Take all of `steps`."""
+        return [self.step(step) for step in steps]
+
+    def step(self, step: Step) -> Decision:
+        """Take one step."""
+        self.now += step.wait
+        refused = hit = None
+        try:
+            if step.action == "open":
+                hit = self._open(step)
+            elif self.sequences:
+                self._act(step.action, step.which % len(self.sequences), step.tokens)
+        except (OutOfBlocks, InputError) as error:
+            refused = type(error).__name__
+        self.cache.check_integrity()
+        idle = step.action != "open" and not self.sequences and not refused
+        action = "idle" if idle and step.action != "close" else step.action
+        evicted = self._evicted[:]
+        self._evicted.clear()
+        return Decision(action, refused, hit, self.cache.pool.free, _canonical(evicted))
+
+    def careful_step(self, step: Step) -> Decision:
+        """Take one step; check that a probe before it, and a refusal of it, change nothing."""
+        before = snapshot(self.cache)
+        if step.request is not None:
+            self.cache.probe(step.request, self.now + step.wait)
+            assert snapshot(self.cache) == before, "probe() changed something"
+        decision = self.step(step)
+        if decision.refused is not None:
+            assert snapshot(self.cache) == before, f"a refused {step.action} changed something"
+        return decision
+
+    def _open(self, step: Step) -> int:
+        assert step.request is not None
+        seq = self.cache.open(step.request, step.tokens, self.now, again=step.again)
+        self.sequences.append(seq)
+        return seq.hit_blocks
+
+    def _act(self, action: str, which: int, tokens: int | None) -> None:
+        cache, seq, now = self.cache, self.sequences[which], self.now
+        if action == "extend":
+            cache.extend(seq, tokens or 0, now)
+        elif action == "commit":
+            left = seq.tokens - seq.computed
+            cache.commit(seq, left if tokens is None else min(tokens, left), now)
+        elif action == "rollback":
+            cache.rollback(seq, min(tokens or 0, seq.tokens), now)
+        elif action == "fork":
+            self.sequences.append(cache.fork(seq, now))
+        else:
+            cache.close(self.sequences.pop(which), now)
+
+
+def replay(
+    cache: KVCache, requests: Iterable[Request], evicted: list[Place] | None = None
+) -> list[Decision]:
+    """Open, commit and close each request before the next: untimed, serial replay.
+
+    A request longer than the pool is opened with its first blocks, as many as fit.
+    """
+    evicted = [] if evicted is None else evicted
+    size, decisions = cache.geometry.block_size, []
+    room = cache.pool.blocks * size
+    unit = cache.geometry.count == "keys"
+    for request in requests:
+        now = request.arrival
+        length = len(request.keys) * request.key_tokens if unit else request.prompt
+        first = None if length <= room else room - cache.probe(request, now) * size
+        seq = cache.open(request, first, now)
+        cache.commit(seq, seq.tokens - seq.computed, now)
+        cache.close(seq, now)
+        gone = _canonical(evicted)
+        evicted.clear()
+        decisions.append(Decision("open", None, seq.hit_blocks, cache.pool.free, gone))
+    return decisions
+
+
+def snapshot(cache: KVCache) -> Any:
+    """Return all that a refused call must leave as it was, as a value that compares equal.
+
+    Covers the pool, spans with their pins and the policy's data, sequences, statistics and
+    the policy's state. Costs O(blocks).
+    """
+    pool, prefix = cache.pool, cache.prefix
+    blocks = (list(pool.freed()), dict(pool.owners)) if isinstance(pool, BlockPool) else None
+    return (
+        (pool.free, blocks),
+        (prefix.cached, prefix.unpinned, prefix.evicted, prefix.expired_blocks),
+        [_span_fields(span) for span in prefix.spans()],
+        [_sequence_fields(seq) for seq in cache.sequences.values()],
+        attrs.astuple(cache.stats),
+        cache.eviction.state(),
+    )
+
+
+def _span_fields(span: Span) -> dict[str, Any]:
+    fields = {name: getattr(span, name) for name in _PLAIN}
+    return fields | {
+        "parent": None if span.parent is None else span.parent.id,
+        "children": [child.id for child in (span.children or {}).values()],
+        "ids": None if span.ids is None else list(span.ids),
+        "keys": span.keys(),
+        "data": repr(span.data),
+    }
+
+
+_PLAIN = [
+    field.name
+    for field in attrs.fields(Span)
+    if field.name not in ("parent", "children", "ids", "path_keys", "data", "shape")
+]
+
+
+def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
+    private = None if seq.private is None else list(seq.private)
+    return seq.id, seq.tokens, seq.computed, seq.blocks, seq.span.id, private, seq.is_open
+
+
+def _canonical(evicted: list[Place]) -> tuple[Place, ...]:
+    """Sort the expired: which of two branches is dropped first says nothing."""
+    expired = sorted((place for place in evicted if place[0] == "expired"), key=repr)
+    return (*expired, *(place for place in evicted if place[0] != "expired"))

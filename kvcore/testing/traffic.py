@@ -1,0 +1,136 @@
+"""Random traffic over a small trie of prompts, as data: it can be repeated and shrunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import TypeAlias
+
+import attrs
+
+from kvcore.request import Request, Retention
+
+Draw: TypeAlias = Callable[[int, int], int]
+"""Draws an integer between two bounds, both included."""
+
+ACTIONS = ("open", "extend", "commit", "fork", "rollback", "close")
+# Closes come as often as opens and forks together, so that neither room nor work runs out.
+_MIX = ("open",) * 6 + ("commit",) * 6 + ("close",) * 7 + ("extend",) * 3 + ("fork", "rollback")
+
+
+@attrs.frozen(kw_only=True)
+class Traffic:
+    """What random requests look like: each prompt walks down one trie of block keys.
+
+    Attributes:
+        key_tokens: tokens a key stands for.
+        most_keys: keys of the longest prompt.
+        width: keys that may follow one. With 2 prompts share a lot.
+        hints: whether some requests carry retention hints.
+        longest_wait: ns between two steps, at most.
+    """
+
+    key_tokens: int = 6
+    most_keys: int = 6
+    width: int = 2
+    hints: bool = False
+    longest_wait: int = 4
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """One call to a cache.
+
+    Attributes:
+        action: one of `ACTIONS`.
+        which: of the sequences open by then, counted round; unused by `open`.
+        tokens: how many; None for all there are. Unused by `fork` and `close`.
+        wait: ns since the step before.
+        request: what `open` opens.
+        again: whether it returns after a preemption.
+    """
+
+    action: str
+    which: int = 0
+    tokens: int | None = None
+    wait: int = 0
+    request: Request | None = None
+    again: bool = False
+
+
+def draw_request(draw: Draw, traffic: Traffic) -> Request:
+    """Draw a request; its id is 0. Its last key may cover a part of a block, or be missing."""
+    keys: list[int] = []
+    for _ in range(draw(0, traffic.most_keys)):
+        # A number names the whole path to it, as a chained key does.
+        above = keys[-1] if keys else 0
+        keys.append(above * traffic.width + draw(1, traffic.width))
+    spare = draw(1 - traffic.key_tokens, traffic.key_tokens)
+    length = max(1, len(keys) * traffic.key_tokens + spare)
+    hints = [_draw_hint(draw, length) for _ in range(draw(0, 2) if traffic.hints else 0)]
+    return Request(
+        id=0,
+        prompt=length,
+        keys=keys,
+        key_tokens=traffic.key_tokens,
+        tenant=(None, "a", "b")[draw(0, 2)],
+        retention=tuple(hints),
+    )
+
+
+def _draw_hint(draw: Draw, length: int) -> Retention:
+    start = draw(0, length - 1)
+    end = draw(start + 1, length + 1)
+    return Retention(
+        start,
+        end if end <= length else None,
+        (10, 35, 60, 90)[draw(0, 3)],
+        (None, 3, 20, 200)[draw(0, 3)],
+    )
+
+
+def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
+    """Draw a step; `action` says which, None any."""
+    action = action or _MIX[draw(0, len(_MIX) - 1)]
+    most = {
+        "open": traffic.most_keys * traffic.key_tokens,
+        "commit": 2 * traffic.key_tokens,
+        "extend": 2 * traffic.key_tokens,
+        "rollback": traffic.key_tokens,
+    }.get(action)
+    some = most is not None and (action in ("extend", "rollback") or draw(0, 2) == 0)
+    return Step(
+        action=action,
+        which=0 if action == "open" else draw(0, 7),
+        tokens=draw(0, most) if some and most is not None else None,
+        wait=draw(0, traffic.longest_wait),
+        request=draw_request(draw, traffic) if action == "open" else None,
+        again=action == "open" and draw(0, 9) == 0,
+    )
+
+
+def numbered(steps: Iterable[Step]) -> list[Step]:
+    """Return `steps` with the requests' ids made unique: their places."""
+    return [
+        attrs.evolve(step, request=attrs.evolve(step.request, id=number))
+        if step.request is not None
+        else step
+        for number, step in enumerate(steps)
+    ]
+
+
+def random_steps(seed: int, count: int, traffic: Traffic | None = None) -> list[Step]:
+    """Return `count` steps drawn from `seed`."""
+    draw, traffic = Random(seed).randint, traffic or Traffic()
+    return numbered(draw_step(draw, traffic) for _ in range(count))
+
+
+def random_requests(seed: int, count: int, traffic: Traffic | None = None) -> list[Request]:
+    """Return `count` requests drawn from `seed`, in order of arrival."""
+    random, traffic = Random(seed), traffic or Traffic()
+    requests, now = [], 0
+    for number in range(count):
+        now += random.randint(0, traffic.longest_wait)
+        request = draw_request(random.randint, traffic)
+        requests.append(attrs.evolve(request, id=number, arrival=now))
+    return requests

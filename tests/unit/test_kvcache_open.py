@@ -1,0 +1,396 @@
+"""Admission: what hits, what is pinned and allocated, and that a refusal changes nothing."""
+
+import pytest
+from caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start, table
+
+from kvcore import InputError, KVCache, OutOfBlocks, Request
+from kvcore.testing.snapshot import snapshot
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import NoPrefix, Radix
+
+
+def test_fifty_tokens_take_four_blocks_and_cache_three():
+    """A 50-token prefix at block 16 occupies 4 blocks, 3 of them cacheable."""
+    cache = make(8, block_size=16)
+    seq = cache.open(ask("abcd", 50, key_tokens=16))
+    assert (cache.pool.free, seq.blocks) == (4, 4)
+    cache.commit(seq, 50)
+    assert (cache.prefix.cached, seq.private_blocks) == (3, 1)
+    cache.close(seq)
+    assert (cache.pool.free, cache.prefix.cached) == (5, 3)
+
+
+def test_an_empty_cache_hits_nothing():
+    """Nothing is looked up in vain, everything is private."""
+    cache = make()
+    seq = cache.open(ask("abc"))
+    assert (seq.hit_blocks, seq.tokens, seq.computed, seq.private_blocks) == (0, 12, 0, 3)
+    cache.check_integrity()
+
+
+def test_a_shared_prefix_hits():
+    """The blocks of an equal prefix are used again, under their own ids."""
+    cache = make()
+    serve(cache, "abc")
+    seq = cache.open(ask("abx"))
+    assert (seq.hit_blocks, seq.computed) == (2, 2 * BLOCK)
+    assert table(cache, seq) == [0, 1, 3]
+
+
+def test_the_last_token_is_always_computed():
+    """Of a cached prompt with full blocks only, the last block does not hit."""
+    cache = make()
+    serve(cache, "abc")
+    assert cache.probe(ask("abc")) == 2
+    assert cache.probe(ask("abc", 3 * BLOCK + 1)) == 3
+
+
+def test_keys_counting_hits_the_whole_prompt():
+    """A full match is a full hit."""
+    cache = make(count="keys")
+    serve(cache, "abc")
+    seq = cache.open(ask("abc", 1))
+    assert (seq.hit_blocks, seq.private_blocks) == (3, 0)
+
+
+def test_hits_end_at_the_first_miss():
+    """What is cached below a missing block does not count."""
+    cache = make()
+    serve(cache, "abcd")
+    assert cache.probe(ask("axcde")) == 1
+
+
+def test_divergence_inside_a_span_splits_it():
+    """The common part becomes a span of its own, pinned by the hit alone."""
+    cache = make()
+    serve(cache, "abcd")
+    cache.open(ask("abxy"))
+    assert pins(cache) == {"|ab": 1, "ab|cd": 0}
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_divergence_is_found_wherever_it_is(stop):
+    """A run of nine blocks is left after each of its blocks in turn."""
+    cache = make(20)
+    serve(cache, "abcdefghi")
+    assert cache.probe(ask("abcdefghi"[:stop] + "xyz")) == stop
+
+
+def test_a_hit_that_ends_by_the_limit_splits():
+    """The block to be computed again is left out of the pinned span."""
+    cache = make()
+    serve(cache, "abc")
+    cache.open(ask("abc"))
+    assert pins(cache) == {"|ab": 1, "ab|c": 0}
+
+
+def test_a_match_goes_down_several_spans():
+    """One comparison a span: the whole path is pinned."""
+    cache = make(12)
+    serve(cache, "ab", "abcd", "abcx", "abcdef")
+    seq = cache.open(ask("abcdefg"))
+    assert seq.hit_blocks == 6
+    assert pins(cache) == {"|ab": 1, "ab|c": 1, "abc|d": 1, "abcd|ef": 1, "abc|x": 0}
+
+
+def test_open_pins_before_it_evicts():
+    """What the admission hits is no victim of its own allocation, though it is oldest."""
+    cache = make(4)
+    serve(cache, "ab", "xy")
+    seq = cache.open(ask("abcd"))
+    assert seq.hit_blocks == 2
+    assert pins(cache) == {"|ab": 1}
+
+
+def test_no_more_is_evicted_than_is_missing():
+    """One block is missing, so one block goes, the last of its span."""
+    cache = make(4)
+    serve(cache, "abc")
+    start(cache, "xy")
+    assert spans(cache).keys() == {"|ab", "|xy"}
+    assert cache.prefix.evicted == 1
+
+
+def test_nothing_is_evicted_while_blocks_are_free():
+    """An admission that fits asks for no victim."""
+    cache = make(5)
+    serve(cache, "abc")
+    start(cache, "xy")
+    assert cache.prefix.evicted == 0
+
+
+def test_first_tokens_allocates_so_many_after_the_hit():
+    """Chunked prefill: the rest comes with extend."""
+    cache = make()
+    serve(cache, "abc")
+    seq = cache.open(ask("abcdef"), 6)
+    assert (seq.hit_blocks, seq.tokens, seq.blocks) == (3, 18, 5)
+
+
+def test_first_tokens_may_be_none_at_all():
+    """A request can be admitted with what it hits."""
+    cache = make()
+    serve(cache, "abc")
+    seq = cache.open(ask("abcdef"), 0)
+    assert (seq.tokens, seq.private_blocks) == (12, 0)
+    cache.check_integrity()
+
+
+def test_negative_first_tokens_are_refused():
+    """The error says so; nothing has changed."""
+    cache = make()
+    serve(cache, "abc")
+    before = snapshot(cache)
+    with pytest.raises(InputError, match="first -5 tokens"):
+        cache.open(ask("abcd"), -5)
+    assert snapshot(cache) == before
+
+
+def test_probe_is_pure():
+    """Asking how much would hit changes nothing, neither order nor statistics."""
+    cache = make(4)
+    serve(cache, "abc", "x")
+    before = snapshot(cache)
+    assert cache.probe(ask("abxy"), now=99) == 2
+    assert snapshot(cache) == before
+
+
+@pytest.mark.parametrize("text", ["abcdefgh", "xyz", "xyzxyzxyz"])
+def test_a_refused_admission_changes_nothing(text):
+    """Too large beside what is pinned: no split, no pin, no access, no eviction."""
+    cache = make(6, Recorded())
+    held = cache.open(ask("mnop"))
+    compute(cache, held, now=1)
+    serve(cache, "ab", now=2)
+    before, told = snapshot(cache), list(cache.eviction.told)
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask(text), now=9)
+    assert snapshot(cache) == before
+    assert cache.eviction.told == told
+
+
+def test_a_refusal_gives_all_the_numbers():
+    """Needed, free, in the pool, and evictable beside the hit itself."""
+    cache = make(6)
+    cache.open(ask("mn"))
+    serve(cache, "ab", "xy")
+    with pytest.raises(OutOfBlocks, match="needs 3 more .* 0 of 6 are free and 2 can be evicted"):
+        cache.open(ask("abcde"))
+
+
+def test_exactly_enough_is_admitted():
+    """Every unpinned block that is not hit can be evicted for it."""
+    cache = make(6)
+    cache.open(ask("m"))
+    serve(cache, "abcd")
+    seq = cache.open(ask("abxyz"))
+    assert seq.blocks == 5
+    assert pins(cache) == {"|ab": 1}
+
+
+def test_the_lower_half_of_a_split_may_be_evicted_by_the_same_admission():
+    """The rest of a span that is hit in part is not protected."""
+    cache = make(4)
+    serve(cache, "abcd")
+    cache.open(ask("abxy"))
+    cache.check_integrity()
+    assert pins(cache) == {"|ab": 1}
+
+
+def test_a_hit_is_an_access():
+    """hits, opened, opener and last_access of every span hit, and of no other."""
+    cache = make()
+    serve(cache, "abcd", now=1)
+    request = ask("abx")
+    seq = cache.open(request, now=7)
+    upper, lower = spans(cache)["|ab"], spans(cache)["ab|cd"]
+    assert (upper.hits, upper.opened, upper.opener, upper.last_access) == (
+        1, seq.id, request.id, 7,
+    )  # fmt: skip
+    assert (lower.hits, lower.opened, lower.last_access) == (0, 1, 1)
+
+
+def test_a_preempted_request_finds_its_own_blocks_without_reuse():
+    """It counts apart: no hit, no access, but its time of last access is refreshed."""
+    cache = make(8, Recorded())
+    serve(cache, "abc", now=1)
+    cache.eviction.told.clear()
+    cache.open(ask("abcd"), now=5, again=True)
+    span = spans(cache)["|abc"]
+    assert (span.hits, span.opened, span.last_access) == (0, 1, 5)
+    assert (cache.stats.hit_blocks, cache.stats.self_hit_blocks) == (0, 3)
+    assert cache.stats.requests == 1
+    assert cache.eviction.told == [("pinned", "|abc")]
+
+
+def test_the_policy_is_told_in_order():
+    """Split, pins along the path, evictions, the miss, the accesses, leaf to root."""
+    cache = make(6, Recorded())
+    serve(cache, "ab", "abcd", "xy")
+    cache.eviction.told.clear()
+    cache.open(ask("abcmn"))
+    assert cache.eviction.told == [
+        ("split", "abc|d"),
+        ("pinned", "|ab"),
+        ("removed", "abc|d"),
+        ("trimmed", "|x"),
+        ("missed", 3),
+        ("accessed", "ab|c"),
+        ("accessed", "|ab"),
+    ]
+
+
+def test_missed_is_told_once_and_only_of_a_miss():
+    """A full hit, and a preempted request's return, are no miss."""
+    cache = make(8, Recorded())
+    serve(cache, "abc")
+    cache.eviction.told.clear()
+    cache.open(ask("abc"))
+    cache.open(ask("abxyz"), again=True)
+    assert "missed" not in dict(cache.eviction.told)
+    cache.open(ask("abx"))
+    assert ("missed", 2) not in cache.eviction.told
+    cache.open(ask("m"))
+    assert "missed" not in dict(cache.eviction.told)
+
+
+def test_the_trace_of_an_admission():
+    """SPLIT, EVICT, HIT, MISS, ALLOC, with spans that end where the hit does."""
+    trace = Lines()
+    cache = make(4, trace=trace)
+    serve(cache, "abcd")
+    trace.lines.clear()
+    request = ask("abxy")
+    seq = cache.open(request, now=3)
+    upper = spans(cache)["|ab"]
+    assert trace.events() == ["SPLIT", "EVICT", "HIT", "MISS", "ALLOC"]
+    assert trace.of("HIT") == [
+        {"request": request.id, "seq": seq.id, "blocks": 2, "span": upper.id}
+    ]
+    assert trace.of("MISS") == [
+        {"request": request.id, "seq": seq.id, "block": 2, "why": "absent"}
+    ]
+    assert list(trace.of("EVICT")[0]["runs"]) == list(trace.of("ALLOC")[0]["runs"]) == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "why"),
+    [("axx", 12, "absent"), ("abc", 12, "partial"), ("ab", 16, "no keys"), ("", 11, "no keys")],
+)
+def test_why_a_hit_ended(text, tokens, why):
+    """Not cached; the last token that must be computed; or blocks without keys."""
+    trace = Lines()
+    cache = make(trace=trace)
+    serve(cache, "abc")
+    cache.open(ask(text, tokens))
+    assert trace.of("MISS")[-1]["why"] == why
+
+
+def test_a_whole_hit_in_keys_counting_is_no_miss():
+    """Nothing is left to compute, and no MISS or ALLOC line is written."""
+    trace = Lines()
+    cache = make(trace=trace, count="keys")
+    serve(cache, "abc")
+    trace.lines.clear()
+    cache.open(ask("abc"))
+    assert trace.events() == ["HIT"]
+
+
+def test_statistics_of_first_admissions():
+    """Lookup and hit blocks and tokens, and the three ratios."""
+    cache = make(12)
+    serve(cache, "abc", "abxy", "")
+    cache.open(ask("xy", 6))
+    stats = cache.stats
+    assert (stats.requests, stats.lookup_blocks, stats.hit_blocks) == (4, 8, 2)
+    assert (stats.lookup_tokens, stats.hit_tokens) == (34, 8)
+    assert stats.ratios() == {"block": 2 / 8, "token": 8 / 34, "request": 0.5 / 3}
+
+
+def test_without_lookups_every_ratio_is_null():
+    """No keys, nothing to look up: there is no ratio, not a ratio of 0."""
+    cache = make()
+    serve(cache, "")
+    cache.open(ask("", 9))
+    assert cache.stats.ratios() == {"block": None, "token": None, "request": None}
+
+
+def test_coarse_keys_hit_by_the_block():
+    """Keys of 3 blocks: a hit may end inside a key, and diverges only at its borders."""
+    cache = make(20, key_tokens=3 * BLOCK)
+    serve(cache, "abc", key_tokens=3 * BLOCK)
+    longer = ask("abc", 7 * BLOCK + 1, key_tokens=3 * BLOCK)
+    seq = cache.open(longer)
+    assert (seq.hit_blocks, seq.private_blocks) == (7, 1)
+    assert cache.probe(ask("abx", key_tokens=3 * BLOCK)) == 6
+    cache.check_integrity()
+
+
+def test_a_span_that_ends_inside_a_key_is_continued():
+    """A trimmed run is found, and what follows it is found by the same key."""
+    cache = make(6, key_tokens=3 * BLOCK)
+    serve(cache, "ab", key_tokens=3 * BLOCK)
+    serve(cache, "x", tokens=2 * BLOCK, key_tokens=3 * BLOCK)
+    assert cache.probe(ask("abc", key_tokens=3 * BLOCK)) == 4
+    serve(cache, "ab", key_tokens=3 * BLOCK)
+    cache.check_integrity()
+    assert cache.probe(ask("abc", key_tokens=3 * BLOCK)) == 6
+    assert cache.probe(ask("axy", key_tokens=3 * BLOCK)) == 3
+
+
+def test_blocks_of_several_keys():
+    """With two keys a block, the second of each pair decides."""
+    cache = make(8, key_tokens=BLOCK // 2)
+    serve(cache, "abcdef", key_tokens=BLOCK // 2)
+    assert cache.probe(ask("abcdxy", key_tokens=BLOCK // 2)) == 2
+    assert cache.probe(ask("abcxyz", key_tokens=BLOCK // 2)) == 1
+
+
+def test_keys_of_another_size_are_refused():
+    """Neither probe nor open guess: the error names both sizes."""
+    cache = make()
+    wrong = ask("abc", key_tokens=16)
+    for call in (cache.probe, cache.open):
+        with pytest.raises(InputError, match="keys of 16 tokens.*key_tokens=4"):
+            call(wrong)
+
+
+@pytest.mark.parametrize("used", ["eviction", "prefix"])
+def test_a_plugin_serves_one_cache(used):
+    """A policy or prefix cache in use already is refused by name."""
+    plugins = {"eviction": LRU(), "prefix": Radix()}
+    KVCache(4, **plugins)
+    fresh = {"eviction": LRU(), "prefix": Radix()} | {used: plugins[used]}
+    with pytest.raises(InputError, match=f"{used} plugin '{plugins[used].name}' is in use"):
+        KVCache(4, **fresh)
+
+
+def test_key_tokens_must_be_positive():
+    """0 is refused, not taken for the default."""
+    with pytest.raises(InputError, match="key size 0"):
+        make(key_tokens=0)
+
+
+def test_a_counting_cache_has_no_block_tables():
+    """The error says how to get them."""
+    cache = make(ids=False)
+    seq = cache.open(ask("ab"))
+    with pytest.raises(InputError, match="ids=True"):
+        cache.block_table(seq)
+
+
+def test_without_a_prefix_cache_nothing_is_shared():
+    """`none` computes every prompt whole and frees it at close."""
+    cache = make(prefix=NoPrefix())
+    serve(cache, "abc")
+    assert cache.probe(ask("abc")) == 0
+    assert cache.pool.free == 8
+
+
+def test_a_request_of_no_tokens_takes_no_blocks():
+    """It opens and closes all the same."""
+    cache = make()
+    seq = cache.open(Request(id="empty", prompt=0, key_tokens=BLOCK))
+    cache.close(seq)
+    assert cache.pool.free == 8
+    cache.check_integrity()

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import orjson
+import pytest
+
+from kvcore.plugins import Plugins
+from kvcore.request import Request, Retention
+from kvcore.trace.fields import request_fields
+from kvcore_plugins.workloads import Jsonl, Weka, Zipf, hooks
+
+DATA = Path(__file__).parents[1] / "data"
+FULL = Request(
+    id="full",
+    arrival=3,
+    prompt=48,
+    output=5,
+    keys=[b"\x0b" * 16, 7],
+    key_tokens=16,
+    salt="blue",
+    tenant="acme",
+    priority=-1,
+    retention=(Retention(0, None, 90, 10**9), Retention(16, 32, 1)),
+    session="s",
+    after=4,
+    think=9,
+    output_keys=[b"\x0c" * 16],
+)
+
+
+def test_hook_names_every_built_in():
+    """The hook registers the five workloads."""
+    plugins = Plugins(extra=[hooks], entry_points=[])
+    assert plugins.names("workload") == ["azure", "jsonl", "mooncake", "weka", "zipf"]
+
+
+def test_options_are_given_in_text():
+    """An option given as text arrives in its own type, `key_tokens` included."""
+    plugins = Plugins(extra=[hooks], entry_points=[])
+    workload = plugins.build("workload", "zipf:requests=3,rate=2,key_tokens=32")
+    assert workload.options() == Zipf(requests=3, rate=2.0, key_tokens=32).options()
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [[FULL], Weka(DATA / "weka_sessions.jsonl.gz"), Zipf(requests=20)],
+    ids=["every field", "weka", "zipf"],
+)
+def test_traced_requests_come_back(tmp_path, requests):
+    """What a trace writes as REQUEST, `jsonl` reads as an equal request."""
+    path = tmp_path / "t.jsonl"
+    lines = [{"event": "REQUEST", "t": r.arrival, **request_fields(r)} for r in requests]
+    path.write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    assert list(Jsonl(path)) == list(requests)
