@@ -27,13 +27,19 @@ class Retention:
 
     start: int
     end: int | None
-    priority: int = attrs.field()
+    priority: int
     duration: int | None = None
 
-    @priority.validator
-    def _in_range(self, _: object, value: int) -> None:
-        if not 1 <= value <= HIGHEST_PRIORITY:
-            msg = f"retention priority must be 1 to {HIGHEST_PRIORITY}, not {value}"
+    def __attrs_post_init__(self) -> None:
+        """Check the range and the priority."""
+        if self.start < 0 or (self.end is not None and self.end <= self.start):
+            msg = f"retention hint for tokens {self.start} to {self.end}: no tokens"
+            raise InputError(msg)
+        if not 1 <= self.priority <= HIGHEST_PRIORITY:
+            msg = f"retention priority must be 1 to {HIGHEST_PRIORITY}, not {self.priority}"
+            raise InputError(msg)
+        if self.duration is not None and self.duration <= 0:
+            msg = f"retention duration must be above 0 ns, not {self.duration}"
             raise InputError(msg)
 
 

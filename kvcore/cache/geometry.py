@@ -33,8 +33,9 @@ class Geometry:
 
     __slots__ = ("_stride", "_unit", "block_size", "count", "key_tokens", "ratio")
 
-    def __init__(self, count: str, block_size: int, key_tokens: int) -> None:
-        """Take the counting, a block's tokens and a key's tokens."""
+    def __init__(self, count: str, block_size: int, key_tokens: int | None = None) -> None:
+        """Take the counting, a block's tokens and a key's tokens (None: a block's)."""
+        key_tokens = block_size if key_tokens is None else key_tokens
         if count not in COUNTINGS:
             msg = f"counting {count!r} is not known; there are: {', '.join(COUNTINGS)}"
             raise InputError(msg)

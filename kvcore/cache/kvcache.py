@@ -10,7 +10,7 @@ import attrs
 from kvcore.cache.geometry import Geometry, retention_steps
 from kvcore.cache.integrity import check_blocks
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.record import record_open
+from kvcore.cache.record import record_header, record_open
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
@@ -62,9 +62,7 @@ class KVCache:
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
     ) -> None:
-        self.geometry = geometry = Geometry(
-            count, block_size, block_size if key_tokens is None else key_tokens
-        )
+        self.geometry = geometry = Geometry(count, block_size, key_tokens)
         keeps_ids = trace is not None or ids
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
         self.eviction = default("eviction", "lru")() if eviction is None else eviction
@@ -83,16 +81,7 @@ class KVCache:
             self.eviction, "missed"
         )
         if trace is not None:
-            trace.begin(
-                count=count,
-                block_size=block_size,
-                key_tokens=geometry.key_tokens,
-                blocks=blocks,
-                plugins={
-                    plugin.kind: {"name": plugin.name, "options": plugin.options()}
-                    for plugin in (self.eviction, self.prefix)
-                },
-            )
+            record_header(trace, geometry, blocks, (self.eviction, self.prefix))
 
     def probe(self, request: Request, now: int = 0) -> int:
         """Return how many blocks of `request` would hit. Pure: nothing changes.

@@ -1,9 +1,28 @@
-"""The trace lines of an admission: what hit, where it stopped and why, what was allocated."""
+"""The header of a trace, and the lines of an admission: what hit, where it stopped and why."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from kvcore.cache.geometry import Geometry
 from kvcore.cache.sequence import Sequence
-from kvcore.policy import Match, Recorder
+from kvcore.policy import Match, Plugin, Recorder
+
+
+def record_header(
+    trace: Recorder, geometry: Geometry, blocks: int, plugins: Iterable[Plugin]
+) -> None:
+    """Begin `trace` with what its cache is made of."""
+    trace.begin(
+        count=geometry.count,
+        block_size=geometry.block_size,
+        key_tokens=geometry.key_tokens,
+        blocks=blocks,
+        plugins={
+            plugin.kind: {"name": plugin.name, "options": plugin.options()}
+            for plugin in plugins
+        },
+    )
 
 
 def record_open(
