@@ -13,8 +13,9 @@ Key: TypeAlias = Hashable
 """A chained block key: equal keys mean equal blocks *and* equal everything before them."""
 
 DEFAULT_PRIORITY = 35
-HIGHEST_PRIORITY = 100
 """Retention priority of a block for which no hint was given (1 goes first, 100 last)."""
+
+HIGHEST_PRIORITY = 100
 
 
 @attrs.frozen

@@ -4,6 +4,7 @@ A prompt is a text, one letter a block. Its chained keys are its prefixes: "abc"
 keys "a", "ab" and "abc". A span reads as the text before it, a bar, and its own: "ab|c".
 """
 
+from copy import deepcopy
 from itertools import count
 from typing import Any, ClassVar
 
@@ -125,6 +126,20 @@ class Recorded(ScoreEviction):
         self.told.append(("missed", hit_blocks))
 
 
+@attrs.define(slots=False, eq=False)
+class Mortal(LRU):
+    """LRU whose spans expire 10 ns after they were stored or hit."""
+
+    name: ClassVar[str] = "mortal"
+    expires_spans: ClassVar[bool] = True
+
+    def inserted(self, span, now):
+        span.expires = now + 10
+
+    def accessed(self, span, now):
+        span.expires = now + 10
+
+
 @attrs.define(eq=False)
 class Lines:
     """A trace in memory: the lines, as (event, fields)."""
@@ -138,7 +153,8 @@ class Lines:
         self.lines.append(("REQUEST", {"id": request.id}))
 
     def line(self, event, now, **fields):
-        self.lines.append((event, fields))
+        # Arrays are the cache's own and go on changing: written down is what they are now.
+        self.lines.append((event, {name: deepcopy(field) for name, field in fields.items()}))
 
     def events(self):
         """Return the names of the events, HEADER and REQUEST left out."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvcore.cache.pool import BlockPool, CountingPool
 from kvcore.cache.sequence import Sequence
-from kvcore.policy import PrefixCache
+from kvcore.policy import PrefixCache, Span
 
 
 def check_blocks(
@@ -18,6 +18,7 @@ def check_blocks(
         AssertionError: it does not hold; the message has all the numbers.
     """
     open_sequences = list(sequences)
+    _check_pins(prefix, open_sequences)
     if isinstance(pool, BlockPool):
         private = _check_ids(pool, prefix, open_sequences)
     else:
@@ -28,6 +29,24 @@ def check_blocks(
             f"{pool.free} free + {prefix.cached} cached + {private} private blocks are "
             f"{total}, but the pool has {pool.blocks}"
         )
+        raise AssertionError(msg)
+
+
+def _check_pins(prefix: PrefixCache, sequences: list[Sequence]) -> None:
+    """Check that a span is pinned once for each open sequence whose path it is on."""
+    pins: dict[Span, int] = {}
+    for seq in sequences:
+        span = seq.span
+        while span.parent is not None:
+            pins[span] = pins.get(span, 0) + 1
+            span = span.parent
+    for span in prefix.spans():
+        held = pins.pop(span, 0)
+        if held != span.pins:
+            msg = f"{span!r} is on the paths of {held} open sequences"
+            raise AssertionError(msg)
+    if pins:
+        msg = f"open sequences hold {list(pins)}, which are not cached"
         raise AssertionError(msg)
 
 

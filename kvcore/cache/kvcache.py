@@ -13,7 +13,7 @@ from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.record import record_header, record_open
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.stats import CacheStats
-from kvcore.errors import InputError, OutOfBlocks, PolicyError
+from kvcore.errors import InputError, OutOfBlocks
 from kvcore.model import default_prefill_cost
 from kvcore.plugins import default
 from kvcore.policy import EvictionPolicy, Match, PrefixCache, Shape, broken, overridden
@@ -254,7 +254,7 @@ class KVCache:
         self._require_open(seq)
         size = self.geometry.block_size
         left = seq.tokens - tokens
-        if not seq.span.end * size <= left <= seq.tokens:
+        if tokens and not seq.span.end * size <= left <= seq.tokens:
             msg = (
                 f"rollback of {tokens} tokens of sequence {seq.id}: it has {seq.tokens}, of "
                 f"which the first {seq.span.end * size} are shared and stay"
@@ -306,10 +306,10 @@ class KVCache:
                 if self._missed is not None and not again:
                     self._tell_missed(seq, now)
                 prefix.hit(seq, now, again=again)
-            except PolicyError:
+            except Exception:
                 self.pool.give(None if seq.private is None else seq.private[::-1], need)
                 raise
-        except PolicyError:
+        except Exception:
             prefix.undo(seq, match, now)
             raise
 

@@ -16,27 +16,24 @@ from kvcore.cache.geometry import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError
+from kvcore.lab.contenders import Contender, Policy, contenders
 from kvcore.lab.optimum import Future, Optimum
 from kvcore.lab.untimed import replay
 from kvcore.model import PrefillCost, default_prefill_cost
 from kvcore.plugins import Plugins
 from kvcore.policy import EvictionPolicy, PrefixCache, Span, Workload
-from kvcore.policy.plugin import option_fields
 from kvcore.request import Request
-from kvcore.specs import Spec, parse
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 
-Contender: TypeAlias = "str | Optimum | Callable[[], EvictionPolicy]"
-"""A policy's name with its options, a policy class, or what builds a policy."""
+Tick: TypeAlias = Callable[[int], None]
+Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Tick]]
+"""Given what is done and its number of steps (None: unknown), yields a step counter."""
 
-Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
-"""Given what is done and how many steps it takes (None: unknown), yields a step counter."""
-
-PARTS = (180, 60, 30, 18, 6, 3)
+PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""
 
-_TICK = 256
+_STEPS = 256
 
 
 @attrs.frozen(kw_only=True)
@@ -47,14 +44,14 @@ class Row:
         eviction, options: the policy.
         blocks, block_size: the pool's blocks, and a block's tokens.
         requests: how many were replayed.
-        lookup_blocks, hit_blocks: blocks looked up, and hit from the first to the first miss.
+        lookup_blocks, hit_blocks: blocks looked up, and hit before the first miss.
         hit_ratio: the share that hit, weighted by `block`, `token` or `request` (the mean
             over requests with a lookup block); None where nothing was looked up.
         evicted_blocks: blocks that left the cache, for room or because they expired.
         share_of_optimum: its hits per hit of the optimum (without bypass) in the same pool;
             None where that was not run or hits nothing.
-        wall_s: seconds the row took, reading the workload included. Optimum rows share one
-            reading, which the first of them pays.
+        wall_s: seconds the row took, reading the workload included. Rows of the optimum
+            share one reading, which the first of them pays.
     """
 
     eviction: str
@@ -72,10 +69,10 @@ class Row:
 
 @attrs.frozen(kw_only=True)
 class Infinite:
-    """What a cache hits that never evicts anything: the bound for pools of all sizes.
+    """What a cache hits that never evicts: the bound for pools of all sizes.
 
     Attributes:
-        distinct_blocks: the blocks it ends up with, enough to hit as much.
+        distinct_blocks: what it holds in the end; a pool of that size hits as much.
         lookup_blocks, hit_blocks, hit_ratio: as in a row.
     """
 
@@ -98,7 +95,7 @@ class Source:
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """What `compare` returns: rows by policy, then size, as they were asked for."""
+    """What `compare` returns: its rows by policy, then size, as they were asked for."""
 
     workload: Source
     count: str
@@ -108,7 +105,7 @@ class Comparison:
 
 def compare(
     workload: Workload,
-    policies: Iterable[Contender],
+    policies: Iterable[Policy],
     blocks: Iterable[int] | None = None,
     *,
     block_size: int | None = None,
@@ -129,42 +126,45 @@ def compare(
         workload: where the requests come from.
         policies: names with options (`"lfu:half_life=300"`; one text may hold several),
             policy classes, functions that build a policy, and `Optimum` or its name.
-        blocks: pool sizes; None: a few shares of the workload's distinct blocks.
+        blocks: pool sizes; None: a few parts of the workload's distinct blocks.
         block_size: tokens a block holds; None: as many as a key of the workload.
         count: `keys` or `tokens`, the two countings.
         prefix: the prefix cache, as a name with options, a class, or a function.
-        recompute: what it costs to compute a block again, for policies that weigh that.
+        recompute: what it costs to compute a block again, for policies that weigh that;
+            None: Llama 3 8B on an H100.
         seed: of the named policies that have an option `seed` and do not set it.
         trace: the file to write every decision to; with one policy and one size.
         plugins: where names are looked up; None: what is installed.
-        progress: reports how many requests have been replayed; None: nobody is told.
+        progress: is told how many requests have been replayed; None: nobody is.
 
     Raises:
-        InputError: nothing to compare, a size that is no pool's, an unknown name or option,
+        InputError: nothing to compare, a size that no pool has, an unknown name or option,
             a block size that does not fit the keys, a trace of several rows or of the
             optimum, the optimum in `tokens` counting, or a request that cannot be read.
         PluginError: a plugin that cannot work here.
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    contenders = _contenders(policies, plugins, seed)
+    entrants = contenders(policies, plugins, seed)
     sizes = None if blocks is None else _sizes(blocks)
-    _check_combination(contenders, sizes, count, trace)
+    _check(entrants, sizes, count, trace)
     key_tokens = workload.key_tokens
-    geometry = Geometry(count, key_tokens if block_size is None else block_size, key_tokens)
-    make_prefix = partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
-    make_prefix()
-    replays = 1 + len(contenders) * len(PARTS if sizes is None else sizes)
+    bench = _Bench(
+        workload,
+        Geometry(count, key_tokens if block_size is None else block_size, key_tokens),
+        partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix,
+        recompute or default_prefill_cost(),
+    )
+    replays = 1 + len(entrants) * len(PARTS if sizes is None else sizes)
     steps = None if workload.size is None else workload.size * replays
-    with (progress or _silent)(f"comparing on {workload.name}", steps) as tick:
-        bench = _Bench(workload, geometry, make_prefix, recompute or default_prefill_cost(), tick)
+    with (progress or _untold)(f"comparing on {workload.name}", steps) as bench.tick:
         requests, infinite = bench.infinite()
         if sizes is None:
             sizes = default_sizes(infinite.distinct_blocks)
         if trace is None:
-            rows = [bench.row(policy, size) for policy in contenders for size in sizes]
+            rows = [bench.row(policy, size) for policy in entrants for size in sizes]
         else:
-            rows = [bench.traced(contenders[0], sizes[0], trace, seed)]
+            rows = [bench.traced_row(entrants[0], sizes[0], trace, seed)]
     return Comparison(
         workload=Source(
             name=workload.name,
@@ -185,33 +185,6 @@ def default_sizes(distinct_blocks: int) -> list[int]:
     return list(dict.fromkeys(max(1, round(size, 1 - len(str(size)))) for size in sizes))
 
 
-@attrs.frozen
-class _Contender:
-    """A policy to be built afresh for each row; equal to another that decides the same."""
-
-    kind: type
-    options: dict[str, Any]
-    build: Callable[[], EvictionPolicy] | Optimum = attrs.field(eq=False)
-
-    @classmethod
-    def of(cls, build: Callable[[], EvictionPolicy]) -> _Contender:
-        policy = build()
-        return cls(type(policy), plain(policy.options()), build)
-
-
-@attrs.define(slots=False, eq=False)
-class _NoEviction(EvictionPolicy):
-    """The policy of a cache without bounds, which never asks for a victim."""
-
-    name: ClassVar[str] = "no eviction"
-
-    def victim(self, now: int) -> Span:
-        """Give up: the largest pool there can be is full."""
-        del now
-        msg = f"the workload has more than {MOST_BLOCKS} distinct blocks"
-        raise LookupError(msg)
-
-
 @attrs.define
 class _Bench:
     """Runs one row after another on one workload."""
@@ -220,8 +193,8 @@ class _Bench:
     geometry: Geometry
     make_prefix: Callable[[], PrefixCache]
     recompute: PrefillCost
-    tick: Callable[[int], None]
-    future: Future | None = None
+    tick: Tick = attrs.field(init=False)
+    future: Future | None = attrs.field(init=False, default=None)
 
     def infinite(self) -> tuple[int, Infinite]:
         """Replay without bounds; return the number of requests as well."""
@@ -234,18 +207,18 @@ class _Bench:
             hit_ratio=stats.ratios(),
         )
 
-    def row(self, contender: _Contender, blocks: int, trace: Trace | None = None) -> Row:
+    def row(self, policy: Contender, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
-        if isinstance(contender.build, Optimum):
-            stats, evicted = self._optimum(contender.build, blocks)
+        if isinstance(policy.make, Optimum):
+            stats, evicted = self._optimum(policy.make, blocks)
         else:
-            cache = self._cache(blocks, contender.build(), trace)
+            cache = self._cache(blocks, policy.make(), trace)
             stats = replay(self._requests(), cache)
             evicted = cache.prefix.evicted + cache.prefix.expired_blocks
         return Row(
-            eviction=contender.kind.name,
-            options=contender.options,
+            eviction=policy.name,
+            options=policy.options,
             blocks=blocks,
             block_size=self.geometry.block_size,
             requests=stats.requests,
@@ -256,13 +229,20 @@ class _Bench:
             wall_s=round(perf_counter() - begin, 6),
         )
 
-    def traced(
-        self, contender: _Contender, blocks: int, file: str | os.PathLike[str], seed: int | None
+    def traced_row(
+        self, policy: Contender, blocks: int, file: str | os.PathLike[str], seed: int | None
     ) -> Row:
         """Replay likewise, writing every decision to `file`."""
         cost = {"model": self.recompute.model, "device": self.recompute.device}
         with Trace(file, workload=self.workload, seed=seed, recompute=cost) as trace:
-            return self.row(contender, blocks, trace)
+            return self.row(policy, blocks, trace)
+
+    def _optimum(self, optimum: Optimum, blocks: int) -> tuple[CacheStats, int]:
+        if self.future is None:
+            self.future = Future.read(self._requests(), self.geometry)
+        else:
+            self.tick(len(self.future.lengths))
+        return optimum.replay(self.future, blocks, self.geometry.block_size)
 
     def _cache(
         self, blocks: int, eviction: EvictionPolicy, trace: Trace | None = None
@@ -278,59 +258,33 @@ class _Bench:
             recompute=self.recompute,
         )
 
-    def _optimum(self, optimum: Optimum, blocks: int) -> tuple[CacheStats, int]:
-        if self.future is None:
-            self.future = Future.read(self._requests(), self.geometry)
-        else:
-            self.tick(len(self.future.lengths))
-        return optimum.replay(self.future, blocks, self.geometry.block_size)
-
     def _requests(self) -> Iterator[Request]:
-        since = 0
+        """Yield the requests, telling how many there were now and then."""
+        fresh = 0
         for request in self.workload:
             yield request
-            since += 1
-            if since == _TICK:
-                self.tick(since)
-                since = 0
-        self.tick(since)
+            fresh += 1
+            if fresh == _STEPS:
+                self.tick(fresh)
+                fresh = 0
+        self.tick(fresh)
 
 
-def _silent(_: str, __: int | None) -> AbstractContextManager[Callable[[int], None]]:
+@attrs.define(slots=False, eq=False)
+class _NoEviction(EvictionPolicy):
+    """The policy of a cache without bounds, which never asks for a victim."""
+
+    name: ClassVar[str] = "no eviction"
+
+    def victim(self, now: int) -> Span:
+        """Give up: the largest pool there can be is full."""
+        del now
+        msg = f"the workload has more than {MOST_BLOCKS} distinct blocks"
+        raise LookupError(msg)
+
+
+def _untold(_: str, __: int | None) -> AbstractContextManager[Tick]:
     return nullcontext(lambda _: None)
-
-
-def _contenders(
-    policies: Iterable[Contender], plugins: Plugins, seed: int | None
-) -> list[_Contender]:
-    found: list[_Contender] = []
-    for policy in policies:
-        if isinstance(policy, str):
-            found.extend(_named(spec, plugins, seed) for spec in parse(policy))
-        elif isinstance(policy, Optimum):
-            found.append(_Contender(Optimum, policy.options(), policy))
-        elif isinstance(policy, EvictionPolicy) or not callable(policy):
-            msg = (
-                f"{policy!r} cannot be compared: give a name, a policy class, or a function "
-                "that builds a policy, since every pool needs one of its own"
-            )
-            raise InputError(msg)
-        else:
-            found.append(_Contender.of(policy))
-    if not found:
-        msg = "no policy to compare: give at least one"
-        raise InputError(msg)
-    return [policy for place, policy in enumerate(found) if policy not in found[:place]]
-
-
-def _named(spec: Spec, plugins: Plugins, seed: int | None) -> _Contender:
-    if spec.name == Optimum.name:
-        optimum = Optimum.from_text(spec.options)
-        return _Contender(Optimum, optimum.options(), optimum)
-    options = {field.name for field in option_fields(plugins.get("eviction", spec.name))}
-    if seed is not None and "seed" in options:
-        spec = attrs.evolve(spec, options={"seed": str(seed)} | spec.options)
-    return _Contender.of(partial(plugins.build, "eviction", spec))
 
 
 def _sizes(blocks: Iterable[int]) -> list[int]:
@@ -340,41 +294,43 @@ def _sizes(blocks: Iterable[int]) -> list[int]:
             msg = f"a pool of {size} blocks was asked for; it must have 1 to {MOST_BLOCKS}"
             raise InputError(msg)
     if not sizes:
-        msg = "no pool size to compare in: give at least one"
+        msg = "there is no pool to compare in: give at least one size"
         raise InputError(msg)
     return sizes
 
 
-def _check_combination(
-    contenders: list[_Contender],
+def _check(
+    entrants: list[Contender],
     sizes: list[int] | None,
     count: str,
     trace: str | os.PathLike[str] | None,
 ) -> None:
-    optimum = any(contender.kind is Optimum for contender in contenders)
+    """Refuse what cannot be combined."""
+    optimum = any(policy.name == Optimum.name for policy in entrants)
     if optimum and count != "keys":
         msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
         raise InputError(msg)
     if trace is None:
         return
-    if optimum:
-        msg = "the optimum is a bound, which decides nothing: there is no trace of it"
-        raise InputError(msg)
-    if sizes is None or len(contenders) * len(sizes) != 1:
+    if sizes is None or len(entrants) * len(sizes) > 1:
+        number = "none" if sizes is None else len(sizes)
         msg = (
-            f"a trace is of one policy and one pool size, not of {len(contenders)} and "
-            f"{'those by default' if sizes is None else len(sizes)}"
+            "a trace is of one policy in a pool of one size: "
+            f"policies given: {len(entrants)}, sizes given: {number}"
         )
+        raise InputError(msg)
+    if optimum:
+        msg = "the optimum is a bound and decides nothing: there is no trace of it"
         raise InputError(msg)
 
 
 def _with_shares(rows: list[Row]) -> list[Row]:
     """Return the rows with their share of what the optimum hits in the same pool."""
-    plain_optimum = Optimum()
+    optimum = Optimum()
     best = {
         row.blocks: row.hit_blocks
         for row in rows
-        if (row.eviction, row.options) == (plain_optimum.name, plain_optimum.options())
+        if (row.eviction, row.options) == (optimum.name, optimum.options())
     }
     return [
         attrs.evolve(row, share_of_optimum=row.hit_blocks / best[row.blocks])

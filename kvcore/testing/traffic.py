@@ -14,8 +14,13 @@ Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
 
 ACTIONS = ("open", "extend", "commit", "fork", "rollback", "close")
-# Closes come as often as opens and forks together, so that neither room nor work runs out.
-_MIX = ("open",) * 6 + ("commit",) * 6 + ("close",) * 7 + ("extend",) * 3 + ("fork", "rollback")
+# About as many closes as opens that succeed: neither room nor work runs out.
+_MIX = (
+    *("open", "close") * 4,
+    *("commit",) * 6,
+    *("extend", "extend"),
+    *("fork", "rollback"),
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -64,7 +69,8 @@ def draw_request(draw: Draw, traffic: Traffic) -> Request:
     for _ in range(draw(0, traffic.most_keys)):
         # A number names the whole path to it, as a chained key does.
         above = keys[-1] if keys else 0
-        keys.append(above * traffic.width + draw(1, traffic.width))
+        branch = max(1, draw(-1, traffic.width))
+        keys.append(above * traffic.width + branch)
     spare = draw(1 - traffic.key_tokens, traffic.key_tokens)
     length = max(1, len(keys) * traffic.key_tokens + spare)
     hints = [_draw_hint(draw, length) for _ in range(draw(0, 2) if traffic.hints else 0)]

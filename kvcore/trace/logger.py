@@ -20,7 +20,7 @@ class TraceLogger(structlog.BoundLoggerBase):
 
     last: dict[str, Any]
 
-    def line(self, event: str, now: int, /, **fields: Any) -> None:
+    def line(self, event: str, now: int, **fields: Any) -> None:
         """Write one line. Costs about 0.6 µs, twice what orjson alone takes."""
         (encode,) = self._processors
         line = {"n": self.last["n"] + 1, "t": now, "event": event, **fields}

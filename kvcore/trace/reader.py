@@ -84,7 +84,7 @@ class TraceReader:
         except _DamageError as error:
             self.line += 1
             self.fail(str(error))
-        yield from self._last(rest)
+        yield from self._tail(rest)
         if self.cut_reason is None:
             self.cut_reason = stream.cut
         self.complete = self.cut_reason is None
@@ -95,12 +95,12 @@ class TraceReader:
             line = self._checked(raw)
             if line["event"] == "END":
                 self._digest.update(block[: block.find(raw)])
-                self._check_end(line)
+                self._check_end(line, raw)
             yield line
         self._digest.update(block)
         self._digest.update(b"\n")
 
-    def _last(self, rest: bytes) -> Iterator[Line]:
+    def _tail(self, rest: bytes) -> Iterator[Line]:
         """Yield what stands after the last newline if it is a whole line; note the cut."""
         if not rest:
             if not self._ended:
@@ -108,13 +108,14 @@ class TraceReader:
                 self.cut_reason = f"the file {where}, without END"
             return
         try:
-            orjson.loads(rest)
+            if not self._ended:
+                orjson.loads(rest)
         except orjson.JSONDecodeError:
             self.cut_reason = f"the file ends inside line {self.line + 1}"
             return
         line = self._checked(rest)
         if line["event"] == "END":
-            self._check_end(line)
+            self._check_end(line, rest)
         self.cut_reason = f"the file ends before the newline of line {self.line}"
         yield line
 
@@ -140,6 +141,8 @@ class TraceReader:
             self.fail(f"this line has n = {line['n']}; {n} lines stand before it")
         if line["t"] < self._time:
             self.fail(f"time goes back, from {self._time} to {line['t']} ns")
+        if event == "END" and line["t"] > self._time:
+            self.fail(f"END is at {line['t']} ns; the line before it at {self._time}")
         self._time = line["t"]
         self._events[event] = self._events.get(event, 0) + 1
         return line  # type: ignore[no-any-return]
@@ -152,18 +155,21 @@ class TraceReader:
                 f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"
             )
 
-    def _check_end(self, line: Line) -> None:
+    def _check_end(self, line: Line, raw: bytes) -> None:
+        """Check END, which no digest covers: there is one way to write it."""
         self._ended = True
-        events = {name: count for name, count in self._events.items() if name != "END"}
-        if line["lines"] != line["n"]:
-            self.fail(f"END counts {line['lines']} lines; {line['n']} stand before it")
-        if line["events"] != events:
-            self.fail(f"END counts the events {line['events']}; there are {events}")
-        digest = self._digest.hexdigest()
-        if line["digest"] != digest:
-            self.fail(
-                f"END has the digest {line['digest']}; what stands before it has {digest}"
-            )
+        end = {name: line[name] for name in ("n", "t", "event")} | {
+            "lines": line["n"],
+            "events": {name: count for name, count in self._events.items() if name != "END"},
+            "digest": self._digest.hexdigest(),
+        }
+        for field, value in end.items():
+            if line[field] != value:
+                self.fail(
+                    f"END has {field} {line[field]!r}; the lines before it make {value!r}"
+                )
+        if raw != orjson.dumps(end):
+            self.fail("END is not written as kvcore writes it")
 
 
 class _DamageError(Exception):

@@ -10,6 +10,7 @@ import attrs
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.schema import SCHEMA
 from kvcore.trace.state import CacheState
+from kvcore.trace.tables import Hits
 
 
 @attrs.frozen
@@ -74,15 +75,10 @@ def replay(file: str | os.PathLike[str], at: int | None = None) -> Report:
 
 def _report(reader: TraceReader, state: CacheState | None, events: dict[str, int]) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
-    hit: dict[str, Any] = dict.fromkeys(("lookup_blocks", "hit_blocks", "self_hit_blocks"), 0)
-    ratio: dict[str, float | None] = {"block": None, "request": None}
     if state is not None:
-        pool |= {name: getattr(state, name) for name in ("free", "cached", "private")}
-        pool["spans"] = len(state.spans)
-        hit = {name: getattr(state, name) for name in hit}
-        if state.looked_up:
-            ratio["block"] = state.hit_blocks / state.lookup_blocks
-            ratio["request"] = state.ratios / state.looked_up
+        spans = len(state.spans)
+        pool |= {"free": state.free, "cached": state.cached, "private": state.private}
+        pool["spans"] = spans
     return Report(
         file=str(reader.file),
         complete=reader.complete,
@@ -91,5 +87,5 @@ def _report(reader: TraceReader, state: CacheState | None, events: dict[str, int
         events=dict(events),
         pool=pool,
         requests=events.get("REQUEST", 0),
-        hit={**hit, "ratio": ratio},
+        hit=(state.hits if state is not None else Hits()).as_dict(),
     )

@@ -13,7 +13,7 @@ MOST_IDS = 2**31
 
 
 def encode_runs(ids: Ids) -> Runs:
-    """Return `ids` as runs: 9, 8, 7, 3 is `[(9, -3), (3, 1)]`.
+    """Return distinct `ids` as runs: 9, 8, 7, 3 is `[(9, -3), (3, 1)]`.
 
     From left to right every run is as long as it can be, so equal ids have equal runs.
     Costs O(ids), in C where they form a single run.
@@ -32,7 +32,7 @@ def encode_runs(ids: Ids) -> Runs:
     step = 0
     for block in ids[1:]:
         delta = block - last
-        if delta != step or not delta:
+        if delta != step:
             if step:
                 add((first, last - first + step))
                 first = block

@@ -157,9 +157,8 @@ def _typed(says: str, *types: type) -> Kind:
 
 def _word(*words: str) -> Kind:
     allowed = frozenset(words)
-    return Kind(
-        f"one of {', '.join(words)}", lambda value: type(value) is str and value in allowed
-    )
+    says = f"one of {', '.join(words)}" if len(words) > 1 else words[0]
+    return Kind(says, lambda value: type(value) is str and value in allowed)
 
 
 COUNT = Kind("an integer from 0 on", _is_count)
@@ -169,7 +168,7 @@ POOL = Kind(
 )
 INTEGER = _typed("an integer", int)
 TEXT = _typed("a string", str)
-TRUE = Kind("true, or left out", lambda value: value is True)
+TRUE = Kind("true", lambda value: value is True)
 ANY = Kind("any JSON", lambda _: True)
 REQUEST_ID = _typed("an integer or a string", int, str)
 KEYS = Kind("a list of integers from 0 to 2**63 - 1 and strings of 32 hex digits", _is_keys)

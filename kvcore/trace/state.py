@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.cache.pool import BlockPool, Ids
+from kvcore.cache.pool import Ids
 from kvcore.trace.layout import Layout, Prompt
 from kvcore.trace.runs import decode_runs, encode_runs
+from kvcore.trace.schema import EVENTS
+from kvcore.trace.supply import Supply
+from kvcore.trace.tables import Hits, TracedSequence, TracedSpan, ViolationError, path, violated
 
 Line: TypeAlias = dict[str, Any]
 
+# Events between the first victim of a call and the lines that take its block.
 ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY"})
+# Events between a commit and the pins of the forked siblings that share its blocks.
 SHARING = frozenset({"COMMIT", "SPLIT", "FREE"})
 
 
@@ -23,15 +28,14 @@ class CacheState:
     """Pool, spans, block tables and pins of a traced cache.
 
     Shares nothing with the prefix caches but the pool's order of ids: what is cached is a
-    count of blocks a key, found by bisection, since no block is cached without those
-    before it.
+    count of blocks a key, and a prompt's hit a bisection, since no block is cached without
+    those before it.
 
     Attributes:
-        pool: the free blocks. `free` counts those that were just evicted as well.
-        spans, sequences: by id.
-        cached, private: blocks in spans, and blocks of open sequences only.
-        lookup_blocks, hit_blocks, self_hit_blocks, looked_up, ratios: of the admissions
-            so far; `ratios` is the sum of the hit ratios of `looked_up` requests.
+        spans, sequences: those cached and those open, by id.
+        requests: those heard of, by id.
+        cached, private: blocks in spans, and blocks that only open sequences hold.
+        hits: what the admissions so far looked up and hit.
     """
 
     def __init__(self, header: Line) -> None:
@@ -40,94 +44,87 @@ class CacheState:
         Raises:
             ValueError: the sizes do not fit one another.
         """
-        self._layout = Layout.of(header)
-        self._ratio = self._layout.ratio
-        self._policy = header["plugins"].get("eviction", {}).get("name")
-        self.pool = BlockPool(header["blocks"])
         self.spans: dict[int, TracedSpan] = {}
         self.sequences: dict[int, TracedSequence] = {}
-        self.cached = self.private = 0
         self.requests: dict[int | str, Prompt] = {}
-        self.lookup_blocks = self.hit_blocks = self.self_hit_blocks = self.looked_up = 0
-        self.ratios = 0.0
+        self.cached = self.private = 0
+        self.hits = Hits()
+        self._blocks = header["blocks"]
+        self._policy = header["plugins"].get("eviction", {}).get("name")
+        self._layout = Layout.of(header)
+        self._ratio = self._layout.ratio
+        self._supply = Supply(self._blocks)
+        self._owners = self._supply.pool.owners
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
-        self._blocks_of: dict[Any, int] = {}
-        self._opened = self._last_span = 0
-        self._victims: Ids = array("i")
-        self._victims_for: int | str | None = None
+        self._cached_of: dict[Any, int] = {}
+        self._opened = self._last_span = self._now = 0
         self._expired_for: int | str | None = None
-        self._copied = False
-        self._due: tuple[str, int] | None = None
-        self._duplicates: Ids | None = None
-        self._unpinned = 0
-        self._now = 0
+        self._duplicates: Ids = array("i")
+        self._shared = 0
+        self._next: tuple[str, int] | None = None
+        self._expected = False
         self._apply: dict[str, Callable[[Line], None]] = {
-            name: getattr(self, f"_{name.lower()}")
-            for name in (
-                *("REQUEST", "HIT", "MISS", "SPLIT", "JOIN", "ALLOC", "COMMIT", "EVICT"),
-                *("FREE", "FORK", "COPY", "END"),
-            )
+            name: getattr(self, f"_{name.lower()}") for name in EVENTS if name != "HEADER"
         }
 
     @property
     def free(self) -> int:
         """Blocks that hold nothing."""
-        return self.pool.free + len(self._victims)
+        return self._supply.free
 
     def apply(self, line: Line) -> None:
-        """Take in the next line after HEADER. O(spans touched + blocks, in C).
+        """Take in the next line after HEADER. O(spans touched), and its blocks in C.
 
         Raises:
             ViolationError: the line contradicts what came before.
         """
         event = line["event"]
         self._now = line["t"]
-        if self._due is not None and (event, line.get("seq")) != self._due:
-            name, seq = self._due
-            violated(f"{event} where {name} of sequence {seq} must follow")
-        if self._unpinned and event not in SHARING:
-            violated(f"{event} while forked siblings hold committed blocks without a pin")
+        self._expected = self._next is not None
+        if self._next is not None and self._next != (event, line.get("seq")):
+            name, seq = self._next
+            violated(f"{name} of sequence {seq} must come before this")
+        if self._shared and event not in SHARING:
+            violated("forked sequences still hold blocks that are cached now, without a pin")
         if event not in ADMISSION:
             self._expired_for = None
-            self._settle()
-        self._due = None
+            self._supply.settle()
+        self._next = None
         self._apply[event](line)
         total = self.free + self.cached + self.private
-        if total != self.pool.blocks:
+        if total != self._blocks:
             violated(
                 f"{self.free} free + {self.cached} cached + {self.private} private blocks are "
-                f"{total}; the pool has {self.pool.blocks}"
+                f"{total}; the pool has {self._blocks}"
             )
 
     def _request(self, line: Line) -> None:
         if line["id"] in self.requests:
-            violated(f"a second REQUEST {line['id']!r}")
+            violated(f"request {line['id']!r} has a REQUEST line already")
         self.requests[line["id"]] = self._layout.prompt(line)
 
     def _hit(self, line: Line) -> None:
         seq = self._admit(line, line["blocks"])
-        span = self._span(line["span"])
-        self._continues(seq, span, line["blocks"])
-        seq.span = span
-        for held in path(span):
-            held.pins += 1
-            held.creator = None
-            held.last_access = self._now
-            held.hits += not seq.again
+        seq.span = self._span(line["span"])
+        self._must_hold(seq, seq.span, line["blocks"])
+        for span in path(seq.span):
+            span.pins += 1
+            span.creator = None
+            span.last_access = self._now
+            span.hits += not seq.again
         if seq.hit < seq.prompt.blocks:
-            self._due = ("MISS", seq.id)
+            self._next = ("MISS", seq.id)
 
     def _miss(self, line: Line) -> None:
-        seq = self.sequences.get(line["seq"]) or self._admit(line, 0)
+        seq = self._sequence(line["seq"]) if self._expected else self._admit(line, 0)
         prompt = seq.prompt
-        if seq.id != self._opened or line["block"] != seq.hit or line["request"] != prompt.id:
+        told = line["request"], line["block"], "again" in line
+        if told != (prompt.id, seq.hit, seq.again):
             violated(f"sequence {seq.id} is of request {prompt.id!r} and hit {seq.hit} blocks")
-        if ("again" in line) is not seq.again:
-            violated("HIT and MISS disagree on `again`")
         if seq.hit == prompt.limit:
             reasons = ["no keys" if prompt.unkeyed else "partial"]
         elif self._expired_for == prompt.id:
-            # What expired may have been dropped for an earlier try that failed.
+            # What expired may have been dropped by an earlier call, which then failed.
             reasons = ["expired", "absent"]
         else:
             reasons = ["absent"]
@@ -137,7 +134,9 @@ class CacheState:
     def _split(self, line: Line) -> None:
         lower, at = self._span(line["span"]), line["at"]
         if not lower.start < at < lower.end:
-            violated(f"block {at} is not inside span {lower.id}: {lower.start} to {lower.end}")
+            violated(
+                f"span {lower.id} is blocks {lower.start} to {lower.end}: no split at {at}"
+            )
         cut = at - lower.start
         upper = attrs.evolve(
             lower,
@@ -159,84 +158,81 @@ class CacheState:
     def _alloc(self, line: Line) -> None:
         seq, ids = self._sequence(line["seq"]), self._ids(line)
         if line["first"] != seq.blocks:
-            violated(f"block {line['first']} cannot be next: sequence {seq.id} has {seq.blocks}")
-        self._taken(seq, ids)
+            violated(f"sequence {seq.id} has {seq.blocks} blocks: {line['first']} is not next")
+        self._supply.take(ids, seq.prompt.id)
+        self.private += len(ids)
         seq.private.extend(ids)
 
     def _copy(self, line: Line) -> None:
         seq, source = self._sequence(line["seq"]), line["from"]
         if not seq.private or (line["block"], source) != (seq.blocks - 1, seq.private[-1]):
             violated(f"block {source} is not the private tail of sequence {seq.id}")
-        if not self.pool.disown(source):
-            violated(f"block {source} has one owner, which may write to it")
-        self._taken(seq, array("i", [line["to"]]), copy=True)
+        if not self._supply.pool.disown(source):
+            violated(f"block {source} has one owner, who may write to it")
+        self._supply.take(array("i", [line["to"]]), seq.prompt.id, copy=True)
+        self.private += 1
         seq.private[-1] = line["to"]
 
     def _commit(self, line: Line) -> None:
-        seq, how = self._sequence(line["seq"]), line["how"]
-        first, count = line["first"], line["blocks"]
-        if first != seq.span.end or count > len(seq.private):
+        seq, first, count = self._sequence(line["seq"]), line["first"], line["blocks"]
+        end = first + count
+        if first != seq.span.end or end > seq.blocks:
             violated(
-                f"blocks {first} to {first + count} of sequence {seq.id}, whose private blocks "
-                f"are {seq.span.end} to {seq.blocks}"
+                f"the private blocks of sequence {seq.id} are {seq.span.end} to {seq.blocks}"
             )
-        if first + count > seq.prompt.cacheable:
+        if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
-        held = seq.private[:count]
-        if how in ("new", "grown"):
-            self._store(seq, held, line)
+        ids = seq.private[:count]
+        if line["how"] in ("new", "grown"):
+            self._store(seq, ids, line)
         else:
-            self._switch(seq, held, line)
+            self._switch(seq, ids, line)
         del seq.private[:count]
 
     def _evict(self, line: Line) -> None:
-        span, ids, reason = self._span(line["span"]), self._ids(line), line["reason"]
+        span, ids = self._span(line["span"]), self._ids(line)
         if span.pins or span.children:
             violated(f"span {span.id} has {span.pins} pins and {span.children} children")
         if not ids or ids != span.ids[: -len(ids) - 1 : -1]:
-            violated(f"span {span.id} ends in {encode_runs(span.ids[::-1])}, tail first")
-        if line["by"] != self._policy:
-            violated(f"evicted by {line['by']!r}; the policy is {self._policy!r}")
-        if (line["hits"], line["age"]) != (span.hits, self._now - span.last_access):
-            violated(f"span {span.id}: {span.hits} hits, age {self._now - span.last_access} ns")
+            violated(f"span {span.id} is {encode_runs(span.ids[::-1])}, tail first")
+        age = self._now - span.last_access
+        if (line["by"], line["hits"], line["age"]) != (self._policy, span.hits, age):
+            violated(f"span {span.id} goes by {self._policy!r}, age {age}, {span.hits} hits")
         self._forget(span, len(ids))
-        if reason == "expired" or line["for"] != self._victims_for:
-            self._settle()
-        if reason == "expired":
+        if line["reason"] == "expired":
+            self._supply.expired(ids)
             self._expired_for = line["for"]
-            self.pool.give(ids, len(ids))
         else:
-            self._victims_for = line["for"]
-            self._victims.extend(ids)
+            self._supply.evicted(ids, line["for"])
 
     def _free(self, line: Line) -> None:
         seq, ids, reason = self._sequence(line["seq"]), self._ids(line), line["reason"]
-        duplicates, self._duplicates = self._duplicates, None
-        if (duplicates is None) is (reason == "duplicate") or (
-            self._unpinned and not duplicates
+        if self._expected is not (reason == "duplicate") or (
+            self._shared and not self._expected
         ):
-            violated(f"no blocks of sequence {seq.id} are to be freed here with reason {reason!r}")
-        if duplicates is not None:
-            dropped = duplicates
-        elif reason == "close":
-            dropped = seq.private
-            self._close(seq)
+            violated(f"sequence {seq.id} has no blocks to free with reason {reason!r} here")
+        if reason == "duplicate":
+            dropped = self._duplicates
         else:
-            keep = line.get("first", seq.blocks - len(ids)) - seq.span.end
-            if not 0 <= keep < len(seq.private):
-                violated(f"sequence {seq.id} has no private blocks to roll back there")
+            keep = 0
+            if reason == "rollback":
+                keep = line.get("first", seq.blocks - len(ids)) - seq.span.end
+                if not 0 <= keep < len(seq.private):
+                    violated(f"blocks {seq.span.end} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
             del seq.private[keep:]
-        freed = self.pool.release(dropped[::-1])
+        freed = self._supply.pool.release(dropped[::-1])
         if ids != freed:
             violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
         self.private -= len(freed)
+        if reason == "close":
+            self._close(seq)
 
     def _fork(self, line: Line) -> None:
         seq = self._sequence(line["seq"])
         child = attrs.evolve(seq, id=line["child"], private=seq.private[:])
         self._open(child)
-        self.pool.share(child.private)
+        self._supply.pool.share(child.private)
         for span in path(seq.span):
             span.pins += 1
             span.creator = None
@@ -245,28 +241,21 @@ class CacheState:
         """Take END: the reader has checked what it says."""
 
     def _admit(self, line: Line, hit: int) -> TracedSequence:
-        """Open the sequence of a first HIT or MISS, whose hit must be what is cached."""
+        """Open the sequence of a first HIT or MISS; its hit must be what is cached."""
         prompt = self.requests.get(line["request"])
         if prompt is None:
             violated(f"request {line['request']!r} has no REQUEST line before this")
-        if self._victims_for != prompt.id:
-            self._settle()
-        found = min(self._cached_of(prompt.keys), prompt.limit)
-        if hit != found:
-            violated(f"{hit} blocks of request {prompt.id!r} hit; {found} are cached and may")
+        self._supply.serve(prompt.id)
+        cached = min(self._match(prompt.keys), prompt.limit)
+        if hit != cached:
+            violated(f"{hit} blocks hit; {cached} are cached and may hit")
         again = "again" in line
         if again and not prompt.admitted:
-            violated(f"request {prompt.id!r} cannot be admitted again: it never was")
+            violated(f"request {prompt.id!r} was not admitted before")
         prompt.admitted = True
+        self.hits.count(prompt.lookup, hit, again=again)
         seq = TracedSequence(line["seq"], prompt, self._root, array("i"), hit, again)
         self._open(seq)
-        if again:
-            self.self_hit_blocks += hit
-        elif prompt.lookup:
-            self.looked_up += 1
-            self.lookup_blocks += prompt.lookup
-            self.hit_blocks += hit
-            self.ratios += hit / prompt.lookup
         return seq
 
     def _open(self, seq: TracedSequence) -> None:
@@ -281,76 +270,74 @@ class CacheState:
             span.pins -= 1
         del self.sequences[seq.id]
 
-    def _cached_of(self, keys: list[Any]) -> int:
-        """Return how many blocks of a prompt are cached, from the first on. O(log keys)."""
-        cached = self._blocks_of
-        missing = bisect_left(keys, True, key=lambda key: key not in cached)  # noqa: FBT003
+    def _match(self, keys: list[Any]) -> int:
+        """Return how many blocks are cached of a prompt, from the first on. O(log keys)."""
+        cached = self._cached_of
+        missing = bisect_left(keys, 1, key=lambda key: key not in cached)
         return (missing - 1) * self._ratio + cached[keys[missing - 1]] if missing else 0
 
     def _store(self, seq: TracedSequence, ids: Ids, line: Line) -> None:
-        """Move private blocks of `seq` to the deepest span it holds, or to a child of it."""
+        """Move private blocks of `seq` into the deepest span it holds, or a child of it."""
+        if self._shared:
+            violated("forked sequences still hold blocks that are cached now, without a pin")
         parent, keys, ratio = seq.span, seq.prompt.keys, self._ratio
         first, end = parent.end, parent.end + len(ids)
         low, high = first // ratio, (end - 1) // ratio
-        cached = self._blocks_of
-        later = keys[low + 1 : high + 1]
+        cached, later = self._cached_of, keys[low + 1 : high + 1]
         if cached.get(keys[low], 0) != first - low * ratio or not cached.keys().isdisjoint(
             later
         ):
-            violated(
-                f"some of the blocks {first} to {end} of sequence {seq.id} are cached already"
-            )
+            violated(f"some of the blocks {first} to {end} of sequence {seq.id} are cached")
         cached[keys[low]] = ratio
         cached.update(dict.fromkeys(later, ratio))
         cached[keys[high]] = end - high * ratio
         self.cached += len(ids)
         self.private -= len(ids)
-        self._unpinned = sum(self.pool.owners.get(block, 0) for block in ids)
+        if self._owners:
+            self._shared = sum(self._owners.get(block, 0) for block in ids)
         if line["how"] == "grown":
             if line["span"] != parent.id or parent.creator != seq.id:
                 violated(f"sequence {seq.id} may not grow span {line['span']} in place")
             parent.ids.extend(ids)
             return
-        span = TracedSpan(
-            self._new_span(line["span"]), first, ids, keys, parent, 1, seq.id, self._now
-        )
-        self.spans[span.id] = seq.span = span
+        serial = self._new_span(line["span"])
+        span = TracedSpan(serial, first, ids, keys, parent, 1, seq.id, self._now)
+        self.spans[serial] = seq.span = span
         parent.children += 1
         parent.creator = None
 
     def _switch(self, seq: TracedSequence, ids: Ids, line: Line) -> None:
-        """Let `seq` hold a span that another sequence has stored, for blocks of its own."""
+        """Let `seq` hold a span that another sequence stored, for blocks of its own."""
         span = self._span(line["span"])
         if span.parent is not seq.span:
-            violated(f"span {span.id} does not continue span {seq.span.id}")
-        self._continues(seq, span, line["first"] + line["blocks"])
+            violated(f"span {span.id} does not continue what sequence {seq.id} holds")
+        self._must_hold(seq, span, line["first"] + line["blocks"])
         span.pins += 1
         span.creator = None
         seq.span = span
         if line["how"] == "same":
             self._duplicates = ids
-            self._due = ("FREE", seq.id)
+            self._next = ("FREE", seq.id)
             return
-        self._unpinned -= len(ids)
-        if ids != span.ids or self._unpinned < 0 or not all(map(self.pool.disown, ids)):
-            violated(f"sequence {seq.id} does not share the blocks of span {span.id}")
+        self._shared -= len(ids)
+        if ids != span.ids or not all(map(self._supply.pool.disown, ids)):
+            violated(f"sequence {seq.id} does not hold the blocks of span {span.id}")
 
     def _forget(self, span: TracedSpan, count: int) -> None:
         """Take the last `count` blocks of `span` out of the cache."""
-        end = span.end - count
-        whole, part = divmod(end, self._ratio)
+        whole, part = divmod(span.end - count, self._ratio)
         for key in span.keys[whole : (span.end - 1) // self._ratio + 1]:
-            self._blocks_of.pop(key, None)
+            self._cached_of.pop(key, None)
         if part:
-            self._blocks_of[span.keys[whole]] = part
+            self._cached_of[span.keys[whole]] = part
         self.cached -= count
         del span.ids[-count:]
         if not span.ids:
             del self.spans[span.id]
-            assert span.parent is not None
-            span.parent.children -= 1
+            if span.parent is not None:
+                span.parent.children -= 1
 
-    def _continues(self, seq: TracedSequence, span: TracedSpan, end: int) -> None:
+    def _must_hold(self, seq: TracedSequence, span: TracedSpan, end: int) -> None:
         last = (end - 1) // self._ratio
         if span.end != end or span.keys[last] != seq.prompt.keys[last]:
             violated(f"span {span.id} is not what sequence {seq.id} has up to block {end}")
@@ -363,14 +350,14 @@ class CacheState:
 
     def _span(self, serial: int) -> TracedSpan:
         span = self.spans.get(serial)
-        return violated(f"no span {serial} is cached") if span is None else span
+        return span or violated(f"no span {serial} is cached")
 
     def _sequence(self, serial: int) -> TracedSequence:
         seq = self.sequences.get(serial)
-        return violated(f"no sequence {serial} is open") if seq is None else seq
+        return seq or violated(f"no sequence {serial} is open")
 
     def _ids(self, line: Line) -> Ids:
         try:
-            return decode_runs(line["runs"], self.pool.blocks)
+            return decode_runs(line["runs"], self._blocks)
         except ValueError as error:
             raise ViolationError(*error.args) from error

@@ -76,3 +76,37 @@ def path(span: TracedSpan) -> Iterator[TracedSpan]:
     while span.parent is not None:
         yield span
         span = span.parent
+
+
+@attrs.define
+class Hits:
+    """What admissions looked up and hit, in blocks; `again` ones found their own."""
+
+    lookup_blocks: int = 0
+    hit_blocks: int = 0
+    self_hit_blocks: int = 0
+    looked_up: int = 0
+    ratios: float = 0.0
+
+    def count(self, lookup: int, hit: int, *, again: bool) -> None:
+        """Count an admission that hit `hit` of `lookup` blocks."""
+        if again:
+            self.self_hit_blocks += hit
+        elif lookup:
+            self.lookup_blocks += lookup
+            self.hit_blocks += hit
+            self.looked_up += 1
+            self.ratios += hit / lookup
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts, with the hit ratio by block and by request (None: no lookups)."""
+        some = self.looked_up > 0
+        return {
+            "lookup_blocks": self.lookup_blocks,
+            "hit_blocks": self.hit_blocks,
+            "self_hit_blocks": self.self_hit_blocks,
+            "ratio": {
+                "block": self.hit_blocks / self.lookup_blocks if some else None,
+                "request": self.ratios / self.looked_up if some else None,
+            },
+        }

@@ -21,10 +21,10 @@ BUFFER_BYTES = 1 << 20
 
 
 class WriteLine(Protocol):
-    """What `Trace.line` is: write one event at a time in nanoseconds, with its fields."""
+    """What `Trace.line` is."""
 
-    def __call__(self, event: str, now: int, /, **fields: Any) -> None:
-        """Write the line."""
+    def __call__(self, event: str, now: int, **fields: Any) -> None:
+        """Write one event at `now` (ns), with its fields."""
 
 
 class Trace:
@@ -168,12 +168,12 @@ class Trace:
         self.line = self._is_closed
         self._buffer.close()
 
-    def _not_begun(self, event: str, now: int, /, **fields: Any) -> NoReturn:
+    def _not_begun(self, event: str, now: int, **fields: Any) -> NoReturn:
         del now, fields
         msg = f"{event} before the header: give the Trace to a KVCache, which begins it"
         raise InputError(msg)
 
-    def _is_closed(self, event: str, now: int, /, **fields: Any) -> NoReturn:
+    def _is_closed(self, event: str, now: int, **fields: Any) -> NoReturn:
         del now, fields
         msg = f"{event} after the end: the trace {self._sink.name} is closed"
         raise InputError(msg)

@@ -82,7 +82,8 @@ def test_extra_keys_count_from_their_block_on():
 
 
 @pytest.mark.parametrize(
-    "extra", [{"lora": "b"}, {"image": "a"}, {"lora": 1}, {"lora": "1"}, {"image": "a", "lora": "a"}]
+    "extra",
+    [{"lora": "b"}, {"image": "a"}, {"lora": 1}, {"lora": "1"}, {"image": "a", "lora": "a"}],
 )
 def test_extra_keys_of_two_kinds_never_collide(extra):
     """The same value under another tag, and 1 or "1", are different."""

@@ -3,8 +3,8 @@
 import pytest
 from caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start, table
 
-from kvcore import InputError, KVCache, OutOfBlocks, Request
-from kvcore.testing.snapshot import snapshot
+from kvcore import InputError, KVCache, OutOfBlocks, PolicyError, Request
+from kvcore.testing.driver import snapshot
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 
@@ -169,12 +169,64 @@ def test_a_refused_admission_changes_nothing(text):
     assert cache.eviction.told == told
 
 
+def test_an_admission_that_fails_half_way_is_taken_back():
+    """The policy fails after a valid eviction: that stands, all else is as it was."""
+
+    class Once(Recorded):
+        """Gives one victim, then raises."""
+
+        name = "once"
+
+        def victim(self, now):
+            if ("removed", "|x") in self.told:
+                msg = "no more"
+                raise RuntimeError(msg)
+            return super().victim(now)
+
+    cache = make(6, Once())
+    grower = cache.open(ask("abcd"), 3 * BLOCK)
+    compute(cache, grower)
+    serve(cache, "x", "yz")
+    before = spans(cache)["|abc"]
+    with pytest.raises(PolicyError, match="'once'.*raised RuntimeError in victim.*no more"):
+        cache.open(ask("abuvw"), now=9)
+    cache.check_integrity()
+    assert pins(cache) == {"|abc": 1, "|yz": 0}
+    assert spans(cache)["|abc"] is before
+    assert (before.hits, before.last_access, cache.pool.free) == (0, 0, 1)
+    cache.extend(grower, BLOCK)
+    compute(cache, grower)
+    assert "|abcd" in spans(cache), "its creator still grows it in place"
+
+
+def test_a_trace_that_fails_takes_the_admission_back():
+    """An error of the trace is nobody else's: it comes through, and integrity holds."""
+
+    class Full(Lines):
+        """A disk that is full at the first eviction."""
+
+        def line(self, event, now, **fields):
+            if event == "EVICT":
+                msg = "disk full"
+                raise OSError(msg)
+            super().line(event, now, **fields)
+
+    cache = make(4, trace=Full())
+    serve(cache, "ab", "xy")
+    with pytest.raises(OSError, match="disk full"):
+        cache.open(ask("abcd"))
+    cache.check_integrity()
+    assert pins(cache) == {"|ab": 0, "|xy": 0}
+
+
 def test_a_refusal_gives_all_the_numbers():
     """Needed, free, in the pool, and evictable beside the hit itself."""
     cache = make(6)
     cache.open(ask("mn"))
     serve(cache, "ab", "xy")
-    with pytest.raises(OutOfBlocks, match="needs 3 more .* 0 of 6 are free and 2 can be evicted"):
+    with pytest.raises(
+        OutOfBlocks, match="needs 3 more .* 0 of 6 are free and 2 can be evicted"
+    ):
         cache.open(ask("abcde"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcore import BlockPool, Ids, Sequence, Span
+from kvcore import BlockPool, Ids, PolicyError, Sequence, Span
 
 if TYPE_CHECKING:
     from kvcore_plugins.prefix.tree import SpanTree
@@ -16,15 +16,26 @@ def pin_for_siblings(tree: SpanTree, seq: Sequence, first: int, ids: Ids, now: i
     `ids` are the committed blocks, from position `first` on. A sibling's ownership of
     them becomes a pin of their span; blocks before `first` that `seq` had exchanged for
     another's are exchanged in the sibling's table too. O(siblings · blocks).
+
+    Raises:
+        PolicyError: the policy failed at a split. All siblings are pinned all the same,
+            since they share the blocks already.
     """
+    failed = None
     for sibling in seq.family or ():
         if sibling is not seq and sibling.private is not None:
             ahead = first - sibling.span.end
             common = _common(sibling.private, ahead, ids)
             if common:
-                _pin_for(
-                    tree, sibling, _span_ending_at(tree, seq.span, first + common), first, now
-                )
+                span, lower = _span_ending_at(tree, seq.span, first + common)
+                try:
+                    if lower is not None:
+                        tree.tell_split(span, lower)
+                except PolicyError as error:
+                    failed = error
+                _pin_for(tree, sibling, span, first, now)
+    if failed is not None:
+        raise failed
 
 
 def _common(private: Ids, ahead: int, ids: Ids) -> int:
@@ -39,9 +50,16 @@ def _common(private: Ids, ahead: int, ids: Ids) -> int:
     return common
 
 
-def _span_ending_at(tree: SpanTree, span: Span, end: int) -> Span:
-    """Return the span of the path that ends at `end`, cutting one in two if need be."""
-    return span if span.end == end else tree.split_pinned(span, end)
+def _span_ending_at(tree: SpanTree, span: Span, end: int) -> tuple[Span, Span | None]:
+    """Return the span above or at `span` that ends at `end`, and what was cut off for it."""
+    while span.start >= end:
+        assert span.parent is not None
+        span = span.parent
+    if span.end == end:
+        return span, None
+    upper = tree.cut(span, end)
+    upper.pins -= 1
+    return upper, span
 
 
 def _pin_for(tree: SpanTree, sibling: Sequence, deepest: Span, first: int, now: int) -> None:

@@ -36,6 +36,12 @@ def _check_span(tree: SpanTree, span: Span) -> None:
     key = span.path_keys[span.start // tree.shape.ratio]
     _require((parent.children or {}).get(key) is span, f"{parent!r} does not lead to {span!r}")
     _require(parent.end == span.start < span.end, f"{span!r} does not continue {parent!r}")
+    if parent is not tree.root:
+        last = (parent.end - 1) // tree.shape.ratio
+        same = parent.path_keys[last] == span.path_keys[last]
+        _require(same, f"{span!r} does not continue the prompt of {parent!r}")
+        later = parent.pins or parent.recency > span.recency
+        _require(bool(later), f"{parent!r} is less recent than its child {span!r}")
     if span.ids is not None:
         _require(len(span.ids) == span.blocks, f"{span!r} holds {len(span.ids)} ids")
     children = (span.children or {}).values()

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Keys
 from contextlib import suppress
-from typing import ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import attrs
 
 from kvcore import DEFAULT_PRIORITY, Ids, Key, Match, PolicyError, Sequence, Span, broken
 from kvcore_plugins.prefix.forks import pin_for_siblings
-from kvcore_plugins.prefix.hints import apply_hints, raise_expiry, raise_priority
+from kvcore_plugins.prefix.hints import (
+    apply_hints,
+    cut_at_hints,
+    may_grow,
+    raise_expiry,
+    raise_priority,
+)
 from kvcore_plugins.prefix.integrity import check_tree
 from kvcore_plugins.prefix.tree import SpanTree
+
+HISTORY = ("creator", "hits", "opened", "opener", "last_access", "expires")
+"""What an access changes in a span."""
+
+_history = attrgetter(*HISTORY)
 
 
 @attrs.define(slots=False, eq=False)
@@ -74,7 +85,6 @@ class Radix(SpanTree):
         pinned = self._on_pinned
         try:
             while span is not root:
-                span.creator = None
                 if span.pins:
                     span.pins += 1
                 else:
@@ -93,22 +103,25 @@ class Radix(SpanTree):
         root = self.root
         if again:
             while span is not root:
+                span.creator = None
                 span.last_access = now
                 span = span.parent  # type: ignore[assignment]
             return
+        cuts = [] if seq.priorities is None else cut_at_hints(self, seq)
         before = []
         opener, serial = seq.request.id, seq.id
         watched = self._on_accessed is not None
         while span is not root:
             if watched:
-                before.append((span, span.opened, span.opener, span.last_access))
+                before.append((span, _history(span)))
+            span.creator = None
             span.hits += 1
             span.opened = serial
             span.opener = opener
             span.last_access = now
             span = span.parent  # type: ignore[assignment]
         if watched:
-            self._tell_accessed(before, now)
+            self._tell_accessed(before, cuts, now)
         if seq.priorities is not None:
             apply_hints(self, seq, now)
 
@@ -148,7 +161,11 @@ class Radix(SpanTree):
         self._now = now
         span = seq.span
         span.creator = None
-        self._release(span, now)
+        try:
+            self._release(span, now)
+        finally:
+            if self._expiring:
+                raise_expiry(span, self.root)
 
     def fork(self, seq: Sequence, child: Sequence) -> None:
         """Pin the path once more. O(its spans)."""
@@ -162,43 +179,51 @@ class Radix(SpanTree):
     def evict(self, blocks: int, beneficiary: int | str, now: int) -> Ids | None:
         """Evict `blocks` blocks. O(victims), ids by slices."""
         self._now = now
-        policy = self.eviction
-        policy.beneficiary = beneficiary
+        self.eviction.beneficiary = beneficiary
         gone: Ids | None = None
         missing = blocks
         try:
             while missing:
-                span = policy.victim(now)
-                if (
-                    span.__class__ is not Span
-                    or span.shape is not self.shape
-                    or span.pins
-                    or span.children
-                    or span.parent is None
-                ):
-                    self._refuse(span)
+                span = self._victim(now)
                 count = span.end - span.start
                 if count > missing:
                     count = missing
-                missing -= count
-                self.evicted += count
                 ids = span.ids
                 if ids is not None:
                     ids = ids[: -count - 1 : -1]
-                    gone = ids if gone is None else gone + ids
                     if self.trace is not None:
                         self._record_eviction(span, ids, now, "capacity")
+                    if gone is None:
+                        gone = ids
+                    else:
+                        gone.extend(ids)
+                missing -= count
+                self.evicted += count
                 if count == span.end - span.start:
                     self._take_out(span, "capacity")
                 else:
                     self._trim(span, count)
-        except Exception as error:
+        except Exception:
             if missing < blocks:
                 self.pool.give(None if gone is None else gone[::-1], blocks - missing)
-            if isinstance(error, PolicyError):
-                raise
-            raise broken(policy, "victim", error) from error
+            raise
         return gone
+
+    def _victim(self, now: int) -> Span:
+        """Ask the policy for a victim, and refuse what may not be evicted."""
+        try:
+            span = self.eviction.victim(now)
+        except Exception as error:
+            raise broken(self.eviction, "victim", error) from error
+        if (
+            span.__class__ is not Span
+            or span.shape is not self.shape
+            or span.pins
+            or span.children
+            or span.parent is None
+        ):
+            self._refuse(span)
+        return span
 
     def check_integrity(self) -> None:
         """Check the tree's invariants. O(spans)."""
@@ -211,21 +236,22 @@ class Radix(SpanTree):
         last = (stop - 1) // self.shape.ratio
         if seq.keys[last] != child.path_keys[last]:
             stop = self._end_of_match(child, seq.keys, stop)
-        if stop < child.end:
+        whole = stop == child.end
+        if not whole:
             child = self._split(child, stop)
         else:
             child.creator = None
             child.pins += 1
-            if child.pins == 1:
-                self.unpinned -= child.blocks
-                if self._on_pinned is not None:
-                    self._call("pinned", self._on_pinned, child)
         seq.span = child
         own = None
         if seq.private is not None:
             own = seq.private[: stop - first][::-1]
             del seq.private[: stop - first]
         self.record_switch(seq, child, first, own, now)
+        if whole and child.pins == 1:
+            self.unpinned -= child.blocks
+            if self._on_pinned is not None:
+                self._call("pinned", self._on_pinned, child)
 
     def _store(
         self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
@@ -240,12 +266,12 @@ class Radix(SpanTree):
             if len(ids) > count:
                 ids = ids[:count]
         self.cached += upto - first
-        grown = span.creator is seq and span.priority == priority
+        grown = span.creator is seq and may_grow(span, priority, until)
         if grown:
             span.end = upto
-            span.priority_until = until
-            if until is not None:
-                raise_priority(span, self.root)
+            if span.priority_until != until:
+                span.priority_until = until
+                raise_priority(span, self.root, now)
             if ids is not None and span.ids is not None:
                 span.ids.extend(ids)
         else:
@@ -253,15 +279,21 @@ class Radix(SpanTree):
         if self.trace is not None:
             how = "grown" if grown else "new"
             self.record_commit(seq, span, first, upto - first, how, now)
-        if seq.family is not None and ids is not None:
-            pin_for_siblings(self, seq, first, ids, now)
-        if grown:
-            if self._on_grown is not None:
-                self._call("grown", self._on_grown, span, upto - first)
-        elif self._on_inserted is not None:
-            self._call("inserted", self._on_inserted, span, now)
+        try:
+            self._tell_stored(span, upto - first if grown else 0, now)
+        finally:
             if self._expiring:
                 raise_expiry(span, self.root)
+            if seq.family is not None and ids is not None:
+                pin_for_siblings(self, seq, first, ids, now)
+
+    def _tell_stored(self, span: Span, grown: int, now: int) -> None:
+        """Tell the policy that `span` grew by so many blocks, or with 0 that it is new."""
+        if grown:
+            if self._on_grown is not None:
+                self._call("grown", self._on_grown, span, grown)
+        elif self._on_inserted is not None:
+            self._call("inserted", self._on_inserted, span, now)
 
     def _child(
         self,
@@ -288,8 +320,8 @@ class Radix(SpanTree):
             parent.children[key] = span
         parent.creator = None
         seq.span = span
-        if parent.priority < priority or until is not None:
-            raise_priority(span, self.root)
+        if (parent.priority, parent.priority_until) != (priority, until):
+            raise_priority(span, self.root, now)
         return span
 
     def _release(self, span: Span, now: int) -> None:
@@ -316,26 +348,34 @@ class Radix(SpanTree):
         span = seq.span
         if span is not match[0] and span.children:
             upper, span = span, span.parent  # type: ignore[assignment]
-            self._join(upper)
+            self.join(upper)
         while span is not stop:
             span.pins -= 1
             if not span.pins:
                 self.unpinned += span.blocks
                 if self._on_released is not None:
+                    expires = span.expires
                     with suppress(PolicyError):
                         self._call("released", self._on_released, span, self._now)
+                    span.expires = expires
             span = span.parent  # type: ignore[assignment]
 
-    def _tell_accessed(self, before: list[tuple[Span, int, int | str, int]], now: int) -> None:
-        """Tell the policy of an access; if it fails, put the statistics back."""
+    def _tell_accessed(
+        self,
+        before: list[tuple[Span, Any]],
+        cuts: list[Span],
+        now: int,
+    ) -> None:
+        """Tell the policy of an access; if it fails, take statistics and `cuts` back."""
         assert self._on_accessed is not None
         try:
-            for span, *_ in before:
+            for span, _ in before:
                 self._call("accessed", self._on_accessed, span, now)
         except PolicyError:
-            for span, opened, opener, last_access in before:
-                span.hits -= 1
-                span.opened, span.opener, span.last_access = opened, opener, last_access
+            for span, history in before:
+                for name, value in zip(HISTORY, history, strict=True):
+                    setattr(span, name, value)
+            self.join_all(cuts)
             raise
         if self._expiring and before:
             raise_expiry(before[0][0], self.root)

@@ -81,8 +81,19 @@ class SpanTree(PrefixCache):
         """Cut `lower` at block position `at`; return the new upper half, pinned once more.
 
         The lower half stays the object: its id, its place in the policy's order, and the
-        sequences that end in it. The one more pin is the caller's.
+        sequences that end in it. The one more pin is the caller's. If the policy fails,
+        the halves are joined again.
         """
+        upper = self.cut(lower, at)
+        try:
+            self.tell_split(upper, lower)
+        except PolicyError:
+            self.join(upper)
+            raise
+        return upper
+
+    def cut(self, lower: Span, at: int) -> Span:
+        """Split without telling the policy: `tell_split` has to follow."""
         ratio = self.shape.ratio
         parent = lower.parent
         assert parent is not None
@@ -107,13 +118,12 @@ class SpanTree(PrefixCache):
             self.unpinned -= upper.blocks
         if self.trace is not None:
             self.trace.line("SPLIT", self._now, span=lower.id, upper=upper.id, at=at)
-        if self._on_split is not None:
-            try:
-                self._on_split(upper, lower)
-            except Exception as error:
-                self._join(upper)
-                raise broken(self.eviction, "split", error) from error
         return upper
+
+    def tell_split(self, upper: Span, lower: Span) -> None:
+        """Tell the policy of a cut."""
+        if self._on_split is not None:
+            self._call("split", self._on_split, upper, lower)
 
     def split_pinned(self, lower: Span, at: int) -> Span:
         """Cut a span that the caller has pinned already; return the upper half."""
@@ -121,7 +131,7 @@ class SpanTree(PrefixCache):
         upper.pins -= 1
         return upper
 
-    def _join(self, upper: Span) -> None:
+    def join(self, upper: Span) -> None:
         """Take a split back. Nothing but the caller's pin tells the halves apart."""
         assert upper.children
         (lower,) = upper.children.values()
@@ -141,6 +151,11 @@ class SpanTree(PrefixCache):
         if self._on_joined is not None:
             with suppress(PolicyError):
                 self._call("joined", self._on_joined, upper, lower)
+
+    def join_all(self, uppers: list[Span]) -> None:
+        """Take splits back, the latest first."""
+        for upper in reversed(uppers):
+            self.join(upper)
 
     def _take_out(self, span: Span, reason: str) -> None:
         """Take a leaf out of the tree and tell the policy."""

@@ -1,0 +1,213 @@
+"""`kvcore compare`: eviction policies and the optimum on one workload, by pool size."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from kvcore.cache.geometry import COUNTINGS
+from kvcore.catalogue import find_device, find_model
+from kvcore.cli.output import emit_json, json_option, print_table, progress
+from kvcore.cli.workload import find_workload
+from kvcore.errors import InputError
+from kvcore.hf_config import read_config
+from kvcore.lab import compare as run_comparison
+from kvcore.model import KV_DTYPES, KVLayout, ModelSpec, PrefillCost
+from kvcore.plugins import Plugins
+from kvcore.policy import Workload
+from kvcore.report import ComparisonReport, whole_file, write_csv
+from kvcore.units import format_bytes, parse_bytes
+from kvcore.workloads import checked
+
+POLICIES = "lru,fifo,lfu,slru,cost,random"
+MODEL = "llama-3-8b"
+KV_DTYPE = "fp16"
+DEVICE = "h100"
+PREFIX = "radix"
+
+
+@click.command()
+@click.argument("workload", required=False)
+@click.option(
+    "--eviction",
+    metavar="LIST",
+    help=f"Policies, such as lru,lfu:half_life=300,optimum.  [default: {POLICIES},optimum]",
+)
+@click.option("--blocks", metavar="LIST", help="Pool sizes in blocks, such as 1000,3000.")
+@click.option("--memory", metavar="LIST", help="Pool sizes in bytes of K/V, such as 40GiB.")
+@click.option("--model", help=f"Whose K/V it is: a name or a config.json.  [default: {MODEL}]")
+@click.option(
+    "--kv-dtype", type=click.Choice(KV_DTYPES), help=f"Of the K/V.  [default: {KV_DTYPE}]"
+)
+@click.option("--block-size", type=int, help="Tokens in a block.  [default: as in a key]")
+@click.option(
+    "--count",
+    type=click.Choice(COUNTINGS),
+    default="keys",
+    show_default=True,
+    help="Count whole keys, or tokens.",
+)
+@click.option("--prefix", help=f"The prefix cache.  [default: {PREFIX}]")
+@click.option("--seed", type=int, help="For policies that draw random numbers.")
+@click.option("--check", is_flag=True, help="Check the workload's keys, ids and times first.")
+@click.option("--trace", type=Path, metavar="FILE", help="Write every decision, as JSONL.")
+@click.option("--csv", type=Path, metavar="FILE", help="Write the rows as CSV as well.")
+@json_option
+def compare(
+    *,
+    workload: str | None,
+    eviction: str | None,
+    blocks: str | None,
+    memory: str | None,
+    model: str | None,
+    kv_dtype: str | None,
+    block_size: int | None,
+    count: str,
+    prefix: str | None,
+    seed: int | None,
+    check: bool,
+    trace: Path | None,
+    csv: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare eviction policies on WORKLOAD, by pool size.
+
+    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
+    file of any known format. Without it, it is the trace that comes with kvcore.
+
+    Requests are replayed one after another, without a clock. The optimum is the most that
+    any eviction can hit; it is known in `keys` counting.
+    """
+    plugins = Plugins()
+    source = find_workload(workload, plugins)
+    _refuse(blocks=blocks, memory=memory, kv_dtype=kv_dtype, trace=trace, csv=csv)
+    spec = None if model is None else _model(model)
+    sizes = None if blocks is None else _numbers(blocks)
+    budget = None
+    if memory is not None:
+        tokens = source.key_tokens if block_size is None else block_size
+        layout = KVLayout(spec or _model(MODEL), kv_dtype or KV_DTYPE, tokens)
+        budget = Budget(layout, [parse_bytes(text) for text in memory.split(",")])
+        sizes = list(budget.labels)
+    if check:
+        _check(source)
+    optimum = ",optimum" if count == "keys" else ""
+    with ExitStack() as stack:
+        file = None if csv is None else stack.enter_context(whole_file(csv))
+        comparison = run_comparison(
+            source,
+            [eviction or POLICIES + optimum],
+            sizes,
+            block_size=block_size,
+            count=count,
+            prefix=prefix or PREFIX,
+            recompute=None if spec is None else PrefillCost.of(spec, find_device(DEVICE)),
+            seed=seed,
+            trace=trace,
+            plugins=plugins,
+            progress=progress,
+        )
+        if file is not None:
+            write_csv(comparison, file)
+    if as_json:
+        document = {"schema": 1, **attrs.asdict(comparison)}
+        if budget is not None:
+            document["memory"] = budget.document()
+        if prefix is not None:
+            document["prefix"] = prefix
+        emit_json(document)
+        return
+    report = ComparisonReport(comparison, None if budget is None else budget.labels)
+    click.echo(report.headline)
+    print_table(report.headers, report.rows)
+    click.echo(report.reading)
+    if budget is not None:
+        click.echo(budget)
+    if prefix is not None:
+        click.echo(f"Prefix cache: {prefix}.")
+
+
+@attrs.frozen
+class Budget:
+    """Pools given by the bytes they may take.
+
+    Raises:
+        InputError: one in which not even a block fits.
+    """
+
+    layout: KVLayout
+    bytes: list[int]
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what holds no block."""
+        for budget in self.bytes:
+            if not self.layout.blocks_in(budget):
+                msg = f"--memory: {format_bytes(budget)} hold no block. {self}"
+                raise InputError(msg)
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """The bytes of each pool size, for people."""
+        return {self.layout.blocks_in(size): format_bytes(size) for size in self.bytes}
+
+    def document(self) -> dict[str, Any]:
+        """Return what JSON says of it."""
+        return {
+            "model": self.layout.model.name,
+            "kv_dtype": self.layout.dtype,
+            "bytes_per_block": self.layout.bytes_per_block,
+            "budgets": [
+                {"bytes": size, "blocks": self.layout.blocks_in(size)} for size in self.bytes
+            ],
+        }
+
+    def __str__(self) -> str:
+        """Say what a block takes."""
+        layout = self.layout
+        return (
+            f"A block of {layout.block_size:,} tokens of {layout.model.name} in {layout.dtype} "
+            f"takes {format_bytes(layout.bytes_per_block)}."
+        )
+
+
+def _refuse(
+    *,
+    blocks: str | None,
+    memory: str | None,
+    kv_dtype: str | None,
+    trace: Path | None,
+    csv: Path | None,
+) -> None:
+    """Refuse options that do not go together."""
+    msg = ""
+    if blocks is not None and memory is not None:
+        msg = "--blocks and --memory both say how large the pool is: give one of them"
+    elif kv_dtype is not None and memory is None:
+        msg = "--kv-dtype says what a token takes of --memory: give that too"
+    elif csv is not None and trace is not None and csv.resolve() == trace.resolve():
+        msg = f"--csv and --trace would both write {csv}: give two files"
+    if msg:
+        raise InputError(msg)
+
+
+def _model(text: str) -> ModelSpec:
+    return read_config(Path(text)) if text.endswith(".json") else find_model(text)
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = text.split(",")
+    if not all(re.fullmatch(r"\s*[0-9]{1,18}\s*", number) for number in numbers):
+        msg = f"--blocks {text!r}: expected numbers of blocks, such as 1000,3000"
+        raise InputError(msg)
+    return [int(number) for number in numbers]
+
+
+def _check(workload: Workload) -> None:
+    with progress(f"checking {workload.name}", workload.size) as tick:
+        for _ in checked(workload):
+            tick(1)

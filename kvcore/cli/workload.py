@@ -1,0 +1,38 @@
+"""The WORKLOAD argument of verbs: a plugin in text, or a file of any known format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcore.errors import InputError
+from kvcore.plugins import Plugins
+from kvcore.policy import Workload
+from kvcore.specs import nearest
+from kvcore.workloads import recognise
+
+BUNDLED = "mooncake"
+
+
+def find_workload(text: str | None, plugins: Plugins) -> Workload:
+    """Return the workload that `text` names: a plugin with options, or the path of a file.
+
+    None is the trace that comes with kvcore. A plugin's name comes first: `./zipf` is a
+    file.
+
+    Raises:
+        InputError: neither, or a plugin or file that cannot be used as given.
+    """
+    text = BUNDLED if text is None else text
+    name = text.partition(":")[0].strip()
+    names = plugins.names("workload")
+    if name in names:
+        workload: Workload = plugins.build("workload", text)
+        return workload
+    path = Path(text)
+    if not path.exists():
+        msg = (
+            f"workload {text!r}: there is no such file, and no workload plugin is named "
+            f"{name!r}{nearest(name, names)}. There are: {', '.join(names)}"
+        )
+        raise InputError(msg)
+    return recognise(path, [plugins.get("workload", known) for known in names])

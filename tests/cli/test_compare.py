@@ -1,0 +1,292 @@
+"""`kvcore compare`: what it runs, prints, writes and refuses."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvcore.cli import main as frame
+from kvcore.lab.compare import default_sizes
+
+SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
+MIB = 2**20
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command line and returns stdout; it must succeed."""
+
+    def command(*arguments):
+        code = frame.run(["compare", *arguments])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, "")
+        return captured.out
+
+    return command
+
+
+@pytest.fixture
+def report(run):
+    """Return a function that runs the command line and returns its JSON."""
+    return lambda *arguments: json.loads(run(*arguments, "--json"))
+
+
+@pytest.fixture
+def refused(capsys):
+    """Return a function that runs what cannot be done, with code 2, and returns the error."""
+
+    def command(*arguments):
+        code = frame.run(["compare", *arguments])
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, "")
+        return captured.err
+
+    return command
+
+
+def mooncake(path, *rows):
+    """Write a file of Mooncake's format: (milliseconds, keys) a row."""
+    lines = [
+        json.dumps(
+            {
+                "timestamp": time,
+                "input_length": 512 * len(keys),
+                "output_length": 1,
+                "hash_ids": keys,
+            }
+        )
+        for time, keys in rows
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_json_has_these_fields(report):
+    """The document is the schema that is documented, no field more or less."""
+    document = report(SMALL, "--eviction", "lru,optimum", "--blocks", "20")
+    assert list(document) == ["schema", "workload", "count", "rows", "infinite"]
+    assert list(document["workload"]) == ["name", "digest", "requests", "key_tokens", "options"]
+    assert list(document["rows"][0]) == [
+        "eviction",
+        "options",
+        "blocks",
+        "block_size",
+        "requests",
+        "lookup_blocks",
+        "hit_blocks",
+        "hit_ratio",
+        "evicted_blocks",
+        "share_of_optimum",
+        "wall_s",
+    ]
+    assert list(document["rows"][0]["hit_ratio"]) == ["block", "token", "request"]
+    assert list(document["infinite"]) == [
+        "distinct_blocks",
+        "lookup_blocks",
+        "hit_blocks",
+        "hit_ratio",
+    ]
+    assert (document["schema"], document["count"]) == (1, "keys")
+
+
+def test_without_a_workload_it_is_the_bundled_trace(report):
+    """LRU on the bundled trace at 5,859 blocks, and what the optimum makes of it."""
+    lru, optimum = report("--eviction", "lru,optimum", "--blocks", "5859")["rows"]
+    assert (lru["requests"], lru["lookup_blocks"], lru["hit_blocks"]) == (12031, 288500, 39258)
+    assert lru["hit_ratio"]["block"] == lru["hit_ratio"]["token"] == 39258 / 288500
+    assert lru["share_of_optimum"] == 39258 / 101431
+    assert (optimum["hit_blocks"], optimum["block_size"]) == (101431, 512)
+
+
+def test_the_table_is_readable(run):
+    """The table has the policies, the optimum and the infinite bound, by pool size."""
+    lines = run(SMALL).splitlines()
+    assert lines[0] == "zipf: 60 requests look up 360 blocks of 16 tokens (keys counting)."
+    policies = [line.split()[0] for line in lines[4:12]]
+    assert policies == ["lru", "fifo", "lfu", "slru", "cost", "random", "optimum", "infinite"]
+    assert lines[12].startswith("infinite: a cache that never evicts")
+
+
+def test_without_sizes_they_suit_the_workload(report):
+    """The pools are parts of what the workload would fill."""
+    document = report(SMALL, "--eviction", "lru")
+    sizes = [row["blocks"] for row in document["rows"]]
+    assert sizes == default_sizes(document["infinite"]["distinct_blocks"])
+
+
+def test_a_file_is_recognised_by_its_content(report, tmp_path):
+    """A compressed file without a telling name is read as what it is."""
+    path = mooncake(tmp_path / "plain", (0, [1, 2]), (5, [1, 2]))
+    packed = tmp_path / "packed"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    for file in (path, packed):
+        document = report(str(file), "--eviction", "lru", "--blocks", "9")
+        assert document["workload"]["name"] == "mooncake"
+        assert document["rows"][0]["hit_blocks"] == 2
+
+
+def test_what_is_given_twice_is_run_once(report):
+    """Policies and sizes may be repeated."""
+    rows = report(SMALL, "--eviction", "lru,lru", "--blocks", "9,20,9")["rows"]
+    assert [row["blocks"] for row in rows] == [9, 20]
+
+
+def test_memory_is_what_the_blocks_may_take(report):
+    """Llama 3 8B takes 128 KiB a token: 2 MiB a block of 16, as the document says."""
+    document = report(SMALL, "--eviction", "lru", "--memory", "21MiB,42MiB")
+    assert [row["blocks"] for row in document["rows"]] == [10, 21]
+    assert document["memory"] == {
+        "model": "llama-3-8b",
+        "kv_dtype": "fp16",
+        "bytes_per_block": 2 * MIB,
+        "budgets": [{"bytes": 21 * MIB, "blocks": 10}, {"bytes": 42 * MIB, "blocks": 21}],
+    }
+
+
+def test_memory_is_of_the_model_dtype_and_block_size_asked_for(report):
+    """Mistral 7B in fp8 takes 64 KiB a token: 256 KiB a block of 4."""
+    options = ["--model", "mistral-7b", "--kv-dtype", "fp8", "--block-size", "4"]
+    document = report(SMALL, "--eviction", "lru", "--memory", "1MiB", *options)
+    assert [(row["blocks"], row["block_size"]) for row in document["rows"]] == [(4, 4)]
+
+
+def test_the_table_says_what_memory_was_of(run):
+    """Sizes are named in bytes, and the model is stated."""
+    lines = run(SMALL, "--eviction", "lru", "--memory", "40MiB").splitlines()
+    assert "40 MiB" in lines[2]
+    assert lines[-1] == "A block of 16 tokens of llama-3-8b in fp16 takes 2 MiB."
+
+
+def test_counting_tokens_leaves_the_optimum_out(report):
+    """The default policies of `tokens` counting are without the optimum."""
+    document = report(SMALL, "--count", "tokens", "--blocks", "20")
+    assert document["count"] == "tokens"
+    assert "optimum" not in {row["eviction"] for row in document["rows"]}
+
+
+def test_the_seed_reaches_the_policies(report):
+    """`--seed` seeds the policies that draw random numbers."""
+    (row,) = report(SMALL, "--eviction", "random", "--blocks", "9", "--seed", "8")["rows"]
+    assert row["options"] == {"seed": 8}
+
+
+def test_the_prefix_cache_can_be_chosen(report):
+    """Without a prefix cache nothing hits."""
+    document = report(SMALL, "--eviction", "lru", "--blocks", "20", "--prefix", "none")
+    assert (document["infinite"]["hit_blocks"], document["prefix"]) == (0, "none")
+
+
+def test_the_table_says_which_prefix_cache_was_chosen(run):
+    """Another prefix cache than the default is stated."""
+    assert run(SMALL, "--eviction", "lru", "--prefix", "none").endswith("Prefix cache: none.\n")
+
+
+def test_a_trace_is_the_same_twice(run, tmp_path):
+    """The same command writes the same bytes."""
+    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    for path in (first, second):
+        run(SMALL, "--eviction", "lfu", "--blocks", "20", "--trace", str(path))
+    assert first.read_bytes() == second.read_bytes()
+    assert b'"event":"END"' in first.read_bytes().splitlines()[-1]
+
+
+def test_a_trace_can_be_compared_again(report, tmp_path):
+    """A trace is a workload too: the same requests give the same hits."""
+    path = str(tmp_path / "trace.jsonl")
+    first = report(SMALL, "--eviction", "lru", "--blocks", "20", "--trace", path)["rows"][0]
+    again = report(path, "--eviction", "lru", "--blocks", "20")["rows"][0]
+    assert again["hit_blocks"] == first["hit_blocks"]
+
+
+def test_csv_has_the_rows_of_the_document(report, tmp_path):
+    """The file has a line a row, with the same numbers in full."""
+    path = tmp_path / "rows.csv"
+    document = report(
+        SMALL, "--eviction", "lru,optimum", "--blocks", "9,20", "--csv", str(path)
+    )
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["hit_ratio_block"]) for line in lines] == [
+        row["hit_ratio"]["block"] for row in document["rows"]
+    ]
+
+
+def test_a_bad_row_leaves_the_files_as_they_were(refused, tmp_path):
+    """A workload that ends in a bad row: the old CSV stays, and no trace appears."""
+    workload = mooncake(tmp_path / "rows", (0, [1]), (5, [1]), (3, [1]))
+    old = tmp_path / "rows.csv"
+    old.write_text("old")
+    error = refused(
+        str(workload), "--eviction", "lru", "--blocks", "9", "--csv", str(old),
+        "--trace", str(tmp_path / "trace.jsonl"),
+    )  # fmt: skip
+    assert f"{workload}:3" in error
+    assert old.read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"rows", "rows.csv"}
+
+
+def test_check_finds_a_key_under_two_parents(refused, run, tmp_path):
+    """`--check` refuses keys that contradict one another; policies alone do not look."""
+    arguments = [
+        str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2]))),
+        "--eviction",
+        "lru",
+    ]
+    assert "infinite" in run(*arguments)
+    assert "equal keys must mean equal prefixes" in refused(*arguments, "--check")
+
+
+def test_check_passes_what_is_right(run):
+    """`--check` of a sound workload changes nothing."""
+    assert "infinite" in run(SMALL, "--check", "--eviction", "lru")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.jsonl"], "there is no such file, and no workload plugin is named"),
+        (["zipff:requests=1"], "did you mean 'zipf'?"),
+        (["zipf:request=1"], "has no option 'request' (did you mean 'requests'?)"),
+        (["weka"], "needs a value for option 'path'"),
+        (["--eviction", "lruu"], "no eviction plugin is named 'lruu' (did you mean 'lru'?)"),
+        (["--eviction", "lfu:half_time=3"], "has no option 'half_time'"),
+        (["--eviction", "optimum:bypas=true"], "Its options: bypass=false"),
+        (["--eviction", "optimum", "--count", "tokens"], "in `keys` counting alone"),
+        (["--eviction", "optimum", "--blocks", "9", "--trace", "x"], "there is no trace of it"),
+        (["--trace", "x"], "a trace is of one policy in a pool of one size"),
+        (["--blocks", "0"], "a pool of 0 blocks"),
+        (["--blocks", "-5"], "expected numbers of blocks, such as 1000,3000"),
+        (["--blocks", "9,,20"], "expected numbers of blocks"),
+        (["--blocks", "9" * 5000], "expected numbers of blocks"),
+        (["--blocks", "9", "--memory", "1GiB"], "give one of them"),
+        (["--memory", "1MiB"], "1 MiB hold no block. A block of 512 tokens of llama-3-8b"),
+        (["--memory", "much"], "size 'much'"),
+        (["--memory", "1GiB", "--model", "gpt-9"], "unknown model 'gpt-9'"),
+        (["--kv-dtype", "fp8"], "--kv-dtype says what a token takes of --memory"),
+        (["--block-size", "100"], "block size 100 and the workload's keys of 512 tokens"),
+        (["--count", "words"], "'words' is not one of 'keys', 'tokens'"),
+        (["--csv", "missing/rows.csv"], "cannot write missing/rows.csv"),
+        (["--csv", "same", "--trace", "same"], "--csv and --trace would both write same"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(refused, monkeypatch, tmp_path, arguments, message):
+    """The error says what is wrong; no file is left."""
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_as_a_process_json_is_alone_on_stdout():
+    """In a pipe there is no progress bar, and stdout is one document."""
+    process = subprocess.run(
+        [sys.executable, "-c", "from kvcore.cli.main import main; main()",
+         "compare", SMALL, "--eviction", "lru", "--json"],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert (process.returncode, process.stderr) == (0, b"")
+    assert json.loads(process.stdout)["schema"] == 1

@@ -1,0 +1,88 @@
+"""`kvcore replay`, as a process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from traces import lines, record, seal
+
+PROGRAM = "from kvcore.cli.main import main; main()"
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of a recorded trace of 49 lines."""
+    return record(tmp_path / "trace.jsonl")
+
+
+def run(*arguments):
+    """Run `kvcore replay`."""
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, "replay", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_json_is_alone_on_stdout(trace):
+    """`--json` prints one document with the documented fields, and nothing else."""
+    done = run(trace, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(report) == [
+        *("schema", "file", "complete", "lines", "events", "pool", "requests", "hit"),
+    ]
+    assert (report["schema"], report["file"], report["lines"]) == (1, str(trace), 49)
+    assert report["pool"] == {"free": 3, "cached": 5, "private": 0, "spans": 2}
+
+
+def test_a_table_for_people(trace):
+    """Without `--json` the same is a table."""
+    done = run(trace)
+    rows = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines()[2:])
+    assert done.returncode == 0
+    assert (rows["lines"], rows["blocks cached"], rows["  EVICT"]) == ("49", "5", "5")
+    assert rows["hit ratio by block"] == "0.3000"
+
+
+def test_the_state_at_a_time(trace):
+    """`--at` takes seconds, to the nanosecond."""
+    done = run(trace, "--json", "--at", "0.000000002")
+    assert json.loads(done.stdout)["lines"] == 5
+
+
+def test_a_time_that_is_none_is_bad_usage(trace):
+    """`--at` of no number exits 2 and says what is expected."""
+    done = run(trace, "--at", "noon")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'noon': expected a number of seconds" in done.stderr
+
+
+def test_a_violation_exits_1_with_file_line_and_reason(trace):
+    """A line that cannot be is told on stderr; stdout stays empty."""
+    events = lines(trace)
+    events[35]["span"] = 4
+    done = run(seal(trace, events), "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr == f"kvcore: error: {trace}:36: EVICT: span 4 has 0 pins and 2 children\n"
+    )
+
+
+def test_an_incomplete_file_exits_1_after_its_report(trace):
+    """Of a cut file the readable part is reported, and one message says where it is cut."""
+    trace.write_bytes(trace.read_bytes()[:-100])
+    done = run(trace, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["complete"], report["lines"]) == (1, False, 48)
+    message = f"kvcore: error: {trace}: incomplete: the file ends inside line 49\n"
+    assert done.stderr == message
+
+
+def test_a_missing_file_is_bad_input(tmp_path):
+    """A file that is not there exits 2."""
+    done = run(tmp_path / "nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nowhere: No such file" in done.stderr

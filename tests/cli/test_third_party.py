@@ -1,0 +1,63 @@
+"""The example plugin, installed as a stranger would, into a fresh environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "third_party_policy"
+
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """Install kvcore, its kit and the example into a fresh environment; return its scripts."""
+    home = tmp_path_factory.mktemp("fresh") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    scripts = home / ("Scripts" if os.name == "nt" else "bin")
+    pip = [scripts / "python", "-m", "pip", "install", "--quiet"]
+    pins = ["--constraint", ROOT / "constraints.txt"]
+    subprocess.run([*pip, *pins, f"{ROOT}[testing]", EXAMPLE], check=True)
+    return scripts
+
+
+def run(*command, cwd):
+    """Run a command outside the checkout, without what the test run has in its environment."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
+    clean.pop("PYTHONPATH", None)
+    return subprocess.run(
+        command, cwd=cwd, env=clean, capture_output=True, text=True, check=False
+    )
+
+
+def test_it_is_found_through_its_entry_point(scripts, tmp_path):
+    """`kvcore plugins` lists the policy with the distribution it comes from."""
+    done = run(scripts / "kvcore", "plugins", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = [p for p in json.loads(done.stdout)["plugins"] if p["name"] == "deepest"]
+    assert [p["distribution"] for p in found] == ["kvcore-depth-policy"]
+
+
+def test_it_can_be_compared_by_name(scripts, tmp_path):
+    """The command line takes the policy like a built-in one."""
+    command = ["compare", "zipf:requests=200", "--eviction", "lru,deepest", "--blocks", "100"]
+    done = run(scripts / "kvcore", *command, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [row["eviction"] for row in json.loads(done.stdout)["rows"]] == ["lru", "deepest"]
+
+
+def test_the_kit_passes_on_it(scripts, tmp_path):
+    """The conformance kit, in three lines of its tests, passes and is not empty."""
+    tests = EXAMPLE / "tests"
+    done = run(
+        scripts / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

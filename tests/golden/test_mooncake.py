@@ -1,0 +1,110 @@
+"""Numbers that must come out of the bundled trace: 12,031 requests of a chat service."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.lab import compare
+from kvcore_plugins.workloads import Mooncake
+
+SIZES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)
+FINE = (3_000, 5_859, 30_000)
+OPTIMUM = "optimum"
+BYPASS = "optimum:bypass=true"
+
+LRU_KEYS = (12_847, 18_850, 39_258, 61_046, 93_978, 102_290, 104_924)
+MUST_ADMIT = (51_705, 84_121, 101_431, 105_710, 105_710, 105_710, 105_710)
+MAY_BYPASS = (55_019, 84_953, 101_884, 105_710, 105_710, 105_710, 105_710)
+LRU_TOKENS = (12_988, 19_398, 40_640, 62_001, 95_336, 102_723, 104_926)
+LRU_TOKENS_FINE = (610_630, 1_283_944, 3_024_301)
+
+
+def hits(comparison, eviction, **options):
+    """Return the hits of a policy by pool size."""
+    return {
+        row.blocks: row.hit_blocks
+        for row in comparison.rows
+        if row.eviction == eviction and row.options == options
+    }
+
+
+@pytest.fixture(scope="module")
+def keys():
+    """Return LRU and the optimum in `keys` counting, a block a key."""
+    return compare(Mooncake(), ["lru", OPTIMUM, BYPASS], SIZES)
+
+
+@pytest.fixture(scope="module")
+def keys_fine():
+    """Return the same in blocks of 16 tokens and pools of as many bytes."""
+    sizes = [32 * size for size in FINE]
+    return compare(Mooncake(), ["lru", OPTIMUM, BYPASS], sizes, block_size=16)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    """Return LRU in `tokens` counting, a block a key."""
+    return compare(Mooncake(), ["lru"], SIZES, count="tokens")
+
+
+@pytest.fixture(scope="module")
+def tokens_fine():
+    """Return LRU in `tokens` counting, in blocks of 16 tokens."""
+    sizes = [32 * size for size in FINE]
+    return compare(Mooncake(), ["lru"], sizes, block_size=16, count="tokens")
+
+
+def test_lru_counting_keys(keys):
+    """LRU hits these blocks of 288,500."""
+    assert hits(keys, "lru") == dict(zip(SIZES, LRU_KEYS, strict=True))
+    assert {row.lookup_blocks for row in keys.rows} == {288_500}
+
+
+def test_the_optimum_that_must_admit(keys):
+    """The optimum hits these blocks where a request's own must be cached."""
+    assert hits(keys, "optimum", bypass=False) == dict(zip(SIZES, MUST_ADMIT, strict=True))
+
+
+def test_the_optimum_that_may_bypass(keys):
+    """The optimum hits these blocks where none needs to be cached."""
+    assert hits(keys, "optimum", bypass=True) == dict(zip(SIZES, MAY_BYPASS, strict=True))
+
+
+def test_a_cache_without_bounds_counting_keys(keys):
+    """No cache hits more than 105,710 blocks, and 182,790 blocks are enough for that."""
+    assert keys.infinite.hit_blocks == 105_710
+    assert keys.infinite.distinct_blocks == 182_790
+
+
+def test_lru_counting_tokens(tokens):
+    """LRU hits these blocks of 276,491 where the last token of a prompt is computed."""
+    assert hits(tokens, "lru") == dict(zip(SIZES, LRU_TOKENS, strict=True))
+    assert {row.lookup_blocks for row in tokens.rows} == {276_491}
+
+
+def test_a_cache_without_bounds_counting_tokens(tokens):
+    """No cache hits more than 105,592 blocks in `tokens` counting."""
+    assert tokens.infinite.hit_blocks == 105_592
+
+
+def test_lru_counting_tokens_in_blocks_of_16(tokens_fine):
+    """LRU hits these blocks of 9,044,013 in blocks of 16 tokens."""
+    assert list(hits(tokens_fine, "lru").values()) == list(LRU_TOKENS_FINE)
+    assert {row.lookup_blocks for row in tokens_fine.rows} == {9_044_013}
+
+
+@pytest.mark.parametrize("eviction", ["lru", "optimum"])
+def test_keys_counting_does_not_depend_on_the_block_size(keys, keys_fine, eviction):
+    """A 32nd of the block and 32 times the blocks: exactly 32 times the hits."""
+    coarse = {
+        (32 * row.blocks, str(row.options)): 32 * row.hit_blocks
+        for row in keys.rows
+        if row.eviction == eviction and row.blocks in FINE
+    }
+    fine = {
+        (row.blocks, str(row.options)): row.hit_blocks
+        for row in keys_fine.rows
+        if row.eviction == eviction
+    }
+    assert fine == coarse
+    assert keys_fine.infinite.hit_blocks == 32 * keys.infinite.hit_blocks

@@ -1,0 +1,46 @@
+"""Every configuration of an eviction policy under test: a new policy is one line here.
+
+The text is what a user would write. The value makes the same policy at block level; None
+says that it has no score, so that there is nothing to compare it with block by block.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvcore import EvictionPolicy, Plugins
+from reference import policies as blocks
+
+POLICIES = {
+    "cost": blocks.Cost,
+    "fifo": blocks.FIFO,
+    "lfu": partial(blocks.Fading, "ns", 2, 300 * 10**9),
+    "lfu:half_life=2e-8": partial(blocks.Fading, "ns", 2, 20),
+    "lfu:half_life=3,unit=accesses": partial(blocks.Fading, "opened", 2, 3),
+    "lfu:decay=0.9": partial(blocks.Fading, "opened", 1 / 0.9),
+    "lfu:half_life=2,unit=touches": partial(blocks.Touches, 2**-0.5),
+    "lfu:decay=0.5,unit=touches": partial(blocks.Touches, 0.5),
+    "lfu:half_life=inf": blocks.Plain,
+    "lfu:decay=1": blocks.Plain,
+    "lru": blocks.LRU,
+    "mru": blocks.MRU,
+    "priority": blocks.Priority,
+    "random": None,
+    "random:seed=7": None,
+    "slru": blocks.SLRU,
+    "slru:protected=0": partial(blocks.SLRU, 0),
+    "slru:protected=0.2": partial(blocks.SLRU, 0.2),
+    "slru:protected=1": partial(blocks.SLRU, 1),
+    "ttl": partial(blocks.TTL, 300 * 10**9),
+    "ttl:ttl=2e-8": partial(blocks.TTL, 20),
+}
+
+SCORED = [name for name, make in POLICIES.items() if make is not None]
+
+_PLUGINS = Plugins()
+
+
+def build(name: str) -> EvictionPolicy:
+    """Build the configuration `name`."""
+    policy: EvictionPolicy = _PLUGINS.build("eviction", name)
+    return policy

@@ -1,0 +1,81 @@
+"""What no policy can hit more than, and what all must hit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import attrs
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from policies import POLICIES, build
+
+from kvcore import Request, Workload
+from kvcore.lab import compare
+
+BOUNDS = ("optimum", "optimum:bypass=true")
+LASTING = [name for name in POLICIES if not build(name).expires_spans]
+
+
+@attrs.define(slots=False, eq=False)
+class Prompts(Workload):
+    """A request a text, one a second; the letters are keys of 3 tokens."""
+
+    name: ClassVar[str] = "prompts"
+    key_tokens: ClassVar[int] = 3
+    digest: ClassVar[str] = "00"
+
+    texts: list[str]
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests."""
+        for number, text in enumerate(self.texts):
+            yield Request(
+                id=number,
+                arrival=number * 10**9,
+                prompt=len(text) * 3,
+                keys=[text[: end + 1] for end in range(len(text))],
+                key_tokens=3,
+            )
+
+
+def hits(comparison):
+    """Return the hits by policy, options and pool size."""
+    return {
+        (row.eviction, str(row.options), row.blocks): row.hit_blocks for row in comparison.rows
+    }
+
+
+@given(
+    texts=st.lists(st.text("abc", max_size=7), min_size=1, max_size=40),
+    pool=st.integers(1, 40),
+    block_size=st.sampled_from([1, 3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
+    """hits(policy) ≤ hits(optimum) ≤ hits(optimum with bypass) ≤ hits(infinite cache)."""
+    comparison = compare(Prompts(texts), [*POLICIES, *BOUNDS], [pool], block_size=block_size)
+    *rows, optimum, bypass = comparison.rows
+    for row in rows:
+        assert row.hit_blocks <= optimum.hit_blocks, row
+    assert optimum.hit_blocks <= bypass.hit_blocks <= comparison.infinite.hit_blocks
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=26), pool=st.integers(1, 30))
+@settings(max_examples=30, deadline=None)
+def test_where_nothing_is_shared_nothing_hits(lengths, pool):
+    """Requests without a common block: 0 hits, whatever the policy."""
+    texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
+    comparison = compare(Prompts(texts), [*POLICIES, *BOUNDS], [pool])
+    assert set(hits(comparison).values()) == {0}
+    assert comparison.infinite.hit_blocks == 0
+
+
+@given(texts=st.lists(st.text("abc", max_size=7), min_size=1, max_size=40))
+@settings(max_examples=30, deadline=None)
+def test_where_all_fits_all_hits(texts):
+    """A pool for every distinct block hits what an infinite cache hits, unless it expires."""
+    blocks = len({text[: end + 1] for text in texts for end in range(len(text))})
+    comparison = compare(Prompts(texts), [*LASTING, *BOUNDS], [max(1, blocks)])
+    assert set(hits(comparison).values()) == {comparison.infinite.hit_blocks}
+    assert comparison.infinite.distinct_blocks == blocks

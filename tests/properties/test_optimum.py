@@ -1,0 +1,101 @@
+"""The optimum against all that any cache could do, on prompts of a small tree."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from kvcore import Request
+from kvcore.cache.geometry import Geometry
+from kvcore.lab import Future, Optimum
+
+PROMPTS = st.lists(st.text("ab", max_size=3), min_size=1, max_size=7)
+
+
+def optimum_hits(prompts, ratio, pool, *, bypass):
+    """Return the hits of the optimum; a prompt's letters are keys of `ratio` blocks."""
+    requests = [
+        Request(
+            id=number,
+            prompt=len(prompt) * ratio,
+            keys=[prompt[: end + 1] for end in range(len(prompt))],
+            key_tokens=ratio,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    future = Future.read(requests, Geometry("keys", 1, ratio))
+    stats, _ = Optimum(bypass).replay(future, pool, 1)
+    return stats.hit_blocks
+
+
+def most_hits(prompts, ratio, pool, *, bypass):
+    """Return the most hits there are, by trying every content of the pool every time.
+
+    A block is the text from the prompt's start to its end. A content is a set of blocks
+    with all that is before them.
+    """
+    texts = ["".join(letter * ratio for letter in prompt) for prompt in prompts]
+    best = {frozenset(): 0}
+    for text in texts:
+        path = frozenset(text[: end + 1] for end in range(min(len(text), pool)))
+        after = {}
+        for content, hits in best.items():
+            total = hits + len(path & content)
+            for kept in contents(path | content, pool):
+                if bypass or path <= kept:
+                    after[kept] = max(total, after.get(kept, 0))
+        best = after
+    return max(best.values())
+
+
+def contents(blocks, pool):
+    """Return every set of at most `pool` of `blocks` that leaves out nothing before them."""
+    found = {frozenset()}
+    for block in sorted(blocks, key=len):
+        found |= {
+            content | {block}
+            for content in found
+            if len(content) < pool and (len(block) == 1 or block[:-1] in content)
+        }
+    return found
+
+
+@given(prompts=PROMPTS, pool=st.integers(1, 5))
+@settings(max_examples=200, deadline=None)
+def test_it_is_the_most_that_a_cache_can_hit_which_must_admit(prompts, pool):
+    """No choice of victims hits more, and one hits as much."""
+    expected = most_hits(prompts, 1, pool, bypass=False)
+    assert optimum_hits(prompts, 1, pool, bypass=False) == expected
+
+
+@given(prompts=PROMPTS, pool=st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_it_is_the_most_that_a_cache_can_hit_which_may_bypass(prompts, pool):
+    """No choice of what is kept of all that was cached or requested hits more."""
+    expected = most_hits(prompts, 1, pool, bypass=True)
+    assert optimum_hits(prompts, 1, pool, bypass=True) == expected
+
+
+@given(
+    prompts=st.lists(st.text("ab", max_size=2), min_size=1, max_size=6),
+    pool=st.integers(1, 5),
+    bypass=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_it_is_the_most_with_several_blocks_a_key(prompts, pool, bypass):
+    """The same holds where a key is two blocks, of which one may leave."""
+    expected = most_hits(prompts, 2, pool, bypass=bypass)
+    assert optimum_hits(prompts, 2, pool, bypass=bypass) == expected
+
+
+@given(
+    prompts=st.lists(st.text("abc", max_size=8), max_size=30),
+    pool=st.integers(1, 20),
+    ratio=st.integers(2, 32),
+    bypass=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_it_does_not_depend_on_the_block_size(prompts, pool, ratio, bypass):
+    """`ratio` times the blocks of a `ratio`-th of the size: exactly `ratio` times the hits."""
+    coarse = optimum_hits(prompts, 1, pool, bypass=bypass)
+    assert optimum_hits(prompts, ratio, ratio * pool, bypass=bypass) == ratio * coarse

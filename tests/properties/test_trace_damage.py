@@ -1,0 +1,208 @@
+"""A trace that was tampered with is told from one that was not; one that is cut is read."""
+
+import itertools
+import random
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from traces import lines, record, seal
+
+from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError
+from kvcore.trace import read_events, replay
+from kvcore_plugins.eviction import FIFO, LRU
+from kvcore_plugins.prefix import Radix
+
+LINES = 49
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Return the bytes of a recorded trace."""
+    return record(tmp_path_factory.mktemp("recorded") / "trace.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """Return the path for damaged copies."""
+    return tmp_path_factory.mktemp("damaged") / "trace.jsonl"
+
+
+def is_told(path):
+    """Say whether replay finds that the trace is damaged or incomplete."""
+    try:
+        return not replay(path).complete
+    except TraceError as error:
+        return str(error).startswith(f"{path}:")
+
+
+@given(at=st.integers(0), byte=st.integers(0, 255))
+@settings(max_examples=300)
+def test_any_changed_byte_is_told(recorded, damaged, at, byte):
+    """A file in which one byte is another does not replay clean, whichever byte it is."""
+    at %= len(recorded)
+    changed = bytearray(recorded)
+    changed[at] = byte if byte != changed[at] else byte ^ 1
+    damaged.write_bytes(changed)
+    assert is_told(damaged)
+
+
+def test_any_deleted_line_is_told(recorded, damaged):
+    """A file without one of its lines does not replay clean."""
+    text = recorded.splitlines(keepends=True)
+    for n in range(LINES):
+        damaged.write_bytes(b"".join(text[:n] + text[n + 1 :]))
+        assert is_told(damaged), n
+
+
+def test_any_duplicated_line_is_told(recorded, damaged):
+    """A file that has a line twice does not replay clean."""
+    text = recorded.splitlines(keepends=True)
+    for n in range(LINES):
+        damaged.write_bytes(b"".join(text[: n + 1] + text[n:]))
+        assert is_told(damaged), n
+
+
+@given(pair=st.tuples(st.integers(0, LINES - 1), st.integers(0, LINES - 1)))
+def test_any_swapped_lines_are_told(recorded, damaged, pair):
+    """A file in which two lines have changed places does not replay clean."""
+    here, there = pair
+    text = recorded.splitlines(keepends=True)
+    text[here], text[there] = text[there], text[here]
+    damaged.write_bytes(b"".join(text))
+    assert is_told(damaged) is (here != there)
+
+
+def test_a_forgery_with_a_line_less_is_told_by_the_invariants(recorded, damaged):
+    """Even with numbers, counts and digest made right, no decision can be left out.
+
+    Two kinds of line leave no mark: a FREE at close after which nothing misses its blocks
+    and pins, and what comes last.
+    """
+    damaged.write_bytes(recorded)
+    events = lines(damaged)
+    silent = []
+    for n in range(1, LINES - 1):
+        seal(damaged, events[:n] + events[n + 1 :])
+        if not is_told(damaged):
+            silent.append(events[n])
+    assert all(line["event"] == "FREE" and line["reason"] == "close" for line in silent)
+
+
+def test_a_forgery_with_a_line_twice_is_told_by_the_invariants(recorded, damaged):
+    """Even with numbers, counts and digest made right, no decision can be made twice."""
+    damaged.write_bytes(recorded)
+    events = lines(damaged)
+    for n in range(1, LINES - 1):
+        seal(damaged, events[: n + 1] + events[n:])
+        assert is_told(damaged), events[n]
+
+
+@given(n=st.integers(1, LINES - 2), data=st.data())
+@settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
+def test_forged_block_ids_are_told_by_the_invariants(recorded, damaged, n, data):
+    """Even with the digest made right, a line cannot name other blocks."""
+    damaged.write_bytes(recorded)
+    events = lines(damaged)
+    runs = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(-4, 4)), max_size=3))
+    if "runs" not in events[n] or events[n]["runs"] == [list(run) for run in runs]:
+        return
+    events[n]["runs"] = runs
+    assert is_told(seal(damaged, events))
+
+
+def test_a_file_cut_at_any_byte_yields_every_event_before_the_cut(recorded, damaged):
+    """All whole lines come, then one message; nothing is raised, wherever the cut is."""
+    events = [orjson.loads(line) for line in recorded.splitlines()]
+    ends = list(itertools.accumulate(map(len, recorded.splitlines(keepends=True))))
+    for size in range(len(recorded)):
+        damaged.write_bytes(recorded[:size])
+        reader = read_events(damaged)
+        # A line is whole with its closing brace: only its newline may be missing.
+        assert list(reader) == events[: sum(end - 1 <= size for end in ends)]
+        assert not reader.complete
+        assert reader.cut_reason
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_cut_at_any_byte_yields_what_is_left(tmp_path, suffix):
+    """A longer piece never yields less; the reader never raises and never calls it complete."""
+    path = record(tmp_path / f"trace.jsonl{suffix}")
+    whole, events, before = path.read_bytes(), lines(path), 0
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        reader = read_events(path)
+        read = list(reader)
+        assert read == events[: len(read)]
+        assert before <= len(read)
+        assert not reader.complete
+        assert reader.cut_reason
+        before = len(read)
+
+
+def prompts(rng, key_tokens):
+    """Yield requests for prompts of a small tree, some with a partial last block."""
+    keys = {}
+    for serial in itertools.count():
+        path, chain = (), []
+        for _ in range(rng.randint(1, 5)):
+            path = (*path, rng.choice("aab"))
+            chain.append(keys.setdefault(path, len(keys)))
+        prompt = len(chain) * key_tokens - rng.randrange(key_tokens)
+        yield Request(id=serial, prompt=prompt, keys=chain, key_tokens=key_tokens)
+
+
+def step(rng, cache, requests, sequences, now):
+    """Do one random thing to `cache`."""
+    action = rng.choice(["open", "open", "extend", "commit", "commit", "fork", "close"])
+    if action == "open" or not sequences:
+        request = next(requests)
+        first = rng.choice([None, None, rng.randrange(1, 9)])
+        sequences.append(cache.open(request, first, now))
+    elif action == "close":
+        cache.close(sequences.pop(rng.randrange(len(sequences))), now)
+    else:
+        seq = rng.choice(sequences)
+        if action == "extend":
+            cache.extend(seq, rng.randrange(9), now)
+        elif action == "commit":
+            cache.commit(seq, rng.randrange(seq.tokens - seq.computed + 1), now)
+        else:
+            sequences.append(cache.fork(seq, now))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.sampled_from([2, 6, 20]),
+    geometry=st.sampled_from(
+        [("keys", 4, 4), ("keys", 2, 6), ("tokens", 4, 4), ("tokens", 2, 6), ("tokens", 8, 4)]
+    ),
+    policy=st.sampled_from([LRU, FIFO]),
+)
+def test_random_runs_replay_clean(damaged, seed, blocks, geometry, policy):
+    """Whatever a cache is made to do, its trace replays, to its state and with its hits."""
+    rng = random.Random(seed)  # noqa: S311
+    count, size, key_tokens = geometry
+    with Trace(damaged, seed=seed) as trace:
+        cache = KVCache(
+            blocks,
+            size,
+            eviction=policy(),
+            prefix=Radix(),
+            count=count,
+            key_tokens=key_tokens,
+            trace=trace,
+        )
+        requests, sequences = prompts(rng, key_tokens), []
+        for now in range(60):
+            try:
+                step(rng, cache, requests, sequences, now)
+            except (OutOfBlocks, InputError):
+                continue
+    report = replay(damaged)
+    assert report.pool["free"] == cache.pool.free
+    assert report.pool["cached"] == cache.prefix.cached
+    assert report.pool["spans"] == len(list(cache.prefix.spans()))
+    assert report.hit["hit_blocks"] == cache.stats.hit_blocks
+    assert report.hit["ratio"]["request"] == cache.stats.ratios()["request"]

@@ -1,0 +1,108 @@
+"""Traces for tests: written by hand or recorded from a cache, taken apart, sealed again.
+
+A prompt is a text, one letter a block of 4 tokens, as in `caches`; here its keys are ints,
+since a trace holds no others.
+"""
+
+from hashlib import blake2b
+
+import orjson
+
+from kvcore import KVCache, Request, Trace
+from kvcore.trace import read_events
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+
+BLOCK = 4
+
+CACHE = {
+    "count": "tokens",
+    "block_size": BLOCK,
+    "key_tokens": BLOCK,
+    "blocks": 8,
+    "plugins": {
+        "eviction": {"name": "lru", "options": {}},
+        "prefix": {"name": "radix", "options": {}},
+    },
+}
+
+
+def key(text):
+    """Return the chained key of the block in which `text`, at most 7 letters, ends."""
+    return int.from_bytes(text.encode(), "big")
+
+
+def ask(name, text, tokens=None, **fields):
+    """Return a request called `name` for `text`; unless said otherwise its blocks are full."""
+    return Request(
+        id=name,
+        prompt=len(text) * BLOCK if tokens is None else tokens,
+        keys=[key(text[: end + 1]) for end in range(len(text))],
+        key_tokens=BLOCK,
+        **fields,
+    )
+
+
+def write(path, *events, **cache):
+    """Write a trace of `events`: a request, or the name and fields of a line; one ns each."""
+    with Trace(path) as trace:
+        trace.begin(**CACHE | cache)
+        for now, event in enumerate(events):
+            if isinstance(event, Request):
+                trace.request(event, now)
+            else:
+                trace.line(event[0], now, **event[1])
+    return path
+
+
+def record(path, blocks=8):
+    """Record a small run of a real cache, with every event a call that succeeds can cause."""
+    with Trace(path) as trace:
+        cache = KVCache(blocks, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        drive(cache)
+    return path
+
+
+def drive(cache):
+    """Let `cache` do a bit of everything; time goes on by a nanosecond a step."""
+    first = cache.open(ask("first", "abc", 13), 5, 1)
+    cache.commit(first, 4, 2)
+    cache.extend(first, 8, 3)
+    cache.commit(first, 8, 4)
+    same = cache.open(ask("same", "abd", 12), None, 5)
+    twin = cache.open(ask("twin", "abd", 12), None, 6)
+    cache.commit(same, 4, 7)
+    cache.commit(twin, 4, 8)
+    for now, seq in enumerate((first, same, twin), 9):
+        cache.close(seq, now)
+    parent = cache.open(ask("parent", "ax", 9), None, 12)
+    child = cache.fork(parent, 13)
+    cache.commit(parent, 4, 14)
+    cache.extend(child, 2, 15)
+    cache.rollback(child, 3, 16)
+    cache.close(parent, 17)
+    cache.close(child, 18)
+    last = cache.open(ask("last", "qrstuv", 25), None, 19)
+    cache.commit(last, 24, 20)
+    cache.close(last, 21)
+    again = cache.open(ask("first", "abc", 13), None, 22)
+    cache.close(again, 23)
+
+
+def lines(path):
+    """Return the lines of a trace as dicts."""
+    return list(read_events(path))
+
+
+def seal(path, events):
+    """Write `events` as a trace whose numbers, counts and digest are right again."""
+    body = [dict(event, n=n) for n, event in enumerate(events) if event["event"] != "END"]
+    data = b"".join(orjson.dumps(event) + b"\n" for event in body)
+    counts = {}
+    for event in body:
+        counts[event["event"]] = counts.get(event["event"], 0) + 1
+    end = {"n": len(body), "t": body[-1]["t"], "event": "END", "lines": len(body)}
+    digest = blake2b(data, digest_size=16).hexdigest()
+    end |= {"events": counts, "digest": digest}
+    path.write_bytes(data + orjson.dumps(end) + b"\n")
+    return path

@@ -1,0 +1,125 @@
+"""The order of block ids, on which equal runs giving equal bytes rests."""
+
+import pytest
+from caches import BLOCK, ask, compute, make, serve, start, table
+
+
+def test_unused_ids_ascend():
+    """A fresh cache hands out 0, 1, 2 and so on, whatever the sequence."""
+    cache = make(12)
+    tables = [table(cache, cache.open(ask(text))) for text in ("abc", "x", "mn")]
+    assert tables == [[0, 1, 2], [3], [4, 5]]
+
+
+def test_close_frees_deepest_first():
+    """So the next sequence takes the shallowest of them first."""
+    cache = make(12)
+    cache.close(cache.open(ask("abc")))
+    assert list(cache.pool.freed()) == [2, 1, 0]
+    assert table(cache, cache.open(ask("mnop"))) == [0, 1, 2, 3]
+
+
+def test_last_freed_is_taken_first():
+    """Of two closed sequences the blocks of the later come first."""
+    cache = make(12)
+    one, two = cache.open(ask("ab")), cache.open(ask("mn"))
+    cache.close(one)
+    cache.close(two)
+    assert table(cache, cache.open(ask("vwxyz"))) == [2, 3, 0, 1, 4]
+
+
+def test_free_then_unused_then_victims():
+    """All three kinds in one admission, in this order."""
+    cache = make(7)
+    private = cache.open(ask("m"))
+    serve(cache, "abc")
+    cache.close(private)
+    assert table(cache, cache.open(ask("vwxyz"))) == [0, 4, 5, 6, 3]
+
+
+def test_victims_leave_deepest_first():
+    """From the tail of each victim, one victim after the other."""
+    cache = make(6)
+    serve(cache, "abc", "xyz")
+    assert table(cache, cache.open(ask("mnopq"))) == [2, 1, 0, 5, 4]
+
+
+def test_a_path_leaves_from_its_leaf():
+    """A parent is evicted only when its children are gone."""
+    cache = make(6)
+    serve(cache, "ab", "abcd", "abxy")
+    assert table(cache, cache.open(ask("mnopqr"))) == [3, 2, 5, 4, 1, 0]
+
+
+def test_victims_of_two_calls_are_those_of_one():
+    """take(a + b) is take(a) and then take(b), also across evictions."""
+    tables = []
+    for parts in ([6], [1, 2, 3], [4, 2]):
+        cache = make(7)
+        serve(cache, "abc", "xyz")
+        seq = cache.open(ask("mnopqr"), 0)
+        for blocks in parts:
+            cache.extend(seq, blocks * BLOCK)
+        tables.append(table(cache, seq))
+    assert tables[0] == tables[1] == tables[2] == [6, 2, 1, 0, 5, 4]
+
+
+def test_expired_blocks_are_free_before_others_are_taken():
+    """Dropped leaves first and deepest first, so the root of what expired is next."""
+    from caches import Mortal  # noqa: PLC0415
+
+    cache = make(8, Mortal())
+    serve(cache, "abc", "abcde", now=0)
+    assert table(cache, cache.open(ask("abxyz"), now=50)) == [0, 1, 2, 3, 4]
+
+
+def test_duplicates_come_back_shallowest_first():
+    """What a commit frees is taken again in the order of the prompt."""
+    cache = make(12)
+    one, two = cache.open(ask("abc")), cache.open(ask("abc"))
+    compute(cache, one)
+    compute(cache, two)
+    assert table(cache, cache.open(ask("xyz"))) == [3, 4, 5]
+
+
+def test_rollback_frees_deepest_first():
+    """The tokens computed next lie in the blocks of those dropped, in order."""
+    cache = make(12)
+    seq = start(cache, "a")
+    cache.extend(seq, 3 * BLOCK)
+    cache.rollback(seq, 3 * BLOCK)
+    cache.extend(seq, 4 * BLOCK)
+    assert table(cache, seq) == [0, 1, 2, 3, 4]
+
+
+def test_a_refused_call_leaves_the_order():
+    """The victims of a failed policy, too, are taken in the order in which they left."""
+
+    class Twice(type(make().eviction)):
+        """LRU that raises at the third victim, once."""
+
+        name = "twice"
+        asked = 0
+
+        def victim(self, now):
+            self.asked += 1
+            if self.asked == 3:
+                msg = "tired"
+                raise RuntimeError(msg)
+            return super().victim(now)
+
+    cache = make(6, Twice())
+    serve(cache, "ab", "lm", "xy")
+    with pytest.raises(Exception, match="tired"):
+        cache.open(ask("mnopqr"))
+    cache.check_integrity()
+    assert table(cache, cache.open(ask("mnopqr"))) == [1, 0, 3, 2, 5, 4]
+
+
+def test_a_cache_is_written_over_and_over():
+    """Every id is in use once, however often blocks change hands."""
+    cache = make(5)
+    for text in ("abc", "xyz", "abx", "mno", "abcde", "xym"):
+        serve(cache, text)
+    held = [block for span in cache.prefix.spans() for block in span.ids]
+    assert sorted([*held, *cache.pool.freed()]) == [0, 1, 2, 3, 4]

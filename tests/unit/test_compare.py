@@ -1,0 +1,239 @@
+"""`compare` from Python: what may take part, what a row says, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from functools import partial
+
+import orjson
+import pytest
+
+from kvcore import InputError, PolicyError
+from kvcore.lab import Optimum, compare
+from kvcore.lab.compare import default_sizes
+from kvcore.model import PrefillCost
+from kvcore_plugins.eviction import LFU, LRU, Cost
+from kvcore_plugins.prefix import NoPrefix
+from kvcore_plugins.workloads import Zipf
+
+
+def small(**options):
+    """Return a workload of 60 requests of 6 keys, of which they share 4 with others."""
+    shape = {"prefixes": 6, "prefix_tokens": 64, "suffix_tokens": 32, "levels": 2}
+    return Zipf(requests=60, **shape | options)
+
+
+def test_rows_are_by_policy_then_size():
+    """Policies and sizes keep the order in which they are given."""
+    rows = compare(small(), ["lru", "fifo"], [20, 10]).rows
+    assert [(row.eviction, row.blocks) for row in rows] == [
+        ("lru", 20),
+        ("lru", 10),
+        ("fifo", 20),
+        ("fifo", 10),
+    ]
+
+
+def test_what_is_given_twice_is_run_once():
+    """A policy with the options it has anyway is the same policy; so is its class."""
+    policies = ["lru,lfu", "lfu:half_life=300", LRU, "optimum", Optimum()]
+    rows = compare(small(), policies, [10, 10]).rows
+    assert [row.eviction for row in rows] == ["lru", "lfu", "optimum"]
+
+
+def test_equal_names_with_other_options_are_two_policies():
+    """Variants of one policy are rows of their own."""
+    rows = compare(small(), ["lfu,lfu:half_life=inf", "optimum,optimum:bypass=true"], [10]).rows
+    assert [
+        (row.eviction, row.options.get("bypass", row.options.get("half_life"))) for row in rows
+    ] == [
+        ("lfu", 300.0),
+        ("lfu", "inf"),
+        ("optimum", False),
+        ("optimum", True),
+    ]
+
+
+def test_policies_can_be_classes_and_functions():
+    """A class or a function that builds a policy does what its name does."""
+    named = compare(small(), ["lru", "lfu:half_life=1.0"], [10, 20]).rows
+    made = compare(small(), [LRU, partial(LFU, half_life=1.0)], [10, 20]).rows
+    assert [row.hit_blocks for row in made] == [row.hit_blocks for row in named]
+    assert [row.options for row in made] == [row.options for row in named]
+
+
+def test_a_policy_that_was_built_is_refused():
+    """One instance cannot serve several pools: the error says what can."""
+    with pytest.raises(InputError, match=r"LRU\(\) cannot be compared: give a name"):
+        compare(small(), [LRU()], [10])
+
+
+def test_the_share_is_of_the_optimum_that_must_admit():
+    """A row's share is its hits per hit of the optimum in a pool of its size."""
+    rows = compare(small(), ["lru", "optimum:bypass=true", "optimum"], [8, 16]).rows
+    best = {row.blocks: row.hit_blocks for row in rows[4:]}
+    assert [row.share_of_optimum for row in rows] == [
+        row.hit_blocks / best[row.blocks] for row in rows
+    ]
+    assert rows[2].share_of_optimum > 1
+
+
+def test_without_the_optimum_there_is_no_share():
+    """The share is null where the optimum was not run, bypass or not."""
+    rows = compare(small(), ["lru", "optimum:bypass=true"], [8]).rows
+    assert [row.share_of_optimum for row in rows] == [None, None]
+
+
+def test_where_the_optimum_hits_nothing_there_is_no_share():
+    """Nothing of nothing is no number."""
+    rows = compare(small(prefix_tokens=0), ["optimum"], [10]).rows
+    assert (rows[0].hit_blocks, rows[0].share_of_optimum) == (0, None)
+
+
+def test_every_row_counts_the_same_lookups():
+    """The optimum looks up what policies look up, and so does a cache without bounds."""
+    comparison = compare(small(), ["lru", "optimum", "optimum:bypass=true"], [3, 10])
+    lookups = {row.lookup_blocks for row in comparison.rows}
+    assert lookups == {comparison.infinite.lookup_blocks} == {60 * 6}
+
+
+def test_what_was_evicted_is_what_was_computed_and_is_not_there():
+    """Blocks missed and cached are evicted or still there, whatever the policy."""
+    for row in compare(small(), ["lru", "optimum"], [12]).rows:
+        assert row.evicted_blocks == row.lookup_blocks - row.hit_blocks - 12
+
+
+def test_expired_blocks_count_as_evicted():
+    """Blocks that expired have left the cache as well."""
+    (row,) = compare(small(), ["ttl:ttl=1e-9"], [1000]).rows
+    assert (row.hit_blocks, row.evicted_blocks > 0) == (0, True)
+
+
+def test_a_block_may_be_part_of_a_key():
+    """A quarter of the block and four times the blocks: four times the hits."""
+    coarse = compare(small(), ["lru", "optimum"], [10])
+    fine = compare(small(), ["lru", "optimum"], [40], block_size=4)
+    assert [row.hit_blocks for row in fine.rows] == [4 * row.hit_blocks for row in coarse.rows]
+    assert {row.block_size for row in fine.rows} == {4}
+
+
+def test_nothing_hits_without_a_prefix_cache():
+    """The prefix cache is a plugin like others: by name, or by class."""
+    for prefix in ("none", NoPrefix):
+        comparison = compare(small(), ["lru"], [10], prefix=prefix)
+        assert (comparison.rows[0].hit_blocks, comparison.infinite.hit_blocks) == (0, 0)
+
+
+def test_the_seed_is_for_policies_that_do_not_set_one():
+    """`seed` is an option of some policies; one that is given stays."""
+    rows = compare(small(), ["random", "random:seed=5", "lru"], [10], seed=3).rows
+    assert [row.options for row in rows] == [{"seed": 3}, {"seed": 5}, {}]
+
+
+def test_what_a_block_costs_can_be_said():
+    """A policy that weighs the cost of a block is given the cost that was asked for."""
+    seen = []
+
+    class Curious(Cost):
+        def score(self, span, now):
+            del now
+            seen.append(span.recompute_seconds)
+            return 0.0
+
+    compare(small(), [Curious], [10], recompute=PrefillCost(1.0))
+    assert set(seen) == {16.0}
+
+
+def test_sizes_are_chosen_for_the_workload():
+    """Without sizes, pools are parts of the distinct blocks, rounded to one digit."""
+    assert default_sizes(182_790) == [1_000, 3_000, 6_000, 10_000, 30_000]
+    assert default_sizes(0) == [1]
+    comparison = compare(small(), ["lru"])
+    sizes = [row.blocks for row in comparison.rows]
+    assert sizes == default_sizes(comparison.infinite.distinct_blocks)
+
+
+def test_the_result_says_what_was_run():
+    """The workload is named with its digest, options and number of requests."""
+    workload = small(seed=2)
+    source = compare(workload, ["lru"], [10]).workload
+    assert (source.name, source.digest, source.requests) == ("zipf", workload.digest, 60)
+    assert (source.key_tokens, source.options["seed"]) == (16, 2)
+
+
+def test_progress_is_told_of_every_request_of_every_row():
+    """The steps are announced, and all of them are taken."""
+    told = []
+
+    @contextmanager
+    def progress(what, total):
+        told.append((what, total))
+        yield told.append
+
+    compare(small(), ["lru", "optimum,optimum:bypass=true"], [10, 20], progress=progress)
+    (what, total), *steps = told
+    assert (what, total) == ("comparing on zipf", 60 * 7)
+    assert sum(steps) == total
+
+
+def test_a_trace_names_workload_seed_and_cost(tmp_path):
+    """The header of a traced comparison says what the run depends on."""
+    path = tmp_path / "trace.jsonl"
+    compare(small(), ["random"], [10], trace=path, seed=4)
+    header = orjson.loads(path.read_bytes().splitlines()[0])
+    assert (header["workload"]["name"], header["seed"]) == ("zipf", 4)
+    assert header["recompute"] == {"model": "llama-3-8b", "device": "h100"}
+    assert header["plugins"]["eviction"] == {"name": "random", "options": {"seed": 4}}
+
+
+def test_a_trace_changes_nothing(tmp_path):
+    """Traced or not, the row is the same."""
+    traced = compare(small(), ["lru"], [10], trace=tmp_path / "trace.jsonl").rows[0]
+    plain = compare(small(), ["lru"], [10]).rows[0]
+    assert traced.hit_blocks == plain.hit_blocks
+
+
+def test_a_policy_that_fails_leaves_no_trace(tmp_path):
+    """A run that does not end leaves no file."""
+
+    class Broken(LRU):
+        def victim(self, now):
+            raise RuntimeError(now)
+
+    with pytest.raises(PolicyError, match="Broken"):
+        compare(small(), [Broken], [10], trace=tmp_path / "trace.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
+    """The infinite cache is as large as a pool can be; what does not fit is an error."""
+    monkeypatch.setattr(sys.modules["kvcore.lab.compare"], "MOST_BLOCKS", 30)
+    with pytest.raises(PolicyError, match="the workload has more than 30 distinct blocks"):
+        compare(small(), ["lru"], [10])
+
+
+@pytest.mark.parametrize(
+    ("policies", "blocks", "options", "message"),
+    [
+        ([], [10], {}, "name at least one eviction policy"),
+        (["lru"], [], {}, "give at least one size"),
+        (["lru"], [0], {}, "a pool of 0 blocks"),
+        (["lru"], [10, -3], {}, "a pool of -3 blocks"),
+        (["lru"], [2**31], {}, "a pool of 2147483648 blocks"),
+        (["lru"], [10], {"block_size": 0}, "block size 0"),
+        (["lru"], [10], {"block_size": 5}, "block size 5 .* keys of 16 tokens"),
+        (["lru"], [10], {"count": "words"}, "'words' is not known"),
+        (["lru"], [10], {"prefix": "tree"}, "no prefix plugin is named 'tree'"),
+        (["lru:size=3"], [10], {}, "'lru' has no option 'size'"),
+        (["optimum:size=3"], [10], {}, "the optimum has no option 'size'"),
+        (["optimum"], [10], {"count": "tokens"}, "in `keys` counting alone, not in 'tokens'"),
+        (["optimum"], [10], {"trace": "x"}, "there is no trace of it"),
+        (["lru,fifo"], [10], {"trace": "x"}, "policies given: 2, sizes given: 1"),
+        (["lru"], None, {"trace": "x"}, "policies given: 1, sizes given: none"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(policies, blocks, options, message):
+    """The error says what is wrong, before anything is read or written."""
+    with pytest.raises(InputError, match=message):
+        compare(small(), policies, blocks, **options)

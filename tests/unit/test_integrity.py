@@ -1,0 +1,182 @@
+"""check_integrity finds each corruption there can be: one is made, and it must fail."""
+
+from array import array
+
+import pytest
+from caches import BLOCK, Mortal, ask, make, serve, spans, start
+
+
+def damaged(ids=True):
+    """Return a cache with shared, private and cached blocks, and two open sequences."""
+    cache = make(16, Mortal(), ids=ids)
+    serve(cache, "ab", "abcd", "xy")
+    start(cache, "abcm", 3 * BLOCK + 2)
+    start(cache, "lmn", 2 * BLOCK + 1)
+    cache.check_integrity()
+    return cache
+
+
+@pytest.fixture
+def cache():
+    return damaged()
+
+
+def refuses(cache, message):
+    with pytest.raises(AssertionError, match=message):
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_lost_block(ids):
+    """free + cached + private = blocks: the message has all four numbers."""
+    cache = damaged(ids)
+    cache.pool.free -= 1
+    refuses(cache, r"5 free \+ 8 cached \+ 2 private blocks are 15, .* 16")
+
+
+def test_a_block_gained(cache):
+    """One free block too many is found as well."""
+    cache.pool.free += 1
+    refuses(cache, "are 17, but the pool has 16")
+
+
+def test_a_private_block_too_many(cache):
+    """A sequence whose table and ids disagree is named."""
+    seq = next(iter(cache.sequences.values()))
+    seq.blocks += 1
+    refuses(cache, f"<Sequence {seq.id}: .*should hold 2 private blocks and holds 1")
+
+
+def test_a_private_block_of_two_sequences(cache):
+    """An id in two tables without a fork is found."""
+    one, two = cache.sequences.values()
+    two.private[0] = one.private[0]
+    refuses(cache, "blocks with several owners")
+
+
+def test_an_owner_too_many(cache):
+    """The pool thinks that a block is shared, and only one table has it."""
+    seq = next(iter(cache.sequences.values()))
+    cache.pool.share(seq.private)
+    refuses(cache, "blocks with several owners")
+
+
+def test_a_block_that_is_free_and_private(cache):
+    """The message names the block and both places."""
+    seq = next(iter(cache.sequences.values()))
+    cache.pool._freed.append(seq.private[0])
+    refuses(cache, f"block {seq.private[0]} is in two places: free and private")
+
+
+def test_a_block_in_two_spans(cache):
+    """The message names the block and both spans."""
+    one, two = spans(cache)["|xy"], spans(cache)["|ab"]
+    one.ids[0] = two.ids[0]
+    refuses(cache, rf"block {two.ids[0]} is in two places: span \d and span \d")
+
+
+def test_a_block_nowhere(cache):
+    """An id that was handed out and is in no place is missed."""
+    cache.pool.minted += 1
+    refuses(cache, "blocks have been used, but")
+
+
+def test_a_span_with_too_few_ids(cache):
+    """As many ids as blocks."""
+    spans(cache)["|xy"].ids = array("i", [1])
+    refuses(cache, "blocks 0-2.* holds 1 ids")
+
+
+def test_a_wrong_count_of_cached_blocks(cache):
+    """What the spans hold is what is counted."""
+    cache.prefix.cached += 1
+    refuses(cache, "spans hold 8 blocks, .* counted are 9")
+
+
+def test_a_wrong_count_of_unpinned_blocks(cache):
+    """Admission rests on it: one off is found."""
+    cache.prefix.unpinned -= 1
+    refuses(cache, "3 unpinned; counted are 8 and 2")
+
+
+def test_an_orphan(cache):
+    """A cached block's parent is cached."""
+    spans(cache)["abc|d"].parent = None
+    refuses(cache, "is cached and its parent is not")
+
+
+def test_a_span_under_the_wrong_key(cache):
+    """A parent leads to its child by the child's first key."""
+    parent = spans(cache)["|ab"]
+    parent.children["abz"] = parent.children.pop("abc")
+    refuses(cache, "does not lead to")
+
+
+def test_a_span_of_another_prompt(cache):
+    """Keys are chained: a child's prompt begins with its parent's."""
+    lost = spans(cache)["abc|d"]
+    lost.path_keys = ["z", "zz", "zzz", *lost.path_keys[3:]]
+    refuses(cache, "does not continue the prompt of")
+
+
+def test_a_gap_between_spans(cache):
+    """A child begins where its parent ends."""
+    span = spans(cache)["abc|d"]
+    span.start += 1
+    span.end += 1
+    span.path_keys = [*span.path_keys[:3], "?", "abcd"]
+    span.parent.children = {"?": span}
+    refuses(cache, "does not continue|does not lead")
+
+
+def test_an_empty_span(cache):
+    """A span without blocks is none."""
+    span = spans(cache)["|xy"]
+    span.end = span.start
+    refuses(cache, "does not continue")
+
+
+def test_a_child_pinned_more_than_its_parent(cache):
+    """A pinned span's ancestors are pinned at least as often."""
+    spans(cache)["abc|d"].pins = 9
+    refuses(cache, "its children are pinned")
+
+
+@pytest.mark.parametrize("pins", [0, 2])
+def test_a_pin_without_a_sequence(cache, pins):
+    """A leaked pin would keep a span for ever, a lost one would free what is in use."""
+    span = spans(cache)["|lm"]
+    cache.prefix.unpinned += span.blocks * (not pins)
+    span.pins = pins
+    refuses(cache, "on the paths of 1 open sequences")
+
+
+def test_a_sequence_on_a_span_that_is_gone(cache):
+    """What a sequence stands on is in the tree."""
+    span = spans(cache)["|lm"]
+    del cache.prefix.root.children["l"]
+    cache.prefix.cached -= span.blocks
+    refuses(cache, "hold .*which are not cached")
+
+
+def test_a_child_that_outlives_its_parent(cache):
+    """A parent expires no earlier than its children."""
+    spans(cache)["abc|d"].expires = 10**9
+    refuses(cache, "expires before its children")
+
+
+def test_a_parent_older_than_its_child(cache):
+    """Unpinned, a parent is more recent than its children, or its order is broken."""
+    for seq in list(cache.sequences.values()):
+        cache.close(seq)
+    spans(cache)["ab|c"].recency = 0
+    refuses(cache, "is less recent than its child")
+
+
+def test_a_sound_cache_passes(cache):
+    """Nothing is raised through a whole life, closings included."""
+    for seq in list(cache.sequences.values()):
+        cache.close(seq)
+        cache.check_integrity()
+    cache.open(ask("uvw"))
+    cache.check_integrity()

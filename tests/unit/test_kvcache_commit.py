@@ -1,0 +1,388 @@
+"""Publishing: what commit makes shareable, duplicates, growth in place, splits."""
+
+import pytest
+from caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start, table
+
+from kvcore import InputError
+from kvcore_plugins.prefix import Radix
+
+
+def test_only_committed_blocks_match():
+    """What is allocated, but not computed, is nobody else's."""
+    cache = make()
+    seq = cache.open(ask("abc"))
+    assert cache.probe(ask("abcd")) == 0
+    cache.commit(seq, 2 * BLOCK)
+    assert cache.probe(ask("abcd")) == 2
+
+
+def test_a_partial_block_is_not_published():
+    """Only full blocks are shareable."""
+    cache = make()
+    seq = cache.open(ask("abc"))
+    compute(cache, seq, 2 * BLOCK - 1)
+    assert spans(cache).keys() == {"|a"}
+    compute(cache, seq, 1)
+    assert spans(cache).keys() == {"|ab"}
+
+
+def test_blocks_without_keys_stay_private():
+    """What is generated has no key: it is freed at close."""
+    cache = make()
+    seq = start(cache, "ab")
+    cache.extend(seq, 3 * BLOCK)
+    compute(cache, seq)
+    assert (cache.prefix.cached, seq.private_blocks) == (2, 3)
+    cache.close(seq)
+    assert cache.pool.free == 6
+
+
+def test_output_keys_publish_what_is_generated():
+    """With keys known beyond the prompt, the answer is found by the next turn."""
+    cache = make()
+    seq = cache.open(ask("ab", output_keys=["abc", "abcd"]))
+    cache.extend(seq, 2 * BLOCK)
+    compute(cache, seq)
+    cache.close(seq)
+    assert cache.probe(ask("abcde")) == 4
+
+
+def test_commit_never_passes_what_is_allocated():
+    """The error gives the numbers, and nothing has changed."""
+    cache = make()
+    seq = cache.open(ask("abc"), 6)
+    cache.commit(seq, 5)
+    with pytest.raises(InputError, match="commit of 2 tokens.*5 of its 6 allocated"):
+        cache.commit(seq, 2)
+    assert seq.computed == 5
+
+
+def test_commit_takes_no_negative_tokens():
+    """Going back is rollback's business."""
+    cache = make()
+    seq = start(cache, "abc")
+    with pytest.raises(InputError, match="commit of -1 tokens"):
+        cache.commit(seq, -1)
+
+
+def test_a_closed_sequence_is_refused():
+    """Every call that takes a sequence says that it is closed."""
+    cache = make()
+    seq = start(cache, "ab")
+    cache.close(seq)
+    calls = [
+        lambda: cache.commit(seq, 0),
+        lambda: cache.extend(seq, 1),
+        lambda: cache.close(seq),
+        lambda: cache.fork(seq),
+        lambda: cache.rollback(seq, 1),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match="is closed"):
+            call()
+
+
+def test_a_sequence_of_another_cache_is_refused():
+    """Its blocks are not these."""
+    cache, other = make(), make()
+    start(cache, "ab")
+    with pytest.raises(InputError, match="not of this cache"):
+        cache.close(start(other, "ab"))
+
+
+def test_the_creator_of_a_leaf_grows_it_in_place():
+    """Chunk by chunk one span comes into being, told as one `inserted` and `grown`."""
+    cache = make(8, Recorded())
+    seq = cache.open(ask("abc"))
+    for _ in range(3):
+        compute(cache, seq, BLOCK)
+    assert pins(cache) == {"|abc": 1}
+    assert cache.eviction.told == [
+        ("missed", 0),
+        ("inserted", "|a"),
+        ("grown", "|ab"),
+        ("grown", "|abc"),
+    ]
+
+
+def test_growth_ends_with_the_first_reuse():
+    """Once another request has pinned the leaf, its creator continues it by a child."""
+    cache = make()
+    seq = cache.open(ask("abc"))
+    compute(cache, seq, BLOCK)
+    cache.close(start(cache, "ax"))
+    compute(cache, seq)
+    assert pins(cache) == {"|a": 1, "a|bc": 1, "a|x": 0}
+
+
+def test_growth_ends_with_a_preempted_return():
+    """Being found by its own preempted request is a pin like any other."""
+    cache = make()
+    seq = cache.open(ask("abc"))
+    compute(cache, seq, BLOCK)
+    cache.close(cache.open(ask("ax"), 0, again=True))
+    compute(cache, seq)
+    assert pins(cache) == {"|a": 1, "a|bc": 1}
+
+
+def test_growth_ends_with_close():
+    """Another sequence continues a cached leaf by a child, even of the same request."""
+    cache = make()
+    request = ask("abc")
+    first = cache.open(request, BLOCK)
+    compute(cache, first)
+    cache.close(first)
+    compute(cache, cache.open(request, again=True))
+    assert pins(cache) == {"|a": 1, "a|bc": 1}
+
+
+def test_a_refused_admission_does_not_end_growth():
+    """What was not admitted has pinned nothing."""
+    cache = make(4)
+    seq = cache.open(ask("abc"))
+    compute(cache, seq, BLOCK)
+    with pytest.raises(Exception, match="needs 5 more"):
+        cache.open(ask("auvwxy"))
+    compute(cache, seq)
+    assert pins(cache) == {"|abc": 1}
+
+
+def test_growth_goes_on_in_the_lower_half_of_a_split():
+    """A reuse of the upper part leaves the lower half with its only pin."""
+    cache = make(12)
+    seq = cache.open(ask("abcd"))
+    compute(cache, seq, 3 * BLOCK)
+    cache.close(start(cache, "ax"))
+    compute(cache, seq)
+    assert pins(cache) == {"|a": 1, "a|bcd": 1, "a|x": 0}
+
+
+def test_a_reinserted_tail_is_a_child():
+    """After a tail eviction the run that comes back has a history of its own."""
+    cache = make(4)
+    serve(cache, "abcd", "x")
+    assert spans(cache).keys() == {"|abc", "|x"}
+    serve(cache, "abcd")
+    assert spans(cache).keys() == {"|abc", "abc|d"}
+
+
+def test_a_last_full_block_that_matched_is_replaced_at_commit():
+    """It is computed into a private block, which the cached duplicate then replaces."""
+    cache = make(6)
+    serve(cache, "abc")
+    seq = cache.open(ask("abc"))
+    assert table(cache, seq) == [0, 1, 3]
+    compute(cache, seq)
+    assert table(cache, seq) == [0, 1, 2]
+    assert (cache.pool.free, cache.prefix.cached) == (3, 3)
+
+
+def test_a_duplicate_is_no_hit_and_no_access():
+    """The switch pins the cached span and changes nothing else about it."""
+    cache = make(6, Recorded())
+    serve(cache, "abc", now=1)
+    cache.eviction.told.clear()
+    seq = cache.open(ask("abc"), now=2)
+    told = len(cache.eviction.told)
+    compute(cache, seq, now=2)
+    last = spans(cache)["ab|c"]
+    assert (last.hits, last.opened, last.last_access, last.pins) == (0, 1, 1, 1)
+    assert cache.eviction.told[told:] == [("pinned", "ab|c")]
+    assert cache.stats.hit_blocks == 2
+
+
+def test_two_sequences_compute_the_same_prompt():
+    """The second to commit switches to the first's blocks and frees its own."""
+    cache = make()
+    one, two = cache.open(ask("abc")), cache.open(ask("abc"))
+    assert cache.pool.free == 2
+    compute(cache, one)
+    compute(cache, two)
+    assert table(cache, one) == table(cache, two) == [0, 1, 2]
+    assert cache.pool.free == 5
+    assert pins(cache) == {"|abc": 2}
+
+
+def test_in_turns_they_build_one_path():
+    """Chunk by chunk, whoever commits first stores, the other switches."""
+    cache = make()
+    one, two = cache.open(ask("abcd")), cache.open(ask("abcd"))
+    for seq in (one, two, two, one):
+        compute(cache, seq, BLOCK)
+    assert table(cache, one)[:2] == table(cache, two)[:2] == [0, 5]
+    assert pins(cache) == {"|a": 2, "a|b": 2}
+
+
+def test_a_switch_splits_a_longer_span():
+    """Where the new keys end inside what another committed, its span is cut there."""
+    cache = make(12)
+    one, two = cache.open(ask("abcd")), cache.open(ask("abcd"))
+    compute(cache, one)
+    compute(cache, two, 2 * BLOCK)
+    assert pins(cache) == {"|ab": 2, "ab|cd": 1}
+
+
+def test_a_switch_splits_where_prompts_diverge():
+    """The common part is shared, the rest becomes a child."""
+    cache = make(12)
+    one, two = cache.open(ask("abcd")), cache.open(ask("abxy"))
+    compute(cache, one)
+    compute(cache, two)
+    assert pins(cache) == {"|ab": 2, "ab|cd": 1, "ab|xy": 1}
+    assert table(cache, two) == [0, 1, 6, 7]
+
+
+def test_a_switch_goes_down_several_spans():
+    """All that others committed meanwhile is taken over in one commit."""
+    cache = make(16)
+    late = cache.open(ask("abcdef"))
+    serve(cache, "ab", "abcd")
+    compute(cache, late)
+    assert pins(cache) == {"|ab": 1, "ab|cd": 1, "abcd|ef": 1}
+    assert cache.pool.free == 10
+
+
+def test_a_switch_ends_growth():
+    """A leaf that another sequence has switched to has had a second pin."""
+    cache = make(12)
+    one, two = cache.open(ask("abc")), cache.open(ask("abx"))
+    compute(cache, one, 2 * BLOCK)
+    cache.commit(two, 2 * BLOCK)
+    cache.close(two)
+    compute(cache, one)
+    assert pins(cache) == {"|ab": 1, "ab|c": 1}
+
+
+def test_duplicates_are_freed_deepest_first():
+    """So that the shallowest of them is the next to be taken."""
+    trace = Lines()
+    cache = make(trace=trace)
+    one, two = cache.open(ask("abc")), cache.open(ask("abc"))
+    compute(cache, one)
+    compute(cache, two)
+    (free,) = trace.of("FREE")
+    assert (free["reason"], list(free["runs"])) == ("duplicate", [5, 4, 3])
+    assert table(cache, cache.open(ask("xy"))) == [3, 4]
+
+
+def test_the_trace_of_a_commit():
+    """`new`, then `grown`; `same` with its FREE for what another committed."""
+    trace = Lines()
+    cache = make(12, trace=trace)
+    one, two = cache.open(ask("abc")), cache.open(ask("abcd"))
+    compute(cache, one, BLOCK)
+    compute(cache, one)
+    compute(cache, two)
+    lines = [(line["how"], line["first"], line["blocks"]) for line in trace.of("COMMIT")]
+    assert lines == [("new", 0, 1), ("grown", 1, 2), ("same", 0, 3), ("new", 3, 1)]
+    assert trace.events()[-3:] == ["COMMIT", "FREE", "COMMIT"]
+
+
+def test_a_span_is_born_with_its_first_block():
+    """created, born, opened and opener are of the commit and the sequence that stored it."""
+    cache = make()
+    request = ask("abc", tenant="t")
+    seq = cache.open(request, now=3)
+    compute(cache, seq, BLOCK, now=5)
+    compute(cache, seq, now=8)
+    span = spans(cache)["|abc"]
+    assert (span.created, span.last_access, span.opened, span.opener, span.tenant) == (
+        5, 5, seq.id, request.id, "t",
+    )  # fmt: skip
+    assert (span.tokens, span.depth, span.blocks, span.is_leaf) == (3 * BLOCK, 0, 3, True)
+
+
+def test_a_split_copies_history():
+    """Both halves have the statistics of the whole; the lower keeps its id."""
+    cache = make()
+    serve(cache, "abcd", now=1)
+    serve(cache, "abcde", now=2)
+    whole = spans(cache)["|abcd"]
+    cache.open(ask("abx"), now=3)
+    upper, lower = spans(cache)["|ab"], spans(cache)["ab|cd"]
+    assert lower is whole
+    assert upper.id not in {whole.id, spans(cache)["abcd|e"].id}
+    assert (upper.born, upper.created, upper.hits) == (lower.born, lower.created, 2)
+    assert (lower.hits, lower.recency, lower.depth) == (1, upper.recency, 2 * BLOCK)
+
+
+def test_recency_counts_up_from_leaf_to_root():
+    """Children are always less recent than their parents."""
+    cache = make(12)
+    serve(cache, "ab", "abcd")
+    cache.close(start(cache, "abcdef"))
+    path = [spans(cache)[text].recency for text in ("abcd|ef", "ab|cd", "|ab")]
+    assert path == sorted(path)
+
+
+def test_recompute_seconds_are_of_the_tail_block():
+    """What the last block costs, all before it being cached."""
+    cache = make(recompute=lambda context, tokens: 1000.0 * context + tokens)
+    serve(cache, "abc")
+    assert spans(cache)["|abc"].recompute_seconds == 1000.0 * 2 * BLOCK + BLOCK
+
+
+def test_coarse_keys_diverge_at_key_borders():
+    """With 3 blocks a key a commit switches as far as whole keys agree."""
+    cache = make(24, key_tokens=3 * BLOCK)
+    one = cache.open(ask("ab", key_tokens=3 * BLOCK))
+    two = cache.open(ask("ax", key_tokens=3 * BLOCK))
+    compute(cache, one)
+    compute(cache, two, 4 * BLOCK)
+    assert {(span.start, span.end, span.pins) for span in cache.prefix.spans()} == {
+        (0, 3, 2),
+        (3, 6, 1),
+        (3, 4, 1),
+    }
+
+
+def test_coarse_keys_switch_inside_a_key():
+    """A commit may end inside a key: the other's span is cut there."""
+    cache = make(24, key_tokens=3 * BLOCK)
+    one, two = (cache.open(ask("ab", key_tokens=3 * BLOCK)) for _ in range(2))
+    compute(cache, one)
+    compute(cache, two, 4 * BLOCK)
+    compute(cache, two)
+    assert table(cache, one) == table(cache, two)
+    assert {(span.start, span.end, span.pins) for span in cache.prefix.spans()} == {
+        (0, 4, 2),
+        (4, 6, 2),
+    }
+
+
+def test_close_keeps_what_is_committed():
+    """Cached blocks stay, the rest is free, nothing is pinned."""
+    cache = make()
+    seq = cache.open(ask("abc"))
+    compute(cache, seq, 2 * BLOCK)
+    cache.close(seq)
+    assert (cache.pool.free, cache.prefix.cached, cache.prefix.unpinned) == (6, 2, 2)
+    assert not cache.sequences
+    assert not seq.is_open
+
+
+def test_close_is_traced_even_without_blocks():
+    """One FREE line a close, for readers that follow sequences."""
+    trace = Lines()
+    cache = make(trace=trace)
+    serve(cache, "ab")
+    (free,) = trace.of("FREE")
+    assert (free["reason"], list(free["runs"])) == ("close", [])
+
+
+def test_the_header_says_what_the_cache_is_made_of():
+    """Both plugins with their options, the counting, and the sizes."""
+    trace = Lines()
+    make(trace=trace, prefix=Radix(), count="keys", key_tokens=12)
+    assert trace.of("HEADER") == [
+        {
+            "count": "keys",
+            "block_size": BLOCK,
+            "key_tokens": 12,
+            "blocks": 8,
+            "plugins": {
+                "eviction": {"name": "lru", "options": {}},
+                "prefix": {"name": "radix", "options": {}},
+            },
+        }
+    ]

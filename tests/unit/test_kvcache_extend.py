@@ -1,0 +1,144 @@
+"""Extension: whole, or OutOfBlocks and no change."""
+
+import pytest
+from caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start, table
+
+from kvcore import InputError, OutOfBlocks, PolicyError
+from kvcore.testing.driver import snapshot
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 2), (1, 2), (2, 2), (3, 3), (6, 3), (7, 4)])
+def test_blocks_follow_tokens(tokens, blocks):
+    """A partial tail is filled before a block is taken."""
+    cache = make()
+    seq = start(cache, "ab", BLOCK + 2)
+    cache.extend(seq, tokens)
+    assert (seq.tokens, seq.blocks) == (BLOCK + 2 + tokens, blocks)
+    assert cache.pool.free == 8 - blocks
+    cache.check_integrity()
+
+
+def test_extending_twice_is_extending_once():
+    """extend(a) and extend(b) take the blocks that extend(a + b) takes, victims included."""
+    tables = []
+    for steps in ([11], [1, 4, 6], [5, 0, 6]):
+        cache = make(6)
+        serve(cache, "lm", "xyz")
+        seq = cache.open(ask("a"))
+        for tokens in steps:
+            cache.extend(seq, tokens)
+        tables.append(table(cache, seq))
+    assert tables[0] == tables[1] == tables[2] == [5, 1, 0, 4]
+
+
+def test_no_more_is_evicted_than_is_missing():
+    """Free blocks are used up first."""
+    cache = make(6)
+    serve(cache, "xyz")
+    seq = start(cache, "a")
+    cache.extend(seq, 3 * BLOCK)
+    assert spans(cache).keys() == {"|xy", "|a"}
+
+
+def test_own_blocks_are_never_victims():
+    """What the sequence itself stands on is pinned."""
+    cache = make(4)
+    seq = start(cache, "ab")
+    cache.extend(seq, 2 * BLOCK)
+    with pytest.raises(OutOfBlocks):
+        cache.extend(seq, 1)
+    assert pins(cache) == {"|ab": 1}
+
+
+def test_a_refusal_changes_nothing():
+    """No block is taken and nothing evicted, though a part would have fitted."""
+    cache = make(6, Recorded())
+    serve(cache, "xyz")
+    seq = start(cache, "a")
+    before, told = snapshot(cache), list(cache.eviction.told)
+    with pytest.raises(
+        OutOfBlocks, match="needs 6 more .* 2 of 6 are free and 3 can be evicted"
+    ):
+        cache.extend(seq, 6 * BLOCK)
+    assert snapshot(cache) == before
+    assert cache.eviction.told == told
+    cache.extend(seq, 5 * BLOCK)
+    assert cache.pool.free == 0
+
+
+def test_negative_tokens_are_refused():
+    """The error points to rollback."""
+    cache = make()
+    seq = start(cache, "ab")
+    with pytest.raises(InputError, match="extend by -1 tokens.*rollback"):
+        cache.extend(seq, -1)
+
+
+def test_the_trace_of_an_extension():
+    """EVICT, then ALLOC at the place in the block table where it continues."""
+    trace = Lines()
+    cache = make(4, trace=trace)
+    serve(cache, "xy")
+    seq = start(cache, "a")
+    trace.lines.clear()
+    cache.extend(seq, 2 * BLOCK, now=9)
+    assert trace.events() == ["EVICT", "ALLOC"]
+    evict, alloc = trace.lines[0][1], trace.lines[1][1]
+    assert evict == {
+        "span": 1,
+        "runs": evict["runs"],
+        "by": "lru",
+        "for": seq.request.id,
+        "age": 9,
+        "hits": 0,
+        "reason": "capacity",
+        "scope": "cache",
+    }
+    assert (list(evict["runs"]), alloc["first"], list(alloc["runs"])) == ([1], 1, [3, 1])
+
+
+def test_nothing_taken_is_not_traced():
+    """Tokens that fit the partial tail write no line."""
+    trace = Lines()
+    cache = make(trace=trace)
+    seq = start(cache, "ab", BLOCK + 1)
+    trace.lines.clear()
+    cache.extend(seq, 3)
+    assert trace.lines == []
+
+
+def test_a_policy_that_fails_extends_nothing():
+    """The sequence stays as it was; blocks of victims already taken are free."""
+
+    class Once(Recorded):
+        """Gives one victim, then raises."""
+
+        name = "once"
+
+        def victim(self, now):
+            if any(what in {"removed", "trimmed"} for what, _ in self.told):
+                msg = "no more"
+                raise RuntimeError(msg)
+            return super().victim(now)
+
+    cache = make(4, Once())
+    serve(cache, "x", "yz")
+    seq = start(cache, "a")
+    with pytest.raises(
+        PolicyError, match=r"'once' .* raised RuntimeError in victim\(\): no more"
+    ):
+        cache.extend(seq, 3 * BLOCK)
+    cache.check_integrity()
+    assert (seq.tokens, seq.blocks, cache.pool.free) == (BLOCK, 1, 1)
+    cache.extend(seq, BLOCK)
+    assert table(cache, seq) == [3, 0]
+
+
+def test_what_is_extended_can_be_committed():
+    """In chunks: allocate, compute, allocate, compute."""
+    cache = make()
+    seq = cache.open(ask("abc"), 0)
+    for _ in range(6):
+        cache.extend(seq, 2)
+        compute(cache, seq)
+    assert pins(cache) == {"|abc": 1}

@@ -1,0 +1,362 @@
+"""Forks: shared blocks, copy-on-write, what a sibling's commit does, last owners."""
+
+import attrs
+import pytest
+from caches import (
+    BLOCK,
+    Lines,
+    Recorded,
+    ask,
+    compute,
+    make,
+    pins,
+    serve,
+    spans,
+    spell,
+    start,
+    table,
+)
+
+from kvcore import InputError, OutOfBlocks
+from kvcore.testing.driver import snapshot
+from kvcore_plugins.prefix import NoPrefix
+
+HALF = BLOCK // 2
+
+
+@pytest.fixture
+def cache():
+    return make(12)
+
+
+def generate(cache, seq, tokens):
+    """Extend by `tokens` and compute them."""
+    cache.extend(seq, tokens)
+    return compute(cache, seq)
+
+
+def test_fork_allocates_nothing(cache):
+    """The child has the same table; the path is pinned once more."""
+    seq = start(cache, "abc", 2 * BLOCK + HALF)
+    child = cache.fork(seq)
+    assert table(cache, child) == table(cache, seq) == [0, 1, 2]
+    assert (cache.pool.free, pins(cache)) == (9, {"|ab": 2})
+    cache.check_integrity()
+
+
+def test_fork_is_no_access():
+    """No hit, no lookup, nothing the policy hears of."""
+    cache = make(12, Recorded())
+    seq = start(cache, "ab")
+    told, stats = list(cache.eviction.told), attrs.astuple(cache.stats)
+    cache.fork(seq, now=9)
+    assert cache.eviction.told == told
+    assert attrs.astuple(cache.stats) == stats
+    assert (spans(cache)["|ab"].hits, spans(cache)["|ab"].last_access) == (0, 0)
+
+
+def test_fork_ends_growth_in_place(cache):
+    """A leaf that two sequences hold is continued by a child."""
+    seq = cache.open(ask("abc"))
+    compute(cache, seq, BLOCK)
+    child = cache.fork(seq)
+    cache.close(child)
+    compute(cache, seq)
+    assert pins(cache) == {"|a": 1, "a|bc": 1}
+
+
+def test_the_writer_gets_the_copy(cache):
+    """Extending into a shared partial tail copies it; the other keeps the block."""
+    seq = start(cache, "ab", BLOCK + HALF)
+    child = cache.fork(seq)
+    cache.extend(child, 1)
+    assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 2])
+    cache.check_integrity()
+
+
+def test_the_parent_may_be_the_writer(cache):
+    """Who writes first gets the copy, whoever forked."""
+    seq = start(cache, "ab", BLOCK + HALF)
+    child = cache.fork(seq)
+    cache.extend(seq, 1)
+    assert (table(cache, seq), table(cache, child)) == ([0, 2], [0, 1])
+
+
+def test_the_last_owner_writes_in_place(cache):
+    """Once the other has copied or closed, nothing is copied any more."""
+    seq = start(cache, "ab", BLOCK + HALF)
+    child, third = cache.fork(seq), cache.fork(seq)
+    cache.extend(child, 1)
+    cache.close(third)
+    free = cache.pool.free
+    cache.extend(seq, 1)
+    assert (table(cache, seq), cache.pool.free) == ([0, 1], free)
+
+
+def test_a_full_tail_is_not_copied(cache):
+    """What is written next is a block of its own."""
+    seq = generate(cache, start(cache, "a"), BLOCK)
+    child = cache.fork(seq)
+    cache.extend(child, 1)
+    assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 1, 2])
+    cache.check_integrity()
+
+
+def test_extending_by_nothing_copies_nothing(cache):
+    """Nothing is written, so the tail stays shared."""
+    seq = start(cache, "ab", BLOCK + HALF)
+    child = cache.fork(seq)
+    cache.extend(child, 0)
+    assert table(cache, child) == [0, 1]
+
+
+def test_the_copy_counts_as_a_block_needed():
+    """With one block free, one token into a shared tail fits, a block more does not."""
+    cache = make(3)
+    seq = start(cache, "ab", BLOCK + HALF)
+    child = cache.fork(seq)
+    before = snapshot(cache)
+    with pytest.raises(OutOfBlocks, match="needs 2 more"):
+        cache.extend(child, BLOCK)
+    assert snapshot(cache) == before
+    cache.extend(child, HALF)
+    assert table(cache, child) == [0, 2]
+
+
+def test_the_copy_is_taken_first(cache):
+    """The first block taken is the copy, the rest continue the table."""
+    seq = start(cache, "ab", BLOCK + HALF)
+    child = cache.fork(seq)
+    cache.extend(child, 2 * BLOCK)
+    assert table(cache, child) == [0, 2, 3, 4]
+
+
+def test_the_trace_of_a_copy():
+    """COPY says which block became which; ALLOC has only the blocks beyond it."""
+    trace = Lines()
+    cache = make(12, trace=trace)
+    seq = start(cache, "ab", BLOCK + HALF)
+    child = cache.fork(seq)
+    trace.lines.clear()
+    cache.extend(child, BLOCK)
+    assert trace.events() == ["COPY", "ALLOC"]
+    assert trace.of("COPY") == [{"seq": child.id, "block": 1, "from": 1, "to": 2}]
+    alloc = trace.of("ALLOC")[0]
+    assert (alloc["first"], list(alloc["runs"])) == (2, [3])
+
+
+def test_a_private_block_is_freed_with_its_last_owner():
+    """close frees, and traces as freed, only what nobody else holds."""
+    trace = Lines()
+    cache = make(12, trace=trace)
+    seq = start(cache, "ab", BLOCK + HALF)
+    child = cache.fork(seq)
+    cache.close(seq)
+    assert cache.pool.free == 10
+    cache.close(child)
+    assert [list(line["runs"]) for line in trace.of("FREE")] == [[], [1]]
+    assert (cache.pool.free, pins(cache)) == (11, {"|a": 0})
+    cache.check_integrity()
+
+
+def test_a_sibling_commit_pins_the_same_blocks(cache):
+    """Blocks that both hold become cached once, pinned for both, owned by nobody."""
+    seq = cache.open(ask("abc"))
+    child = cache.fork(seq)
+    compute(cache, seq)
+    assert pins(cache) == {"|abc": 2}
+    assert (child.private_blocks, cache.pool.owners) == (0, {})
+    assert table(cache, child) == table(cache, seq)
+
+
+def test_a_sibling_commits_what_is_committed_already():
+    """Its own commit of the same blocks changes nothing more."""
+    cache = make(12, Recorded())
+    seq = cache.open(ask("abc"))
+    child = cache.fork(seq)
+    compute(cache, seq)
+    told, blocks = list(cache.eviction.told), table(cache, child)
+    compute(cache, child)
+    assert cache.eviction.told == told
+    assert (table(cache, child), pins(cache)) == (blocks, {"|abc": 2})
+
+
+def test_every_sibling_is_pinned(cache):
+    """Grandchildren too, but not those that have closed."""
+    seq = cache.open(ask("abc"))
+    child = cache.fork(seq)
+    grandchild = cache.fork(child)
+    cache.close(child)
+    compute(cache, grandchild)
+    assert pins(cache) == {"|abc": 2}
+    cache.close(seq)
+    cache.close(grandchild)
+    assert pins(cache) == {"|abc": 0}
+    cache.check_integrity()
+
+
+def test_a_sibling_that_holds_part_is_pinned_for_its_part(cache):
+    """The span is cut where the sibling's own copy begins."""
+    seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
+    child = cache.fork(seq)
+    cache.extend(child, HALF)
+    cache.extend(seq, HALF)
+    compute(cache, seq)
+    assert pins(cache) == {"|a": 2, "a|b": 1}
+    compute(cache, child)
+    assert pins(cache) == {"|a": 2, "a|b": 2}
+    assert table(cache, child) == table(cache, seq)
+
+
+def test_the_policy_hears_of_a_span_before_it_is_cut():
+    """`inserted` comes before the split that pins a sibling's part."""
+    cache = make(12, Recorded())
+    seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
+    child = cache.fork(seq)
+    cache.extend(child, HALF)
+    cache.extend(seq, HALF)
+    cache.eviction.told.clear()
+    compute(cache, seq)
+    assert cache.eviction.told == [("inserted", "|ab"), ("split", "a|b")]
+
+
+def test_siblings_that_hold_different_parts(cache):
+    """The span is cut once for each place where a sibling's own blocks begin."""
+    seq = start(cache, "a", output_keys=["ab", "abc", "abcd"])
+    cache.extend(seq, 2 * BLOCK + HALF)
+    deep = cache.fork(seq)
+    cache.extend(deep, HALF)
+    shallow = cache.fork(seq)
+    cache.rollback(shallow, BLOCK)
+    cache.extend(shallow, BLOCK)
+    cache.extend(seq, HALF)
+    compute(cache, seq)
+    assert pins(cache) == {"|a": 3, "a|b": 3, "ab|c": 2, "abc|d": 1}
+
+
+def test_a_sibling_follows_a_switch(cache):
+    """Where the committer has taken over another's blocks, its sibling does as well."""
+    seq = cache.open(ask("abc"))
+    child = cache.fork(seq)
+    serve(cache, "ab")
+    compute(cache, seq)
+    assert pins(cache) == {"|ab": 2, "ab|c": 2}
+    assert table(cache, child) == table(cache, seq) == [3, 4, 2]
+    assert cache.pool.free == 9
+
+
+def test_a_duplicate_is_freed_with_its_last_owner(cache):
+    """A committer that only switches leaves its blocks to the sibling that holds them."""
+    seq = cache.open(ask("ab"))
+    child = cache.fork(seq)
+    serve(cache, "ab")
+    compute(cache, seq)
+    assert (table(cache, seq), table(cache, child)) == ([2, 3], [0, 1])
+    compute(cache, child)
+    assert table(cache, child) == [2, 3]
+    assert (cache.pool.free, cache.pool.owners) == (10, {})
+
+
+def test_the_trace_of_a_sibling_commit():
+    """One COMMIT for who computed the blocks, one `shared` for each sibling."""
+    trace = Lines()
+    cache = make(12, trace=trace)
+    seq = cache.open(ask("abc"))
+    child = cache.fork(seq)
+    trace.lines.clear()
+    compute(cache, seq)
+    span = seq.span.id
+    assert trace.lines == [
+        ("COMMIT", {"seq": seq.id, "span": span, "first": 0, "blocks": 3, "how": "new"}),
+        ("COMMIT", {"seq": child.id, "span": span, "first": 0, "blocks": 3, "how": "shared"}),
+    ]
+
+
+def test_a_pinned_fork_keeps_the_path(cache):
+    """Closing one of two leaves the path pinned; closing both lets it be evicted."""
+    seq = start(cache, "ab")
+    child = cache.fork(seq)
+    cache.close(seq)
+    assert pins(cache) == {"|ab": 1}
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("lmnopqrstuv"))
+    cache.close(child)
+    cache.open(ask("lmnopqrstuv"))
+    assert pins(cache) == {"|a": 0}
+
+
+def test_fork_refuses_what_both_would_compute_differently(cache):
+    """Generated tokens that are allocated, but not committed, cannot be shared."""
+    seq = start(cache, "ab")
+    cache.extend(seq, 3)
+    with pytest.raises(InputError, match="3 allocated tokens are not committed"):
+        cache.fork(seq)
+    cache.rollback(seq, 3)
+    cache.fork(seq)
+
+
+def test_fork_in_the_middle_of_a_prompt(cache):
+    """What is allocated for the prompt is the same for both, and may be shared."""
+    seq = cache.open(ask("abc"), 6)
+    compute(cache, seq, 5)
+    child = cache.fork(seq)
+    cache.extend(child, 6)
+    compute(cache, child)
+    cache.extend(seq, 6)
+    compute(cache, seq)
+    assert table(cache, seq) == table(cache, child)
+    assert {spell(span): span.pins for span in cache.prefix.spans()} == {"|a": 2, "a|bc": 2}
+
+
+def test_siblings_diverge_after_a_rollback(cache):
+    """A block of which one sibling has dropped a part is copied when it writes there."""
+    seq = generate(cache, start(cache, "a"), 2 * BLOCK)
+    child = cache.fork(seq)
+    cache.rollback(child, BLOCK + 1)
+    cache.extend(child, 2)
+    assert (table(cache, seq), table(cache, child)) == ([0, 1, 2], [0, 3, 4])
+    cache.check_integrity()
+
+
+def test_a_counting_cache_gets_ids_by_its_first_fork():
+    """Sharing is by block: from here on every block in use has an id."""
+    cache = make(12, ids=False)
+    seq = start(cache, "abc", 2 * BLOCK + HALF)
+    other = start(cache, "xy")
+    child = cache.fork(seq)
+    assert table(cache, child) == table(cache, seq)
+    assert not set(table(cache, seq)) & set(table(cache, other))
+    assert cache.pool.free == 7
+    cache.check_integrity()
+    cache.extend(child, 1)
+    assert table(cache, child) != table(cache, seq)
+    cache.check_integrity()
+
+
+def test_a_counting_cache_decides_the_same_around_a_fork():
+    """Pools with and without ids agree in every number and every victim."""
+    seen = []
+    for ids in (True, False):
+        cache = make(7, ids=ids)
+        serve(cache, "abcd", "xy")
+        seq = start(cache, "abm", 3 * BLOCK)
+        child = cache.fork(seq)
+        generate(cache, child, 5)
+        generate(cache, seq, 2)
+        cache.close(seq)
+        serve(cache, "lm")
+        cache.close(child)
+        seen.append((pins(cache), cache.pool.free, cache.prefix.evicted, cache.stats))
+    assert seen[0] == seen[1]
+
+
+def test_fork_without_a_prefix_cache():
+    """Private blocks are shared all the same."""
+    cache = make(12, prefix=NoPrefix(), ids=False)
+    seq = start(cache, "ab", BLOCK + HALF)
+    child = cache.fork(seq)
+    cache.extend(child, 1)
+    assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 2])
+    for member in (seq, child):
+        cache.close(member)
+    assert cache.pool.free == 12

@@ -1,0 +1,244 @@
+"""Retention hints: priority by token range, durations, splits at borders, raises."""
+
+import pytest
+from caches import BLOCK, Recorded, ask, compute, make, serve, spans, start
+
+from kvcore import InputError, Retention
+from kvcore_plugins.eviction import Priority
+
+
+def hints(cache):
+    """Return the priority of every span, and when it ends."""
+    return {text: (span.priority, span.priority_until) for text, span in spans(cache).items()}
+
+
+def hint(first, last, priority, duration=None):
+    """Return a hint for the blocks from `first` to `last` (None: to the end)."""
+    return Retention(first * BLOCK, None if last is None else last * BLOCK, priority, duration)
+
+
+def test_without_hints_a_span_has_the_default():
+    """35, for good."""
+    cache = make()
+    serve(cache, "abc")
+    assert hints(cache) == {"|abc": (35, None)}
+
+
+def test_spans_split_at_the_borders_of_hints():
+    """One span a range, also where a single commit stores them all."""
+    cache = make()
+    serve(cache, "abcdef", retention=(hint(0, 2, 90), hint(4, 5, 20)))
+    assert hints(cache) == {
+        "|ab": (90, None),
+        "ab|cd": (35, None),
+        "abcd|e": (35, None),
+        "abcde|f": (35, None),
+    }
+
+
+def test_ancestors_have_at_least_the_priority_of_what_continues_them():
+    """A system prompt before a precious document is as precious."""
+    cache = make()
+    serve(cache, "abcd", retention=(hint(2, 3, 80),))
+    assert hints(cache) == {"|ab": (80, None), "ab|c": (80, None), "abc|d": (35, None)}
+
+
+def test_a_low_priority_reaches_to_the_end_of_its_range():
+    """Below the default goes first; it lowers nothing before it."""
+    cache = make()
+    serve(cache, "abc", retention=(hint(1, None, 5),))
+    assert hints(cache) == {"|a": (35, None), "a|bc": (5, None)}
+
+
+def test_growth_in_place_stays_inside_a_range():
+    """Chunks of one range are one span, those of another are its child."""
+    cache = make()
+    seq = cache.open(ask("abcd", retention=(hint(0, 2, 60),)))
+    for _ in range(4):
+        compute(cache, seq, BLOCK)
+    assert hints(cache) == {"|ab": (60, None), "ab|cd": (35, None)}
+
+
+def test_a_duration_counts_from_the_commit():
+    """In nanoseconds after the blocks are stored, not after the request came."""
+    cache = make()
+    seq = cache.open(ask("ab", retention=(hint(0, None, 80, 100),)), now=5)
+    compute(cache, seq, now=7)
+    assert hints(cache) == {"|ab": (80, 107)}
+
+
+def test_growth_lengthens_a_duration():
+    """What is stored later is kept longer, and so is what it depends on."""
+    cache = make()
+    seq = cache.open(ask("ab", retention=(hint(0, None, 80, 100),)))
+    compute(cache, seq, BLOCK, now=7)
+    compute(cache, seq, BLOCK, now=9)
+    assert hints(cache) == {"|ab": (80, 109)}
+
+
+def test_growth_never_shortens_what_has_no_end():
+    """Equal priorities, one for good and one for a time, are two spans."""
+    cache = make()
+    seq = cache.open(ask("abcd", retention=(hint(0, 2, 80), hint(2, None, 80, 100))))
+    compute(cache, seq)
+    assert hints(cache) == {"|ab": (80, None), "ab|cd": (80, 100)}
+
+
+def test_a_later_range_without_end_raises_an_earlier_one():
+    """What must stay for good needs all before it for good."""
+    cache = make()
+    seq = cache.open(ask("abcd", retention=(hint(0, 2, 80, 100), hint(2, None, 80))))
+    compute(cache, seq)
+    assert {value for _, value in hints(cache).values()} == {None}
+
+
+def test_when_a_duration_ends_the_priority_is_the_default():
+    """At `priority_until` itself; before, the hint holds."""
+    cache = make()
+    serve(cache, "ab", retention=(hint(0, None, 80, 100),))
+    span = spans(cache)["|ab"]
+    assert (span.priority_at(99), span.priority_at(100)) == (80, 35)
+
+
+def test_the_end_of_a_duration_is_no_expiry():
+    """The span still matches."""
+    cache = make(8, Priority())
+    serve(cache, "ab", retention=(hint(0, None, 80, 100),))
+    assert cache.probe(ask("abc"), now=1000) == 2
+
+
+def test_a_hit_raises_priorities():
+    """A request that finds blocks others stored asks for them all the same."""
+    cache = make()
+    serve(cache, "abc")
+    cache.open(ask("abcd", retention=(hint(0, None, 70),)))
+    cache.check_integrity()
+    assert hints(cache) == {"|abc": (70, None)}
+
+
+def test_a_hit_splits_at_the_borders_of_its_hints():
+    """Only the range asked for is raised, and what comes before it."""
+    cache = make(12)
+    serve(cache, "abcdef")
+    seq = cache.open(ask("abcdefg", retention=(hint(2, 3, 70), hint(4, 5, 90))))
+    cache.check_integrity()
+    assert hints(cache) == {
+        "|ab": (90, None),
+        "ab|c": (90, None),
+        "abc|d": (90, None),
+        "abcd|e": (90, None),
+        "abcde|f": (35, None),
+    }
+    assert {span.pins for span in spans(cache).values()} == {1}
+    assert seq.span is spans(cache)["abcde|f"]
+
+
+def test_a_hit_never_lowers():
+    """Neither a lower priority nor a shorter duration takes anything back."""
+    cache = make()
+    serve(cache, "abc", retention=(hint(0, None, 80),))
+    cache.open(ask("abcd", retention=(hint(0, None, 20),)))
+    cache.open(ask("abcd", retention=(hint(0, None, 80, 5),)), 0)
+    assert hints(cache) == {"|abc": (80, None)}
+
+
+def test_a_hit_renews_a_duration():
+    """The same priority counts its time from the hit."""
+    cache = make()
+    serve(cache, "abc", retention=(hint(0, None, 80, 100),))
+    cache.open(ask("abcd", retention=(hint(0, None, 80, 100),)), now=50)
+    assert hints(cache) == {"|abc": (80, 150)}
+
+
+def test_a_hit_after_the_end_of_a_hint_counts_against_the_default():
+    """An old high priority that is over does not stand in the way of a new lower one."""
+    cache = make()
+    serve(cache, "abc", retention=(hint(0, None, 80, 10),))
+    cache.open(ask("abcd", retention=(hint(0, None, 50),)), now=20)
+    assert hints(cache) == {"|abc": (50, None)}
+
+
+def test_an_insertion_after_the_end_of_a_hint_raises_its_ancestors():
+    """A parent whose own hint is over takes the priority of its new child."""
+    cache = make()
+    serve(cache, "ab", retention=(hint(0, None, 80, 10),))
+    seq = cache.open(ask("abcd", retention=(hint(2, None, 50),)), now=20)
+    compute(cache, seq, now=20)
+    assert hints(cache) == {"|ab": (50, None), "ab|cd": (50, None)}
+
+
+def test_an_insertion_lowers_no_ancestor():
+    """A low priority that is over counts as the default, which is more than 20."""
+    cache = make()
+    serve(cache, "ab", retention=(hint(0, None, 10, 5),))
+    span = spans(cache)["|ab"]
+    seq = cache.open(ask("abcd", retention=(hint(2, None, 20),)), now=20)
+    compute(cache, seq, now=20)
+    assert span.priority_at(20) == 35
+
+
+def test_an_insertion_lengthens_its_ancestors():
+    """Of equal priority, the parent holds it as long as the child: for good."""
+    cache = make()
+    serve(cache, "ab", retention=(hint(0, None, 80, 100),))
+    seq = cache.open(ask("abcd", retention=(hint(2, None, 80),)))
+    compute(cache, seq)
+    assert hints(cache) == {"|ab": (80, None), "ab|cd": (80, None)}
+
+
+def test_the_raise_stays():
+    """When the precious child is gone its parent keeps the priority."""
+    cache = make(4)
+    serve(cache, "ab")
+    serve(cache, "abcd", retention=(hint(2, None, 90),))
+    serve(cache, "xy")
+    assert hints(cache) == {"|ab": (90, None), "|xy": (35, None)}
+
+
+def test_a_preempted_return_asks_for_nothing():
+    """Finding its own blocks again is no hit, and renews no hint."""
+    cache = make()
+    serve(cache, "abc", retention=(hint(0, None, 80, 100),))
+    cache.open(ask("abcd", retention=(hint(0, None, 80, 100),)), now=50, again=True)
+    assert hints(cache) == {"|abc": (80, 100)}
+
+
+def test_a_switch_asks_for_nothing():
+    """What another stored meanwhile keeps its priority: the switch is no access."""
+    cache = make(12)
+    late = cache.open(ask("abc", retention=(hint(0, None, 80),)))
+    serve(cache, "abc")
+    compute(cache, late)
+    assert hints(cache) == {"|abc": (35, None)}
+
+
+def test_splits_for_hints_are_told_to_the_policy():
+    """As any other split: before the accesses, and with pins."""
+    cache = make(12, Recorded())
+    serve(cache, "abcd")
+    cache.eviction.told.clear()
+    cache.open(ask("abcde", retention=(hint(1, 3, 70),)))
+    assert cache.eviction.told == [
+        ("pinned", "|abcd"),
+        ("split", "abc|d"),
+        ("split", "a|bc"),
+        ("accessed", "abc|d"),
+        ("accessed", "a|bc"),
+        ("accessed", "|a"),
+    ]
+
+
+def test_hints_decide_who_is_evicted():
+    """With the priority policy the lowest goes first, though it is the most recent."""
+    cache = make(6, Priority())
+    serve(cache, "ab")
+    serve(cache, "lm", retention=(hint(0, None, 20),))
+    start(cache, "xyz")
+    assert spans(cache).keys() == {"|ab", "|l", "|xyz"}
+
+
+@pytest.mark.parametrize("priority", [0, 101, -1])
+def test_priorities_go_from_1_to_100(priority):
+    """Others are refused with the range."""
+    with pytest.raises(InputError, match=f"1 to 100, not {priority}"):
+        Retention(0, None, priority)

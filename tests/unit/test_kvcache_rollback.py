@@ -1,0 +1,143 @@
+"""Rollback: the newest tokens go, whole blocks become free, what is shared stays."""
+
+import pytest
+from caches import BLOCK, Lines, ask, compute, make, pins, start, table
+
+from kvcore import InputError
+from kvcore.testing.driver import snapshot
+
+
+def drafted(cache, tokens):
+    """Return a sequence of one shared block and `tokens` generated tokens."""
+    seq = start(cache, "a")
+    cache.extend(seq, tokens)
+    return compute(cache, seq)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "left"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [0, 1]), (5, [0, 1]), (6, [0])]
+)
+def test_whole_blocks_are_freed(tokens, left):
+    """Six generated tokens lie in two blocks; a block goes with its first token."""
+    cache = make()
+    seq = drafted(cache, 6)
+    cache.rollback(seq, tokens)
+    assert table(cache, seq) == left
+    assert (seq.tokens, seq.computed, seq.blocks) == (10 - tokens, 10 - tokens, len(left))
+    assert cache.pool.free == 8 - len(left)
+    cache.check_integrity()
+
+
+def test_uncomputed_tokens_go_first():
+    """Rolling back what was only allocated leaves the computed count alone."""
+    cache = make()
+    seq = start(cache, "a")
+    cache.extend(seq, 6)
+    compute(cache, seq, 2)
+    cache.rollback(seq, 3)
+    assert (seq.tokens, seq.computed) == (7, 6)
+
+
+def test_tokens_can_be_computed_again():
+    """After a rollback the sequence goes on as if the drafts had never been."""
+    cache = make()
+    seq = drafted(cache, 6)
+    cache.rollback(seq, 5)
+    cache.extend(seq, 9)
+    compute(cache, seq)
+    assert (seq.tokens, seq.blocks) == (14, 4)
+
+
+def test_blocks_are_freed_deepest_first():
+    """So the next taken are the shallowest of them, in order."""
+    trace = Lines()
+    cache = make(trace=trace)
+    seq = drafted(cache, 3 * BLOCK)
+    cache.rollback(seq, 3 * BLOCK)
+    assert list(trace.of("FREE")[0]["runs"]) == [3, 2, 1]
+    assert trace.of("FREE")[0]["reason"] == "rollback"
+    cache.extend(seq, 2 * BLOCK)
+    assert table(cache, seq) == [0, 1, 2]
+
+
+def test_nothing_freed_is_not_traced():
+    """A rollback inside a block writes no line."""
+    trace = Lines()
+    cache = make(trace=trace)
+    seq = drafted(cache, 3)
+    trace.lines.clear()
+    cache.rollback(seq, 2)
+    assert trace.lines == []
+
+
+def test_what_is_shared_stays():
+    """Reaching into published blocks is refused with both numbers; nothing changes."""
+    cache = make()
+    seq = drafted(cache, 6)
+    before = snapshot(cache)
+    with pytest.raises(
+        InputError, match="rollback of 7 tokens.*it has 10.* first 4 are shared"
+    ):
+        cache.rollback(seq, 7)
+    assert snapshot(cache) == before
+
+
+def test_a_hit_stays():
+    """Nor can what was hit be rolled back."""
+    cache = make()
+    cache.close(start(cache, "ab"))
+    seq = cache.open(ask("abc"))
+    with pytest.raises(InputError, match="first 8 are shared"):
+        cache.rollback(seq, 5)
+
+
+def test_negative_tokens_are_refused():
+    """More tokens are extend's business."""
+    cache = make()
+    seq = drafted(cache, 6)
+    with pytest.raises(InputError, match="rollback of -1 tokens"):
+        cache.rollback(seq, -1)
+
+
+def test_a_prompt_not_yet_computed_can_be_dropped():
+    """A chunk that was allocated, but not computed, goes back to the pool."""
+    cache = make()
+    seq = cache.open(ask("abc"))
+    cache.rollback(seq, 2 * BLOCK)
+    assert (seq.blocks, cache.pool.free) == (1, 7)
+    compute(cache, seq)
+    assert pins(cache) == {"|a": 1}
+
+
+def test_a_shared_private_block_stays_for_the_other_owner():
+    """A fork's rollback frees only what nobody else holds."""
+    cache = make()
+    seq = drafted(cache, 6)
+    child = cache.fork(seq)
+    cache.rollback(child, 6)
+    assert (table(cache, seq), table(cache, child)) == ([0, 1, 2], [0])
+    assert cache.pool.free == 5
+    cache.check_integrity()
+    cache.rollback(seq, 6)
+    assert cache.pool.free == 7
+    cache.check_integrity()
+
+
+def test_a_rollback_of_nothing_is_always_allowed():
+    """Also for a fork whose sibling has published the block it had drawn back into."""
+    cache = make()
+    seq = cache.open(ask("ab"))
+    child = cache.fork(seq)
+    cache.rollback(child, BLOCK + 2)
+    compute(cache, seq)
+    cache.rollback(child, 0)
+    cache.check_integrity()
+
+
+def test_a_counting_cache_rolls_back_alike():
+    """The numbers are those of a cache with ids."""
+    cache = make(ids=False)
+    seq = drafted(cache, 6)
+    cache.rollback(seq, 5)
+    assert (seq.tokens, seq.blocks, cache.pool.free) == (5, 2, 6)
+    cache.check_integrity()

@@ -1,0 +1,139 @@
+"""The optimum on prompts small enough to follow by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore import InputError, Request
+from kvcore.cache.geometry import Geometry
+from kvcore.lab import Future, Optimum
+
+
+def requests(prompts, key_tokens=1):
+    """Return a request a prompt, whose keys are the prefixes of the words."""
+    return [
+        Request(
+            id=number,
+            prompt=len(prompt) * key_tokens,
+            keys=[prompt[: end + 1] for end in range(len(prompt))],
+            key_tokens=key_tokens,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def read(prompts, ratio=1):
+    """Return the future of prompts whose letters are blocks, `ratio` a letter."""
+    return Future.read(requests(prompts.split(), ratio), Geometry("keys", 1, ratio))
+
+
+def play(prompts, blocks, *, bypass=False, ratio=1):
+    """Return (hits, evicted blocks) of the optimum."""
+    stats, evicted = Optimum(bypass).replay(read(prompts, ratio), blocks, 1)
+    return stats.hit_blocks, evicted
+
+
+def test_what_is_wanted_last_leaves():
+    """With room for two, `c` displaces `b`, wanted later than `a`."""
+    assert play("a b c a b", 2) == (1, 2)
+
+
+def test_what_is_never_wanted_leaves_first():
+    """`b` is never wanted again and makes room; `a` waits for its turn."""
+    assert play("a b c c a", 2) == (2, 1)
+
+
+def test_the_deepest_leave_first_among_equals():
+    """Of three blocks wanted by one request the last makes room, and the first two hit."""
+    assert play("abc x abc", 3) == (2, 2)
+
+
+def test_the_blocks_of_the_request_stay():
+    """With room for one, `b` must be cached, so that `a` is lost."""
+    assert play("a b a", 1) == (0, 2)
+
+
+def test_bypass_lets_the_blocks_of_the_request_go():
+    """With room for one, `b` need not be cached, so that `a` hits."""
+    assert play("a b a", 1, bypass=True) == (1, 1)
+
+
+def test_bypass_keeps_the_best_part_of_a_request():
+    """Of `cde` only `c` stays, beside `ab`: the others are never wanted."""
+    assert play("ab cde ab c", 3, bypass=True) == (3, 2)
+
+
+def test_a_request_longer_than_the_pool_keeps_its_leading_blocks():
+    """Of four blocks two are cached, and hit; all four are looked up."""
+    stats, _ = Optimum().replay(read("abcd abcd"), 2, 1)
+    assert (stats.hit_blocks, stats.lookup_blocks) == (2, 8)
+
+
+def test_the_parts_of_a_key_leave_one_by_one():
+    """With three blocks a key, one more block costs one hit, not three."""
+    assert play("ab x ab", 8, ratio=3) == (5, 2)
+
+
+def test_a_request_longer_than_the_pool_may_end_inside_a_key():
+    """With three blocks a key, a pool of four holds a key and a third."""
+    assert play("ab ab", 4, ratio=3) == (4, 0)
+
+
+def test_a_request_without_keys_looks_nothing_up():
+    """A request without keys counts, but has no ratio."""
+    future = Future.read(
+        [Request(id=0, prompt=9, key_tokens=1), *requests(["a"])], Geometry("keys", 1, 1)
+    )
+    stats, _ = Optimum().replay(future, 1, 1)
+    assert (stats.requests, stats.looked_up) == (2, 1)
+
+
+def test_the_ratios_are_weighted_as_they_say():
+    """One block of four hits, half a request of two: 1/4 by block, 1/4 by request."""
+    stats, _ = Optimum().replay(read("ab ac"), 3, 1)
+    assert stats.ratios() == {"block": 0.25, "token": 0.25, "request": 0.25}
+
+
+def test_the_future_is_kept_in_runs():
+    """A run is what one request wants next; what nobody wants ends with the prompt."""
+    future = read("abcd ab abc")
+    assert list(future.runs(0)) == [(1, 2), (2, 3), (3, 4)]
+    assert list(future.runs(1)) == [(2, 2), (3, 2)]
+
+
+def test_a_key_under_two_parents_has_no_future():
+    """Keys that contradict one another are refused, naming the request and the key."""
+    wrong = [
+        Request(id="first", prompt=2, keys=["a", "b"], key_tokens=1),
+        Request(id="second", prompt=2, keys=["c", "b"], key_tokens=1),
+        Request(id="third", prompt=2, keys=["a", "b"], key_tokens=1),
+    ]
+    with pytest.raises(InputError, match="request 'third': key 'b' does not follow"):
+        Future.read(wrong, Geometry("keys", 1, 1))
+
+
+def test_keys_of_another_size_are_refused():
+    """A geometry for other keys is refused, naming both sizes."""
+    with pytest.raises(InputError, match=r"keys of 2 tokens.*key_tokens=1"):
+        Future.read(requests(["a"], 2), Geometry("keys", 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "bypass"),
+    [({}, False), ({"bypass": "true"}, True), ({"bypass": "false"}, False)],
+)
+def test_it_is_built_from_text(options, bypass):
+    """`bypass` is true or false, and false unless it is given."""
+    assert Optimum.from_text(options) == Optimum(bypass=bypass)
+
+
+def test_an_unknown_option_is_refused():
+    """The error names the nearest option and lists all."""
+    with pytest.raises(InputError, match=r"'bypas' \(did you mean 'bypass'\?\).*bypass=false"):
+        Optimum.from_text({"bypas": "true"})
+
+
+def test_a_value_that_is_no_truth_is_refused():
+    """`bypass` is nothing but true or false."""
+    with pytest.raises(InputError, match="takes true or false, not 'maybe'"):
+        Optimum.from_text({"bypass": "maybe"})

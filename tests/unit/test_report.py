@@ -1,0 +1,207 @@
+"""A comparison as text, table and CSV; files that are whole or not there."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import threading
+
+import pytest
+
+from kvcore import InputError
+from kvcore.lab import Comparison, Infinite, Row, Source
+from kvcore.report import ComparisonReport, whole_file, write_csv
+
+
+def row(eviction, blocks, hits, *, best=None, **options):
+    """Return the row of a policy that hits `hits` of 100 blocks."""
+    ratio = hits / 100
+    return Row(
+        eviction=eviction,
+        options=options,
+        blocks=blocks,
+        block_size=16,
+        requests=7,
+        lookup_blocks=100,
+        hit_blocks=hits,
+        hit_ratio={"block": ratio, "token": ratio, "request": None},
+        evicted_blocks=3,
+        share_of_optimum=None if best is None else hits / best,
+        wall_s=0.5,
+    )
+
+
+def comparison(*rows, hits=60):
+    """Return a comparison of `rows` in which an infinite cache hits `hits` of 100 blocks."""
+    ratio = {"block": hits / 100, "token": hits / 100, "request": hits / 100}
+    return Comparison(
+        workload=Source(name="toy", digest="00", requests=1234, key_tokens=16, options={}),
+        count="keys",
+        rows=list(rows),
+        infinite=Infinite(
+            distinct_blocks=40, lookup_blocks=100, hit_blocks=hits, hit_ratio=ratio
+        ),
+    )
+
+
+def report(*rows, **options):
+    """Return the report of such a comparison."""
+    return ComparisonReport(comparison(*rows, **options))
+
+
+BOTH = (
+    row("lru", 10, 20, best=50),
+    row("lru", 1000, 30, best=60),
+    row("optimum", 10, 50, best=50, bypass=False),
+    row("optimum", 1000, 60, best=60, bypass=False),
+)
+
+
+def test_the_table_is_of_policies_by_sizes():
+    """A cell is the hit ratio and the share of the optimum; the infinite cache ends it."""
+    assert report(*BOTH).headers == ["eviction", "   10", "1,000"]
+    assert report(*BOTH).rows == [
+        ["lru", "20.0% (40%)", "30.0% (50%)"],
+        ["optimum", "50.0%", "60.0%"],
+        ["infinite", "60.0%", "60.0%"],
+    ]
+
+
+def test_sizes_given_in_bytes_are_named_so():
+    """Where pools are given in bytes the headers, and the winners, are in bytes."""
+    rows = row("lru", 10, 20), row("fifo", 10, 10)
+    told = ComparisonReport(comparison(*rows), {10: "40 GiB"})
+    assert told.headers == ["eviction", "40 GiB"]
+    assert "by the pool's K/V memory" in told.headline
+    assert "Most hits: lru with 40 GiB." in told.reading
+
+
+def test_namesakes_are_told_apart_by_their_options():
+    """Options are named in the table where they differ, and below it where they do not."""
+    told = report(
+        row("lfu", 10, 20, half_life=300.0, unit="s", decay=None),
+        row("lfu", 10, 25, half_life=60.0, unit="s", decay=None),
+    )
+    assert [cells[0] for cells in told.rows] == [
+        "lfu:half_life=300",
+        "lfu:half_life=60",
+        "infinite",
+    ]
+    assert told.reading.endswith("Options: lfu unit=s.")
+
+
+def test_the_headline_says_what_was_measured():
+    """Workload, requests, lookups, block size and counting are stated."""
+    assert report(*BOTH).headline == (
+        "toy: 1,234 requests look up 100 blocks of 16 tokens (keys counting).\n"
+        "The share of these that hit, by blocks in the pool; in brackets, hits per hit of the "
+        "optimum."
+    )
+
+
+def test_the_headline_speaks_of_the_optimum_only_if_it_was_run():
+    """Without the optimum there are no brackets to explain."""
+    assert report(row("lru", 10, 20)).headline.endswith("by blocks in the pool.")
+
+
+def test_the_reading_names_the_winner_of_each_size():
+    """Sizes are listed by the policy that hits most; a tie has no winner."""
+    told = report(
+        row("lru", 10, 20),
+        row("lru", 20, 30),
+        row("lru", 30, 30),
+        row("fifo", 10, 10),
+        row("fifo", 20, 31),
+        row("fifo", 30, 30),
+    )
+    assert "Most hits: lru with 10 blocks; fifo with 20 blocks." in told.reading
+
+
+def test_one_policy_wins_nothing():
+    """Without a contest there is no winner, and the optimum takes part in none."""
+    assert "Most hits" not in report(*BOTH).reading
+
+
+def test_the_reading_says_where_the_optimum_has_all():
+    """The smallest pool in which the optimum hits as much as an infinite cache is named."""
+    assert "With 1,000 blocks the optimum hits all that can hit" in report(*BOTH).reading
+
+
+def test_the_reading_of_nothing_shared():
+    """Where nothing can hit, that is all there is to say."""
+    told = report(row("lru", 10, 0), hits=0)
+    assert told.reading == ("No request shares a block with an earlier one: nothing can hit.")
+
+
+def test_no_lookups_no_ratio():
+    """A ratio that does not exist is a dash."""
+    nothing = row("lru", 10, 0)
+    nothing.hit_ratio["block"] = None
+    assert report(nothing).rows[0] == ["lru", "    -"]
+
+
+def test_csv_has_a_row_a_row():
+    """Every field is a column; options are JSON, and what is missing is empty."""
+    file = io.StringIO()
+    write_csv(comparison(row("lfu", 10, 20, half_life=1.5), row("lru", 10, 30, best=60)), file)
+    first, second = csv.DictReader(file.getvalue().splitlines())
+    assert first == {
+        "workload": "toy",
+        "count": "keys",
+        "eviction": "lfu",
+        "options": '{"half_life": 1.5}',
+        "blocks": "10",
+        "block_size": "16",
+        "requests": "7",
+        "lookup_blocks": "100",
+        "hit_blocks": "20",
+        "hit_ratio_block": "0.2",
+        "hit_ratio_token": "0.2",
+        "hit_ratio_request": "",
+        "evicted_blocks": "3",
+        "share_of_optimum": "",
+        "wall_s": "0.5",
+    }
+    assert second["share_of_optimum"] == "0.5"
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path):
+    """While it is written there is no file of that name; then there is nothing else."""
+    path = tmp_path / "rows.csv"
+    with whole_file(path) as file:
+        file.write("é\n")
+        assert not path.exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+    assert path.read_text("utf-8") == "é\n"
+
+
+def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
+    """An exception while writing leaves what was there, and nothing beside it."""
+    path = tmp_path / "rows.csv"
+    path.write_text("old")
+    file = whole_file(path)
+    file.__enter__().write("new")
+    assert not file.__exit__(RuntimeError, RuntimeError(), None)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("place", ["missing/rows.csv", "."])
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path, place):
+    """A missing directory, or a directory in its place, is said at once."""
+    with pytest.raises(InputError, match="cannot write"), whole_file(tmp_path / place):
+        pytest.fail("opened")
+
+
+def test_a_pipe_is_written_in_place(tmp_path):
+    """What is no regular file stays what it is."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    with whole_file(path) as file:
+        file.write("row\n")
+    reader.join()
+    assert (read, path.is_fifo()) == (["row\n"], True)

@@ -1,0 +1,218 @@
+import gzip
+
+import orjson
+import pytest
+import zstandard
+from traces import CACHE, lines, record, seal, write
+
+from kvcore import InputError, Trace, TraceError
+from kvcore.trace import read_events
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of a recorded trace of 49 lines."""
+    return record(tmp_path / "trace.jsonl")
+
+
+def edited(path, number, **fields):
+    """Change fields of line `number` (from 1), and leave all else as it is."""
+    text = path.read_bytes().splitlines(keepends=True)
+    text[number - 1] = orjson.dumps(orjson.loads(text[number - 1]) | fields) + b"\n"
+    path.write_bytes(b"".join(text))
+    return path
+
+
+def test_events_come_with_header_and_end(trace):
+    """Iterating yields each line of the file, the first and the last included."""
+    events = [line["event"] for line in read_events(trace)]
+    assert (len(events), events[0], events[-1]) == (49, "HEADER", "END")
+
+
+def test_a_whole_file_is_complete(trace):
+    """After END, with nothing behind it, the reader says that the file is complete."""
+    reader = read_events(trace)
+    assert not reader.complete
+    assert len(list(reader)) == reader.line == 49
+    assert reader.complete
+    assert reader.cut_reason is None
+
+
+def test_reading_streams(trace):
+    """The first event is there before the rest of the file has been looked at."""
+    whole = trace.read_bytes()
+    trace.write_bytes(whole + b"no JSON\n" * 100_000)
+    assert next(iter(read_events(trace)))["event"] == "HEADER"
+
+
+@pytest.mark.parametrize(
+    ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
+)
+def test_compression_is_recognised_by_content(trace, pack, name):
+    """A compressed file is read whatever it is called, also if it is several streams."""
+    del name
+    whole = trace.read_bytes()
+    before = lines(trace)
+    trace.write_bytes(pack(whole[:1000]) + pack(whole[1000:]))
+    assert lines(trace) == before
+
+
+@pytest.mark.parametrize(
+    ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
+)
+def test_a_damaged_stream_is_told(trace, pack, name):
+    """A compressed stream that cannot be decoded is an error with file and line."""
+    packed = bytearray(pack(trace.read_bytes()))
+    packed[len(packed) // 2] ^= 0xFF
+    trace.write_bytes(bytes(packed))
+    with pytest.raises(TraceError, match=rf"trace.jsonl:\d+: the {name} stream is damaged"):
+        lines(trace)
+
+
+@pytest.mark.parametrize(
+    ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
+)
+def test_what_follows_a_compressed_stream_is_told(trace, pack, name):
+    """Bytes behind the end of a compressed stream are no part of a trace."""
+    trace.write_bytes(pack(trace.read_bytes()) + b"more")
+    with pytest.raises(TraceError, match=f"the {name} stream is damaged"):
+        lines(trace)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    """A missing file, or a directory, is bad input: it says which and why."""
+    with pytest.raises(InputError, match=r"cannot read the trace .*nowhere: No such file"):
+        lines(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"Is a directory"):
+        lines(tmp_path)
+
+
+def test_another_file_is_no_trace(tmp_path):
+    """A JSONL file of something else is told by its first line."""
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"timestamp": 0}\n')
+    with pytest.raises(TraceError, match=r"other.jsonl:1: a trace begins with its HEADER line"):
+        lines(path)
+
+
+def test_an_unknown_schema_is_told_with_both_numbers(trace):
+    """A file of a later schema is refused before anything else in it is looked at."""
+    edited(trace, 1, schema=2, colour="blue")
+    with pytest.raises(
+        TraceError, match=r":1: schema 2; this version of kvcore reads schema 1"
+    ):
+        lines(trace)
+
+
+@pytest.mark.parametrize(
+    ("number", "fields", "reason"),
+    [
+        (5, {"event": "COMIT"}, "unknown event 'COMIT'; there are: HEADER, "),
+        (5, {"span": "1"}, "COMMIT field 'span' must be an integer from 0 on, not '1'"),
+        (5, {"n": 5}, "this line has n = 5; 4 lines stand before it"),
+        (8, {"t": 2}, "time goes back, from 4 to 2 ns"),
+        (5, {"event": "HEADER", **CACHE}, "HEADER"),
+        (49, {"lines": 47}, "END has lines 47; the lines before it make 48"),
+        (49, {"events": {}}, "END has events {}; the lines before it make {'HEADER': 1, "),
+        (49, {"digest": "00"}, "END has digest '00'; the lines before it make '"),
+        (49, {"t": 24}, "END is at 24 ns; the line before it at 23"),
+        (49, {"note": 1}, "END has an unknown field 'note'"),
+    ],
+)
+def test_a_changed_line_is_told_where_it_can_be(trace, number, fields, reason):
+    """What a line alone gives away is an error with file, line number and reason."""
+    with pytest.raises(TraceError) as caught:
+        lines(edited(trace, number, **fields))
+    assert str(caught.value).startswith(f"{trace}:{number}: {reason}")
+
+
+def test_a_change_that_fits_the_schema_breaks_the_digest(trace):
+    """A line that is changed into another valid line shows at END."""
+    with pytest.raises(TraceError, match=r":49: END has digest"):
+        lines(edited(trace, 2, prompt=14))
+
+
+def test_end_can_be_written_in_one_way(trace):
+    """END, which no digest covers, has no room for a change either."""
+    whole = trace.read_bytes()
+    trace.write_bytes(whole.replace(b'{"n":48,', b'{"n": 48,'))
+    with pytest.raises(TraceError, match=r":49: END is not written as kvcore writes it"):
+        lines(trace)
+
+
+@pytest.mark.parametrize("more", [b"\n", b"{}\n", b"{"])
+def test_nothing_follows_end(trace, more):
+    """A line after END is an error, also if it is empty or not whole."""
+    trace.write_bytes(trace.read_bytes() + more)
+    with pytest.raises(TraceError, match=r":50: a line follows END"):
+        lines(trace)
+
+
+def test_json_that_is_broken_in_the_middle_is_told(trace):
+    """A line that is no JSON is an error where a newline follows it: no cut does that."""
+    text = trace.read_bytes().splitlines(keepends=True)
+    text[6] = text[6][:20] + b"\n"
+    trace.write_bytes(b"".join(text))
+    with pytest.raises(TraceError, match=r":7: not JSON: .*, at column 2\d"):
+        lines(trace)
+
+
+def test_a_header_stands_first_and_once(trace):
+    """A second header is an error, even if its number is right."""
+    events = lines(trace)
+    seal(trace, [events[0], events[0], *events[1:]])
+    with pytest.raises(TraceError, match=r":2: HEADER stands in line 1 only"):
+        lines(trace)
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (0, "the file is empty, without END"),
+        (100, "the file ends inside line 1"),
+        (-1, "the file ends before the newline of line 49"),
+        (-2, "the file ends inside line 49"),
+    ],
+)
+def test_a_cut_is_told_and_no_error(trace, size, reason):
+    """A file without END is read up to the cut, and the reader says where that is."""
+    trace.write_bytes(trace.read_bytes()[:size])
+    reader = read_events(trace)
+    list(reader)
+    assert (reader.complete, reader.cut_reason) == (False, reason)
+
+
+def test_a_cut_between_lines_is_told(trace):
+    """A file that ends with a whole line that is not END is cut after it."""
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[: whole.index(b'{"n":7,')])
+    reader = read_events(trace)
+    assert len(list(reader)) == 7
+    assert reader.cut_reason == "the file ends after line 7, without END"
+
+
+def test_a_cut_compressed_file_is_told(tmp_path):
+    """If only the end of the compressed stream is missing, all lines come, and a reason."""
+    path = record(tmp_path / "trace.jsonl.gz")
+    path.write_bytes(path.read_bytes()[:-1])
+    reader = read_events(path)
+    assert len(list(reader)) == 49
+    assert (reader.complete, reader.cut_reason) == (False, "the gzip stream stops early")
+
+
+def test_long_lines_are_read_whole(tmp_path):
+    """A line may be longer than what is read of the file at a time."""
+    keys = list(range(300_000))
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        trace.begin(**CACHE)
+        trace.line("REQUEST", 0, id=1, prompt=4, output=0, keys=keys, key_tokens=4)
+    assert lines(path)[1]["keys"] == keys
+
+
+def test_a_trace_may_be_empty(tmp_path):
+    """The trace of a cache that never did anything is a header and an end."""
+    assert [line["event"] for line in lines(write(tmp_path / "trace.jsonl"))] == [
+        "HEADER",
+        "END",
+    ]

@@ -1,0 +1,305 @@
+from itertools import islice
+
+import pytest
+from traces import ask, drive, lines, record, seal, write
+
+from kvcore import KVCache, Trace, TraceError
+from kvcore.trace import replay
+from kvcore_plugins.eviction import LRU, TTL
+from kvcore_plugins.prefix import NoPrefix, Radix
+from kvcore_plugins.workloads import Mooncake
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of a recorded trace with nearly every event in it."""
+    return record(tmp_path / "trace.jsonl")
+
+
+def test_a_recorded_run_replays_clean(trace):
+    """The trace of a real cache contradicts itself nowhere, and its state is the cache's."""
+    cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), ids=True)
+    drive(cache)
+    report = replay(trace)
+    assert (report.complete, report.cut_reason, report.lines) == (True, None, 49)
+    assert report.pool == {
+        "free": cache.pool.free,
+        "cached": cache.prefix.cached,
+        "private": 0,
+        "spans": len(list(cache.prefix.spans())),
+    }
+
+
+def test_the_report_counts_hits_of_first_admissions(trace):
+    """Lookups and hits are those of the five admissions with `again` left out."""
+    ratio = {"block": 6 / 20, "request": (0 + 2 / 3 + 2 / 3 + 1 / 2 + 0 + 1 / 3) / 6}
+    counts = {"lookup_blocks": 20, "hit_blocks": 6, "self_hit_blocks": 0}
+    assert replay(trace).hit == {**counts, "ratio": pytest.approx(ratio)}
+
+
+def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
+    """An admission `again` looks up nothing; what it hits is its own."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        request = ask("r", "abc")
+        seq = cache.open(request)
+        cache.commit(seq, 12)
+        cache.close(seq)
+        cache.open(request, again=True)
+    hit = replay(path).hit
+    assert (hit["lookup_blocks"], hit["hit_blocks"], hit["self_hit_blocks"]) == (3, 0, 2)
+
+
+def test_without_lookups_the_ratios_are_null(tmp_path):
+    """A trace in which nothing was looked up has no hit ratio."""
+    report = replay(write(tmp_path / "trace.jsonl", ask(1, "a")))
+    assert report.hit["ratio"] == {"block": None, "request": None}
+    assert report.requests == 1
+
+
+def test_the_report_as_json_has_its_schema(trace):
+    """As JSON the report has the documented names, in their order."""
+    fields = ["schema", "file", "complete", "lines", "events", "pool", "requests", "hit"]
+    assert list(replay(trace).as_dict()) == fields
+
+
+@pytest.mark.parametrize(("at", "lines_until", "private"), [(0, 1, 0), (2, 5, 1), (15, 31, 2)])
+def test_the_state_at_a_time(trace, at, lines_until, private):
+    """Asked for a moment, the report is of the last line not later than that."""
+    report = replay(trace, at)
+    assert (report.lines, report.pool["private"], report.complete) == (
+        lines_until,
+        private,
+        True,
+    )
+
+
+def test_a_time_after_the_end_is_the_end(trace):
+    """A moment that never came is the end of the trace."""
+    assert replay(trace, 10**9) == replay(trace)
+
+
+def test_lines_after_the_moment_are_checked_too(trace):
+    """A report of an early state is of a trace that is right to its end."""
+    events = lines(trace)
+    events[46]["runs"] = [[4, 1], [1, 1], [3, 1]]
+    with pytest.raises(TraceError, match=":47: ALLOC"):
+        replay(seal(trace, events), 1)
+
+
+@pytest.mark.parametrize("count", ["keys", "tokens"])
+@pytest.mark.parametrize("size", [512, 128])
+def test_the_bundled_workload_replays_clean(tmp_path, count, size):
+    """A few hundred real requests, in both countings: same hits, same state."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path, workload=Mooncake()) as trace:
+        cache = KVCache(
+            600 * 512 // size,
+            size,
+            eviction=LRU(),
+            prefix=Radix(),
+            count=count,
+            key_tokens=512,
+            trace=trace,
+        )
+        for request in islice(Mooncake(), 300):
+            seq = cache.open(request, None, request.arrival)
+            cache.commit(seq, seq.tokens - seq.computed, request.arrival)
+            cache.close(seq, request.arrival)
+    report = replay(path)
+    ratios = cache.stats.ratios()
+    assert report.pool["cached"] == cache.prefix.cached
+    assert report.hit["hit_blocks"] == cache.stats.hit_blocks
+    assert report.hit["ratio"] == {unit: ratios[unit] for unit in ("block", "request")}
+
+
+def test_without_a_prefix_cache_nothing_hits(tmp_path):
+    """A trace of the prefix cache `none` replays clean: every block is private."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(8, 4, eviction=LRU(), prefix=NoPrefix(), trace=trace)
+        for name in range(3):
+            seq = cache.open(ask(name, "abc"))
+            cache.commit(seq, 12)
+            cache.close(seq)
+    report = replay(path)
+    assert (report.pool["cached"], report.hit["hit_blocks"], report.hit["lookup_blocks"]) == (
+        0,
+        0,
+        9,
+    )
+
+
+def test_what_expired_is_a_miss_that_says_so(tmp_path):
+    """Expired blocks are dropped in front of the miss they cause, and free at once."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(8, 4, eviction=TTL(ttl=1), prefix=Radix(), trace=trace)
+        for now in (0, 10**10):
+            seq = cache.open(ask(now, "abc"), None, now)
+            cache.commit(seq, 12, now)
+            cache.close(seq, now)
+    events = lines(path)
+    assert [line["why"] for line in events if line["event"] == "MISS"] == ["absent", "expired"]
+    assert replay(path).pool["free"] == 5
+
+
+def test_a_cut_trace_is_reported_up_to_the_cut(trace):
+    """An incomplete file is no error here: the report is of what could be read."""
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[: whole.index(b'{"n":19,')])
+    report = replay(trace)
+    assert (report.complete, report.lines, report.pool["cached"]) == (False, 19, 4)
+    assert report.cut_reason == "the file ends after line 19, without END"
+
+
+def test_an_empty_file_has_an_empty_report(tmp_path):
+    """Where not even the header can be read, everything is 0."""
+    (tmp_path / "trace.jsonl").touch()
+    report = replay(tmp_path / "trace.jsonl")
+    assert (report.lines, report.events) == (0, {})
+    assert report.pool == {"free": 0, "cached": 0, "private": 0, "spans": 0}
+
+
+@pytest.mark.parametrize(
+    ("n", "fields", "reason"),
+    [
+        (0, {"block_size": 3}, "HEADER: blocks of 3 tokens do not fit keys of 4 in 'tokens'"),
+        (1, {"key_tokens": 8}, "REQUEST: keys of 8 tokens; HEADER says 4"),
+        (7, {"id": "first"}, "REQUEST: request 'first' has a REQUEST line already"),
+        (2, {"request": "nobody"}, "MISS: request 'nobody' has no REQUEST line before this"),
+        (2, {"seq": 2}, "MISS: sequence 2 opens; the next one is 1"),
+        (2, {"why": "partial"}, "MISS: block 0 missed as 'partial'; it is 'absent'"),
+        (2, {"why": "expired"}, "MISS: block 0 missed as 'expired'; it is 'absent'"),
+        (2, {"block": 1}, "MISS: sequence 1 is of request 'first' and hit 0 blocks"),
+        (2, {"again": True}, "MISS: request 'first' was not admitted before"),
+        (10, {"why": "absent"}, "MISS: block 2 missed as 'absent'; it is 'partial'"),
+        (10, {"request": "first"}, "MISS: sequence 2 is of request 'same' and hit 2 blocks"),
+        (9, {"blocks": 1}, "HIT: 1 blocks hit; 2 are cached and may hit"),
+        (9, {"blocks": 3}, "HIT: 3 blocks hit; 2 are cached and may hit"),
+        (9, {"span": 1}, "HIT: span 1 is not what sequence 2 has up to block 2"),
+        (9, {"span": 7}, "HIT: no span 7 is cached"),
+        (3, {"first": 1}, "ALLOC: sequence 1 has 0 blocks: 1 is not next"),
+        (3, {"seq": 9}, "ALLOC: no sequence 9 is open"),
+        (3, {"runs": [[1, 2]]}, "ALLOC: the pool gives [(0, 2)], not [(1, 2)]"),
+        (3, {"runs": [[0, 1], [1, 1]]}, "ALLOC: the run before [1, 1] could be longer"),
+        (3, {"runs": [[7, 2]]}, "ALLOC: run [7, 2] leaves the block ids, which are 0 to 7"),
+        (3, {"runs": []}, "ALLOC: 0 blocks are taken; 8 are free"),
+        (40, {"runs": [[5, 3], [2, 1], [4, 1]]}, "ALLOC: 2 more blocks were evicted than"),
+        (8, {"at": 3}, "SPLIT: span 1 is blocks 0 to 3: no split at 3"),
+        (8, {"upper": 1}, "SPLIT: span 1 is not new: the last one was 1"),
+        (4, {"first": 1}, "COMMIT: the private blocks of sequence 1 are 0 to 2"),
+        (4, {"blocks": 3}, "COMMIT: the private blocks of sequence 1 are 0 to 2"),
+        (6, {"span": 2}, "COMMIT: sequence 1 may not grow span 2 in place"),
+        (6, {"how": "new"}, "COMMIT: span 1 is not new: the last one was 1"),
+        (6, {"how": "same"}, "COMMIT: span 1 does not continue what sequence 1 holds"),
+        (17, {"how": "new"}, "COMMIT: some of the blocks 2 to 3 of sequence 3 are cached"),
+        (17, {"how": "shared"}, "COMMIT: sequence 3 does not hold the blocks of span 3"),
+        (17, {"span": 1}, "COMMIT: span 1 is not what sequence 3 has up to block 3"),
+        (29, {"how": "same"}, "COPY: FREE of sequence 5 must come before this"),
+        (30, {"from": 6}, "COPY: block 6 is not the private tail of sequence 5"),
+        (30, {"to": 7}, "COPY: the pool gives [(6, 1)], not [(7, 1)]"),
+        (35, {"span": 2}, "EVICT: span 2 has 0 pins and 2 children"),
+        (35, {"runs": [[1, 1]]}, "EVICT: span 1 is [(2, 1)], tail first"),
+        (35, {"by": "fifo"}, "EVICT: span 1 goes by 'lru', age 17, 0 hits"),
+        (35, {"age": 18}, "EVICT: span 1 goes by 'lru', age 17, 0 hits"),
+        (37, {"hits": 1}, "EVICT: span 2 goes by 'lru', age 13, 2 hits"),
+        (35, {"reason": "expired"}, "ALLOC: the pool gives"),
+        (18, {"runs": []}, "FREE: sequence 3 frees [(5, 1)], not []"),
+        (18, {"reason": "close"}, "FREE: sequence 3 has no blocks to free with reason 'close'"),
+        (19, {"reason": "duplicate"}, "FREE: sequence 1 has no blocks to free with reason"),
+        (19, {"seq": 2}, "FREE: sequence 2 frees [], not [[3, 1]]"),
+        (19, {"runs": [[4, 1]]}, "FREE: sequence 1 frees [(3, 1)], not [[4, 1]]"),
+        (31, {"first": 1}, "FREE: blocks 2 to 3 can be rolled back"),
+        (27, {"child": 6}, "FORK: sequence 6 opens; the next one is 5"),
+        (27, {"seq": 1}, "FORK: no sequence 1 is open"),
+    ],
+)
+def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
+    """A change that keeps the file well-formed is told with file, line, event and reason."""
+    events = lines(trace)
+    events[n] |= fields
+    with pytest.raises(TraceError) as caught:
+        replay(seal(trace, events))
+    text = str(caught.value).removeprefix(f"{trace}:")
+    line, told = text.split(": ", 1)
+    assert told.startswith(reason)
+    assert n <= int(line) - 1 <= n + 6
+
+
+def without(trace, n):
+    """Take line `n` out of a trace and seal it."""
+    events = lines(trace)
+    del events[n]
+    return seal(trace, events)
+
+
+def test_a_copy_needs_another_owner(trace):
+    """A sequence writes into a block that it alone owns; it gets no copy of it."""
+    events = lines(trace)
+    copy = dict(events[30], **{"from": 6, "to": 7})
+    with pytest.raises(
+        TraceError, match=":32: COPY: block 6 has one owner, who may write to it"
+    ):
+        replay(seal(trace, [*events[:31], copy]))
+
+
+def test_a_partial_hit_is_followed_by_its_miss(trace):
+    """Where not the whole prompt hit, the next line says why."""
+    with pytest.raises(
+        TraceError, match=":11: ALLOC: MISS of sequence 2 must come before this"
+    ):
+        replay(without(trace, 10))
+
+
+def test_a_switch_is_followed_by_the_duplicates(trace):
+    """Where a sequence uses another's blocks, the next line frees its own."""
+    with pytest.raises(TraceError, match=":19: FREE: FREE of sequence 3 must come before this"):
+        replay(without(trace, 18))
+
+
+def test_forked_siblings_pin_what_one_commits(trace):
+    """Between a commit and the pins of those who share its blocks nothing else happens."""
+    with pytest.raises(TraceError, match=":30: COPY: forked sequences still hold blocks"):
+        replay(without(trace, 29))
+
+
+def test_no_miss_without_an_admission(trace):
+    """A second MISS of a sequence opens nothing."""
+    events = lines(trace)
+    with pytest.raises(TraceError, match=":4: MISS: sequence 1 opens; the next one is 2"):
+        replay(seal(trace, [*events[:3], *events[2:]]))
+
+
+def test_a_block_is_freed_once(trace):
+    """A sequence that is closed cannot be closed again."""
+    events = lines(trace)
+    with pytest.raises(TraceError, match=":21: FREE: no sequence 1 is open"):
+        replay(seal(trace, [*events[:20], *events[19:]]))
+
+
+def test_a_split_can_be_taken_back(trace):
+    """JOIN makes the halves of a split one span again."""
+    events = lines(trace)[:9]
+    join = {"n": 9, "t": 5, "event": "JOIN", "span": 1, "upper": 2}
+    assert replay(seal(trace, [*events, join])).pool["spans"] == 1
+
+
+def test_only_halves_can_be_joined(trace):
+    """JOIN of spans that are no halves of one is told."""
+    events = lines(trace)[:9]
+    join = {"n": 9, "t": 5, "event": "JOIN", "span": 2, "upper": 1}
+    with pytest.raises(TraceError, match="spans 1 and 2 are not the halves of a split"):
+        replay(seal(trace, [*events, join]))
+
+
+def test_victims_of_a_call_that_failed_are_free(trace):
+    """Where no ALLOC follows, evicted blocks are free, and come after those that were."""
+    events = lines(trace)
+    asked = {**events[34], "id": "other", "keys": [1, 2, 3, 4, 5, 6], "prompt": 24}
+    more = dict(events[37], **{"for": "other"})
+    miss = dict(events[39], request="other")
+    alloc = dict(events[40], runs=[[5, 3], [2, 1], [4, 1], [1, 1]])
+    report = replay(seal(trace, [*events[:37], asked, more, miss, alloc]))
+    assert report.pool == {"free": 0, "cached": 2, "private": 6, "spans": 2}

@@ -1,0 +1,98 @@
+import re
+from pathlib import Path
+
+import pytest
+from traces import record
+
+from kvcore.trace import EVENTS, read_events
+from kvcore.trace.schema import COMMON, fault, is_key
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "trace.md").read_text("utf-8")
+
+FREE = {"n": 3, "t": 0, "event": "FREE", "seq": 1, "runs": [[0, 2]], "reason": "close"}
+
+
+def rows(heading):
+    """Return the table under a heading of the reference: what each field holds."""
+    section = PAGE.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_reference_describes_every_field_of(event):
+    """The page has each event with each of its fields, what it holds, and no others."""
+    required = {name: kind.says for name, kind in EVENTS[event].required.items()}
+    optional = {
+        name: f"{kind.says}, or left out" for name, kind in EVENTS[event].optional.items()
+    }
+    fields = required | optional
+    assert rows(f"### {event}") == {k: v for k, v in fields.items() if k not in COMMON}
+
+
+def test_the_reference_describes_what_every_line_has():
+    """The page has the three fields that every line has."""
+    assert rows("## What every line has") == {k: kind.says for k, kind in COMMON.items()}
+
+
+def test_the_reference_describes_no_other_event():
+    """The page has no event that is gone."""
+    assert re.findall(r"^### ([A-Z]+)$", PAGE, re.MULTILINE) == list(EVENTS)
+
+
+def test_what_the_cache_writes_is_of_the_schema(tmp_path):
+    """Every line of a recorded run has the fields of its event, and no others."""
+    path = record(tmp_path / "trace.jsonl")
+    assert [fault(line) for line in read_events(path)] == [None] * 49
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"seq": None}, "FREE field 'seq' must be an integer from 0 on, not None"),
+        ({"seq": True}, "FREE field 'seq' must be an integer from 0 on, not True"),
+        ({"seq": -1}, "FREE field 'seq' must be an integer from 0 on, not -1"),
+        ({"runs": [[0]]}, "FREE field 'runs' must be a list of runs [first, count], not [[0]]"),
+        ({"runs": [[0, 1.5]]}, "FREE field 'runs' must be a list of runs"),
+        ({"runs": 3}, "FREE field 'runs' must be a list of runs"),
+        ({"runs": ["ab"]}, "FREE field 'runs' must be a list of runs"),
+        ({"reason": "whim"}, "FREE field 'reason' must be one of close, duplicate, rollback"),
+        ({"first": "0"}, "FREE field 'first' must be an integer from 0 on, not '0'"),
+        ({"colour": 1}, "FREE has an unknown field 'colour'"),
+        ({"event": "GIVE"}, "unknown event 'GIVE'; there are: HEADER, REQUEST"),
+        ({"event": ["FREE"]}, "unknown event ['FREE']"),
+    ],
+)
+def test_a_fault_is_told(change, reason):
+    """A line that is not of the schema is told with event, field, what it must be and is."""
+    assert reason in fault(FREE | change)
+
+
+@pytest.mark.parametrize("field", FREE)
+def test_a_missing_field_is_told(field):
+    """Each field of an event must be there."""
+    reason = fault({name: value for name, value in FREE.items() if name != field})
+    assert reason == f"FREE has no field {field!r}" or "unknown event None" in reason
+
+
+def test_a_line_is_an_object():
+    """Other JSON is no line."""
+    assert fault([1]) == "a line must be a JSON object, not [1]"
+
+
+def test_what_is_told_is_not_the_whole_value():
+    """A huge value is cut short in the reason."""
+    assert len(fault(FREE | {"runs": [[0, "x"]] * 1000})) < 150
+
+
+@pytest.mark.parametrize("key", [0, 2**63 - 1, "00ff" * 8])
+def test_keys(key):
+    """A key in JSON is an int below 2**63, or 32 hex digits."""
+    assert is_key(key)
+
+
+@pytest.mark.parametrize(
+    "key", [-1, 2**63, True, 1.0, None, "00", "zz" * 16, "0 " * 16, b"0" * 32]
+)
+def test_no_keys(key):
+    """Anything else is no key."""
+    assert not is_key(key)

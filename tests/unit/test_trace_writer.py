@@ -1,0 +1,317 @@
+import io
+import json
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import attrs
+import pytest
+from traces import CACHE, ask, drive, lines, record, write
+
+from kvcore import InputError, KVCache, KvcoreError, Request, Retention, Trace
+from kvcore.trace import StorageError
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+from kvcore_plugins.workloads import Mooncake
+
+KINDS = ["trace.jsonl", "trace.jsonl.gz", "trace.jsonl.zst"]
+
+
+def requests(path):
+    """Return the REQUEST lines of a trace, without what every line has."""
+    return [
+        {name: value for name, value in line.items() if name not in {"n", "t", "event"}}
+        for line in lines(path)
+        if line["event"] == "REQUEST"
+    ]
+
+
+def test_the_header_says_what_the_run_is(tmp_path):
+    """HEADER has the schema, the cache, the clock, the workload and the seed."""
+    source = {"name": "mine", "digest": "00", "options": {"rate": 2.5}}
+    path = tmp_path / "trace.jsonl"
+    with Trace(path, mode="model", workload=source, seed=7, model="llama-3-8b") as trace:
+        trace.begin(**CACHE)
+    header = lines(path)[0]
+    run = {"schema": 1, "kvcore": header["kvcore"], "mode": "model", "workload": source}
+    assert (
+        header
+        == {"n": 0, "t": 0, "event": "HEADER", "seed": 7, "model": "llama-3-8b"} | run | CACHE
+    )
+
+
+def test_a_workload_names_itself(tmp_path):
+    """A workload plugin is written with its name, digest and options."""
+    workload = Mooncake()
+    with Trace(tmp_path / "trace.jsonl", workload=workload) as trace:
+        trace.begin(**CACHE)
+    written = lines(tmp_path / "trace.jsonl")[0]["workload"]
+    assert (written["name"], written["digest"]) == ("mooncake", workload.digest)
+
+
+def test_options_that_json_has_no_word_for_are_written_as_text(tmp_path):
+    """An infinity, a path and any object become text that is the same in equal runs."""
+    options = {
+        "half_life": float("inf"),
+        "path": Path("a/b"),
+        "score": len,
+        "of": {1: (2, Path)},
+    }
+    plugins = {"eviction": {"name": "mine", "options": options}}
+    path = write(tmp_path / "trace.jsonl", plugins=plugins)
+    assert lines(path)[0]["plugins"]["eviction"]["options"] == {
+        "half_life": "inf",
+        "path": "a/b",
+        "score": "len",
+        "of": {"1": [2, "Path"]},
+    }
+
+
+def test_a_request_is_written_once(tmp_path):
+    """A request that is heard of again is not written again."""
+    path = write(tmp_path / "trace.jsonl", ask(1, "ab"), ask("1", "ab"), ask(1, "ab"))
+    assert [request["id"] for request in requests(path)] == [1, "1"]
+
+
+def test_a_plain_request_has_no_optional_field(tmp_path):
+    """Fields at their default are left out."""
+    path = write(tmp_path / "trace.jsonl", ask(1, "ab"))
+    (request,) = requests(path)
+    assert request == {"id": 1, "prompt": 8, "output": 0, "keys": [97, 24930], "key_tokens": 4}
+
+
+def test_a_request_is_written_whole(tmp_path):
+    """Every field of a request that is not at its default is in its line."""
+    special = {
+        "salt": "",
+        "tenant": "t",
+        "priority": -1,
+        "session": "s",
+        "after": 0,
+        "think": 9,
+    }
+    special |= {"output_keys": [5], "output": 4}
+    hints = (Retention(0, None, 50), Retention(4, 8, 90, 7))
+    path = write(tmp_path / "trace.jsonl", ask(1, "ab", retention=hints, **special))
+    (request,) = requests(path)
+    assert {name: request[name] for name in special} == special
+    assert request["retention"] == [[0, None, 50, None], [4, 8, 90, 7]]
+
+
+def test_keys_are_ints_or_hex(tmp_path):
+    """Keys of 16 bytes are written in hex; ints and hex digits stay as they are."""
+    keys = [2**63 - 1, bytes(range(16)), "ab" * 16, 0]
+    path = write(tmp_path / "trace.jsonl", Request(id=1, prompt=16, keys=keys, key_tokens=4))
+    assert requests(path)[0]["keys"] == [2**63 - 1, bytes(range(16)).hex(), "ab" * 16, 0]
+
+
+@pytest.mark.parametrize("key", [-1, 2**63, "no hex", b"short", 1.5, None, (1, 2)])
+def test_other_keys_are_refused(tmp_path, key):
+    """A key that a trace cannot hold is an error that names request, key and place."""
+    path = tmp_path / "trace.jsonl"
+    with pytest.raises(InputError, match=r"request 'r' has the block key .* \(place 1\)"):
+        write(path, Request(id="r", prompt=8, keys=[1, key], key_tokens=4))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
+    """An id beyond 64 bits, or text that is no Unicode, is an error that names the request."""
+    with pytest.raises(InputError, match=r"request 1000.* cannot be written to a trace"):
+        write(tmp_path / "trace.jsonl", attrs.evolve(ask(1, "a"), id=10**30))
+    with pytest.raises(InputError, match=r"request 2 cannot be written to a trace"):
+        write(tmp_path / "trace.jsonl", ask(2, "a", tenant="\udc80"))
+
+
+def test_an_array_of_ids_is_written_as_runs(tmp_path):
+    """The cache hands over ids as they are; the line has runs."""
+    free = ("FREE", {"seq": 1, "runs": array("i", [7, 6, 3]), "reason": "close"})
+    path = write(tmp_path / "trace.jsonl", free)
+    assert lines(path)[1]["runs"] == [[7, -2], [3, 1]]
+
+
+def test_the_end_counts_and_digests(tmp_path):
+    """END says how many lines and events stand before it, and is at the time of the last."""
+    path = write(tmp_path / "trace.jsonl", ask(1, "a"), ask(2, "b"))
+    end = lines(path)[-1]
+    assert (end["lines"], end["events"], end["t"]) == (3, {"HEADER": 1, "REQUEST": 2}, 1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_equal_runs_give_equal_bytes(tmp_path, name):
+    """The same run twice gives the same file, compressed or not."""
+    (tmp_path / "again").mkdir()
+    once, again = record(tmp_path / name), record(tmp_path / "again" / name)
+    assert once.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize("name", KINDS[1:])
+def test_files_are_compressed_by_their_name(tmp_path, name):
+    """A compressed trace has the lines of a plain one."""
+    assert lines(record(tmp_path / name)) == lines(record(tmp_path / "trace.jsonl"))
+    assert (tmp_path / name).stat().st_size < (tmp_path / "trace.jsonl").stat().st_size / 2
+
+
+def test_a_file_object_is_written_to_and_left_open():
+    """A trace can go to any binary file object; it is not closed."""
+    file = io.BytesIO()
+    with Trace(file) as trace:
+        drive(KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace))
+    assert file.getvalue().endswith(b'"}\n')
+
+
+def test_a_trace_spans_many_buffers(tmp_path):
+    """What is longer than the write buffer arrives whole and in order."""
+    path = tmp_path / "trace.jsonl.gz"
+    with Trace(path) as trace:
+        trace.begin(**CACHE)
+        for now in range(20_000):
+            trace.line("FREE", now, seq=now, runs=[(1, 2)] * 10, reason="close")
+    assert [line.get("seq") for line in lines(path)[1:-1]] == list(range(20_000))
+
+
+def test_the_file_appears_when_it_is_whole(tmp_path):
+    """Until the trace is closed, it is `<path>.part`, and what was at the path stays."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("before")
+    with Trace(path) as trace:
+        trace.begin(**CACHE)
+        assert path.read_text() == "before"
+        assert (tmp_path / "trace.jsonl.part").exists()
+    assert len(lines(path)) == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _fail_after_the_header(trace):
+    trace.begin(**CACHE)
+    raise LookupError
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_exception_leaves_nothing(tmp_path, name):
+    """If the run fails there is no file, and the exception is the run's own."""
+    with pytest.raises(LookupError), Trace(tmp_path / name) as trace:
+        _fail_after_the_header(trace)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_leaves_what_it_wrote(tmp_path):
+    """Without a chance to close, `<path>.part` has every line that left the buffer."""
+    script = f"""
+import os
+from kvcore import Trace
+trace = Trace({str(tmp_path / "trace.jsonl")!r})
+trace.begin(**{CACHE!r})
+for now in range(50_000):
+    trace.line("FREE", now, seq=now, runs=[], reason="close")
+trace._sink.hexdigest()
+os._exit(9)
+"""
+    killed = subprocess.run([sys.executable, "-c", script], check=False)
+    assert killed.returncode == 9
+    assert len(lines(tmp_path / "trace.jsonl.part")) > 10_000
+    assert not (tmp_path / "trace.jsonl").exists()
+
+
+def test_a_trace_without_a_cache_leaves_nothing(tmp_path):
+    """A trace that no cache has begun has no header, so closing it is an error."""
+    with pytest.raises(InputError, match=r"is empty: no KVCache was made with it"):
+        Trace(tmp_path / "trace.jsonl").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_twice_is_closing_once(tmp_path):
+    """A second `close`, and a `discard` after it, change nothing."""
+    path = write(tmp_path / "trace.jsonl")
+    trace = Trace(path)
+    trace.begin(**CACHE)
+    trace.close()
+    before = path.read_bytes()
+    trace.close()
+    trace.discard()
+    assert path.read_bytes() == before
+
+
+def test_one_trace_one_cache(tmp_path):
+    """A second cache cannot write to the same trace."""
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.begin(**CACHE)
+        with pytest.raises(InputError, match=r"every cache needs a Trace of its own"):
+            trace.begin(**CACHE)
+
+
+def test_lines_stand_between_header_and_end(tmp_path):
+    """A line before the header or after the end is an error that says so."""
+    trace = Trace(tmp_path / "trace.jsonl")
+    with pytest.raises(InputError, match=r"FREE before the header"):
+        trace.line("FREE", 0, seq=1, runs=[], reason="close")
+    trace.begin(**CACHE)
+    trace.close()
+    with pytest.raises(InputError, match=r"FREE after the end"):
+        trace.line("FREE", 0, seq=1, runs=[], reason="close")
+
+
+def test_what_cannot_be_opened_is_refused_at_once(tmp_path):
+    """A missing directory, a directory, and a name that cannot be are told when opening."""
+    for path in (tmp_path / "no" / "trace", tmp_path, "a\0b"):
+        with pytest.raises(InputError, match=r"cannot write the trace"):
+            Trace(path)
+
+
+def test_an_unknown_mode_is_refused():
+    """The error lists the modes."""
+    with pytest.raises(
+        InputError, match=r"'real' is not known; there are: untimed, model, wall"
+    ):
+        Trace(io.BytesIO(), mode="real")
+
+
+def test_an_unknown_header_field_is_refused():
+    """The error lists the fields that may be given."""
+    with pytest.raises(InputError, match=r"'modle' is not known; there are: device, model"):
+        Trace(io.BytesIO(), modle="llama-3-8b")
+
+
+def full(name):
+    """Return a trace that is more than the write buffer of a disk that is full."""
+    with Trace(name) as trace:
+        trace.begin(**CACHE)
+        for now in range(40_000):
+            trace.line("FREE", now, seq=now, runs=[], reason="close")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("name", ["/dev/full", "full.gz", "full.zst"])
+def test_a_full_disk_is_told(name, tmp_path, monkeypatch):
+    """A full disk is an error with its own exit code, also if a thread meets it."""
+    if name != "/dev/full":
+        monkeypatch.chdir(tmp_path)
+        Path(name).symlink_to("/dev/full")
+    with pytest.raises(
+        StorageError, match=r"cannot write the trace .*: No space left"
+    ) as caught:
+        full(name)
+    assert caught.value.exit_code == 3
+
+
+def test_a_disk_that_fails_at_the_end_is_told():
+    """What only shows when the last buffer is written is raised by `close`; no file is left."""
+
+    class Failing(io.BytesIO):
+        def write(self, _):
+            raise OSError(28, "No space left on device")
+
+    trace = Trace(Failing())
+    trace.begin(**CACHE)
+    with pytest.raises(KvcoreError, match=r"No space left on device"):
+        trace.close()
+    trace.close()
+
+
+def test_importing_the_trace_is_cheap():
+    """What is slow to import and not always needed comes with the first use."""
+    script = "import kvcore.trace, sys, json; print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert not {"structlog", "zstandard", "rich", "click", "numpy"} & set(
+        json.loads(done.stdout)
+    )
