@@ -89,41 +89,28 @@ class Recorded(ScoreEviction):
     told: list[Any] = attrs.field(init=False, factory=list)
 
     def score(self, span, now):
+        """Return when it was released."""
+        del now
         return span.recency
 
-    def inserted(self, span, now):
-        self.told.append(("inserted", spell(span)))
 
-    def accessed(self, span, now):
-        self.told.append(("accessed", spell(span)))
+def _noting(name):
+    """Return the method `name` that also notes the span, the lower one of two halves."""
+    original = getattr(ScoreEviction, name)
+    place = 1 if name in {"split", "joined", "missed"} else 0
 
-    def grown(self, span, blocks):
-        self.told.append(("grown", spell(span)))
+    def method(self, *args):
+        original(self, *args)
+        self.told.append((name, args[1] if name == "missed" else spell(args[place])))
 
-    def split(self, upper, lower):
-        self.told.append(("split", spell(lower)))
+    return method
 
-    def joined(self, upper, lower):
-        self.told.append(("joined", spell(lower)))
 
-    def pinned(self, span):
-        super().pinned(span)
-        self.told.append(("pinned", spell(span)))
-
-    def released(self, span, now):
-        super().released(span, now)
-        self.told.append(("released", spell(span)))
-
-    def trimmed(self, span, blocks):
-        super().trimmed(span, blocks)
-        self.told.append(("trimmed", spell(span)))
-
-    def removed(self, span, reason):
-        super().removed(span, reason)
-        self.told.append(("removed", spell(span)))
-
-    def missed(self, request, hit_blocks, now):
-        self.told.append(("missed", hit_blocks))
+for _name in (
+    *("inserted", "accessed", "grown", "split", "joined", "pinned", "released"),
+    *("trimmed", "removed", "missed"),
+):
+    setattr(Recorded, _name, _noting(_name))
 
 
 @attrs.define(slots=False, eq=False)
@@ -134,9 +121,11 @@ class Mortal(LRU):
     expires_spans: ClassVar[bool] = True
 
     def inserted(self, span, now):
+        """Start its time."""
         span.expires = now + 10
 
     def accessed(self, span, now):
+        """Start its time again."""
         span.expires = now + 10
 
 
@@ -147,12 +136,17 @@ class Lines:
     lines: list[Any] = attrs.field(factory=list)
 
     def begin(self, **fields):
+        """Note the header."""
         self.lines.append(("HEADER", fields))
 
     def request(self, request, now):
+        """Note that a request arrived."""
+        del now
         self.lines.append(("REQUEST", {"id": request.id}))
 
     def line(self, event, now, **fields):
+        """Note an event."""
+        del now
         # Arrays are the cache's own and go on changing: written down is what they are now.
         self.lines.append((event, {name: deepcopy(field) for name, field in fields.items()}))
 

@@ -7,6 +7,7 @@ from kvcore.cache.geometry import Geometry, retention_steps
 
 
 def request(prompt, keys, key_tokens, **fields):
+    """Return a request of so many tokens with those keys."""
     return Request(id=7, prompt=prompt, keys=keys, key_tokens=key_tokens, **fields)
 
 
@@ -104,7 +105,7 @@ def test_sizes_that_do_not_divide_are_refused(count, block, key):
 
 def test_keys_counting_refuses_blocks_of_several_keys():
     """A unit cannot be part of a block: the error names both sizes."""
-    with pytest.raises(InputError, match="block size 32 is larger .* 16 tokens"):
+    with pytest.raises(InputError, match=r"block size 32 is larger .* 16 tokens"):
         Geometry("keys", 32, 16)
 
 
@@ -122,6 +123,7 @@ def test_sizes_must_be_positive(block, key):
 
 
 def hinted(*hints, prompt=64):
+    """Return the steps of a prompt with `hints`, in blocks of 16."""
     return retention_steps(request(prompt, "abcd", 16, retention=hints), 16)
 
 

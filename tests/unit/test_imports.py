@@ -58,10 +58,12 @@ def layer(module):
 
 
 def sources(folder):
+    """Return all Python files below `folder`."""
     return sorted(folder.rglob("*.py"))
 
 
 def named(path):
+    """Return a file's name for the test report."""
     return str(path.relative_to(CORE.parent))
 
 

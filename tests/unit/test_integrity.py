@@ -6,9 +6,9 @@ import pytest
 from caches import BLOCK, Mortal, ask, make, serve, spans, start
 
 
-def damaged(ids=True):
+def lived_in(**options):
     """Return a cache with shared, private and cached blocks, and two open sequences."""
-    cache = make(16, Mortal(), ids=ids)
+    cache = make(16, Mortal(), **options)
     serve(cache, "ab", "abcd", "xy")
     start(cache, "abcm", 3 * BLOCK + 2)
     start(cache, "lmn", 2 * BLOCK + 1)
@@ -18,18 +18,20 @@ def damaged(ids=True):
 
 @pytest.fixture
 def cache():
-    return damaged()
+    """Return a cache to be damaged."""
+    return lived_in()
 
 
 def refuses(cache, message):
+    """Assert that the check fails and says so."""
     with pytest.raises(AssertionError, match=message):
         cache.check_integrity()
 
 
 @pytest.mark.parametrize("ids", [True, False])
 def test_a_lost_block(ids):
-    """free + cached + private = blocks: the message has all four numbers."""
-    cache = damaged(ids)
+    """The sum of free, cached and private is the pool's: the message has all four numbers."""
+    cache = lived_in(ids=ids)
     cache.pool.free -= 1
     refuses(cache, r"5 free \+ 8 cached \+ 2 private blocks are 15, .* 16")
 

@@ -11,10 +11,12 @@ TOKENS = [11, 22, 33, 44, 55, 66, 77]
 
 
 def digest(*parts):
+    """Return BLAKE2b-128 of `parts`."""
     return blake2b(b"".join(parts), digest_size=16).digest()
 
 
 def packed(*tokens):
+    """Return token ids as 8 bytes each, little-endian."""
     return struct.pack(f"<{len(tokens)}Q", *tokens)
 
 
@@ -136,5 +138,5 @@ def test_block_size_must_be_positive(size):
 @pytest.mark.parametrize("extra", [{"image": b"9f3c"}, {"image": 2**70}, {"image": object()}])
 def test_what_is_no_extra_key_is_refused(extra):
     """The error names the tag and says what values there are."""
-    with pytest.raises(InputError, match="extra keys .*image.*strings or integers"):
+    with pytest.raises(InputError, match=r"extra keys .*image.*strings or integers"):
         block_keys(TOKENS, 2, extra={0: extra})

@@ -52,7 +52,7 @@ def test_commit_never_passes_what_is_allocated():
     cache = make()
     seq = cache.open(ask("abc"), 6)
     cache.commit(seq, 5)
-    with pytest.raises(InputError, match="commit of 2 tokens.*5 of its 6 allocated"):
+    with pytest.raises(InputError, match=r"commit of 2 tokens.*5 of its 6 allocated"):
         cache.commit(seq, 2)
     assert seq.computed == 5
 

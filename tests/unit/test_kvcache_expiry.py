@@ -23,10 +23,12 @@ from kvcore_plugins.eviction import TTL
 
 @pytest.fixture
 def cache():
+    """Return a cache whose spans live for 10 ns."""
     return make(12, Mortal())
 
 
 def expiries(cache):
+    """Return when each span expires."""
     return {text: span.expires for text, span in spans(cache).items()}
 
 
@@ -96,7 +98,7 @@ def test_a_refused_open_drops_nothing(cache):
     start(cache, "mn", now=0)
     serve(cache, "abc", now=0)
     before = snapshot(cache)
-    with pytest.raises(OutOfBlocks, match="needs 11 more .* 7 of 12 are free and 3 can be"):
+    with pytest.raises(OutOfBlocks, match=r"needs 11 more .* 7 of 12 are free and 3 can be"):
         cache.open(ask("abcdefghijk"), now=50)
     assert snapshot(cache) == before
     cache.open(ask("abcdefghij"), now=50)
@@ -208,7 +210,7 @@ def test_growth_raises_its_ancestors():
         name = "renewing"
 
         def grown(self, span, blocks):
-            span.expires += 5
+            span.expires += 5 * blocks
 
     cache = make(12, Renewing())
     serve(cache, "ab", now=0)
@@ -254,7 +256,7 @@ def test_a_failed_admission_renews_nothing():
         name = "tired"
 
         def victim(self, now):
-            msg = "tired"
+            msg = f"tired at {now}"
             raise RuntimeError(msg)
 
     cache = make(4, Tired(ttl=10e-9))

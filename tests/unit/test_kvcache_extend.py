@@ -57,7 +57,7 @@ def test_a_refusal_changes_nothing():
     seq = start(cache, "a")
     before, told = snapshot(cache), list(cache.eviction.told)
     with pytest.raises(
-        OutOfBlocks, match="needs 6 more .* 2 of 6 are free and 3 can be evicted"
+        OutOfBlocks, match=r"needs 6 more .* 2 of 6 are free and 3 can be evicted"
     ):
         cache.extend(seq, 6 * BLOCK)
     assert snapshot(cache) == before
@@ -70,7 +70,7 @@ def test_negative_tokens_are_refused():
     """The error points to rollback."""
     cache = make()
     seq = start(cache, "ab")
-    with pytest.raises(InputError, match="extend by -1 tokens.*rollback"):
+    with pytest.raises(InputError, match=r"extend by -1 tokens.*rollback"):
         cache.extend(seq, -1)
 
 

@@ -26,6 +26,7 @@ HALF = BLOCK // 2
 
 @pytest.fixture
 def cache():
+    """Return a cache of 12 blocks of 4 tokens."""
     return make(12)
 
 
@@ -146,7 +147,7 @@ def test_the_trace_of_a_copy():
 
 
 def test_a_private_block_is_freed_with_its_last_owner():
-    """close frees, and traces as freed, only what nobody else holds."""
+    """At close only that is freed, and traced as freed, what nobody else holds."""
     trace = Lines()
     cache = make(12, trace=trace)
     seq = start(cache, "ab", BLOCK + HALF)

@@ -76,7 +76,7 @@ def test_what_is_shared_stays():
     seq = drafted(cache, 6)
     before = snapshot(cache)
     with pytest.raises(
-        InputError, match="rollback of 7 tokens.*it has 10.* first 4 are shared"
+        InputError, match=r"rollback of 7 tokens.*it has 10.* first 4 are shared"
     ):
         cache.rollback(seq, 7)
     assert snapshot(cache) == before

@@ -8,6 +8,7 @@ from kvcore import BlockPool, CountingPool, InputError, OutOfBlocks
 
 
 def ids(*blocks):
+    """Return block ids as the pool does."""
     return array("i", blocks)
 
 
