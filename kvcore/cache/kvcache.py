@@ -262,8 +262,8 @@ class KVCache:
             raise InputError(msg)
         first = -(-left // size)
         freed = self._free_from(seq, first)
-        if freed is not None and freed and self.trace is not None:
-            self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="rollback")
+        if first < seq.blocks and self.trace is not None:
+            self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="rollback", first=first)
         seq.tokens, seq.blocks = left, first
         seq.computed = min(seq.computed, left)
 

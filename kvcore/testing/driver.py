@@ -163,20 +163,20 @@ class Driver:
     def step(self, step: Step) -> Decision:
         """Take one step."""
         self.now += step.wait
-        refused = hit = None
+        action, refused, hit = step.action, None, None
         try:
-            if step.action == "open":
+            if action == "open":
                 hit = self._open(step)
-            elif self.sequences:
-                self._act(step.action, step.which % len(self.sequences), step.tokens)
+            elif candidates := self._candidates(action):
+                self._act(action, candidates[step.which % len(candidates)], step.tokens)
+            else:
+                action = "idle"
         except (OutOfBlocks, InputError) as error:
             refused = type(error).__name__
         self.cache.check_integrity()
-        idle = step.action != "open" and not self.sequences and not refused
-        action = "idle" if idle and step.action != "close" else step.action
-        evicted = self._evicted[:]
+        evicted = _canonical(self._evicted)
         self._evicted.clear()
-        return Decision(action, refused, hit, self.cache.pool.free, _canonical(evicted))
+        return Decision(action, refused, hit, self.cache.pool.free, evicted)
 
     def careful_step(self, step: Step) -> Decision:
         """Take one step; check that a probe before it, and a refusal of it, change nothing."""
@@ -195,8 +195,13 @@ class Driver:
         self.sequences.append(seq)
         return seq.hit_blocks
 
-    def _act(self, action: str, which: int, tokens: int | None) -> None:
-        cache, seq, now = self.cache, self.sequences[which], self.now
+    def _candidates(self, action: str) -> list[Sequence]:
+        if action == "commit":
+            return [seq for seq in self.sequences if seq.computed < seq.tokens]
+        return self.sequences
+
+    def _act(self, action: str, seq: Sequence, tokens: int | None) -> None:
+        cache, now = self.cache, self.now
         if action == "extend":
             cache.extend(seq, tokens or 0, now)
         elif action == "commit":
@@ -207,7 +212,8 @@ class Driver:
         elif action == "fork":
             self.sequences.append(cache.fork(seq, now))
         else:
-            cache.close(self.sequences.pop(which), now)
+            self.sequences.remove(seq)
+            cache.close(seq, now)
 
 
 def replay(

@@ -16,10 +16,10 @@ Draw: TypeAlias = Callable[[int, int], int]
 ACTIONS = ("open", "extend", "commit", "fork", "rollback", "close")
 # About as many closes as opens that succeed: neither room nor work runs out.
 _MIX = (
-    *("open", "close") * 4,
+    *("open",) * 5,
     *("commit",) * 6,
-    *("extend", "extend"),
-    *("fork", "rollback"),
+    *("close",) * 4,
+    *("extend", "fork", "rollback"),
 )
 
 
@@ -48,7 +48,8 @@ class Step:
 
     Attributes:
         action: one of `ACTIONS`.
-        which: of the sequences open by then, counted round; unused by `open`.
+        which: of the sequences open by then, counted round; unused by `open`. `commit` counts
+            those that have tokens to commit.
         tokens: how many; None for all there are. Unused by `fork` and `close`.
         wait: ns since the step before.
         request: what `open` opens.
@@ -104,7 +105,7 @@ def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
         "extend": 2 * traffic.key_tokens,
         "rollback": traffic.key_tokens,
     }.get(action)
-    some = most is not None and (action in ("extend", "rollback") or draw(0, 2) == 0)
+    some = most is not None and draw(0, 3) < {"open": 1, "commit": 3}.get(action, 4)
     return Step(
         action=action,
         which=0 if action == "open" else draw(0, 7),

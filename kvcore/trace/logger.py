@@ -49,5 +49,4 @@ def _as_json(value: object) -> object:
     """Turn an array of block ids, which JSON has no word for, into runs."""
     if type(value) is array:
         return encode_runs(value)
-    msg = f"{value!r} is not JSON"
-    raise TypeError(msg)
+    raise TypeError

@@ -97,7 +97,11 @@ class Sink(io.RawIOBase):
         view = memoryview(data)
         if not self._dead:
             self._wait()
-            self._job = self._worker.submit(self._put, bytes(view))
+            try:
+                self._job = self._worker.submit(self._put, bytes(view))
+            except RuntimeError:
+                # The interpreter is going down, and its threads with it.
+                self._put(bytes(view))
         return len(view)
 
     def hexdigest(self) -> str:

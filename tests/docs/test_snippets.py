@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import shlex
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,8 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+WITH_TESTS_OF_THEIR_OWN = {ROOT / "docs/how-to/write-a-plugin.md"}
+WITH_PYTHON = [p for p in PAGES if blocks(p, "python") and p not in WITH_TESTS_OF_THEIR_OWN]
 WITH_KVCORE = [page for page in PAGES if any(c.startswith("kvcore ") for c, _ in commands(page))]
 
 
@@ -51,7 +54,8 @@ def test_python_snippets_run(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", WITH_KVCORE, ids=name)
 def test_kvcore_commands_run(page, tmp_path):
     """The `kvcore` commands of a page succeed, and print what the page says they print."""
-    (tmp_path / "my_requests.jsonl").write_bytes((ROOT / "tests/data/requests.jsonl").read_bytes())
+    with gzip.open(ROOT / "kvcore/data/mooncake_conversation.jsonl.gz") as trace:
+        (tmp_path / "my_requests.jsonl").write_bytes(b"".join(islice(trace, 200)))
     for command, output in commands(page):
         words = shlex.split(command)
         if words[0] != "kvcore":
@@ -64,7 +68,6 @@ def test_kvcore_commands_run(page, tmp_path):
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
-        printed = [line.rstrip() for line in done.stdout.splitlines()]
-        shown = [line.rstrip() for line in output.splitlines() if line.strip()]
-        for line in shown:
-            assert line in printed or line == "...", f"{command} does not print {line!r}"
+        printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+        for line in output.splitlines():
+            assert " ".join(line.split()) in printed, f"{command} does not print {line!r}"

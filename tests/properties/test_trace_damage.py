@@ -155,11 +155,11 @@ def prompts(rng, key_tokens):
 
 def step(rng, cache, requests, sequences, now):
     """Do one random thing to `cache`."""
-    action = rng.choice(["open", "open", "extend", "commit", "commit", "fork", "close"])
+    actions = ["open", "open", "extend", "commit", "commit", "fork", "rollback", "close"]
+    action = rng.choice(actions)
     if action == "open" or not sequences:
-        request = next(requests)
-        first = rng.choice([None, None, rng.randrange(1, 9)])
-        sequences.append(cache.open(request, first, now))
+        first = rng.choice([None, None, rng.randrange(9)])
+        sequences.append(cache.open(next(requests), first, now))
     elif action == "close":
         cache.close(sequences.pop(rng.randrange(len(sequences))), now)
     else:
@@ -168,6 +168,8 @@ def step(rng, cache, requests, sequences, now):
             cache.extend(seq, rng.randrange(9), now)
         elif action == "commit":
             cache.commit(seq, rng.randrange(seq.tokens - seq.computed + 1), now)
+        elif action == "rollback":
+            cache.rollback(seq, rng.randrange(9), now)
         else:
             sequences.append(cache.fork(seq, now))
 

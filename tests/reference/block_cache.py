@@ -166,7 +166,7 @@ class BlockCache:
     def extend(self, table, tokens, now=0):
         need = self._blocks_for(table.tokens + tokens) - len(table.blocks)
         partial = tokens and table.tokens % self.block_size
-        copied = bool(partial) and len(table.blocks[-1].holders) > 1
+        copied = bool(partial) and not self._writable(table.blocks[-1])
         evictable = sum(not block.holders for block in self.cached)
         if need + copied > self.free + evictable:
             raise OutOfBlocks(table.request.id)
@@ -243,6 +243,10 @@ class BlockCache:
             assert block.holders == held
 
     # --- how they do it ---
+
+    def _writable(self, block):
+        """Whether its holder may write to it: a cached block gets what its key says anyway."""
+        return block.place is not None or len(block.holders) == 1
 
     def _blocks_for(self, tokens):
         return -(-tokens // self.block_size)

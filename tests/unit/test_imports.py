@@ -102,3 +102,16 @@ def test_plugins_import_public_names_only(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvcore."):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
             assert not [name for name in names if name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sources(CORE) + sources(BUILT_IN) if path.name == "__init__.py"],
+    ids=lambda path: path.parent.name,
+)
+def test_packages_only_re_export(path):
+    """An `__init__.py` has a docstring, imports and `__all__`, and nothing else."""
+    kinds = [type(node) for node in ast.parse(path.read_text()).body]
+    assert set(kinds) <= {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign}
+    assert kinds.count(ast.Expr) <= 1
+    assert kinds.count(ast.Assign) <= 1

@@ -17,7 +17,7 @@ from caches import (
     table,
 )
 
-from kvcore import InputError, OutOfBlocks
+from kvcore import InputError, OutOfBlocks, PolicyError
 from kvcore.testing.driver import snapshot
 from kvcore_plugins.prefix import NoPrefix
 
@@ -233,6 +233,29 @@ def test_siblings_that_hold_different_parts(cache):
     cache.extend(seq, HALF)
     compute(cache, seq)
     assert pins(cache) == {"|a": 3, "a|b": 3, "ab|c": 2, "abc|d": 1}
+
+
+def test_a_policy_that_fails_at_the_cut_leaves_siblings_pinned(cache):
+    """They share the blocks already: the error is reported when all is in order."""
+
+    class Uncut(Recorded):
+        """Cannot bear a split."""
+
+        name = "uncut"
+
+        def split(self, upper, lower):
+            msg = f"{upper!r} and {lower!r}"
+            raise RuntimeError(msg)
+
+    cache = make(12, Uncut())
+    seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
+    child = cache.fork(seq)
+    cache.extend(child, HALF)
+    cache.extend(seq, HALF)
+    with pytest.raises(PolicyError, match=r"'uncut'.*in split\(\)"):
+        cache.commit(seq, 2 * BLOCK)
+    cache.check_integrity()
+    assert pins(cache) == {"|a": 2, "a|b": 1}
 
 
 def test_a_sibling_follows_a_switch(cache):

@@ -60,7 +60,18 @@ def test_blocks_are_freed_deepest_first():
     assert table(cache, seq) == [0, 1, 2]
 
 
-def test_nothing_freed_is_not_traced():
+def test_blocks_dropped_are_traced_though_another_holds_them():
+    """FREE says where the table ends now, since no freed block does."""
+    trace = Lines()
+    cache = make(trace=trace)
+    seq = drafted(cache, 6)
+    cache.fork(seq)
+    cache.rollback(seq, 5)
+    (free,) = trace.of("FREE")
+    assert (list(free["runs"]), free["first"], free["reason"]) == ([], 2, "rollback")
+
+
+def test_nothing_dropped_is_not_traced():
     """A rollback inside a block writes no line."""
     trace = Lines()
     cache = make(trace=trace)

@@ -4,7 +4,7 @@ import pytest
 from traces import ask, drive, lines, record, seal, write
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore.trace import replay
+from kvcore.trace import CacheState, replay
 from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.prefix import NoPrefix, Radix
 from kvcore_plugins.workloads import Mooncake
@@ -28,6 +28,37 @@ def test_a_recorded_run_replays_clean(trace):
         "private": 0,
         "spans": len(list(cache.prefix.spans())),
     }
+
+
+def test_block_tables_are_rebuilt(tmp_path):
+    """The table of every open sequence is the cache's, id by id, after a fork as well."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(12, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        for name, text in enumerate(("abcd", "abx", "abcy")):
+            seq = cache.open(ask(name, text))
+            cache.commit(seq, 4)
+        cache.extend(cache.fork(seq), 3)
+        tables = {seq.id: cache.block_table(seq) for seq in cache.sequences.values()}
+    header, *events = lines(path)
+    state = CacheState(header)
+    for line in events:
+        state.apply(line)
+    assert {seq.id: seq.table() for seq in state.sequences.values()} == tables
+
+
+def test_output_blocks_are_shared_by_their_keys(tmp_path):
+    """Blocks that follow the prompt are committed under the keys the request gives them."""
+    path = tmp_path / "trace.jsonl"
+    longer = ask("longer", "abcd")
+    with Trace(path) as trace:
+        cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        seq = cache.open(ask("first", "ab", output_keys=longer.keys[2:]))
+        cache.extend(seq, 8)
+        cache.commit(seq, 16)
+        cache.close(seq)
+        cache.open(longer)
+    assert replay(path).hit["hit_blocks"] == 3
 
 
 def test_the_report_counts_hits_of_first_admissions(trace):
@@ -192,12 +223,14 @@ def test_an_empty_file_has_an_empty_report(tmp_path):
         (4, {"first": 1}, "COMMIT: the private blocks of sequence 1 are 0 to 2"),
         (4, {"blocks": 3}, "COMMIT: the private blocks of sequence 1 are 0 to 2"),
         (6, {"span": 2}, "COMMIT: sequence 1 may not grow span 2 in place"),
+        (6, {"blocks": 3}, "COMMIT: request 'first' has 3 blocks to share"),
         (6, {"how": "new"}, "COMMIT: span 1 is not new: the last one was 1"),
         (6, {"how": "same"}, "COMMIT: span 1 does not continue what sequence 1 holds"),
         (17, {"how": "new"}, "COMMIT: some of the blocks 2 to 3 of sequence 3 are cached"),
         (17, {"how": "shared"}, "COMMIT: sequence 3 does not hold the blocks of span 3"),
         (17, {"span": 1}, "COMMIT: span 1 is not what sequence 3 has up to block 3"),
         (29, {"how": "same"}, "COPY: FREE of sequence 5 must come before this"),
+        (29, {"how": "new", "span": 6}, "COMMIT: forked sequences still hold blocks"),
         (30, {"from": 6}, "COPY: block 6 is not the private tail of sequence 5"),
         (30, {"to": 7}, "COPY: the pool gives [(6, 1)], not [(7, 1)]"),
         (35, {"span": 2}, "EVICT: span 2 has 0 pins and 2 children"),

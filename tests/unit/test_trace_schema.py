@@ -74,6 +74,17 @@ def test_a_missing_field_is_told(field):
     assert reason == f"FREE has no field {field!r}" or "unknown event None" in reason
 
 
+@pytest.mark.parametrize("hint", [3, [0, 4, 50], [0, "end", 50, None], [0, 4, None, None]])
+def test_a_retention_hint_has_four_parts(hint):
+    """Start, end or null, priority, and nanoseconds or null: anything else is told."""
+    request = {"id": 1, "prompt": 4, "output": 0, "keys": [], "key_tokens": 4}
+    line = {"n": 1, "t": 0, "event": "REQUEST", **request}
+    assert fault({**line, "retention": [[0, None, 50, None], [4, 8, 50, 9]]}) is None
+    assert "REQUEST field 'retention' must be a list of [start," in fault(
+        {**line, "retention": [hint]}
+    )
+
+
 def test_a_line_is_an_object():
     """Other JSON is no line."""
     assert fault([1]) == "a line must be a JSON object, not [1]"

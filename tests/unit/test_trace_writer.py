@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from array import array
+from importlib import metadata
 from pathlib import Path
 
 import attrs
@@ -10,7 +11,7 @@ import pytest
 from traces import CACHE, ask, drive, lines, record, write
 
 from kvcore import InputError, KVCache, KvcoreError, Request, Retention, Trace
-from kvcore.trace import StorageError
+from kvcore.trace import StorageError, read_events
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workloads import Mooncake
@@ -68,6 +69,16 @@ def test_options_that_json_has_no_word_for_are_written_as_text(tmp_path):
     }
 
 
+def test_a_checkout_has_no_version(tmp_path, monkeypatch):
+    """Where kvcore runs without being installed, the header says so."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert lines(write(tmp_path / "trace.jsonl"))[0]["kvcore"] == "not installed"
+
+
 def test_a_request_is_written_once(tmp_path):
     """A request that is heard of again is not written again."""
     path = write(tmp_path / "trace.jsonl", ask(1, "ab"), ask("1", "ab"), ask(1, "ab"))
@@ -121,6 +132,10 @@ def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
         write(tmp_path / "trace.jsonl", attrs.evolve(ask(1, "a"), id=10**30))
     with pytest.raises(InputError, match=r"request 2 cannot be written to a trace"):
         write(tmp_path / "trace.jsonl", ask(2, "a", tenant="\udc80"))
+    with pytest.raises(
+        InputError, match=r"request 3 .*: Type is not JSON serializable: object"
+    ):
+        write(tmp_path / "trace.jsonl", ask(3, "a", tenant=object()))
 
 
 def test_an_array_of_ids_is_written_as_runs(tmp_path):
@@ -211,6 +226,22 @@ os._exit(9)
     assert killed.returncode == 9
     assert len(lines(tmp_path / "trace.jsonl.part")) > 10_000
     assert not (tmp_path / "trace.jsonl").exists()
+
+
+def test_a_process_that_forgets_to_close_leaves_all_but_the_end(tmp_path):
+    """A trace that is still open when Python exits is whole but for END, and `.part`."""
+    script = f"""
+from kvcore import Trace
+trace = Trace({str(tmp_path / "trace.jsonl")!r})
+trace.begin(**{CACHE!r})
+for now in range(30_000):
+    trace.line("FREE", now, seq=now, runs=[], reason="close")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    reader = read_events(tmp_path / "trace.jsonl.part")
+    assert len(list(reader)) == 30_001
+    assert reader.cut_reason == "the file ends after line 30001, without END"
+    assert done.stderr == b""
 
 
 def test_a_trace_without_a_cache_leaves_nothing(tmp_path):

@@ -205,9 +205,18 @@ class Radix(SpanTree):
                     self._trim(span, count)
         except Exception:
             if missing < blocks:
-                self.pool.give(None if gone is None else gone[::-1], blocks - missing)
+                self._give_back(gone, blocks - missing)
             raise
         return gone
+
+    def _give_back(self, gone: Ids | None, count: int) -> None:
+        """Free victims of a call that failed, as if it had taken its blocks and closed."""
+        pool = self.pool
+        count += pool.free
+        ids = pool.take(pool.free)
+        if ids is not None and gone is not None:
+            ids.extend(gone)
+        pool.give(None if ids is None else ids[::-1], count)
 
     def _victim(self, now: int) -> Span:
         """Ask the policy for a victim, and refuse what may not be evicted."""
