@@ -46,7 +46,7 @@ def record_open(
         trace.line(
             "HIT", now, request=request.id, seq=seq.id, blocks=hit, span=seq.span.id, **repeat
         )
-    if hit < prompt_blocks:
+    if not hit or hit < prompt_blocks:
         why = _why(seq, limit, match)
         trace.line("MISS", now, request=request.id, seq=seq.id, block=hit, why=why, **repeat)
     if seq.private:

@@ -13,14 +13,9 @@ from kvcore.request import Request, Retention
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
 
-ACTIONS = ("open", "extend", "commit", "fork", "rollback", "close")
-# About as many closes as opens that succeed: neither room nor work runs out.
-_MIX = (
-    *("open",) * 5,
-    *("commit",) * 6,
-    *("close",) * 4,
-    *("extend", "fork", "rollback"),
-)
+ACTIONS = ("open", "commit", "close", "extend", "fork", "rollback")
+EVEN: tuple[str, ...] = tuple(a for a, n in zip(ACTIONS, (5, 6, 4, 1, 1, 1), strict=True) for _ in range(n))
+FORKS: tuple[str, ...] = tuple(a for a, n in zip(ACTIONS, (2, 4, 2, 1, 3, 3), strict=True) for _ in range(n))
 
 
 @attrs.frozen(kw_only=True)
@@ -40,6 +35,7 @@ class Traffic:
     width: int = 2
     hints: bool = False
     longest_wait: int = 4
+    mix: tuple[str, ...] = EVEN
 
 
 @attrs.frozen(kw_only=True)
@@ -91,14 +87,14 @@ def _draw_hint(draw: Draw, length: int) -> Retention:
     return Retention(
         start,
         end if end <= length else None,
-        (10, 35, 60, 90)[draw(0, 3)],
-        (None, 3, 20, 200)[draw(0, 3)],
+        (10, 60, 90)[draw(0, 2)],
+        (None, 2, 12)[draw(0, 2)],
     )
 
 
 def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
     """Draw a step; `action` says which, None any."""
-    action = action or _MIX[draw(0, len(_MIX) - 1)]
+    action = action or traffic.mix[draw(0, len(traffic.mix) - 1)]
     most = {
         "open": traffic.most_keys * traffic.key_tokens,
         "commit": 2 * traffic.key_tokens,
