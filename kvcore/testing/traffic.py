@@ -88,7 +88,7 @@ def _draw_hint(draw: Draw, length: int) -> Retention:
         start,
         end if end <= length else None,
         (10, 60, 90)[draw(0, 2)],
-        (None, 2, 12)[draw(0, 2)],
+        (None, 5, 40)[draw(0, 2)],
     )
 
 

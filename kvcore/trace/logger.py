@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from functools import partial
 from typing import Any, BinaryIO
 
 import structlog
@@ -16,24 +17,22 @@ from kvcore.trace.runs import encode_runs
 
 
 class TraceLogger(structlog.BoundLoggerBase):
-    """Bound once a trace; `_context` counts the events, `last` is the line written last."""
+    """Bound once a trace to the file, one processor, and the counts of events so far."""
 
-    last: dict[str, Any]
+    lines = 0
+    time = 0
 
     def line(self, event: str, now: int, **fields: Any) -> None:
         """Write one line. Costs about 0.6 µs, twice what orjson alone takes."""
-        (encode,) = self._processors
-        line = {"n": self.last["n"] + 1, "t": now, "event": event, **fields}
-        self._logger.write(encode(self._logger, event, line))
-        self.last = line
+        self._logger(self._processors[0]({"n": self.lines, "t": now, "event": event, **fields}))
         self._context[event] += 1
+        self.lines += 1
+        self.time = now
 
 
 def bind_logger(file: BinaryIO) -> TraceLogger:
     """Return a logger that writes its lines to `file`, from line 0 on."""
-    logger = TraceLogger(file, (_encode,), defaultdict(int))
-    logger.last = {"n": -1, "t": 0}
-    return logger
+    return TraceLogger(file.write, (_encode,), defaultdict(int))
 
 
 def events_written(logger: TraceLogger) -> dict[str, int]:
@@ -41,12 +40,11 @@ def events_written(logger: TraceLogger) -> dict[str, int]:
     return dict(structlog.get_context(logger))
 
 
-def _encode(_: object, __: str, line: Any) -> bytes:
-    return dumps(line, _as_json, OPT_APPEND_NEWLINE)
-
-
 def _as_json(value: object) -> object:
     """Turn an array of block ids, which JSON has no word for, into runs."""
     if type(value) is array:
         return encode_runs(value)
     raise TypeError
+
+
+_encode = partial(dumps, default=_as_json, option=OPT_APPEND_NEWLINE)

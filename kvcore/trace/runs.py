@@ -12,6 +12,9 @@ Runs: TypeAlias = list[tuple[int, int]]
 MOST_IDS = 2**31
 
 
+_ascending: Ids = array("i")
+
+
 def encode_runs(ids: Ids) -> Runs:
     """Return distinct `ids` as runs: 9, 8, 7, 3 is `[(9, -3), (3, 1)]`.
 
@@ -23,9 +26,9 @@ def encode_runs(ids: Ids) -> Runs:
         return []
     first = last = ids[0]
     end = ids[-1]
-    if end - first == count - 1 and ids == array("i", range(first, end + 1)):
+    if end - first == count - 1 and ids == _from_to(first, end):
         return [(first, count)]
-    if first - end == count - 1 and ids == array("i", range(first, end - 1, -1)):
+    if first - end == count - 1 and ids == _from_to(end, first)[::-1]:
         return [(first, -count)]
     runs: Runs = []
     add = runs.append
@@ -71,3 +74,10 @@ def decode_runs(runs: Sequence[Sequence[int]], limit: int = MOST_IDS) -> Ids:
         step = way if count != 1 else 0
         ids.extend(range(first, first + count, way))
     return ids
+
+
+def _from_to(first: int, last: int) -> Ids:
+    """Return the ids `first` to `last`: a slice of all ids, ten times faster than a range."""
+    if last >= len(_ascending):
+        _ascending.extend(range(len(_ascending), 2 * last + 1))
+    return _ascending[first : last + 1]

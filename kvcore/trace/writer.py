@@ -152,12 +152,12 @@ class Trace:
         from kvcore.trace.logger import events_written  # noqa: PLC0415  (imports structlog)
 
         self._buffer.flush()
-        last = self._logger.last
+        logger = self._logger
         self.line(
             "END",
-            last["t"],
-            lines=last["n"] + 1,
-            events=events_written(self._logger),
+            logger.time,
+            lines=logger.lines,
+            events=events_written(logger),
             digest=self._sink.hexdigest(),
         )
         self._buffer.flush()
