@@ -14,8 +14,8 @@ from kvcore.policy import EvictionPolicy, Span
 from kvcore.request import Key, Request
 from kvcore.testing.traffic import Step
 
-Place: TypeAlias = tuple[str, int, Key]
-"""A block that left: (reason, position in its prompt, its key)."""
+Gone: TypeAlias = tuple[str, Key, int]
+"""A block that left: (reason, its key, its position in its prompt)."""
 
 
 @attrs.frozen
@@ -27,15 +27,14 @@ class Decision:
         refused: name of the error that it raised, if it raised one that is no fault.
         hit: blocks hit by an `open`.
         free: blocks free afterwards.
-        evicted: blocks that left: the expired in order of place, then the victims' in the
-            order in which they left.
+        evicted: blocks that left: the expired, sorted, then those that made room, in order.
     """
 
     action: str
     refused: str | None
     hit: int | None
     free: int
-    evicted: tuple[Place, ...]
+    evicted: tuple[Gone, ...]
 
 
 @attrs.define(slots=False, eq=False)
@@ -54,7 +53,7 @@ class Witness(EvictionPolicy):
     name = "witness"
 
     policy: EvictionPolicy
-    evicted: list[Place] = attrs.field(init=False, factory=list)
+    evicted: list[Gone] = attrs.field(init=False, factory=list)
     gone: WeakSet[Span] = attrs.field(init=False, factory=WeakSet)
 
     @property
@@ -136,8 +135,8 @@ class Witness(EvictionPolicy):
     def _write(self, span: Span, start: int, end: int, reason: str) -> None:
         ratio = span.shape.ratio
         self.evicted += [
-            (reason, place, span.path_keys[place // ratio])
-            for place in reversed(range(start, end))
+            (reason, span.path_keys[position // ratio], position)
+            for position in reversed(range(start, end))
         ]
 
 
@@ -149,7 +148,7 @@ class Driver:
         evicted: where it writes down the blocks that leave; emptied after each step.
     """
 
-    def __init__(self, cache: KVCache, evicted: list[Place] | None = None) -> None:
+    def __init__(self, cache: KVCache, evicted: list[Gone] | None = None) -> None:
         """Start at time 0, without sequences."""
         self.cache = cache
         self.sequences: list[Sequence] = []
@@ -217,7 +216,7 @@ class Driver:
 
 
 def replay(
-    cache: KVCache, requests: Iterable[Request], evicted: list[Place] | None = None
+    cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
 ) -> list[Decision]:
     """Open, commit and close each request before the next: untimed, serial replay.
 
@@ -281,7 +280,7 @@ def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
     return seq.id, seq.tokens, seq.computed, seq.blocks, seq.span.id, private, seq.is_open
 
 
-def _canonical(evicted: list[Place]) -> tuple[Place, ...]:
+def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
     """Sort the expired: which of two branches is dropped first says nothing."""
-    expired = sorted((place for place in evicted if place[0] == "expired"), key=repr)
-    return (*expired, *(place for place in evicted if place[0] != "expired"))
+    expired = sorted(gone for gone in evicted if gone[0] == "expired")  # type: ignore[type-var]
+    return (*expired, *(gone for gone in evicted if gone[0] != "expired"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import TypeAlias
 
@@ -13,9 +13,11 @@ from kvcore.request import Request, Retention
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
 
-ACTIONS = ("open", "commit", "close", "extend", "fork", "rollback")
-EVEN: tuple[str, ...] = tuple(a for a, n in zip(ACTIONS, (5, 6, 4, 1, 1, 1), strict=True) for _ in range(n))
-FORKS: tuple[str, ...] = tuple(a for a, n in zip(ACTIONS, (2, 4, 2, 1, 3, 3), strict=True) for _ in range(n))
+EVEN = {"open": 5, "commit": 6, "close": 4, "extend": 1, "fork": 1, "rollback": 1}
+"""How often the actions come: as many blocks go as come, so neither room nor work runs out."""
+
+FORKS = {"open": 2, "commit": 4, "close": 2, "extend": 1, "fork": 3, "rollback": 3}
+"""As above, with many sequences that share private blocks."""
 
 
 @attrs.frozen(kw_only=True)
@@ -28,6 +30,7 @@ class Traffic:
         width: keys that may follow one. With 2 prompts share a lot.
         hints: whether some requests carry retention hints.
         longest_wait: ns between two steps, at most.
+        mix: how often each action comes.
     """
 
     key_tokens: int = 6
@@ -35,7 +38,7 @@ class Traffic:
     width: int = 2
     hints: bool = False
     longest_wait: int = 4
-    mix: tuple[str, ...] = EVEN
+    mix: Mapping[str, int] = EVEN
 
 
 @attrs.frozen(kw_only=True)
@@ -43,7 +46,7 @@ class Step:
     """One call to a cache.
 
     Attributes:
-        action: one of `ACTIONS`.
+        action: `open`, `commit`, `close`, `extend`, `fork` or `rollback`.
         which: of the sequences open by then, counted round; unused by `open`. `commit` counts
             those that have tokens to commit.
         tokens: how many; None for all there are. Unused by `fork` and `close`.
@@ -93,15 +96,17 @@ def _draw_hint(draw: Draw, length: int) -> Retention:
 
 
 def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
-    """Draw a step; `action` says which, None any."""
-    action = action or traffic.mix[draw(0, len(traffic.mix) - 1)]
+    """Draw a step; `action` says which, None any. The id of its request is 0."""
+    if action is None:
+        actions = [name for name, often in traffic.mix.items() for _ in range(often)]
+        action = actions[draw(0, len(actions) - 1)]
     most = {
         "open": traffic.most_keys * traffic.key_tokens,
         "commit": 2 * traffic.key_tokens,
         "extend": 2 * traffic.key_tokens,
         "rollback": traffic.key_tokens,
     }.get(action)
-    some = most is not None and draw(0, 3) < {"open": 1, "commit": 3}.get(action, 4)
+    some = most is not None and draw(1, 4) <= {"open": 1, "commit": 3}.get(action, 4)
     return Step(
         action=action,
         which=0 if action == "open" else draw(0, 7),

@@ -47,11 +47,19 @@ def flat_lru(requests: Sequence[Request], ratio: int, blocks: int) -> tuple[floa
     return perf_counter() - start, len(requests) - first
 
 
-def cache_lru(requests: Sequence[Request], ratio: int, blocks: int, *, ids: bool) -> tuple[float, int]:
+def cache_lru(
+    requests: Sequence[Request], ratio: int, blocks: int, *, ids: bool
+) -> tuple[float, int]:
     """Run `KVCache` with LRU, open, commit, close; measured as `flat_lru` is."""
     size = KEY_TOKENS // ratio
     cache = KVCache(
-        blocks, size, eviction=LRU(), prefix=Radix(), count="keys", key_tokens=KEY_TOKENS, ids=ids
+        blocks,
+        size,
+        eviction=LRU(),
+        prefix=Radix(),
+        count="keys",
+        key_tokens=KEY_TOKENS,
+        ids=ids,
     )
     prefix = cache.prefix
     start, first = 0.0, -1

@@ -21,9 +21,7 @@ def test_full_pool(policy: type[EvictionPolicy]) -> None:
     quarter = len(requests) // 4
 
     def ratio() -> float:
-        cache = KVCache(
-            POOL, KEY_TOKENS, eviction=policy(), prefix=Radix(), count="keys"
-        )
+        cache = KVCache(POOL, KEY_TOKENS, eviction=policy(), prefix=Radix(), count="keys")
         rates, full = [], None
         for part in range(4):
             chunk = requests[part * quarter : (part + 1) * quarter]
@@ -44,7 +42,9 @@ def test_full_pool(policy: type[EvictionPolicy]) -> None:
     assert value >= 0.7
 
 
-def _eviction_seconds(policy: type[EvictionPolicy], leaves: int, evictions: int = 2_000) -> float:
+def _eviction_seconds(
+    policy: type[EvictionPolicy], leaves: int, evictions: int = 2_000
+) -> float:
     """Return the seconds an eviction takes with `leaves` one-block leaves cached."""
     cache = KVCache(leaves, 1, eviction=policy(), prefix=Radix(), count="keys")
     key = 0

@@ -39,7 +39,9 @@ def name(page):
 
 WITH_TESTS_OF_THEIR_OWN = {ROOT / "docs/how-to/write-a-plugin.md"}
 WITH_PYTHON = [p for p in PAGES if blocks(p, "python") and p not in WITH_TESTS_OF_THEIR_OWN]
-WITH_KVCORE = [page for page in PAGES if any(c.startswith("kvcore ") for c, _ in commands(page))]
+WITH_KVCORE = [
+    page for page in PAGES if any(c.startswith("kvcore ") for c, _ in commands(page))
+]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)

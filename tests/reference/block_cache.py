@@ -25,9 +25,9 @@ class Block:
     """
 
     holders: set[int]
-    place: tuple[int, Any] | None = None
+    place: tuple[Any, int] | None = None
     parent: Block | None = None
-    children: dict[tuple[int, Any], Block] = attrs.Factory(dict)
+    children: dict[tuple[Any, int], Block] = attrs.Factory(dict)
     history: tuple[Any, ...] = ()
     creator: int | None = None
     born: int = 0
@@ -43,7 +43,7 @@ class Block:
 
     @property
     def position(self) -> int:
-        return self.place[0]
+        return self.place[1]
 
     def promise(self, priority: int, until: float, now: int) -> None:
         """Raise the retention priority to `priority` until `until`."""
@@ -87,7 +87,7 @@ class BlockCache:
         self.policy = policy
         self.recompute = recompute
         self.pool = self.geometry = self
-        self.evicted: list[tuple[str, int, Any]] = []
+        self.evicted: list[tuple[str, Any, int]] = []
         self.root = Block({0})
         self.cached: dict[Block, None] = {}
         self.sequences: dict[int, Table] = {}
@@ -255,7 +255,7 @@ class BlockCache:
         """The cached blocks that the prompt begins with, and the expired one it stops at."""
         hit, block = [], self.root
         for position in range(self.limit(request)):
-            block = block.children.get((position, self.key(request, position)))
+            block = block.children.get((self.key(request, position), position))
             if block is None:
                 break
             if block.expires <= now and not block.holders:
@@ -293,7 +293,7 @@ class BlockCache:
     def _publish(self, table, position, now):
         """Make the private block at `position` shareable, or use the one that already is."""
         parent = table.blocks[position - 1] if position else self.root
-        place = (position, self.key(table.request, position))
+        place = (self.key(table.request, position), position)
         own, other = table.blocks[position], parent.children.get(place)
         table.shared = position + 1
         if other is not None and other.expires <= now and not other.holders:
@@ -311,7 +311,15 @@ class BlockCache:
         until = now + duration
         grows = parent.creator == table.id and parent.priority == priority
         if grows and parent.until <= until:
-            for name in ("history", "born", "created", "opened", "last_access", "expires", "data"):
+            for name in (
+                "history",
+                "born",
+                "created",
+                "opened",
+                "last_access",
+                "expires",
+                "data",
+            ):
                 setattr(own, name, getattr(parent, name))
         else:
             self.births += 1

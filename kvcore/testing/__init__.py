@@ -1,0 +1,42 @@
+"""Conformance kits for plugin authors, and the drivers and strategies they are made of.
+
+Needs the extra `testing`: pytest and hypothesis.
+"""
+
+from kvcore.testing.driver import Decision, Driver, Witness, replay, snapshot
+from kvcore.testing.eviction import EvictionPolicyTests
+from kvcore.testing.machine import CacheMachine, cache_machine
+from kvcore.testing.prefix import PrefixCacheTests
+from kvcore.testing.strategies import request_lists, requests, step_lists, steps
+from kvcore.testing.traffic import (
+    EVEN,
+    FORKS,
+    Step,
+    Traffic,
+    random_requests,
+    random_steps,
+)
+from kvcore.testing.workloads import WorkloadTests
+
+__all__ = [
+    "EVEN",
+    "FORKS",
+    "CacheMachine",
+    "Decision",
+    "Driver",
+    "EvictionPolicyTests",
+    "PrefixCacheTests",
+    "Step",
+    "Traffic",
+    "Witness",
+    "WorkloadTests",
+    "cache_machine",
+    "random_requests",
+    "random_steps",
+    "replay",
+    "request_lists",
+    "requests",
+    "snapshot",
+    "step_lists",
+    "steps",
+]

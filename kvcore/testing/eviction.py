@@ -1,0 +1,246 @@
+"""The conformance tests of eviction policies."""
+
+from __future__ import annotations
+
+import gc
+import re
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvcore.cache import KVCache
+from kvcore.policy import EvictionPolicy, PrefixCache, overridden
+from kvcore.request import Request, Retention
+from kvcore.specs import instantiate
+from kvcore.testing.driver import Decision, Driver, Witness, replay
+from kvcore.testing.machine import cache_machine
+from kvcore.testing.traffic import (
+    FORKS,
+    Step,
+    Traffic,
+    random_requests,
+    random_steps,
+)
+
+_KEY = 6
+_BLOCKS = 20
+_HINTS = Traffic(key_tokens=_KEY, hints=True)
+_seeds = pytest.mark.parametrize("seed", range(3))
+
+
+class EvictionPolicyTests(ABC):
+    """What holds of every eviction policy. Derive a `Test...` class and say how to make yours.
+
+        class TestMine(EvictionPolicyTests):
+            def make(self):
+                return Mine()
+
+    The cache is driven at random, with many sequences open at once, and serially. A policy
+    that keeps an order of its own has to override `state` and `restore`, or the tests that
+    look at it are skipped.
+    """
+
+    machine_examples: ClassVar[int] = 8
+
+    @abstractmethod
+    def make(self) -> EvictionPolicy:
+        """Return a new policy, with the same options each time."""
+
+    def make_prefix(self) -> PrefixCache | None:
+        """Return a new prefix cache; None for the `radix` plugin."""
+        return None
+
+    def test_is_a_named_policy(self) -> None:
+        """Its class derives from EvictionPolicy and has a name and a docstring of its own."""
+        policy = self.make()
+        assert isinstance(policy, EvictionPolicy)
+        assert re.fullmatch(r"[\w.-]+", type(policy).name)
+        assert type(policy).__doc__
+
+    def test_is_built_from_text(self) -> None:
+        """Its own options, written as text, make a policy with equal options."""
+        policy = self.make()
+        plain = type(None) | bool | int | float | str | Path
+        strange = [
+            name for name, value in policy.options().items() if not isinstance(value, plain)
+        ]
+        if strange:
+            pytest.skip(f"options without a text form: {', '.join(strange)}")
+        text = {name: _text(value) for name, value in policy.options().items()}
+        assert instantiate(type(policy), text).options() == policy.options()
+
+    @_seeds
+    def test_victims_are_unpinned_leaves(self, seed: int) -> None:
+        """However many sequences are open, and asked twice it gives the same answer."""
+        decisions = self.driver().run(random_steps(seed, 200, _HINTS))
+        assert any(decision.evicted for decision in decisions)
+
+    @_seeds
+    def test_decides_alike_when_run_again(self, seed: int) -> None:
+        """Two new policies take the same decisions: nothing depends on addresses or chance."""
+        steps = random_steps(seed, 200, _HINTS)
+        assert self.driver().run(steps) == self.driver().run(steps)
+
+    @_seeds
+    def test_decides_alike_without_block_ids(self, seed: int) -> None:
+        """A pool that counts blocks and one with ids lead to the same decisions."""
+        traffic = attrs.evolve(_HINTS, mix={"open": 5, "commit": 6, "close": 4, "extend": 1})
+        steps = random_steps(seed, 200, traffic)
+        assert self.driver(ids=False).run(steps) == self.driver(ids=True).run(steps)
+
+    @_seeds
+    def test_state_says_all(self, seed: int) -> None:
+        """A new policy that restores the state of another goes on exactly as that would."""
+        self.require_state()
+        steps = random_steps(seed, 200, _HINTS)
+        driver, expected = self.driver(), self.driver().run(steps)
+        decisions = []
+        for number, step in enumerate(steps):
+            if number % 10 == seed:
+                self.exchange(driver)
+            decisions.append(driver.step(step))
+        assert decisions == expected
+
+    @_seeds
+    def test_refusals_and_probes_change_nothing(self, seed: int) -> None:
+        """A refused open, a failed extend and a probe leave the policy's state as it was."""
+        self.require_state()
+        driver = self.driver(blocks=8)
+        steps = random_steps(seed, 150, attrs.evolve(_HINTS, mix=FORKS))
+        decisions = [driver.careful_step(step) for step in steps]
+        assert any(decision.refused for decision in decisions)
+
+    def test_nothing_shared_nothing_hit(self) -> None:
+        """Where no two requests share a key there is no hit."""
+        requests = [_request(number, range(5 * number, 5 * number + 5)) for number in range(40)]
+        assert not any(decision.hit for decision in self.replay(requests))
+
+    @_seeds
+    def test_room_for_everything_hits_everything(self, seed: int) -> None:
+        """In a pool that holds all there is, whatever was seen before is hit."""
+        if self.make().expires_spans:
+            pytest.skip("lets spans expire, however much room there is")
+        requests = random_requests(seed, 60, Traffic(key_tokens=_KEY))
+        seen: set[Any] = set()
+        bound = []
+        for request in requests:
+            bound.append(sum(key in seen for key in request.keys))
+            seen.update(request.keys)
+        assert [d.hit for d in self.replay(requests, blocks=1000)] == bound
+
+    @_seeds
+    def test_requests_may_be_longer_than_the_pool(self, seed: int) -> None:
+        """They keep their leading blocks."""
+        requests = random_requests(seed, 60, _HINTS)
+        for blocks in (1, 3):
+            for count in ("keys", "tokens"):
+                hits = [decision.hit for decision in self.replay(requests, blocks, count=count)]
+                assert max(hit or 0 for hit in hits) <= blocks
+
+    @_seeds
+    def test_block_size_does_not_matter(self, seed: int) -> None:
+        """Three blocks a key in a pool of three times the blocks: the same decisions.
+
+        Where a token costs the same to compute wherever it stands.
+        """
+        requests = random_requests(seed, 150, Traffic(key_tokens=_KEY))
+        coarse, fine = self.replay(requests), self.replay(requests, ratio=3)
+        assert [3 * (d.hit or 0) for d in coarse] == [d.hit for d in fine]
+        assert [3 * [key] for d in coarse for _, key, _ in d.evicted] == _by_three(fine)
+
+    def test_forgets_what_has_left(self) -> None:
+        """What it keeps of spans that have left is bounded by the pool, not by the run."""
+        hint = (Retention(0, None, 60, 10**18),)
+        requests = [_request(number, [number], hint) for number in range(600)]
+        driver = self.driver(blocks=8)
+        replay(driver.cache, requests)
+        gc.collect()
+        assert len(_witness(driver).gone) <= 128
+
+    def test_state_machine(self) -> None:
+        """Nothing that can be done to a cache makes it fail."""
+        run_state_machine_as_test(
+            cache_machine(self.make, self.make_prefix),
+            settings=settings(
+                max_examples=self.machine_examples,
+                stateful_step_count=30,
+                deadline=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+    def driver(self, *, blocks: int = _BLOCKS, ratio: int = 1, **options: Any) -> Driver:
+        """Return the driver of a new cache, in `keys` counting, of a new policy."""
+        policy = self.make()
+        reason = policy.unusable()
+        if reason is not None:
+            pytest.skip(f"cannot work here: {reason}")
+        witness = Witness(policy)
+        cache = KVCache(
+            blocks * ratio,
+            _KEY // ratio,
+            eviction=witness,
+            prefix=self.make_prefix(),
+            key_tokens=_KEY,
+            recompute=_flat,
+            **{"count": "keys"} | options,
+        )
+        return Driver(cache, witness.evicted)
+
+    def replay(
+        self, requests: list[Request], blocks: int = _BLOCKS, **options: Any
+    ) -> list[Decision]:
+        """Replay `requests` serially in a new cache."""
+        driver = self.driver(blocks=blocks, **options)
+        return replay(driver.cache, requests, _witness(driver).evicted)
+
+    def exchange(self, driver: Driver) -> None:
+        """Put a new policy, restored from the old one's state, in the old one's place."""
+        witness, pool = _witness(driver), driver.cache.pool
+        policy = self.make()
+        policy.attach(pool.blocks, driver.cache.geometry.block_size)
+        policy.restore(witness.policy.state())
+        witness.policy = policy
+
+    def require_state(self) -> None:
+        """Skip the test if the policy does not show its state."""
+        if overridden(self.make(), "state") is None:
+            pytest.skip("does not override state(), so that nothing can be seen of it")
+
+
+def _witness(driver: Driver) -> Witness:
+    witness = driver.cache.eviction
+    assert isinstance(witness, Witness)
+    return witness
+
+
+def _request(number: int, keys: Any, retention: tuple[Retention, ...] = ()) -> Request:
+    return Request(
+        id=number,
+        arrival=number,
+        prompt=len(keys) * _KEY,
+        keys=list(keys),
+        key_tokens=_KEY,
+        retention=retention,
+    )
+
+
+def _by_three(decisions: list[Decision]) -> list[list[Any]]:
+    keys = [key for decision in decisions for _, key, _ in decision.evicted]
+    return [keys[start : start + 3] for start in range(0, len(keys), 3)]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _flat(context: int, tokens: int) -> float:
+    """Cost the same per token everywhere, exactly so in floats."""
+    del context
+    return tokens / 1024

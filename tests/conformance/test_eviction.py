@@ -1,0 +1,25 @@
+"""The built-in eviction policies pass the tests that every eviction policy must pass."""
+
+import pytest
+from policies import POLICIES, build
+
+from kvcore import Plugins
+from kvcore.specs import parse
+from kvcore.testing import EvictionPolicyTests
+
+
+class TestBuiltIn(EvictionPolicyTests):
+    """Every configuration in the list of policies."""
+
+    @pytest.fixture(autouse=True, params=POLICIES)
+    def _configured(self, request):
+        self.spec = request.param
+
+    def make(self):
+        return build(self.spec)
+
+
+def test_every_policy_is_in_the_list():
+    """Each registered policy is tested in at least one configuration, its default one."""
+    assert set(Plugins().names("eviction")) <= set(POLICIES)
+    assert {parse(name)[0].name for name in POLICIES} == set(Plugins().names("eviction"))

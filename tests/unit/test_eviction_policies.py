@@ -1,0 +1,198 @@
+"""What sets each built-in policy apart: constructed traces on which it differs from LRU."""
+
+from __future__ import annotations
+
+import pytest
+from caches import ask, compute, make, serve, spans
+
+from kvcore import InputError, Plugins, Retention
+from kvcore_plugins.eviction import FIFO, LFU, LRU, MRU, SLRU, TTL, Cost, Priority, Random
+
+SECOND = 10**9
+
+
+def kept(eviction, blocks, *texts):
+    """Return the spans that are cached after serving `texts` one after the other."""
+    cache = make(blocks, eviction)
+    serve(cache, *texts)
+    return set(spans(cache))
+
+
+CONSTRUCTED = {
+    "fifo": (FIFO, 2, ["a", "b", "a", "c"], {"|b", "|c"}, {"|a", "|c"}),
+    "mru": (MRU, 2, ["a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
+    "lfu": (LFU, 2, ["a", "a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
+    "slru": (SLRU, 2, ["a", "a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
+    "cost": (Cost, 5, ["abcd", "x", "y"], {"|abcd", "|y"}, {"|abc", "|x", "|y"}),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_a_policy_differs_from_lru(name):
+    """On its constructed trace a policy keeps what its idea says, and LRU keeps the other."""
+    policy, blocks, texts, its, lrus = CONSTRUCTED[name]
+    # Counting all blocks, so that the last token of a prompt need not be computed again.
+    cache = make(blocks, policy(), count="keys")
+    serve(cache, *texts)
+    assert set(spans(cache)) == its
+    cache = make(blocks, LRU(), count="keys")
+    serve(cache, *texts)
+    assert set(spans(cache)) == lrus
+
+
+def test_priority_keeps_what_was_asked_for():
+    """A hint outlives recency; without one, priority is LRU."""
+    for policy, left in ((Priority(), {"|a", "|c"}), (LRU(), {"|b", "|c"})):
+        cache = make(2, policy)
+        serve(cache, "a", retention=(Retention(0, None, 90),))
+        serve(cache, "b", "c")
+        assert set(spans(cache)) == left
+
+
+def test_a_priority_ends_with_its_duration():
+    """From the moment a hint's duration is over, its span is as good as any other."""
+    for now, left in ((99, {"|a", "|c"}), (100, {"|b", "|c"})):
+        cache = make(2, Priority())
+        serve(cache, "a", retention=(Retention(0, None, 90, duration=100),))
+        serve(cache, "b")
+        serve(cache, "c", now=now)
+        assert set(spans(cache)) == left
+
+
+def test_ttl_forgets_what_is_idle():
+    """An idle prefix misses although there is room; under LRU it hits."""
+    for policy, hits in ((TTL(ttl=300), 0), (LRU(), 2)):
+        cache = make(8, policy)
+        serve(cache, "abc")
+        assert cache.probe(ask("abc"), 300 * SECOND) == hits
+
+
+def test_ttl_is_refreshed_by_a_hit():
+    """A hit gives a prefix its full time again."""
+    cache = make(8, TTL(ttl=300))
+    serve(cache, "abc")
+    serve(cache, "abc", now=200 * SECOND)
+    assert cache.probe(ask("abc"), 499 * SECOND) == 2
+    assert cache.probe(ask("abc"), 500 * SECOND) == 0
+
+
+def test_ttl_counts_from_the_end_of_a_use():
+    """A prefix does not expire while a long answer is generated from it, nor just after."""
+    cache = make(8, TTL(ttl=300))
+    seq = compute(cache, cache.open(ask("abc")))
+    cache.close(seq, 1_000 * SECOND)
+    assert cache.probe(ask("abc"), 1_299 * SECOND) == 2
+
+
+def test_random_differs_from_lru_and_from_itself():
+    """Other seeds keep other spans, one seed always the same, and few what LRU keeps."""
+    texts = list("abcdefghij")
+    outcomes = {frozenset(kept(Random(seed=seed), 3, *texts)) for seed in range(10)}
+    assert len(outcomes) > 1
+    assert outcomes - {frozenset(kept(LRU(), 3, *texts))}
+
+
+def test_random_takes_every_leaf():
+    """Over many requests every place in the pool is drawn."""
+    victims = set()
+    for seed in range(30):
+        before = {"|a", "|b", "|c", "|d"}
+        victims |= before - kept(Random(seed=seed), 4, *"abcde")
+    assert victims == {"|a", "|b", "|c", "|d"}
+
+
+def touched(policy, uses, idle=0):
+    """Return the frequency of a block used in each of `uses` requests, then idle for some."""
+    cache = make(64, policy, count="keys")
+    serve(cache, *["a"] * uses)
+    (span,) = [span for text, span in spans(cache).items() if text == "|a"]
+    return policy.frequency(span, accesses=uses + idle)
+
+
+def test_lfu_decays_by_access():
+    """With decay 0.9, uses in a row score 1.0, 1.9, 2.71; ten idle accesses later, 0.94."""
+    scores = [touched(LFU(decay=0.9), uses) for uses in (1, 2, 3)]
+    assert scores == pytest.approx([1.0, 1.9, 2.71])
+    assert touched(LFU(decay=0.9), 3, idle=10) == pytest.approx(2.71 * 0.9**10)
+    assert touched(LFU(decay=0.9), 3, idle=10) == pytest.approx(0.94, abs=0.005)
+
+
+def test_lfu_by_touch_does_not_fade_while_idle():
+    """The classic reading: score · decay + 1 at a span's own uses, and nothing between."""
+    assert touched(LFU(decay=0.9, unit="touches"), 3, idle=10) == pytest.approx(2.71)
+
+
+def test_lfu_half_life_by_access():
+    """A use counts half after `half_life` accesses."""
+    assert touched(LFU(half_life=4, unit="accesses"), 1, idle=4) == pytest.approx(0.5)
+
+
+def test_lfu_half_life_in_seconds():
+    """A use counts half after `half_life` seconds, and two uses add up."""
+    policy = LFU(half_life=60)
+    cache = make(8, policy, count="keys")
+    serve(cache, "a")
+    serve(cache, "a", now=60 * SECOND)
+    (span,) = spans(cache).values()
+    assert policy.frequency(span, now=120 * SECOND) == pytest.approx(0.75)
+
+
+def test_lfu_lets_old_fame_fade():
+    """Used often long ago loses to used once now; plain LFU keeps the old."""
+    for half_life, left in ((1.0, {"|b", "|c"}), (float("inf"), {"|a", "|c"})):
+        cache = make(2, LFU(half_life=half_life), count="keys")
+        serve(cache, "a", "a", "a")
+        serve(cache, "b", now=100 * SECOND)
+        serve(cache, "c", now=100 * SECOND)
+        assert set(spans(cache)) == left
+
+
+def test_lfu_compares_over_a_year():
+    """Weights do not overflow: an hour's uses still compare after a year of them."""
+    cache = make(2, LFU(half_life=60), count="keys")
+    year = 365 * 86_400 * SECOND
+    serve(cache, "a", now=year)
+    serve(cache, "b", now=year + SECOND)
+    serve(cache, "c", now=year + 2 * SECOND)
+    assert set(spans(cache)) == {"|b", "|c"}
+
+
+def test_cost_ages():
+    """What was worth much long ago is overtaken: the clock rises with every victim."""
+    cache = make(3, Cost(), count="keys")
+    serve(cache, "a", "a", "a", *"bcdefghijklmnop")
+    assert "|a" not in spans(cache)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lfu:unit=days", "takes s or accesses or touches or none, not 'days'"),
+        ("lfu:half_life=0", "half_life=0.0 must be above 0"),
+        ("lfu:decay=1.5", "decay=1.5 must be above 0 and at most 1"),
+        ("lfu:decay=0.9,half_life=3", "in place of half_life"),
+        ("lfu:decay=0.9,unit=s", "unit=accesses or unit=touches"),
+        ("slru:protected=2", "protected=2.0 must be a share"),
+        ("ttl:ttl=-1", "ttl=-1.0 must be a positive number of seconds"),
+        ("ttl:ttl=inf", "ttl=inf must be a positive number of seconds"),
+    ],
+)
+def test_bad_options_are_refused(text, says):
+    """An option out of range says which, its value, and what it may be."""
+    with pytest.raises(InputError) as caught:
+        Plugins().build("eviction", text)
+    assert says in str(caught.value)
+
+
+def test_options_are_checked_in_code_too():
+    """What the command line refuses, the constructor refuses."""
+    with pytest.raises(InputError, match="unit='days' is not known; there are: s, accesses"):
+        LFU(unit="days")
+
+
+def test_one_policy_serves_one_cache():
+    """An instance that is in use is refused, since its order is that of another cache."""
+    policy = LRU()
+    make(4, policy)
+    with pytest.raises(InputError, match="'lru' is in use already"):
+        make(4, policy)

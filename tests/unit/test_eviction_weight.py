@@ -1,0 +1,58 @@
+"""Weights beyond floats: right to 30 bits, and in an order that never lies."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore_plugins.eviction.weight import ONE, exp2, over, plus, power, times
+
+moments = st.integers(0, 10**15)
+
+
+@given(moments, st.integers(1, 10**12))
+def test_exp2_is_two_to_the_power(moment, period):
+    """exp2(n, d) is 2^(n / d) to about 30 bits."""
+    exponent, mantissa = exp2(moment, period)
+    whole, rest = divmod(moment, period)
+    assert 1 <= mantissa < 2
+    assert mantissa * 2.0 ** (exponent - whole) == pytest.approx(2 ** (rest / period), rel=1e-8)
+
+
+@given(moments, moments, st.integers(1, 10**12))
+def test_exp2_keeps_the_order(one, other, period):
+    """A later moment never weighs less."""
+    early, late = sorted((one, other))
+    assert exp2(early, period) <= exp2(late, period)
+
+
+@given(st.floats(1.0, 4.0), st.integers(0, 200))
+def test_power_multiplies(base, exponent):
+    """power(b, n) is b multiplied n times."""
+    product = Fraction(base) ** exponent
+    found = power(base, exponent)
+    assert float(Fraction(found[1]) * Fraction(2) ** found[0] / product) == pytest.approx(1)
+
+
+@given(st.integers(-40, 40), st.integers(-40, 40))
+def test_plus_adds(one, other):
+    """The sum of two weights is their sum."""
+    total = plus((one, 1.5), (other, 1.25))
+    expected = 1.5 * 2.0**one + 1.25 * 2.0**other
+    assert total[1] * 2.0 ** total[0] == pytest.approx(expected)
+
+
+def test_plus_forgets_what_is_too_small():
+    """Sixty halvings later a use no longer counts."""
+    assert plus((100, 1.5), (0, 1.5)) == (100, 1.5)
+
+
+def test_over_divides_within_floats():
+    """Quotients are floats, and stay finite where the weights are far apart."""
+    assert over((10, 1.0), (8, 1.0)) == 4.0
+    assert over((10**9, 1.0), ONE) == 2.0**1000
+    assert over(ONE, (10**9, 1.0)) == 2.0**-1000
+    assert times((3, 1.5), (4, 1.5)) == (8, 1.125)

@@ -1,0 +1,98 @@
+"""The easy tier: one function, in the order it says."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import pytest
+from caches import make, serve, spans
+
+from kvcore import ScoreEviction
+
+
+class Backwards(ScoreEviction):
+    """The ten-line policy of the documentation: the deepest span goes first."""
+
+    name = "backwards"
+
+    def score(self, span, now):
+        """Return the depth, the greatest first."""
+        del now
+        return -span.depth
+
+
+class Alike(ScoreEviction):
+    """A policy to which all spans are alike."""
+
+    name = "alike"
+
+    def score(self, span, now):
+        """Return the same for all."""
+        del span, now
+        return 0
+
+
+@attrs.define(slots=False, eq=False)
+class Drifting(ScoreEviction):
+    """Scores that cross: a span is worth its hits at first, and its age in the end."""
+
+    name: ClassVar[str] = "drifting"
+    drifts: ClassVar[bool] = True
+
+    def score(self, span, now):
+        """Return a score in which older spans rise faster."""
+        return (now - span.created) * (span.born == 1) - (span.born == 1)
+
+
+def test_the_lowest_score_goes_first():
+    """The victim is the leaf with the lowest score."""
+    cache = make(5, Backwards(), count="keys")
+    serve(cache, "ab", "abc", "x", "y", "z")
+    assert set(spans(cache)) == {"|ab", "|x", "|y", "|z"}
+
+
+def test_ties_go_to_the_least_recent():
+    """Among equal scores the policy is LRU."""
+    cache = make(3, Alike(), count="keys")
+    serve(cache, "a", "b", "c", "a", "d")
+    assert set(spans(cache)) == {"|a", "|c", "|d"}
+
+
+def test_ties_go_to_the_deeper_of_one_path():
+    """A split leaves halves of equal recency; the lower goes first."""
+    cache = make(4, Alike(), count="keys")
+    serve(cache, "ab", "x")
+    serve(cache, "y", "z")
+    assert "|ab" not in spans(cache)
+    assert "|a" in spans(cache)
+
+
+@pytest.mark.parametrize(("now", "left"), [(0, {"|b", "|c"}), (10, {"|a", "|c"})])
+def test_drifting_scores_are_those_of_the_moment(now, left):
+    """A policy that drifts is asked for its scores when a victim is needed."""
+    cache = make(2, Drifting(), count="keys")
+    serve(cache, "a", "b")
+    serve(cache, "c", now=now)
+    assert set(spans(cache)) == left
+
+
+def test_the_heap_does_not_grow_with_time():
+    """Entries that no longer count are dropped: memory is that of the spans cached now."""
+    policy = Alike()
+    cache = make(4, policy, count="keys")
+    serve(cache, *["a", "b", "c"] * 300)
+    assert len(policy._heap) <= 64 + 4 * len(policy._entries) + 1
+
+
+def test_restore_brings_the_order_back():
+    """After restore the policy decides as it did when its state was taken."""
+    policy = Alike()
+    cache = make(3, policy, count="keys")
+    serve(cache, "a", "b", "c")
+    state = policy.state()
+    policy.pinned(policy.victim(0))
+    assert policy.state() != state
+    policy.restore(state)
+    assert policy.state() == state
+    assert policy.victim(0) is spans(cache)["|a"]
