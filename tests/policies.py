@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvcore import EvictionPolicy, Plugins
 from reference import policies as blocks
+
+from kvcore import EvictionPolicy, Plugins
 
 POLICIES = {
     "cost": blocks.Cost,

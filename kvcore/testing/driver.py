@@ -282,5 +282,5 @@ def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
 
 def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
     """Sort the expired: which of two branches is dropped first says nothing."""
-    expired = sorted(gone for gone in evicted if gone[0] == "expired")  # type: ignore[type-var]
+    expired = sorted(gone for gone in evicted if gone[0] == "expired")
     return (*expired, *(gone for gone in evicted if gone[0] != "expired"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 from hypothesis import strategies as st
 
 from kvcore.request import Request
 from kvcore.testing.traffic import Draw, Step, Traffic, draw_request, draw_step, numbered
+
+T = TypeVar("T")
 
 
 def requests(traffic: Traffic | None = None) -> st.SearchStrategy[Request]:
@@ -23,7 +25,7 @@ def request_lists(
     """Draw up to `most` requests, with ids and arrivals in order."""
     traffic = traffic or Traffic()
     waits = st.integers(0, traffic.longest_wait)
-    return st.lists(st.tuples(requests(traffic), waits), max_size=most).map(_in_order)
+    return _lists(st.tuples(requests(traffic), waits), most).map(_in_order)
 
 
 def steps(traffic: Traffic | None = None, action: str | None = None) -> st.SearchStrategy[Step]:
@@ -35,7 +37,14 @@ def step_lists(
     traffic: Traffic | None = None, *, most: int = 60
 ) -> st.SearchStrategy[list[Step]]:
     """Draw up to `most` steps, with ids in order. They shrink by dropping steps."""
-    return st.lists(steps(traffic), max_size=most).map(numbered)
+    return _lists(steps(traffic), most).map(numbered)
+
+
+def _lists(elements: st.SearchStrategy[T], most: int) -> st.SearchStrategy[list[T]]:
+    # Left alone, hypothesis draws five elements or so, too few to fill a cache.
+    return st.lists(elements, max_size=most) | st.lists(
+        elements, min_size=most // 2, max_size=most
+    )
 
 
 def _drawn_by(draw: Any) -> Draw:

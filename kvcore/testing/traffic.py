@@ -129,16 +129,20 @@ def numbered(steps: Iterable[Step]) -> list[Step]:
 
 def random_steps(seed: int, count: int, traffic: Traffic | None = None) -> list[Step]:
     """Return `count` steps drawn from `seed`."""
-    draw, traffic = Random(seed).randint, traffic or Traffic()
+    draw, traffic = _drawn_from(seed), traffic or Traffic()
     return numbered(draw_step(draw, traffic) for _ in range(count))
 
 
 def random_requests(seed: int, count: int, traffic: Traffic | None = None) -> list[Request]:
     """Return `count` requests drawn from `seed`, in order of arrival."""
-    random, traffic = Random(seed), traffic or Traffic()
+    draw, traffic = _drawn_from(seed), traffic or Traffic()
     requests, now = [], 0
     for number in range(count):
-        now += random.randint(0, traffic.longest_wait)
-        request = draw_request(random.randint, traffic)
+        now += draw(0, traffic.longest_wait)
+        request = draw_request(draw, traffic)
         requests.append(attrs.evolve(request, id=number, arrival=now))
     return requests
+
+
+def _drawn_from(seed: int) -> Draw:
+    return Random(seed).randint  # noqa: S311 - nothing secret

@@ -25,7 +25,7 @@ class TraceLogger(structlog.BoundLoggerBase):
     def line(self, event: str, now: int, **fields: Any) -> None:
         """Write one line. Costs about 0.6 µs, twice what orjson alone takes."""
         (encode,) = self._processors
-        self._logger(encode({"n": self.lines, "t": now, "event": event, **fields}))  # type: ignore[call-arg, arg-type]
+        self._logger(encode({"n": self.lines, "t": now, "event": event, **fields}))  # type: ignore[call-arg]
         self._context[event] += 1
         self.lines += 1
         self.time = now

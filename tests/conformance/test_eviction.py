@@ -16,6 +16,7 @@ class TestBuiltIn(EvictionPolicyTests):
         self.spec = request.param
 
     def make(self):
+        """Build it."""
         return build(self.spec)
 
 

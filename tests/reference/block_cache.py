@@ -43,6 +43,7 @@ class Block:
 
     @property
     def position(self) -> int:
+        """Return how many blocks are before it."""
         return self.place[1]
 
     def promise(self, priority: int, until: float, now: int) -> None:
@@ -97,31 +98,31 @@ class BlockCache:
     # --- what a prompt is ---
 
     def length(self, request):
-        """Tokens of the prompt."""
+        """Return the tokens of the prompt."""
         if self.count == "keys":
             return len(request.keys) * self.key_tokens
         return request.prompt
 
     def key(self, request, position):
-        """The key of the block at `position`, or None."""
+        """Return the key of the block at `position`, or None."""
         last_token = (position + 1) * self.block_size - 1
         whole = self.key_tokens > self.block_size or not (last_token + 1) % self.key_tokens
         index = last_token // self.key_tokens
         return request.keys[index] if whole and index < len(request.keys) else None
 
     def cacheable(self, request):
-        """Full blocks of the prompt that have a key."""
+        """Return how many full blocks of the prompt have a key."""
         full = self.length(request) // self.block_size
         return sum(self.key(request, position) is not None for position in range(full))
 
     def limit(self, request):
-        """Blocks that may hit: in `tokens` counting the last token is always computed."""
+        """Return how many blocks may hit; in `tokens` counting the last token may not."""
         if self.count == "keys":
             return self.cacheable(request)
         return min(self.cacheable(request), (request.prompt - 1) // self.block_size)
 
     def hint(self, request, position):
-        """(priority, duration) of the block at `position`: the best of the hints it is in."""
+        """Return the best (priority, duration) that the hints give the block at `position`."""
         start, end = position * self.block_size, (position + 1) * self.block_size
         hints = [
             (hint.priority, FOREVER if hint.duration is None else hint.duration)
@@ -133,9 +134,11 @@ class BlockCache:
     # --- the calls ---
 
     def probe(self, request, now=0):
+        """Return how many blocks would hit."""
         return len(self._match(request, now)[0])
 
     def open(self, request, first_tokens=None, now=0, *, again=False):
+        """Admit a request, if what it needs is free or can be evicted."""
         hit, expired = self._match(request, now)
         tokens = self.length(request)
         if first_tokens is not None:
@@ -164,6 +167,7 @@ class BlockCache:
         return table
 
     def extend(self, table, tokens, now=0):
+        """Allocate private blocks; a shared partial tail is copied."""
         need = self._blocks_for(table.tokens + tokens) - len(table.blocks)
         partial = tokens and table.tokens % self.block_size
         copied = bool(partial) and not self._writable(table.blocks[-1])
@@ -178,6 +182,7 @@ class BlockCache:
         table.tokens += tokens
 
     def commit(self, table, tokens, now=0):
+        """Make what is computed shareable, block by block."""
         if not 0 <= tokens <= table.tokens - table.computed:
             raise InputError(table.id)
         table.computed += tokens
@@ -187,6 +192,7 @@ class BlockCache:
         self._share_with_siblings(table)
 
     def close(self, table, now=0):
+        """Let go of all blocks, the last first."""
         del self.sequences[table.id]
         released = []
         for block in reversed(table.blocks):
@@ -200,7 +206,8 @@ class BlockCache:
         self.policy.released(released, now)
         self._raise_expiry(released)
 
-    def fork(self, table, now=0):
+    def fork(self, table, _now=0):
+        """Share every block with a new sequence."""
         beyond = table.tokens > max(
             table.request.prompt, self.cacheable(table.request) * self.block_size
         )
@@ -213,7 +220,8 @@ class BlockCache:
             self._pin(block, child)
         return child
 
-    def rollback(self, table, tokens, now=0):
+    def rollback(self, table, tokens, _now=0):
+        """Drop the newest tokens."""
         left = table.tokens - tokens
         if tokens and left < table.shared * self.block_size:
             raise InputError(table.id)
@@ -224,6 +232,7 @@ class BlockCache:
 
     @property
     def free(self):
+        """Count the blocks that are neither cached nor private."""
         private = {b for t in self.sequences.values() for b in t.blocks if b.place is None}
         return self.blocks - len(self.cached) - len(private)
 
@@ -245,14 +254,14 @@ class BlockCache:
     # --- how they do it ---
 
     def _writable(self, block):
-        """Whether its holder may write to it: a cached block gets what its key says anyway."""
+        """Say whether its holder may write: a cached block gets what its key says anyway."""
         return block.place is not None or len(block.holders) == 1
 
     def _blocks_for(self, tokens):
         return -(-tokens // self.block_size)
 
     def _match(self, request, now):
-        """The cached blocks that the prompt begins with, and the expired one it stops at."""
+        """Return the cached blocks the prompt begins with, and the expired one it stops at."""
         hit, block = [], self.root
         for position in range(self.limit(request)):
             block = block.children.get((self.key(request, position), position))

@@ -1,0 +1,16 @@
+"""How hypothesis runs: the same examples every time, and few; `thorough` for many."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "short",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("thorough", settings.get_profile("short"), max_examples=5000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))

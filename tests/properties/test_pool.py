@@ -1,0 +1,104 @@
+"""The order of block ids, and that nothing depends on them."""
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policies import POLICIES, build
+
+from kvcore import BlockPool, CountingPool, KVCache, Request
+from kvcore.testing import (
+    FORKS,
+    Driver,
+    Traffic,
+    Witness,
+    random_requests,
+    replay,
+    step_lists,
+)
+
+KEY = 6
+TRAFFIC = Traffic(key_tokens=KEY, hints=True)
+
+# What happened to a pool before: blocks taken, and given back or kept.
+histories = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=12)
+
+
+def used_pool(history):
+    """Return a pool of 40 blocks to which `history` has happened."""
+    pool = BlockPool(40)
+    for count, back in history:
+        ids = pool.take(min(count, pool.free))
+        if back:
+            pool.give(ids, len(ids))
+    return pool
+
+
+@given(histories, st.integers(0, 20), st.integers(0, 20))
+def test_taking_in_two_parts(history, first, second):
+    """take(a + b) gives the ids of take(a), then those of take(b)."""
+    whole, parts = used_pool(history), used_pool(history)
+    first = min(first, whole.free)
+    second = min(second, whole.free - first)
+    assert whole.take(first + second) == parts.take(first) + parts.take(second)
+
+
+@given(histories, st.integers(0, 40))
+def test_a_pool_that_counts(history, count):
+    """A counting pool has as many blocks free as one with ids."""
+    ids, counted = used_pool(history), CountingPool(40)
+    counted.take(40 - ids.free)
+    for pool in (ids, counted):
+        pool.take(min(count, pool.free))
+    assert ids.free == counted.free
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_extending_in_parts(name, seed):
+    """extend(a + b) gives the blocks of extend(a), then of extend(b), victims' included."""
+    whole = extended(name, seed, lambda room: [room])
+    assert whole == extended(name, seed, lambda room: [room // 3, room - room // 3])
+    assert whole == extended(name, seed, lambda room: [1] * room)
+
+
+def extended(name, seed, parts_of):
+    """Return the block table of a sequence that takes all it can get of a used cache."""
+    cache = KVCache(30, 2, eviction=build(name), key_tokens=KEY, ids=True)
+    replay(cache, random_requests(seed, 60, TRAFFIC))
+    now = 60 * TRAFFIC.longest_wait
+    seq = cache.open(Request(id="last", prompt=2, key_tokens=KEY), now=now)
+    room = cache.pool.free + cache.prefix.unpinned
+    assert cache.prefix.unpinned > room // 2
+    for blocks in parts_of(room):
+        cache.extend(seq, 2 * blocks, now)
+    assert len(cache.block_table(seq)) == room + 1
+    return cache.block_table(seq)
+
+
+@pytest.mark.parametrize("count", ["keys", "tokens"])
+@given(steps=step_lists(attrs.evolve(TRAFFIC, mix=FORKS)))
+def test_counting_decides_as_ids_do(count, steps):
+    """Whether blocks have ids from the start, from the first fork on, or never."""
+    counted, with_ids = (decisions(steps, count, ids=ids) for ids in (False, True))
+    assert counted == with_ids
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_counting_replays_as_ids_do(name):
+    """The same serially, where a pool that counts stays one."""
+    requests = random_requests(3, 100, TRAFFIC)
+    counted, with_ids = (cache(name, "tokens", ids=ids) for ids in (False, True))
+    assert replay(counted, requests) == replay(with_ids, requests)
+    assert type(counted.pool) is CountingPool
+
+
+def cache(name, count, *, ids):
+    """Make a cache of 24 blocks, three a key."""
+    return KVCache(24, 2, eviction=Witness(build(name)), count=count, key_tokens=KEY, ids=ids)
+
+
+def decisions(steps, count, *, ids):
+    """Return what a cache with LRU decides."""
+    lru = cache("lru", count, ids=ids)
+    return Driver(lru, lru.eviction.evicted).run(steps)

@@ -1,0 +1,120 @@
+"""One record a span decides exactly as one a block would, for every policy with a score."""
+
+import attrs
+import pytest
+from hypothesis import given
+from policies import POLICIES, SCORED, build
+from reference.block_cache import BlockCache
+
+from kvcore import KVCache
+from kvcore.testing import (
+    EVEN,
+    FORKS,
+    Driver,
+    Step,
+    Traffic,
+    Witness,
+    random_requests,
+    random_steps,
+    replay,
+    request_lists,
+    step_lists,
+)
+
+KEY = 6
+# (counting, block size): one and three blocks a key; in `tokens` also two keys a block.
+LAYOUTS = [("keys", 6), ("keys", 2), ("tokens", 6), ("tokens", 2), ("tokens", 12)]
+
+layouts = pytest.mark.parametrize(("count", "size"), LAYOUTS)
+
+
+def seconds(context, tokens):
+    """Cost more the deeper, without rounding."""
+    return tokens * (16 + context) / 1024
+
+
+def caches(name, blocks, count, size):
+    """Make the cache and its reference, each with the list in which evictions appear."""
+    witness = Witness(build(name))
+    options = {"count": count, "key_tokens": KEY, "recompute": seconds}
+    cache = KVCache(blocks, size, eviction=witness, **options)
+    reference = BlockCache(blocks, size, POLICIES[name](), **options)
+    return (cache, witness.evicted), (reference, reference.evicted)
+
+
+def assert_same_decisions(name, blocks, count, size, steps):
+    """Drive both through `steps`: hits, refusals, free blocks and evictions are equal."""
+    cache, reference = caches(name, blocks, count, size)
+    one, other = Driver(*cache), Driver(*reference)
+    for number, step in enumerate(steps):
+        assert one.step(step) == other.step(step), f"step {number} of {len(steps)}: {step}"
+
+
+def traffic(name, **changes):
+    """Return traffic, with retention hints but for SLRU.
+
+    There a hint cuts a span where nothing else tells the halves apart, and SLRU
+    demotes whole spans.
+    """
+    return Traffic(key_tokens=KEY, hints=not name.startswith("slru"), **changes)
+
+
+@layouts
+@pytest.mark.parametrize("name", SCORED)
+def test_random_concurrency(name, count, size):
+    """Many open sequences, computing in pieces, diverging, growing in place, refused."""
+    for seed in range(6):
+        blocks = (6, 12, 24)[seed % 3] * KEY // size + seed
+        steps = random_steps(seed, 150, traffic(name, mix=EVEN))
+        assert_same_decisions(name, blocks, count, size, steps)
+
+
+@layouts
+@pytest.mark.parametrize("name", SCORED)
+def test_forks(name, count, size):
+    """Siblings share private blocks, commit them for each other, and part."""
+    for seed in range(4):
+        steps = random_steps(seed, 150, traffic(name, mix=FORKS))
+        assert_same_decisions(name, 16 * KEY // size, count, size, steps)
+
+
+@layouts
+@pytest.mark.parametrize("blocks", [1, 10, 100])
+@pytest.mark.parametrize("name", SCORED)
+def test_requests_longer_than_the_pool(name, blocks, count, size):
+    """Replayed serially, they are opened with their first blocks, as many as there are."""
+    requests = random_requests(blocks, 80, traffic(name, most_keys=3 + blocks * size // KEY))
+    (cache, evicted), (reference, expected) = caches(name, blocks, count, size)
+    assert replay(cache, requests, evicted) == replay(reference, requests, expected)
+
+
+@pytest.mark.parametrize("name", ["fifo", "lfu:half_life=inf", "priority", "ttl:ttl=2e-8"])
+@given(steps=step_lists(Traffic(key_tokens=KEY, hints=True)))
+def test_any_steps(name, steps):
+    """As above, from lists of steps that shrink to a small counterexample."""
+    for count, size in LAYOUTS:
+        assert_same_decisions(name, 10 * KEY // size, count, size, steps)
+
+
+@pytest.mark.parametrize("name", ["lru", "slru"])
+@given(requests=request_lists(Traffic(key_tokens=KEY)))
+def test_any_requests(name, requests):
+    """As above, serially."""
+    for count, size in LAYOUTS:
+        (cache, evicted), (reference, expected) = caches(name, 4, count, size)
+        assert replay(cache, requests, evicted) == replay(reference, requests, expected)
+
+
+def test_siblings_of_several_lengths():
+    """One commit is shared with each fork as far as that fork has the blocks, in any order."""
+    request = random_requests(0, 1, Traffic(key_tokens=KEY))[0]
+    request = attrs.evolve(request, prompt=5 * KEY, keys=[1, 2, 3, 4, 5], tenant=None)
+    for shorter in ((1, 3), (3, 1), (2, 2), (0, 4)):
+        steps = [Step(action="open", request=request)]
+        for sibling, keys in enumerate(shorter, 1):
+            fork = Step(action="fork")
+            steps += [fork, Step(action="rollback", which=sibling, tokens=keys * KEY)]
+        steps += [Step(action="commit"), *[Step(action="close")] * 3]
+        other = attrs.evolve(request, id=1, keys=[6], prompt=KEY)
+        steps += [Step(action="open", request=other, tokens=tokens) for tokens in (None, 6, 12)]
+        assert_same_decisions("fifo", 9, "keys", KEY, steps)
