@@ -8,7 +8,7 @@ settings.register_profile(
     "short",
     derandomize=True,
     deadline=None,
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -14,6 +14,9 @@ from kvcore.policy.span import Span
 Entry: TypeAlias = tuple[Any, int, int, int, Span]
 Timer: TypeAlias = tuple[int, int, Span]
 
+SLACK = 4
+"""How many entries a heap may hold for each one that counts, before it is made anew."""
+
 
 @attrs.define(slots=False, eq=False)
 class ScoreEviction(EvictionPolicy):
@@ -91,23 +94,29 @@ class ScoreEviction(EvictionPolicy):
 
     def state(self) -> Any:
         """Return the evictable spans in order, with all that later scores depend on."""
-        return sorted(self._entries.values())
+        timers = {timer for timer in self._timers if timer[2] in self._entries}
+        return sorted(self._entries.values()), sorted(timers), self._now
 
     def restore(self, state: Any) -> None:
-        """Rebuild the heap from `state`."""
-        self._heap = list(state)
-        self._entries = {entry[4]: entry for entry in state}
+        """Rebuild the heaps from `state`."""
+        entries, timers, self._now = state
+        self._heap = list(entries)
+        self._timers = list(timers)
+        self._entries = {entry[4]: entry for entry in entries}
 
     def _enter(self, span: Span, now: int) -> None:
         entry = (self.score(span, now), span.recency, -span.start, span.id, span)
         self._entries[span] = entry
         heap = self._heap
         heappush(heap, entry)
-        if len(heap) > 64 + 4 * len(self._entries):
+        if len(heap) > SLACK * (len(self._entries) + SLACK):
             self._heap = sorted(self._entries.values())
         change = self.changes_at(span, now)
         if change is not None:
             heappush(self._timers, (change, span.id, span))
+            if len(self._timers) > SLACK * (len(self._entries) + SLACK):
+                live = {timer for timer in self._timers if timer[2] in self._entries}
+                self._timers = sorted(live)
 
     def _rescored(self, now: int) -> Span:
         lowest: list[Span] = []

@@ -5,7 +5,7 @@ Needs the extra `testing`: pytest and hypothesis.
 
 from kvcore.testing.driver import Decision, Driver, Witness, replay, snapshot
 from kvcore.testing.eviction import EvictionPolicyTests
-from kvcore.testing.machine import CacheMachine, cache_machine
+from kvcore.testing.machine import cache_machine
 from kvcore.testing.prefix import PrefixCacheTests
 from kvcore.testing.strategies import request_lists, requests, step_lists, steps
 from kvcore.testing.traffic import (
@@ -21,7 +21,6 @@ from kvcore.testing.workloads import WorkloadTests
 __all__ = [
     "EVEN",
     "FORKS",
-    "CacheMachine",
     "Decision",
     "Driver",
     "EvictionPolicyTests",

@@ -25,7 +25,7 @@ class Decision:
     Attributes:
         action: the step's; `idle` if there was no sequence to do it to.
         refused: name of the error that it raised, if it raised one that is no fault.
-        hit: blocks hit by an `open`.
+        hit: blocks hit by an `open` or a `serve`.
         free: blocks free afterwards.
         evicted: blocks that left: the expired, sorted, then those that made room, in order.
     """
@@ -152,6 +152,7 @@ class Driver:
         """Start at time 0, without sequences."""
         self.cache = cache
         self.sequences: list[Sequence] = []
+        self._closed: list[Request] = []
         self.now = 0
         self._evicted = [] if evicted is None else evicted
 
@@ -164,8 +165,11 @@ class Driver:
         self.now += step.wait
         action, refused, hit = step.action, None, None
         try:
-            if action == "open":
+            if action in ("open", "serve"):
                 hit = self._open(step)
+                if action == "serve":
+                    self._act("commit", self.sequences[-1], None)
+                    self._act("close", self.sequences[-1], None)
             elif candidates := self._candidates(action):
                 self._act(action, candidates[step.which % len(candidates)], step.tokens)
             else:
@@ -189,8 +193,12 @@ class Driver:
         return decision
 
     def _open(self, step: Step) -> int:
-        assert step.request is not None
-        seq = self.cache.open(step.request, step.tokens, self.now, again=step.again)
+        request = step.request
+        assert request is not None
+        again = step.again and bool(self._closed)
+        if again:
+            request = self._closed[step.which % len(self._closed)]
+        seq = self.cache.open(request, step.tokens, self.now, again=again)
         self.sequences.append(seq)
         return seq.hit_blocks
 
@@ -212,6 +220,7 @@ class Driver:
             self.sequences.append(cache.fork(seq, now))
         else:
             self.sequences.remove(seq)
+            self._closed.append(seq.request)
             cache.close(seq, now)
 
 

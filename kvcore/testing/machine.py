@@ -62,14 +62,17 @@ class CacheMachine(RuleBasedStateMachine):
             ids=ids,
         )
         self.driver = Driver(cache, witness.evicted)
-        self.opened = 0
+        self.requests = 0
 
     @rule(step=steps(_TRAFFIC, "open"))
     def open(self, step: Step) -> None:
         """Open a request; there may be no room."""
-        assert step.request is not None
-        self.opened += 1
-        self.take(attrs.evolve(step, request=attrs.evolve(step.request, id=self.opened)))
+        self.take(step)
+
+    @rule(step=steps(_TRAFFIC, "serve"))
+    def serve(self, step: Step) -> None:
+        """Open, commit and close a request; there may be no room."""
+        self.take(step)
 
     @_some_open
     @rule(step=steps(_TRAFFIC, "commit"))
@@ -117,6 +120,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def take(self, step: Step) -> Decision:
         """Take a step and check what must hold of any."""
+        if step.request is not None:
+            self.requests += 1
+            step = attrs.evolve(step, request=attrs.evolve(step.request, id=self.requests))
         return self.driver.careful_step(step)
 
     def teardown(self) -> None:

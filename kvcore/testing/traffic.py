@@ -13,10 +13,10 @@ from kvcore.request import Request, Retention
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
 
-EVEN = {"open": 5, "commit": 6, "close": 4, "extend": 1, "fork": 1, "rollback": 1}
+EVEN = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1, "fork": 1, "rollback": 1}
 """How often the actions come: as many blocks go as come, so neither room nor work runs out."""
 
-FORKS = {"open": 2, "commit": 4, "close": 2, "extend": 1, "fork": 3, "rollback": 3}
+FORKS = {"open": 2, "commit": 4, "close": 2, "serve": 1, "extend": 1, "fork": 3, "rollback": 3}
 """As above, with many sequences that share private blocks."""
 
 
@@ -46,13 +46,15 @@ class Step:
     """One call to a cache.
 
     Attributes:
-        action: `open`, `commit`, `close`, `extend`, `fork` or `rollback`.
-        which: of the sequences open by then, counted round; unused by `open`. `commit` counts
-            those that have tokens to commit.
-        tokens: how many; None for all there are. Unused by `fork` and `close`.
+        action: `open`, `commit`, `close`, `extend`, `fork` or `rollback`; or `serve`, which
+            opens a request, commits all of it and closes it.
+        which: of the sequences open by then, counted round. `commit` counts those that have
+            tokens to commit, `open` the requests closed before if `again`.
+        tokens: how many; None for all there are. Unused by `fork`, `close` and `serve`.
         wait: ns since the step before.
-        request: what `open` opens.
-        again: whether it returns after a preemption.
+        request: what `open` or `serve` opens.
+        again: whether not `request` but one that was closed before is opened, as after a
+            preemption, if there is one.
     """
 
     action: str
@@ -109,10 +111,10 @@ def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
     some = most is not None and draw(1, 4) <= {"open": 1, "commit": 3}.get(action, 4)
     return Step(
         action=action,
-        which=0 if action == "open" else draw(0, 7),
+        which=draw(0, 7),
         tokens=draw(0, most) if some and most is not None else None,
         wait=draw(0, traffic.longest_wait),
-        request=draw_request(draw, traffic) if action == "open" else None,
+        request=draw_request(draw, traffic) if action in ("open", "serve") else None,
         again=action == "open" and draw(0, 9) == 0,
     )
 

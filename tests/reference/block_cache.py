@@ -160,6 +160,7 @@ class BlockCache:
             if not again:
                 block.hits += 1
                 block.opened = table.id
+                block.history += (("hit", table.id),)
                 self.policy.accessed(block, now)
         if not again:
             self._raise_expiry(hit)

@@ -1,0 +1,159 @@
+"""The conformance tests of eviction policies: a right policy passes, wrong ones do not."""
+
+from random import random
+from typing import Any
+
+import attrs
+import pytest
+
+from kvcore import EvictionPolicy, PolicyError, ScoreEviction
+from kvcore.testing import EvictionPolicyTests
+from kvcore_plugins.eviction import LRU
+
+
+@attrs.define(slots=False, eq=False)
+class Mine(ScoreEviction):
+    """Least recently used, as a third party would write it."""
+
+    name = "mine"
+
+    def score(self, span, _now):
+        """Return when it was last released."""
+        return span.recency
+
+
+class TestMine(EvictionPolicyTests):
+    """The three lines of the docstring are enough."""
+
+    def make(self):
+        """Make it."""
+        return Mine()
+
+
+@attrs.define(slots=False, eq=False)
+class Hasty(LRU):
+    """Forgets the victim when asked for it."""
+
+    def victim(self, _now):
+        """Take the least recent span out."""
+        return self._order.popitem(last=False)[0]
+
+
+@attrs.define(slots=False, eq=False)
+class Careless(LRU):
+    """Offers what was used last, a leaf or not."""
+
+    def victim(self, _now):
+        """Return the most recent span."""
+        return next(reversed(self._order))
+
+
+class Fickle(Mine):
+    """Scores at random."""
+
+    def score(self, _span, _now):
+        """Return anything."""
+        return random()  # noqa: S311 - nothing secret
+
+
+class Sized(Mine):
+    """Counts blocks where it should count tokens."""
+
+    def score(self, span, _now):
+        """Return whether it has more than four blocks."""
+        return span.blocks > 4
+
+
+@attrs.define(slots=False, eq=False)
+class Hoarder(Mine):
+    """Never forgets a span."""
+
+    seen: list[Any] = attrs.field(init=False, factory=list)
+
+    def inserted(self, span, _now):
+        """Keep it."""
+        self.seen.append(span)
+
+
+@attrs.define(slots=False, eq=False)
+class Vague(Mine):
+    """Leaves out of its state what its scores depend on."""
+
+    opens: int = attrs.field(init=False, default=0)
+
+    def missed(self, _request, _hit_blocks, _now):
+        """Count misses."""
+        self.opens += 1
+
+    def score(self, span, _now):
+        """Alternate between LRU and MRU."""
+        return span.recency if self.opens % 20 < 10 else -span.recency
+
+
+@attrs.define(slots=False, eq=False)
+class Mangled(Mine):
+    """Has an option that it does not keep as given."""
+
+    share: float = attrs.field(default=0.5, converter=lambda share: share / 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "test", "error"),
+    [
+        (Hasty, "victims_are_unpinned_leaves", PolicyError),
+        (Careless, "victims_are_unpinned_leaves", PolicyError),
+        (Fickle, "decides_alike_when_run_again", AssertionError),
+        (Fickle, "state_says_all", AssertionError),
+        (Vague, "state_says_all", AssertionError),
+        (Sized, "block_size_does_not_matter", AssertionError),
+        (Hoarder, "forgets_what_has_left", AssertionError),
+        (Mangled, "is_built_from_text", AssertionError),
+    ],
+)
+def test_catches(policy, test, error):
+    """The test named fails for a policy with that fault."""
+    with pytest.raises(error):
+        run(policy, test)
+
+
+def run(policy, test):
+    """Run one test of the kit on `policy`."""
+
+    class Kit(EvictionPolicyTests):
+        def make(self):
+            return policy()
+
+    method = getattr(Kit(), f"test_{test}")
+    return method(0) if "seed" in method.__annotations__ else method()
+
+
+@attrs.define(slots=False, eq=False)
+class Opaque(EvictionPolicy):
+    """Shows no state, lets spans expire, has an option without a text form, cannot work."""
+
+    name = "opaque"
+    expires_spans = True
+    order: Any = attrs.field(factory=list)
+
+    @classmethod
+    def unusable(cls):
+        """Say why."""
+        return "no such device"
+
+    def victim(self, _now):
+        """Return nothing."""
+
+
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("is_built_from_text", "options without a text form: order"),
+        ("state_says_all", "does not override state"),
+        ("room_for_everything_hits_everything", "lets spans expire"),
+        ("nothing_shared_nothing_hit", "cannot work here: no such device"),
+    ],
+)
+def test_says_why_it_skips(test, reason):
+    """What cannot be tested of a policy is skipped, with the reason."""
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        run(Opaque, test)
