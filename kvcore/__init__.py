@@ -7,6 +7,7 @@ from kvcore.errors import (
     OutOfBlocks,
     PluginError,
     PolicyError,
+    StorageError,
     TraceError,
 )
 from kvcore.keys import block_keys
@@ -50,6 +51,7 @@ __all__ = [
     "Sequence",
     "Shape",
     "Span",
+    "StorageError",
     "Trace",
     "TraceError",
     "Workload",

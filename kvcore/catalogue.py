@@ -41,8 +41,10 @@ def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
     if key in table:
         return table[key]
     near = get_close_matches(key, table, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    msg = f"unknown {what} {name!r}; {hint}known: {', '.join(sorted(table))}"
+    hint = f"known: {', '.join(sorted(table))}"
+    if near:
+        hint = f"did you mean {' or '.join(near)}? `kvcore size --help` lists all"
+    msg = f"unknown {what} {name!r}; {hint}"
     raise InputError(msg)
 
 

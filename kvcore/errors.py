@@ -37,6 +37,12 @@ class OutOfBlocks(KvcoreError):
     exit_code = 3
 
 
+class StorageError(KvcoreError):
+    """The disk refused what was written: it is full, or gone."""
+
+    exit_code = 3
+
+
 class TraceError(KvcoreError):
     """A trace file that is damaged or contradicts itself."""
 

@@ -15,7 +15,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.hf_family import FAMILIES, Family
-from kvcore.model import ModelSpec
+from kvcore.model import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, ModelSpec
 
 _ALIASES = {
     "hidden_size": "n_embd",
@@ -29,6 +29,13 @@ _ALIASES = {
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 _NAMES = ", ".join(_DTYPES)
 _QUANTISED = {"fp8": "fp8", "fbgemm_fp8": "fp8", "int4": "int4", "int8": "int8"}
+_MOST = {
+    "num_hidden_layers": MOST_LAYERS,
+    "n_routed_experts": MOST_EXPERTS,
+    "num_experts": MOST_EXPERTS,
+    "num_local_experts": MOST_EXPERTS,
+}
+_LONGEST = 40
 _SHARED_FIELDS = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 
 
@@ -54,13 +61,16 @@ class Config:
         return self.defaults.get(name, default)
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer field that must be `least` or more."""
+        """Return an integer field that must be `least` or more, and of a model's size."""
         value = self.get(name, default)
         if value is None:
             also = f" (and so is '{_ALIASES[name]}')" if name in _ALIASES else ""
             self.refuse(name, f"is missing{also}")
         if type(value) is not int or value < least:
-            self.refuse(name, f"must be an integer of at least {least}, not {value!r}")
+            self.refuse(name, f"must be an integer of at least {least}, not {_cut(value)}")
+        most = _MOST.get(name, MOST_WIDTH)
+        if value > most:
+            self.refuse(name, f"must be at most {most:,}, not {_cut(value)}")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -76,6 +86,11 @@ class Config:
         if not isinstance(value, list):
             self.refuse(name, f"must be a list, not {value!r}")
         return value
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
@@ -280,19 +295,23 @@ def _dtypes(config: Config) -> tuple[str, str]:
             given = config.fields.get("torch_dtype", config.fields.get("dtype"))
             what = "is missing" if given is None else f"is {given!r}"
             config.refuse(
-                "torch_dtype", f"{what}; say the weights' dtype, or use one of {_NAMES}"
+                "torch_dtype", f"{what}; give --weights-dtype, or use one of {_NAMES}"
             )
         return dtype, dtype
     if not isinstance(quantised, dict):
         config.refuse("quantization_config", f"must be an object, not {quantised!r}")
-    method = str(quantised.get("quant_method"))
-    if method in {"gptq", "awq"}:
-        method = f"int{quantised.get('bits')}"
+    method = quantised.get("quant_method")
+    if method is None:
+        config.refuse(
+            "quantization_config", "does not name its 'quant_method'; give --weights-dtype"
+        )
     if method == "mxfp4":
         return dtype or "bf16", "mxfp4"
-    if method not in _QUANTISED:
+    bits = f" with {quantised.get('bits')} bits" if method in {"gptq", "awq"} else ""
+    weights = f"int{quantised.get('bits')}" if bits else str(method)
+    if weights not in _QUANTISED:
         config.refuse(
             "quantization_config",
-            f"has weights by {method!r}, of unknown size; say their dtype",
+            f"has weights by {method!r}{bits}, of unknown size; give --weights-dtype",
         )
-    return _QUANTISED[method], _QUANTISED[method]
+    return _QUANTISED[weights], _QUANTISED[weights]

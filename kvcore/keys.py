@@ -22,9 +22,10 @@ def block_keys(
 ) -> list[bytes]:
     """Return the chained keys of the full blocks of `tokens`: equal keys, equal prefixes.
 
-    `key_i = H(key_{i-1}, tokens_i)` with BLAKE2b of 128 bits, so that prompts share a key
-    only if they share everything up to it (a collision among n keys has probability
-    n² / 2¹²⁹). O(tokens) in C.
+    `key_i = H(key_{i-1}, tokens_i, H(extra_i))` with BLAKE2b of 128 bits, and block size
+    and salt hashed in place of the first parent. All parts have fixed lengths, so prompts
+    share a key only if they share everything up to it (a collision among n keys has
+    probability n² / 2¹²⁹). O(tokens) in C.
 
     Args:
         tokens: token ids, 0 to 2⁶⁴ - 1.
@@ -50,22 +51,27 @@ def block_keys(
         ids.byteswap()
     data = memoryview(ids).cast("B")
     step = block_size * ids.itemsize
-    key = b"" if salt is None else _tagged({"salt": salt})
+    key = _hash(_written([block_size, salt]))
     keys = []
     for index in range(len(ids) // block_size):
-        digest = blake2b(key, digest_size=KEY_BYTES)
-        digest.update(data[index * step : (index + 1) * step])
-        if extra and extra.get(index):
-            digest.update(_tagged(extra[index]))
-        key = digest.digest()
+        more = extra.get(index) if extra else None
+        tail = _hash(_written(sorted(more.items()))) if more else b""
+        key = _hash(key, data[index * step : (index + 1) * step], tail)
         keys.append(key)
     return keys
 
 
-def _tagged(extra: Mapping[str, str | int]) -> bytes:
-    """Encode extra keys so that no two sets of them, nor tokens, read alike."""
+def _hash(*parts: bytes | memoryview) -> bytes:
+    """Hash parts of fixed length, so that none can be taken for a part of another."""
+    digest = blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _written(value: object) -> bytes:
     try:
-        return orjson.dumps(sorted(extra.items()))
+        return orjson.dumps(value)
     except TypeError as error:
-        msg = f"extra keys {dict(extra)!r} must be strings or integers by tag: {error}"
+        msg = f"a salt is text, extra keys are text or integers by tag, not {value!r}: {error}"
         raise InputError(msg) from error

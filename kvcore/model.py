@@ -27,6 +27,13 @@ _BYTES_OF_32 = {
 WEIGHT_DTYPES = tuple(_BYTES_OF_32)
 KV_DTYPES = WEIGHT_DTYPES[:-1]
 
+# Far above any model there is, and low enough that no product of them takes long.
+MOST_LAYERS = 100_000
+MOST_EXPERTS = 10_000
+MOST_WIDTH = 2**31 - 1
+MOST_PARAMETERS = 2**60
+MOST = 2**63 - 1
+
 
 def bytes_of(numbers: int, dtype: str) -> int:
     """Return the bytes that `numbers` numbers of `dtype` take, rounded up.
@@ -54,17 +61,17 @@ def _pairs(tokens: int, window: int | None) -> int:
     return growing * (growing + 1) // 2 + (tokens - growing) * growing
 
 
-def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
-    if value < 1:
-        msg = f"{type(instance).__name__}: {attribute.name} must be at least 1, not {value}"
+def _in_range(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
+    most = attribute.metadata["most"]
+    if not 1 <= value <= most:
+        bound = f"at most {most:,}" if value > most else "at least 1"
+        msg = f"{type(instance).__name__}: {attribute.name} must be {bound}, not {value}"
         raise InputError(msg)
 
 
-def _count(like: str | None = None) -> Any:
-    """Make a field of a number above 0 which, where `like` names one, defaults to it."""
-    if like is None:
-        return attrs.field(validator=_positive)
-    return attrs.field(default=_same_as(like), validator=_positive)
+def _count(most: int = MOST, **default: Any) -> Any:
+    """Make a field of a number from 1 to `most`."""
+    return attrs.field(validator=_in_range, metadata={"most": most}, **default)
 
 
 def _same_as(name: str) -> Any:
@@ -91,24 +98,28 @@ class ModelSpec:
             in place of the K/V heads: compressed K/V and rotary key. Otherwise 0.
 
     Raises:
-        InputError: a count that is not positive, or counts that contradict one another.
+        InputError: a count that is not positive or beyond any model, or counts that
+            contradict one another.
     """
 
     name: str
-    layers: int = _count()
-    query_heads: int = _count()
-    kv_heads: int = _count()
-    head_dim: int = _count()
-    value_dim: int = _count(like="head_dim")
-    hidden_size: int = _count()
-    parameters: int = _count()
-    active_parameters: int = _count(like="parameters")
+    layers: int = _count(MOST_LAYERS)
+    query_heads: int = _count(MOST_WIDTH)
+    kv_heads: int = _count(MOST_WIDTH)
+    head_dim: int = _count(MOST_WIDTH)
+    value_dim: int = _count(MOST_WIDTH, default=_same_as("head_dim"))
+    hidden_size: int = _count(MOST_WIDTH)
+    parameters: int = _count(MOST_PARAMETERS)
+    active_parameters: int = _count(MOST_PARAMETERS, default=_same_as("parameters"))
     dtype: str = "bf16"
     experts: int = 0
     experts_per_token: int = 0
     expert_dtype: str = attrs.field(default=_same_as("dtype"))
     windows: tuple[int | None, ...] = attrs.field(
-        default=attrs.Factory(lambda self: (None,) * self.layers, takes_self=True),
+        # Fields are checked after they are all made: bounded here as well.
+        default=attrs.Factory(
+            lambda self: (None,) * min(self.layers, MOST_LAYERS), takes_self=True
+        ),
         repr=lambda windows: repr(dict(Counter(windows))),
     )
     latent: int = 0
@@ -122,8 +133,10 @@ class ModelSpec:
             problem = f"{len(self.windows)} attention windows for {self.layers} layers"
         elif any(window is not None and window < 1 for window in self.windows):
             problem = "an attention window must be at least 1 token"
-        elif self.latent < 0:
-            problem = f"latent must be at least 0, not {self.latent}"
+        elif not 0 <= self.latent <= MOST_WIDTH:
+            problem = f"latent must be 0 to {MOST_WIDTH:,}, not {self.latent}"
+        elif self.experts > MOST_EXPERTS:
+            problem = f"experts must be at most {MOST_EXPERTS:,}, not {self.experts}"
         elif not 0 <= self.experts_per_token <= self.experts:
             problem = f"a token cannot take {self.experts_per_token} of {self.experts} experts"
         elif self.active_parameters > self.parameters:
@@ -174,6 +187,10 @@ class ModelSpec:
         experts = bytes_of(self.expert_parameters, self.expert_dtype)
         if not experts:
             return self._shared_bytes
+        # Past so many sequences less than a byte is left out: (1 - k/E)^n < exp(-nk/E).
+        enough = experts.bit_length() * self.experts // self.experts_per_token
+        if sequences > enough:
+            return self._shared_bytes + experts
         idle: int = (self.experts - self.experts_per_token) ** sequences
         total: int = self.experts**sequences
         return self._shared_bytes + experts - experts * idle // total
@@ -227,7 +244,7 @@ class KVLayout:
 
     model: ModelSpec
     dtype: str = attrs.field(default="fp16")
-    block_size: int = attrs.field(default=16, validator=_positive)
+    block_size: int = _count(default=16)
 
     @dtype.validator
     def _known(self, _: object, value: str) -> None:
@@ -322,6 +339,24 @@ def _pair_flop(model: ModelSpec) -> list[tuple[int | None, int]]:
     """Return (window, FLOP an attended pair costs in all layers of that window)."""
     flop = 2 * model.query_heads * (model.head_dim + model.value_dim)
     return [(window, flop * layers) for window, layers in Counter(model.windows).items()]
+
+
+def token_projections(prompt: int, output: int, *, cached: bool) -> int:
+    """Count how often a token is projected to keys and values to generate `output` tokens.
+
+    Each step computes one token. Without a cache it projects the whole sequence so far;
+    with one (`cached`) the first step projects the prompt, and every later one the token
+    that the step before it computed. The last token is projected in neither case.
+
+    Raises:
+        InputError: no prompt token, or none to generate.
+    """
+    if prompt < 1 or output < 1:
+        msg = f"{output} new tokens after a prompt of {prompt}: give at least 1 of each"
+        raise InputError(msg)
+    if cached:
+        return prompt + output - 1
+    return output * prompt + output * (output - 1) // 2
 
 
 @attrs.frozen

@@ -26,6 +26,11 @@ KINDS: dict[str, tuple[str, type[Plugin]]] = {
 }
 """The kinds of plugins: the hook that returns their classes, and what these derive from."""
 
+NO_PLUGINS = {
+    ("eviction", "optimum"): "it is no policy but a bound, and comparisons alone know it",
+}
+"""Names that are not to be found here, by kind and name, and why."""
+
 
 @attrs.frozen
 class PluginInfo:
@@ -94,7 +99,11 @@ class Plugins:
         if name in found:
             return found[name][0]
         names = sorted(found)
-        msg = f"no {kind} plugin is named {name!r}{nearest(name, names)}"
+        msg = f"no {kind} plugin is named {name!r}"
+        if (kind, name) in NO_PLUGINS:
+            msg += f": {NO_PLUGINS[kind, name]}"
+        else:
+            msg += nearest(name, names)
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
         if self._loaded.skipped:
             msg += f" ({DISABLE} skips {', '.join(self._loaded.skipped)})"
@@ -222,3 +231,21 @@ def _clash(kind: str, name: str, *claims: Found) -> str:
         f"two {kind} plugins are named {name!r}: {first}, and {second}; rename one, or skip "
         f"the entry point of one with {DISABLE}"
     )
+
+
+def plugin_of(kind: type[Plugin], given: object, name: str) -> Any:
+    """Return `given` if it is an instance of `kind`; the built-in `name` for None.
+
+    Raises:
+        InputError: `given` is a class, a name, or a plugin of another kind.
+    """
+    if given is None:
+        return default(kind.kind, name)()
+    if isinstance(given, kind):
+        return given
+    what = given.__name__ if isinstance(given, type) else repr(given)
+    msg = (
+        f"{kind.kind}={what} is no {kind.kind} plugin: give an instance, such as one of "
+        f"Plugins().build({kind.kind!r}, {name!r})"
+    )
+    raise InputError(msg)

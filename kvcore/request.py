@@ -39,8 +39,8 @@ class Retention:
         if not 1 <= self.priority <= HIGHEST_PRIORITY:
             msg = f"retention priority must be 1 to {HIGHEST_PRIORITY}, not {self.priority}"
             raise InputError(msg)
-        if self.duration is not None and self.duration <= 0:
-            msg = f"retention duration must be above 0 ns, not {self.duration}"
+        if self.duration is not None and (type(self.duration) is not int or self.duration <= 0):
+            msg = f"retention duration must be whole nanoseconds above 0, not {self.duration!r}"
             raise InputError(msg)
 
 
@@ -78,3 +78,22 @@ class Request:
     after: int | str | None = None
     think: int = 0
     output_keys: Sequence[Key] = ()
+
+    def __attrs_post_init__(self) -> None:
+        """Check what a cache counts by."""
+        if (
+            type(self.prompt) is not int
+            or type(self.output) is not int
+            or type(self.arrival) is not int
+            or type(self.key_tokens) is not int
+            or self.prompt < 0
+            or self.output < 0
+            or self.key_tokens < 1
+        ):
+            msg = (
+                f"request {self.id!r}: arrival (ns), prompt, output and key_tokens (tokens) "
+                f"are whole numbers, the lengths from 0 and key_tokens from 1 on; given: "
+                f"arrival={self.arrival!r}, prompt={self.prompt!r}, output={self.output!r}, "
+                f"key_tokens={self.key_tokens!r}"
+            )
+            raise InputError(msg)

@@ -7,17 +7,24 @@ from fractions import Fraction
 
 from kvcore.errors import InputError
 
+NANOSECONDS = 10**9
+"""Nanoseconds in a second. The clock counts nanoseconds; people and files say seconds."""
+
+LIMIT = 2**63
+"""Bytes, nanoseconds, counts and integer keys stay below this: signed, they have 64 bits."""
+
 BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _FACTORS = {unit.lower(): factor for unit, factor in (BINARY | DECIMAL).items()}
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
-_SECONDS = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]{1,3})?)\s*", re.ASCII | re.IGNORECASE)
-_LIMIT = 2**63
+# Bounded, since Python refuses to read thousands of digits.
+_NUMBER = r"\s*([0-9]{0,999}\.?[0-9]{1,999}"
+_SIZE = re.compile(rf"{_NUMBER})\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+_SCIENTIFIC = re.compile(rf"{_NUMBER}(?:e[+-]?[0-9]{{1,3}})?)\s*", re.ASCII | re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as `40GiB`, `1.5 GB` or `4096` (bytes).
+    """Read a size such as `40GiB`, `1.5 GB` or `4096B`; of `0` alone the unit may be left out.
 
     `GB` is 10^9 bytes, `GiB` 2^30; capitals do not matter. A fraction of a byte is dropped.
 
@@ -25,16 +32,34 @@ def parse_bytes(text: str) -> int:
         InputError: not a number with a known unit, or 2^63 bytes and more.
     """
     match = _SIZE.fullmatch(text)
-    factor = _FACTORS.get((match[2] or "B").lower()) if match else None
-    if match is None or factor is None:
+    number = Fraction(match[1]) if match else None
+    unit = match[2].lower() if match else ""
+    factor = _FACTORS.get("b" if number == 0 and not unit else unit)
+    if number is None or factor is None:
         units = ", ".join(unit for unit in BINARY | DECIMAL if unit != "B")
-        msg = f"size {text!r}: expected a number followed by B, {units}, such as 40GiB"
+        hint = "; the decimal mark is a point, as in 1.5GiB" if "," in text else ""
+        hint = "; the unit is missing" if match and not unit else hint
+        msg = f"size {text!r}: expected a number followed by B, {units}, such as 40GiB{hint}"
         raise InputError(msg)
-    size = int(Fraction(match[1]) * factor)
-    if size >= _LIMIT:
+    size = int(number * factor)
+    if size >= LIMIT:
         msg = f"size {text!r}: too large, it must be below 2^63 bytes"
         raise InputError(msg)
     return size
+
+
+def parse_count(text: str) -> int:
+    """Read a whole number from 1 to 2^63 - 1, such as `8192` or `1e5`.
+
+    Raises:
+        InputError: anything else.
+    """
+    match = _SCIENTIFIC.fullmatch(text)
+    number = Fraction(match[1]) if match else Fraction(0)
+    if number.denominator != 1 or not 1 <= number < _LIMIT:
+        msg = f"expected a whole number from 1 to {_LIMIT - 1:,}, such as 8192 or 1e5"
+        raise InputError(msg)
+    return int(number)
 
 
 def parse_seconds(text: str) -> int:
@@ -43,15 +68,15 @@ def parse_seconds(text: str) -> int:
     Raises:
         InputError: not a number, negative, finer than a nanosecond, or 2^63 ns and more.
     """
-    match = _SECONDS.fullmatch(text)
+    match = _SCIENTIFIC.fullmatch(text)
     if match is None:
         msg = f"time {text!r}: expected a number of seconds, such as 90 or 1.5"
         raise InputError(msg)
-    nanoseconds = Fraction(match[1]) * 10**9
+    nanoseconds = Fraction(match[1]) * NANOSECONDS
     if nanoseconds.denominator != 1:
         msg = f"time {text!r}: finer than a nanosecond, which is the clock's unit"
         raise InputError(msg)
-    if nanoseconds >= _LIMIT:
+    if nanoseconds >= LIMIT:
         msg = f"time {text!r}: too large, it must be below 2^63 nanoseconds (292 years)"
         raise InputError(msg)
     return int(nanoseconds)

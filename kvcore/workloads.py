@@ -3,85 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import zlib
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+import os
+from collections.abc import Generator, Hashable, Iterable, Iterator
 from contextlib import closing
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import Any
 
 import orjson
 
+from kvcore.compression import CHUNK_BYTES, CutError, DamageError, decoded
 from kvcore.errors import InputError
+from kvcore.files import part_of
 from kvcore.policy.workload import Workload
 from kvcore.request import Key, Request
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
-_GZIP = b"\x1f\x8b"
-_ZSTD = b"\x28\xb5\x2f\xfd"
-_CHUNK = 1 << 16
-
-
-class _Decoder(Protocol):
-    """A streaming decompressor, as `zlib` and `zstandard` make them."""
-
-    @property
-    def eof(self) -> bool:
-        """Whether its member or frame is complete."""
-
-    @property
-    def unused_data(self) -> bytes:
-        """What came after the end of it."""
-
-    def decompress(self, data: bytes, /) -> bytes:
-        """Return all that can be decoded so far."""
-
-
-class _DamagedError(Exception):
-    """Compressed data that cannot be decoded, as opposed to data that just stops."""
-
-
-class _Decoded(io.RawIOBase):
-    """The content of a compressed file, however many gzip members or zstd frames it has.
-
-    Raises EOFError where one of them is cut off; zstandard's own reader takes a file that
-    is cut for a shorter one.
-    """
-
-    def __init__(
-        self, file: BinaryIO, decoder: Callable[[], _Decoder], error: type[Exception]
-    ) -> None:
-        self._file = file
-        self._new = decoder
-        self._error = error
-        self._decoder: _Decoder | None = None
-        self._unread = b""
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        while not self._ready:
-            chunk = self._unread or self._file.read(_CHUNK)
-            if not chunk and self._decoder is not None:
-                raise EOFError
-            if not chunk:
-                return 0
-            decoder = self._decoder or self._new()
-            try:
-                self._ready = memoryview(decoder.decompress(chunk))
-            except self._error as error:
-                raise _DamagedError(error) from error
-            self._unread = decoder.unused_data
-            self._decoder = None if decoder.eof else decoder
-        target = memoryview(buffer)
-        count = min(len(target), len(self._ready))
-        target[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
 
 
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
@@ -97,15 +32,12 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_decoded(file), 1):
+            for number, line in enumerate(_split(decoded(file)), 1):
                 if not line.isspace():
                     empty = False
                     yield number, line
-    except EOFError:
-        msg = f"{path}:{number + 1}: the compressed file is cut off here"
-        raise InputError(msg) from None
-    except _DamagedError as error:
-        msg = f"{path}:{number + 1}: the compressed data is damaged here: {error}"
+    except (CutError, DamageError) as error:
+        msg = f"{path}:{number + 1}: {error}"
         raise InputError(msg) from error
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -126,7 +58,7 @@ def file_digest(path: Path, **options: Any) -> str:
     state = hashlib.blake2b(digest_size=16)
     try:
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(CHUNK_BYTES):
                 state.update(chunk)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -203,18 +135,36 @@ def checked(workload: Workload) -> Iterator[Request]:
         yield request
 
 
-def _decoded(file: io.BufferedReader) -> io.BufferedReader:
-    magic = file.peek(len(_ZSTD))
-    if magic.startswith(_GZIP):
-        raw = _Decoded(file, lambda: zlib.decompressobj(wbits=31), zlib.error)
-    elif magic.startswith(_ZSTD):
-        import zstandard  # noqa: PLC0415 - 18 ms, for one kind of file
+def spare(workload: Workload, path: str | os.PathLike[str]) -> None:
+    """Refuse to write `path` if that would overwrite a file that `workload` reads.
 
-        make = zstandard.ZstdDecompressor().decompressobj
-        raw = _Decoded(file, make, zstandard.ZstdError)
-    else:
-        return file
-    return io.BufferedReader(raw, _CHUNK)
+    Raises:
+        InputError: an option of the workload is this file, or that it is written to first.
+    """
+    target = Path(path)
+    for source in workload.options().values():
+        if isinstance(source, Path) and any(
+            _same(source, written) for written in (target, part_of(target))
+        ):
+            msg = f"cannot write {path}: the requests come from {source}; name another file"
+            raise InputError(msg)
+
+
+def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of `pieces`, newlines included, wherever the pieces end."""
+    begun: list[bytes] = []
+    for piece in pieces:
+        for line in BytesIO(piece):
+            begun.append(line)
+            if line.endswith(b"\n"):
+                yield b"".join(begun)
+                begun.clear()
+    if begun:
+        yield b"".join(begun)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:

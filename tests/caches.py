@@ -40,19 +40,19 @@ def make(blocks=8, eviction=None, *, prefix=None, **options):
     )
 
 
-def compute(cache, seq, tokens=None, now=0):
+def compute(cache, seq, tokens=None, now=None):
     """Commit `tokens` more tokens of `seq`; None: all that is allocated."""
     cache.commit(seq, seq.tokens - seq.computed if tokens is None else tokens, now)
     cache.check_integrity()
     return seq
 
 
-def start(cache, text, tokens=None, now=0, **fields):
+def start(cache, text, tokens=None, now=None, **fields):
     """Open a request for `text` and compute its prompt."""
     return compute(cache, cache.open(ask(text, tokens, **fields), now=now), now=now)
 
 
-def serve(cache, *texts, now=0, **fields):
+def serve(cache, *texts, now=None, **fields):
     """Open, compute and close a request for each text, one after the other."""
     for text in texts:
         cache.close(start(cache, text, now=now, **fields), now)

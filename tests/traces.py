@@ -85,7 +85,7 @@ def drive(cache):
     last = cache.open(ask("last", "qrstuv", 25), None, 19)
     cache.commit(last, 24, 20)
     cache.close(last, 21)
-    again = cache.open(ask("first", "abc", 13), None, 22)
+    again = cache.open(ask("first", "abc", 13), None, 22, again=True)
     cache.close(again, 23)
 
 

@@ -24,7 +24,7 @@ def check_blocks(
     else:
         private = sum(seq.private_blocks for seq in open_sequences)
     total = pool.free + prefix.cached + private
-    if total != pool.blocks:
+    if total != pool.blocks or min(pool.free, prefix.cached, private) < 0:
         msg = (
             f"{pool.free} free + {prefix.cached} cached + {private} private blocks are "
             f"{total}, but the pool has {pool.blocks}"

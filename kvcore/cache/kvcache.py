@@ -10,12 +10,13 @@ import attrs
 from kvcore.cache.geometry import Geometry, retention_steps
 from kvcore.cache.integrity import check_blocks
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.record import record_header, record_open
+from kvcore.cache.record import check_admission, record_header, record_open
 from kvcore.cache.sequence import Sequence
+from kvcore.cache.sharing import copy_tail, shared_tail, table, with_ids
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.model import default_prefill_cost
-from kvcore.plugins import default
+from kvcore.plugins import plugin_of
 from kvcore.policy import EvictionPolicy, Match, PrefixCache, Shape, broken, overridden
 from kvcore.policy.recorder import Recorder
 from kvcore.request import Request
@@ -24,8 +25,9 @@ from kvcore.request import Request
 class KVCache:
     """Decides which blocks exist, who holds them, what can be reused, and who dies.
 
-    Token counts are increments everywhere. `now` is in nanoseconds and never decreases.
-    Every call costs O(spans touched), none O(blocks) or O(tokens).
+    Token counts are increments everywhere. `now` is in nanoseconds and never decreases;
+    None is the time of the call before. Every call costs O(spans touched); where blocks
+    have ids these move by slices, in C.
 
     Args:
         blocks: blocks in the pool.
@@ -43,6 +45,7 @@ class KVCache:
     Attributes:
         pool, prefix, eviction, geometry: its parts.
         sequences: the open sequences by id.
+        now: the time of the last call.
         stats: what has been looked up and hit so far.
 
     Raises:
@@ -65,12 +68,15 @@ class KVCache:
         self.geometry = geometry = Geometry(count, block_size, key_tokens)
         keeps_ids = trace is not None or ids
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
-        self.eviction = default("eviction", "lru")() if eviction is None else eviction
-        self.prefix = default("prefix", "radix")() if prefix is None else prefix
+        self.eviction: EvictionPolicy = plugin_of(EvictionPolicy, eviction, "lru")
+        self.prefix: PrefixCache = plugin_of(PrefixCache, prefix, "radix")
         self.sequences: dict[int, Sequence] = {}
+        self.now = 0
         self.stats = CacheStats()
         self.trace = trace
-        self._opened = 0
+        self._serial = 0
+        self._admissions = 0
+        self._admitted: set[int | str] = set()
         for plugin in (self.eviction, self.prefix):
             plugin.claim()
         self.eviction.attach(blocks, block_size)
@@ -83,20 +89,20 @@ class KVCache:
         if trace is not None:
             record_header(trace, geometry, blocks, (self.eviction, self.prefix))
 
-    def probe(self, request: Request, now: int = 0) -> int:
+    def probe(self, request: Request, now: int | None = None) -> int:
         """Return how many blocks of `request` would hit. Pure: nothing changes.
 
         Raises:
             InputError: the request's keys are not those the cache was made for.
         """
         keys, _, _, _, _, limit = self.geometry.prompt(request)
-        return self.prefix.probe(keys, limit, now)[1]
+        return self.prefix.probe(keys, limit, self.now if now is None else now)[1]
 
     def open(
         self,
         request: Request,
         first_tokens: int | None = None,
-        now: int = 0,
+        now: int | None = None,
         *,
         again: bool = False,
     ) -> Sequence:
@@ -113,7 +119,14 @@ class KVCache:
                 that were already made, which were valid.
         """
         keys, tokens, blocks, cacheable, lookup, limit = self.geometry.prompt(request)
+        if type(now) is not int or now < self.now:
+            now = self._at(now)
+        self.now = now
         prefix, pool = self.prefix, self.pool
+        trace = self.trace
+        if trace is not None:
+            check_admission(self._admitted, request, again=again)
+            trace.request(request, now)
         match = prefix.probe(keys, limit, now)
         hit = match[1]
         size = self.geometry.block_size
@@ -127,24 +140,23 @@ class KVCache:
         need = blocks - hit
         if need > pool.free + prefix.unpinned - match[2]:
             raise OutOfBlocks(self._no_room(request, need, match[2]))
-        serial = self._opened + 1
         seq = Sequence(
-            serial, request, keys, cacheable, lookup, hit, tokens, hit * size, blocks, match[0]
-        )
+            self._serial + 1, self._admissions + 1, request, keys, cacheable, lookup, hit,
+            tokens, hit * size, blocks, match[0],
+        )  # fmt: skip
         if request.retention:
             seq.priorities = retention_steps(request, size)
-        trace = self.trace
-        if trace is not None:
-            trace.request(request, now)
-        self._admit(seq, match, need, now, again=again)
-        self._opened = serial
-        self.sequences[serial] = seq
+        self._admit(seq, match, need, limit, now, again=again)
+        self._serial += 1
+        self._admissions += 1
+        self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit, length, hit * size, again=again)
         if trace is not None:
+            self._admitted.add(request.id)
             record_open(trace, seq, whole, limit, match, now, again=again)
         return seq
 
-    def extend(self, seq: Sequence, tokens: int, now: int = 0) -> None:
+    def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Allocate private blocks for `tokens` more tokens, evicting if need be.
 
         A partial last block that another sequence shares since a fork is copied first.
@@ -153,7 +165,9 @@ class KVCache:
             OutOfBlocks: there is no room; nothing has changed.
             PolicyError: as for `open`.
         """
-        self._require_open(seq)
+        if self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
+        now = self._at(now)
         if tokens < 0:
             msg = f"extend by {tokens} tokens: give 0 or more, or use rollback"
             raise InputError(msg)
@@ -161,7 +175,7 @@ class KVCache:
         size = self.geometry.block_size
         blocks = -(-total // size)
         need = blocks - seq.blocks
-        copied = self._shared_tail(seq) if tokens and seq.tokens % size else None
+        copied = shared_tail(self.pool, seq) if tokens and seq.tokens % size else None
         need += copied is not None
         if need:
             prefix, pool = self.prefix, self.pool
@@ -169,7 +183,7 @@ class KVCache:
                 raise OutOfBlocks(self._no_room(seq.request, need, 0))
             ids = self._take(need, seq, now)
             if copied is not None:
-                ids = self._copy_tail(seq, copied, ids, now)
+                ids = copy_tail(self.pool, seq, copied, ids, self.trace, now)
             if ids and seq.private is not None:
                 if self.trace is not None:
                     self.trace.line("ALLOC", now, seq=seq.id, first=seq.blocks, runs=ids)
@@ -178,7 +192,7 @@ class KVCache:
             seq.blocks = blocks
         seq.tokens = total
 
-    def commit(self, seq: Sequence, tokens: int, now: int = 0) -> None:
+    def commit(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Say that `tokens` more tokens are computed: full keyed blocks become shareable.
 
         Where another sequence has committed the same keys meanwhile, `seq` switches to
@@ -187,12 +201,17 @@ class KVCache:
         Raises:
             InputError: more than was allocated.
         """
-        self._require_open(seq)
+        if self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
+        if type(now) is not int or now < self.now:
+            now = self._at(now)
+        self.now = now
         computed = seq.computed + tokens
         if not seq.computed <= computed <= seq.tokens:
             msg = (
                 f"commit of {tokens} tokens to sequence {seq.id}: {seq.computed} of its "
-                f"{seq.tokens} allocated tokens are committed already"
+                f"{seq.tokens} allocated tokens are committed; give 0 to "
+                f"{seq.tokens - seq.computed}"
             )
             raise InputError(msg)
         seq.computed = computed
@@ -202,19 +221,25 @@ class KVCache:
         if upto > seq.span.end and seq.publishes:
             self.prefix.commit(seq, upto, now)
 
-    def close(self, seq: Sequence, now: int = 0) -> None:
+    def close(self, seq: Sequence, now: int | None = None) -> None:
         """Unpin what `seq` shares, which stays cached, and free the rest."""
-        self._require_open(seq)
+        if self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
+        if type(now) is not int or now < self.now:
+            now = self._at(now)
+        self.now = now
         seq.is_open = False
         del self.sequences[seq.id]
         if seq.family is not None:
             seq.family.remove(seq)
-        freed = self._free_from(seq, seq.span.end)
         if self.trace is not None:
+            freed = self._free_from(seq, seq.span.end)
             self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="close")
+        elif seq.blocks > seq.span.end:
+            self._free_from(seq, seq.span.end)
         self.prefix.close(seq, now)
 
-    def fork(self, seq: Sequence, now: int = 0) -> Sequence:
+    def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.
 
         Allocates nothing: no access and no hit. A cache that only counted blocks gives
@@ -224,16 +249,18 @@ class KVCache:
             InputError: tokens beyond the prompt are allocated and not committed, so the
                 two would compute different tokens in the same place.
         """
-        self._require_open(seq)
+        if self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
         if seq.computed < seq.tokens > max(seq.request.prompt, self._keyed_tokens(seq)):
             msg = (
                 f"fork of sequence {seq.id}: {seq.tokens - seq.computed} allocated tokens are "
                 "not committed; commit them or roll them back first"
             )
             raise InputError(msg)
-        pool = self._with_ids()
-        self._opened += 1
-        child = attrs.evolve(seq, id=self._opened, private=array("i", seq.private or ()))
+        now = self._at(now)
+        pool = self.pool = with_ids(self.pool, self.prefix, self.sequences.values())
+        self._serial += 1
+        child = attrs.evolve(seq, id=self._serial, private=array("i", seq.private or ()))
         pool.share(child.private or array("i"))
         if seq.family is None:
             seq.family = [seq]
@@ -245,13 +272,15 @@ class KVCache:
             self.trace.line("FORK", now, seq=seq.id, child=child.id)
         return child
 
-    def rollback(self, seq: Sequence, tokens: int, now: int = 0) -> None:
+    def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
 
         Raises:
             InputError: it would reach into blocks that are already shareable.
         """
-        self._require_open(seq)
+        if self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
+        now = self._at(now)
         size = self.geometry.block_size
         left = seq.tokens - tokens
         if tokens and not seq.span.end * size <= left <= seq.tokens:
@@ -276,16 +305,7 @@ class KVCache:
         if seq.private is None:
             msg = "this cache only counts blocks: make it with ids=True to read block tables"
             raise InputError(msg)
-        parts = [seq.private]
-        span = seq.span
-        while span.parent is not None:
-            if span.ids is not None:
-                parts.append(span.ids)
-            span = span.parent
-        table: Ids = array("i")
-        for part in reversed(parts):
-            table.extend(part)
-        return table
+        return table(seq)
 
     def check_integrity(self) -> None:
         """Check every invariant. Costs O(spans + sequences), with ids O(blocks).
@@ -296,7 +316,19 @@ class KVCache:
         self.prefix.check_integrity()
         check_blocks(self.pool, self.prefix, self.sequences.values())
 
-    def _admit(self, seq: Sequence, match: Match, need: int, now: int, *, again: bool) -> None:
+    def _at(self, now: int | None) -> int:
+        """Return the time of a call: None is that of the call before."""
+        if now is None:
+            return self.now
+        if type(now) is not int or now < self.now:
+            msg = f"time is whole nanoseconds and never decreases: {now!r} after {self.now}"
+            raise InputError(msg)
+        self.now = now
+        return now
+
+    def _admit(
+        self, seq: Sequence, match: Match, need: int, limit: int, now: int, *, again: bool
+    ) -> None:
         """Pin, allocate and count the access, or take back what was done of it."""
         prefix = self.prefix
         prefix.open(seq, match, now)
@@ -304,7 +336,7 @@ class KVCache:
             seq.private = self._take(need, seq, now)
             try:
                 if self._missed is not None and not again:
-                    self._tell_missed(seq, now)
+                    self._tell_missed(seq, limit, now)
                 prefix.hit(seq, now, again=again)
             except Exception:
                 self.pool.give(None if seq.private is None else seq.private[::-1], need)
@@ -313,9 +345,8 @@ class KVCache:
             prefix.undo(seq, match, now)
             raise
 
-    def _tell_missed(self, seq: Sequence, now: int) -> None:
+    def _tell_missed(self, seq: Sequence, limit: int, now: int) -> None:
         assert self._missed is not None
-        limit = self.geometry.prompt(seq.request)[-1]
         if seq.hit_blocks < limit:
             try:
                 self._missed(seq.request, seq.hit_blocks, now)
@@ -349,43 +380,13 @@ class KVCache:
         assert isinstance(self.pool, BlockPool)
         return self.pool.release(dropped)
 
-    def _shared_tail(self, seq: Sequence) -> int | None:
-        """Return the id of the last block of `seq` if another sequence owns it too."""
-        if seq.private and isinstance(self.pool, BlockPool):
-            tail = seq.private[-1]
-            return tail if tail in self.pool.owners else None
-        return None
-
-    def _copy_tail(self, seq: Sequence, tail: int, ids: Ids | None, now: int) -> Ids | None:
-        assert ids is not None
-        assert seq.private is not None
-        assert isinstance(self.pool, BlockPool)
-        self.pool.disown(tail)
-        copy = seq.private[-1] = ids[0]
-        if self.trace is not None:
-            block = seq.blocks - 1
-            self.trace.line("COPY", now, seq=seq.id, block=block, **{"from": tail, "to": copy})
-        return ids[1:]
-
     def _keyed_tokens(self, seq: Sequence) -> int:
         return seq.cacheable * self.geometry.block_size
 
-    def _with_ids(self) -> BlockPool:
-        """Return the pool with ids, giving one to every block in use if there are none."""
-        if not isinstance(self.pool, BlockPool):
-            pool = BlockPool(self.pool.blocks)
-            for span in self.prefix.spans():
-                span.ids = pool.take(span.blocks)
-            for seq in self.sequences.values():
-                seq.private = pool.take(seq.private_blocks)
-            self.pool = self.prefix.pool = pool
-        return self.pool
-
-    def _require_open(self, seq: Sequence) -> None:
-        if self.sequences.get(seq.id) is not seq:
-            why = "not of this cache" if seq.is_open else "closed"
-            msg = f"sequence {seq.id} (request {seq.request.id}) is {why}"
-            raise InputError(msg)
+    def _refuse(self, seq: Sequence) -> None:
+        why = "not of this cache" if seq.is_open else "closed"
+        msg = f"sequence {seq.id} (request {seq.request.id}) is {why}"
+        raise InputError(msg)
 
     def _no_room(self, request: Request, need: int, reserved: int) -> str:
         return (

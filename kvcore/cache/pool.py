@@ -24,8 +24,8 @@ class CountingPool:
 
     def __init__(self, blocks: int) -> None:
         """Start with `blocks` free blocks. Costs nothing until they are used."""
-        if not 0 < blocks <= MOST_BLOCKS:
-            msg = f"a pool of {blocks} blocks was asked for; it must have 1 to {MOST_BLOCKS}"
+        if type(blocks) is not int or not 0 < blocks <= MOST_BLOCKS:
+            msg = f"a pool of {blocks!r} blocks was asked for; it must have 1 to {MOST_BLOCKS}"
             raise InputError(msg)
         self.blocks = blocks
         self.free = blocks

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from kvcore.cache.geometry import Geometry
 from kvcore.cache.sequence import Sequence
+from kvcore.errors import InputError
 from kvcore.policy import Match, Plugin, Recorder
+from kvcore.request import Request
 
 
 def record_header(
@@ -23,6 +25,20 @@ def record_header(
             for plugin in plugins
         },
     )
+
+
+def check_admission(admitted: Container[int | str], request: Request, *, again: bool) -> None:
+    """Refuse an admission that would make the trace contradict itself.
+
+    Raises:
+        InputError: a second first admission of a request, or a return of an unknown one.
+    """
+    if again != (request.id in admitted):
+        why = "was not admitted before: leave out again=True"
+        if not again:
+            why = "was admitted before: give another id, or again=True if it returns"
+        msg = f"request {request.id!r} {why}"
+        raise InputError(msg)
 
 
 def record_open(

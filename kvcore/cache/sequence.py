@@ -18,7 +18,8 @@ class Sequence:
     Read it freely; only the cache writes. Lengths are tokens unless they say blocks.
 
     Attributes:
-        id: serial of its opening in this cache.
+        id: serial of the sequence in this cache; forks have one of their own.
+        admission: serial of the admission; a fork is of the admission of its parent.
         request: what it serves.
         keys: its chain of block keys, `ratio` blocks each.
         cacheable: blocks that may be shared once computed.
@@ -35,6 +36,7 @@ class Sequence:
     """
 
     id: int
+    admission: int
     request: Request
     keys: Keys[Key]
     cacheable: int

@@ -15,14 +15,15 @@ from kvcore.catalogue import find_device, find_model
 from kvcore.cli.output import emit_json, json_option, print_table, progress
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError
+from kvcore.files import whole_file
 from kvcore.hf_config import read_config
 from kvcore.lab import compare as run_comparison
 from kvcore.model import KV_DTYPES, KVLayout, ModelSpec, PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.policy import Workload
-from kvcore.report import ComparisonReport, whole_file, write_csv
+from kvcore.report import ComparisonReport, write_csv
 from kvcore.units import format_bytes, parse_bytes
-from kvcore.workloads import checked
+from kvcore.workloads import checked, spare
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 MODEL = "llama-3-8b"
@@ -85,7 +86,15 @@ def compare(
     """
     plugins = Plugins()
     source = find_workload(workload, plugins)
-    _refuse(blocks=blocks, memory=memory, kv_dtype=kv_dtype, trace=trace, csv=csv)
+    _refuse(
+        source,
+        eviction=eviction,
+        blocks=blocks,
+        memory=memory,
+        kv_dtype=kv_dtype,
+        trace=trace,
+        csv=csv,
+    )
     spec = None if model is None else _model(model)
     sizes = None if blocks is None else _numbers(blocks)
     budget = None
@@ -176,14 +185,18 @@ class Budget:
 
 
 def _refuse(
+    source: Workload,
     *,
+    eviction: str | None,
     blocks: str | None,
     memory: str | None,
     kv_dtype: str | None,
     trace: Path | None,
     csv: Path | None,
 ) -> None:
-    """Refuse options that do not go together."""
+    """Refuse options that do not go together, or a CSV file in place of the workload's."""
+    one_row = {"--eviction NAME": eviction, "--blocks N": blocks or memory}
+    missing = " ".join(option for option, value in one_row.items() if value is None)
     msg = ""
     if blocks is not None and memory is not None:
         msg = "--blocks and --memory both say how large the pool is: give one of them"
@@ -191,8 +204,12 @@ def _refuse(
         msg = "--kv-dtype says what a token takes of --memory: give that too"
     elif csv is not None and trace is not None and csv.resolve() == trace.resolve():
         msg = f"--csv and --trace would both write {csv}: give two files"
+    elif trace is not None and missing:
+        msg = f"a trace is of one policy in a pool of one size: add `{missing}`"
     if msg:
         raise InputError(msg)
+    if csv is not None:
+        spare(source, csv)
 
 
 def _model(text: str) -> ModelSpec:

@@ -2,42 +2,75 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 
-from kvcore.catalogue import MODELS, find_device, find_model
+from kvcore.catalogue import DEVICES, MODELS, find_device
+from kvcore.cli.model import find_or_read
 from kvcore.cli.output import emit_json, json_option, print_table
 from kvcore.errors import InputError
-from kvcore.hf_config import read_config
 from kvcore.model import (
     KV_DTYPES,
+    MOST,
     WEIGHT_DTYPES,
     DeviceSpec,
     KVLayout,
-    ModelSpec,
     PrefillCost,
     decode_step_bytes,
     kv_budget,
     prefill_flop,
 )
-from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds, parse_bytes
+from kvcore.units import (
+    DECIMAL,
+    format_bytes,
+    format_number,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     Row = tuple[str, str, str]
 
-COUNT = click.IntRange(min=1)
+RESERVE = "10%"
+WIDTH = 80
 
 
-@click.command(context_settings={"show_default": True})
+class Count(click.ParamType):
+    """A whole number above 0."""
+
+    name = "integer"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        """Read it, or fail with the option's name."""
+        try:
+            return parse_count(str(value))
+        except InputError as error:
+            self.fail(str(error), param, ctx)
+
+
+COUNT = Count()
+
+
+def _listed(what: str, names: Iterable[str]) -> str:
+    """Return a paragraph of a help page that lists `names`, none of them broken."""
+    return "\b\n" + fill(f"{what}: {', '.join(names)}.", WIDTH - 4, break_on_hyphens=False)
+
+
+@click.command(
+    context_settings={"show_default": True},
+    epilog=f"{_listed('Models', MODELS)}\n\n{_listed('Devices', DEVICES)}",
+)
 @click.argument("model")
 @click.option("--device", help="GPU to fit the model on, such as h200.")
 @click.option("--tokens", type=COUNT, default=8192, help="Tokens a request has.")
@@ -45,7 +78,9 @@ COUNT = click.IntRange(min=1)
 @click.option("--dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Of the K/V.")
 @click.option("--weights-dtype", type=click.Choice(WEIGHT_DTYPES), help="If not as released.")
 @click.option("--block-size", type=COUNT, default=16, help="Tokens in a block.")
-@click.option("--reserve", default="10%", help="Memory to keep free, such as 10% or 8GiB.")
+@click.option(
+    "--reserve", show_default=RESERVE, help="Memory to keep free, such as 10% or 8GiB."
+)
 @click.option("--window", type=COUNT, help="Keep at most so many tokens in every layer.")
 @json_option
 def size(
@@ -57,52 +92,59 @@ def size(
     dtype: str,
     weights_dtype: str | None,
     block_size: int,
-    reserve: str,
+    reserve: str | None,
     window: int | None,
     as_json: bool,
 ) -> None:
-    """Size the K/V of MODEL: a well-known name, or the path of a config.json.
+    """Size the K/V of MODEL: a name of the list below, or the path of a config.json.
 
     Bytes are exact. Speeds are bounds, set by the bandwidth and FLOP/s of the device.
     """
-    spec = _model(model, weights_dtype)
+    gpu = None if device is None else find_device(device)
+    kept = 0 if reserve is gpu is None else _reserve(reserve or RESERVE, gpu)
+    spec = find_or_read(model, weights_dtype)
     if window is not None:
         spec = spec.with_window(window)
     layout = KVLayout(spec, dtype, block_size)
     report = {"schema": 1, **_memory(layout, tokens, batch)}
     if window is not None:
         report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
-    if device is not None:
-        gpu = find_device(device)
-        report |= _bounds(layout, gpu, _reserve(reserve, gpu.hbm_bytes), tokens, batch)
+    if max(report["kv"].values()) > MOST:
+        msg = f"--tokens {tokens} with --batch {batch}: their K/V exceeds 2^63 bytes; ask for less"
+        raise InputError(msg)
+    if gpu is not None:
+        report |= _bounds(layout, gpu, kept, tokens, batch)
     if as_json:
         emit_json(report)
     else:
-        click.echo(_title(report["model"]))
+        click.echo(fill(_title(report["model"]), WIDTH, break_on_hyphens=False))
         print_table(["quantity", "amount", "that is"], _rows(report))
 
 
-def _model(text: str, weights_dtype: str | None) -> ModelSpec:
-    """Find a model by name or read it from a file."""
-    path = Path(text)
-    if text.endswith(".json") or os.sep in text or (text not in MODELS and path.exists()):
-        return read_config(path, weights_dtype)
-    try:
-        model = find_model(text)
-    except InputError as error:
-        msg = f"{error}; or give the path of a model's config.json"
-        raise InputError(msg) from None
-    return model.with_weights(weights_dtype) if weights_dtype else model
+def _reserve(text: str, device: DeviceSpec | None) -> int:
+    """Read a share of the memory of `device`, or a size, in bytes.
 
-
-def _reserve(text: str, memory: int) -> int:
-    """Read a share of `memory` or a size in bytes."""
-    percent = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", text)
+    Raises:
+        InputError: neither, no device to reserve it on, or nothing left of it.
+    """
+    percent = re.fullmatch(r"\s*([0-9]{0,99}\.?[0-9]{1,99})\s*%\s*", text)
+    share = Fraction(percent[1]) / 100 if percent else Fraction(0)
+    if share >= 1:
+        msg = f"reserve {text!r}: nothing is left; give less than 100%"
+        raise InputError(msg)
     try:
-        return int(memory * Fraction(percent[1]) / 100) if percent else parse_bytes(text)
+        size = 0 if percent else parse_bytes(text)
     except InputError:
-        msg = f"reserve {text!r}: expected a percentage, such as 10%, or a size, such as 8GiB"
+        msg = f"reserve {text!r}: expected a percentage, such as 10%, or a size, such as 10GiB"
         raise InputError(msg) from None
+    if device is None:
+        msg = f"--reserve {text}: it is kept free on a device; give --device too"
+        raise InputError(msg)
+    if size >= device.hbm_bytes:
+        memory = format_bytes(device.hbm_bytes)
+        msg = f"reserve {text!r}: {device.name} has {memory} in all; reserve less"
+        raise InputError(msg)
+    return size + int(share * device.hbm_bytes)
 
 
 def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
@@ -133,13 +175,11 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
 def _bounds(
     layout: KVLayout, gpu: DeviceSpec, reserve: int, tokens: int, batch: int
 ) -> dict[str, Any]:
-    """Report what fits on a device, and the bounds it sets to decoding and prefill."""
+    """Report what fits on a device, and if that runs at all, the bounds it sets to speed."""
     model = layout.model
     budget = kv_budget(model, gpu, reserve)
     requests = layout.requests_in(budget, tokens)
-    step_bytes = decode_step_bytes(layout, tokens, batch)
-    step_seconds = step_bytes / gpu.bandwidth
-    return {
+    fits = {
         "device": attrs.asdict(gpu),
         "fit": {
             "reserve_bytes": reserve,
@@ -149,6 +189,12 @@ def _bounds(
             "requests": requests,
             "batch_fits": batch <= requests,
         },
+    }
+    if budget < 0:
+        return fits
+    step_bytes = decode_step_bytes(layout, tokens, batch)
+    step_seconds = step_bytes / gpu.bandwidth
+    return fits | {
         "decode": {
             "bytes_per_step": step_bytes,
             "step_seconds": step_seconds,
@@ -156,7 +202,8 @@ def _bounds(
             "tokens_per_second": batch / step_seconds,
         },
         "prefill": {
-            "flop": prefill_flop(model, tokens),
+            # A float, since JSON for other programs has no integers past 64 bits.
+            "flop": float(prefill_flop(model, tokens)),
             "seconds": PrefillCost.of(model, gpu)(0, tokens),
             "load_seconds": layout.request_bytes(tokens) / gpu.host_link,
         },
@@ -170,7 +217,7 @@ def _title(model: dict[str, Any]) -> str:
         heads = f"{model['query_heads']} heads, {model['latent']} numbers a token"
     active = ""
     if model["experts"]:
-        active = f" ({format_number(model['active_parameters'] / 1e9)} billion active)"
+        active = f" ({format_number(model['active_parameters'] / 1e9)} B active)"
     windows = [
         f"{window['layers']} with a window of {window['window']:,}"
         for window in model["windows"]
@@ -178,7 +225,7 @@ def _title(model: dict[str, Any]) -> str:
     ]
     layers = ", ".join([f"{model['layers']} layers", *windows])
     return (
-        f"{model['name']}: {format_number(model['parameters'] / 1e9)} billion parameters"
+        f"{model['name']}: {format_number(model['parameters'] / 1e9)} B parameters"
         f"{active}, {layers}, {model['attention']} ({heads})"
     )
 
@@ -198,7 +245,6 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
     if "device" not in report:
         return
     device, fit = report["device"], report["fit"]
-    decode, prefill = report["decode"], report["prefill"]
     yield _bytes(f"memory of {device['name']}", device["hbm_bytes"])
     yield _bytes("reserve", fit["reserve_bytes"])
     if fit["weights_fit"]:
@@ -209,9 +255,12 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
     yield "blocks that fit", f"{fit['blocks']:,}", f"{room:,} tokens"
     enough = "" if fit["batch_fits"] else f"fewer than the batch of {batch:,}"
     yield "requests that fit", f"{fit['requests']:,}", enough
+    if not fit["weights_fit"]:
+        return
+    decode, prefill = report["decode"], report["prefill"]
     each = format_number(decode["tokens_per_second_per_request"])
     total = format_number(decode["tokens_per_second"])
-    yield "decode, at most", f"{each} tokens/s a request", f"{total} tokens/s in all"
+    yield "decode, at most", f"{each} tokens/s each", f"{total} tokens/s in all"
     took = format_seconds(prefill["seconds"])
     yield (
         "prefill of a request, at least",

@@ -25,6 +25,7 @@ from kvcore.policy import EvictionPolicy, PrefixCache, Span, Workload
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
+from kvcore.workloads import spare
 
 Tick: TypeAlias = Callable[[int], None]
 Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Tick]]
@@ -105,8 +106,8 @@ class Comparison:
 
 def compare(
     workload: Workload,
-    policies: Iterable[Policy],
-    blocks: Iterable[int] | None = None,
+    policies: Policy | Iterable[Policy],
+    blocks: int | Iterable[int] | None = None,
     *,
     block_size: int | None = None,
     count: str = "keys",
@@ -124,9 +125,10 @@ def compare(
 
     Args:
         workload: where the requests come from.
-        policies: names with options (`"lfu:half_life=300"`; one text may hold several),
-            policy classes, functions that build a policy, and `Optimum` or its name.
-        blocks: pool sizes; None: a few parts of the workload's distinct blocks.
+        policies: one or several: names with options (`"lfu:half_life=300"`; one text may
+            hold several), policy classes, functions that build a policy, and `Optimum` or
+            its name.
+        blocks: pool sizes, or one; None: a few parts of the workload's distinct blocks.
         block_size: tokens a block holds; None: as many as a key of the workload.
         count: `keys` or `tokens`, the two countings.
         prefix: the prefix cache, as a name with options, a class, or a function.
@@ -138,17 +140,26 @@ def compare(
         progress: is told how many requests have been replayed; None: nobody is.
 
     Raises:
-        InputError: nothing to compare, a size that no pool has, an unknown name or option,
-            a block size that does not fit the keys, a trace of several rows or of the
-            optimum, the optimum in `tokens` counting, or a request that cannot be read.
+        InputError: no workload, nothing to compare, a size that no pool has, an unknown
+            name or option, a block size that does not fit the keys, a trace of several rows,
+            of the optimum or over the workload's own file, the optimum in `tokens` counting,
+            or a request that cannot be read.
         PluginError: a plugin that cannot work here.
         PolicyError: a policy failed.
     """
+    if not isinstance(workload, Workload):
+        msg = (
+            f"{workload!r:.60} is no workload: give an instance, such as one of "
+            "Plugins().build('workload', 'zipf:skew=1.5')"
+        )
+        raise InputError(msg)
     plugins = plugins or Plugins()
     entrants = contenders(policies, plugins, seed)
     sizes = None if blocks is None else _sizes(blocks)
     _check(entrants, sizes, count, trace)
-    key_tokens = workload.key_tokens
+    if trace is not None:
+        spare(workload, trace)
+    key_tokens, digest = workload.key_tokens, workload.digest
     bench = _Bench(
         workload,
         Geometry(count, key_tokens if block_size is None else block_size, key_tokens),
@@ -168,7 +179,7 @@ def compare(
     return Comparison(
         workload=Source(
             name=workload.name,
-            digest=workload.digest,
+            digest=digest,
             requests=requests,
             key_tokens=key_tokens,
             options=plain(workload.options()),
@@ -287,8 +298,8 @@ def _untold(_: str, __: int | None) -> AbstractContextManager[Tick]:
     return nullcontext(lambda _: None)
 
 
-def _sizes(blocks: Iterable[int]) -> list[int]:
-    sizes = list(dict.fromkeys(blocks))
+def _sizes(blocks: int | Iterable[int]) -> list[int]:
+    sizes = list(dict.fromkeys([blocks] if isinstance(blocks, int) else blocks))
     for size in sizes:
         if not 0 < size <= MOST_BLOCKS:
             msg = f"a pool of {size} blocks was asked for; it must have 1 to {MOST_BLOCKS}"

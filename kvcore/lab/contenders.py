@@ -52,9 +52,9 @@ class Contender:
 
 
 def contenders(
-    policies: Iterable[Policy], plugins: Plugins, seed: int | None
+    policies: Policy | Iterable[Policy], plugins: Plugins, seed: int | None
 ) -> list[Contender]:
-    """Return what `policies` names, each once.
+    """Return what `policies` names, one or several, each once.
 
     `seed` is that of the named policies with an option `seed` that do not set it.
 
@@ -62,6 +62,8 @@ def contenders(
         InputError: none at all, or one that cannot be built as given.
         PluginError: a plugin that cannot work here.
     """
+    if isinstance(policies, str) or not isinstance(policies, Iterable):
+        policies = [policies]
     found: list[Contender] = []
     for policy in policies:
         if isinstance(policy, str):

@@ -68,6 +68,14 @@ class EvictionPolicy(Plugin):
         Called along a path from leaf to root, so for inner spans as well.
         """
 
+    def unpinned(self, span: Span, now: int) -> None:
+        """Learn that a pin was taken back (a later step of the same call failed).
+
+        The pins of `span` are 0 again, its recency is what it was, and it belongs where
+        it stood before `pinned`. Unless overridden this is `released`.
+        """
+        self.released(span, now)
+
     def leaf(self, span: Span) -> None:
         """Learn that an unpinned span lost its last child."""
 

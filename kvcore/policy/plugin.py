@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, ClassVar
 
 import attrs
@@ -57,7 +59,9 @@ def overridden(plugin: Plugin, method: str) -> Callable[..., Any] | None:
 def broken(plugin: Plugin, method: str, error: Exception) -> PolicyError:
     """Return the error that says that `plugin` raised `error` in `method`."""
     cls = type(plugin)
+    *_, frame = extract_tb(error.__traceback__)
+    where = f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
     return PolicyError(
         f"{plugin.kind} plugin {plugin.name!r} ({cls.__module__}.{cls.__qualname__}) raised "
-        f"{type(error).__name__} in {method}(): {error}"
+        f"{type(error).__name__} in {method}(): {error} ({where})"
     )

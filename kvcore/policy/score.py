@@ -39,6 +39,8 @@ class ScoreEviction(EvictionPolicy):
     _heap: list[Entry] = attrs.field(init=False, factory=list, repr=False)
     _entries: dict[Span, Entry] = attrs.field(init=False, factory=dict, repr=False)
     _timers: list[Timer] = attrs.field(init=False, factory=list, repr=False)
+    _due: dict[Span, int] = attrs.field(init=False, factory=dict, repr=False)
+    _answer: Span | None = attrs.field(init=False, default=None, repr=False)
     _now: int = attrs.field(init=False, default=0, repr=False)
 
     @abstractmethod
@@ -50,9 +52,19 @@ class ScoreEviction(EvictionPolicy):
         del span, now
         return None
 
+    def split(self, upper: Span, lower: Span) -> None:
+        """Score the lower half anew: it is shorter now, and begins deeper."""
+        del upper
+        if lower in self._entries:
+            self._enter(lower, self._now)
+
+    def joined(self, upper: Span, lower: Span) -> None:
+        """Score the lower half as the whole that it is again."""
+        self.split(upper, lower)
+
     def pinned(self, span: Span) -> None:
         """Take `span` out of the order."""
-        self._entries.pop(span, None)
+        self._leave(span)
 
     def released(self, span: Span, now: int) -> None:
         """Enter `span` if it is a leaf; an inner span enters with `leaf`."""
@@ -72,17 +84,20 @@ class ScoreEviction(EvictionPolicy):
     def removed(self, span: Span, reason: str) -> None:
         """Forget `span`."""
         del reason
-        self._entries.pop(span, None)
+        self._leave(span)
 
     def victim(self, now: int) -> Span:
         """Return the evictable span with the lowest score."""
+        if self.drifts and self._answer is not None and now == self._now:
+            return self._answer
         self._now = now
         while self._timers and self._timers[0][0] <= now:
-            span = heappop(self._timers)[2]
-            if span in self._entries:
+            due, _, span = heappop(self._timers)
+            if self._due.get(span) == due:
                 self._enter(span, now)
         if self.drifts:
-            return self._rescored(now)
+            self._answer = self._rescored(now)
+            return self._answer
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]
@@ -94,29 +109,41 @@ class ScoreEviction(EvictionPolicy):
 
     def state(self) -> Any:
         """Return the evictable spans in order, with all that later scores depend on."""
-        timers = {timer for timer in self._timers if timer[2] in self._entries}
-        return sorted(self._entries.values()), sorted(timers), self._now
+        timers = sorted((due, span.id, span) for span, due in self._due.items())
+        return sorted(self._entries.values()), timers, self._now, self._answer
 
     def restore(self, state: Any) -> None:
         """Rebuild the heaps from `state`."""
-        entries, timers, self._now = state
-        self._heap = list(entries)
-        self._timers = list(timers)
+        entries, timers, self._now, self._answer = state
+        self._heap, self._timers = list(entries), list(timers)
         self._entries = {entry[4]: entry for entry in entries}
+        self._due = {span: due for due, _, span in timers}
 
     def _enter(self, span: Span, now: int) -> None:
-        entry = (self.score(span, now), span.recency, -span.start, span.id, span)
+        self._answer = None
+        score = self.score(span, now)
+        if score != score:  # noqa: PLR0124  (not a number: it would be below nothing)
+            msg = f"score() of {span!r} is {score!r}, which has no place in an order"
+            raise ValueError(msg)
+        entry = (score, span.recency, -span.start, span.id, span)
         self._entries[span] = entry
         heap = self._heap
         heappush(heap, entry)
         if len(heap) > SLACK * (len(self._entries) + SLACK):
             self._heap = sorted(self._entries.values())
-        change = self.changes_at(span, now)
-        if change is not None:
-            heappush(self._timers, (change, span.id, span))
-            if len(self._timers) > SLACK * (len(self._entries) + SLACK):
-                live = {timer for timer in self._timers if timer[2] in self._entries}
-                self._timers = sorted(live)
+        due = self.changes_at(span, now)
+        if due is None:
+            self._due.pop(span, None)
+        elif self._due.get(span) != due:
+            self._due[span] = due
+            heappush(self._timers, (due, span.id, span))
+            if len(self._timers) > SLACK * (len(self._due) + SLACK):
+                self._timers = sorted((due, span.id, span) for span, due in self._due.items())
+
+    def _leave(self, span: Span) -> None:
+        self._answer = None
+        self._entries.pop(span, None)
+        self._due.pop(span, None)
 
     def _rescored(self, now: int) -> Span:
         lowest: list[Span] = []

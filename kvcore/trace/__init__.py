@@ -1,10 +1,10 @@
 """The trace: every decision as a line of JSON, read back and checked."""
 
+from kvcore.errors import StorageError
 from kvcore.trace.reader import TraceReader, read_events
 from kvcore.trace.replay import Report, replay
 from kvcore.trace.runs import decode_runs, encode_runs
 from kvcore.trace.schema import EVENTS, SCHEMA
-from kvcore.trace.sink import StorageError
 from kvcore.trace.state import CacheState
 from kvcore.trace.writer import Trace
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcore.errors import InputError
+from kvcore.keys import KEY_BYTES
 from kvcore.request import Request
-from kvcore.trace.schema import KEY_BYTES, is_key
+from kvcore.trace.schema import is_key
 
 
 def request_fields(request: Request) -> dict[str, Any]:

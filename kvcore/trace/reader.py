@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import orjson
 
+from kvcore.compression import CutError, DamageError, decoded
 from kvcore.errors import InputError, TraceError
 from kvcore.trace.schema import SCHEMA, fault
 from kvcore.trace.sink import DIGEST_BYTES
 
 Line: TypeAlias = dict[str, Any]
-
-CHUNK_BYTES = 1 << 18
-GZIP_MAGIC = b"\x1f\x8b"
-ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def read_events(file: str | os.PathLike[str]) -> TraceReader:
@@ -64,29 +60,30 @@ class TraceReader:
             msg = f"cannot read the trace {self.file}: {error.strerror}"
             raise InputError(msg) from error
         with file:
-            yield from self._lines(_Stream(file))
+            yield from self._lines(decoded(file))
 
     def fail(self, reason: str) -> NoReturn:
         """Raise TraceError for the line read last."""
         msg = f"{self.file}:{self.line}: {reason}"
         raise TraceError(msg)
 
-    def _lines(self, stream: _Stream) -> Iterator[Line]:
-        rest = b""
+    def _lines(self, pieces: Iterable[bytes]) -> Iterator[Line]:
+        rest, cut = b"", None
         try:
-            for chunk in stream:
-                block, newline, tail = chunk.rpartition(b"\n")
+            for piece in pieces:
+                block, newline, tail = piece.rpartition(b"\n")
                 if newline:
                     yield from self._block(rest + block)
                     rest = tail
                 else:
                     rest += tail
-        except _DamageError as error:
+        except CutError as error:
+            cut = str(error)
+        except DamageError as error:
             self.line += 1
             self.fail(str(error))
         yield from self._tail(rest)
-        if self.cut_reason is None:
-            self.cut_reason = stream.cut
+        self.cut_reason = self.cut_reason or cut
         self.complete = self.cut_reason is None
 
     def _block(self, block: bytes) -> Iterator[Line]:
@@ -170,68 +167,3 @@ class TraceReader:
                 )
         if raw != orjson.dumps(end):
             self.fail("END is not written as kvcore writes it")
-
-
-class _DamageError(Exception):
-    """A compressed stream that cannot be decoded, as opposed to one that just stops."""
-
-
-class _Decoder(Protocol):
-    """A streaming decompressor, as `zlib` and `zstandard` make them."""
-
-    @property
-    def eof(self) -> bool:
-        """Whether the stream has ended, as opposed to its bytes."""
-
-    @property
-    def unused_data(self) -> bytes:
-        """What follows the end of the stream."""
-
-    def decompress(self, data: bytes, /) -> bytes:
-        """Return all that can be decoded so far."""
-
-
-class _Stream:
-    """The bytes of a file, decompressed; `cut` says how a compressed stream stops early."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.cut: str | None = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        data = self._file.read(CHUNK_BYTES)
-        if data.startswith(GZIP_MAGIC):
-            return self._decoded(data, "gzip")
-        if data.startswith(ZSTD_MAGIC):
-            return self._decoded(data, "zstd")
-        return self._plain(data)
-
-    def _plain(self, data: bytes) -> Iterator[bytes]:
-        while data:
-            yield data
-            data = self._file.read(CHUNK_BYTES)
-
-    def _decoded(self, data: bytes, kind: str) -> Iterator[bytes]:
-        decoder, errors = _decoder(kind)
-        while data:
-            try:
-                yield decoder.decompress(data)
-            except errors as error:
-                msg = f"the {kind} stream is damaged: {error}"
-                raise _DamageError(msg) from error
-            if decoder.eof:
-                data = decoder.unused_data or self._file.read(CHUNK_BYTES)
-                if data:
-                    decoder, _ = _decoder(kind)
-            else:
-                data = self._file.read(CHUNK_BYTES)
-        if not decoder.eof:
-            self.cut = f"the {kind} stream stops early"
-
-
-def _decoder(kind: str) -> tuple[_Decoder, type[Exception]]:
-    if kind == "gzip":
-        return zlib.decompressobj(wbits=31), zlib.error
-    import zstandard  # noqa: PLC0415  (18 ms, for one kind of file)
-
-    return zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError

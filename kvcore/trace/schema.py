@@ -7,18 +7,20 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from kvcore.cache.geometry import COUNTINGS
+from kvcore.cache.pool import MOST_BLOCKS
+from kvcore.keys import KEY_BYTES
+from kvcore.units import LIMIT
+
 SCHEMA = 1
 """The schema this version writes, and the only one it reads."""
 
-COUNTINGS = ("keys", "tokens")
 MODES = ("untimed", "model", "wall")
 MISSES = ("absent", "partial", "expired", "no keys")
 COMMITS = ("new", "grown", "same", "shared")
 FREES = ("close", "duplicate", "rollback")
 EVICTIONS = ("capacity", "expired")
 
-KEY_LIMIT = 2**63
-KEY_BYTES = 16
 SHOWN = 60
 
 Test: TypeAlias = Callable[[Any], bool]
@@ -81,7 +83,7 @@ def fault(line: Any) -> str | None:
 def is_key(value: object) -> bool:
     """Say whether `value` is a block key in JSON: an int below 2**63, or 32 hex digits."""
     if type(value) is int:
-        return 0 <= value < KEY_LIMIT
+        return 0 <= value < LIMIT
     if type(value) is not str or len(value) != 2 * KEY_BYTES:
         return False
     try:
@@ -164,7 +166,8 @@ def _word(*words: str) -> Kind:
 COUNT = Kind("an integer from 0 on", _is_count)
 SIZE = Kind("an integer from 1 on", lambda value: type(value) is int and value > 0)
 POOL = Kind(
-    "an integer from 1 to 2**31 - 1", lambda value: type(value) is int and 0 < value < 2**31
+    "an integer from 1 to 2**31 - 1",
+    lambda value: type(value) is int and 0 < value <= MOST_BLOCKS,
 )
 INTEGER = _typed("an integer", int)
 TEXT = _typed("a string", str)

@@ -230,6 +230,17 @@ def test_a_bad_row_leaves_the_files_as_they_were(refused, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"rows", "rows.csv"}
 
 
+@pytest.mark.parametrize("option", ["--csv", "--trace"])
+def test_the_workload_is_not_overwritten(refused, tmp_path, option):
+    """The file that the requests come from is no file to write to."""
+    path = mooncake(tmp_path / "rows", (0, [1]))
+    before = path.read_bytes()
+    error = refused(str(path), "--eviction", "lru", "--blocks", "9", option, str(path))
+    assert f"cannot write {path}: the requests come from {path}; name another file" in error
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_check_finds_a_key_under_two_parents(refused, run, tmp_path):
     """`--check` refuses keys that contradict one another; policies alone do not look."""
     arguments = [
@@ -258,7 +269,10 @@ def test_check_passes_what_is_right(run):
         (["--eviction", "optimum:bypas=true"], "Its options: bypass=false"),
         (["--eviction", "optimum", "--count", "tokens"], "in `keys` counting alone"),
         (["--eviction", "optimum", "--blocks", "9", "--trace", "x"], "there is no trace of it"),
-        (["--trace", "x"], "a trace is of one policy in a pool of one size"),
+        (["--trace", "x"], "in a pool of one size: add `--eviction NAME --blocks N`"),
+        (["--trace", "x", "--eviction", "lru"], "in a pool of one size: add `--blocks N`"),
+        (["--trace", "x", "--memory", "1GiB"], "of one size: add `--eviction NAME`"),
+        (["--trace", "x", "--eviction", "lru", "--blocks", "1,2"], "sizes given: 2"),
         (["--blocks", "0"], "a pool of 0 blocks"),
         (["--blocks", "-5"], "expected numbers of blocks, such as 1000,3000"),
         (["--blocks", "9,,20"], "expected numbers of blocks"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore.catalogue import find_model
-from kvcore.model import KVLayout
+from kvcore.errors import InputError
+from kvcore.model import KVLayout, token_projections
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -113,3 +114,19 @@ def test_a_prefix_of_50_tokens_takes_4_blocks_of_16():
 def test_weights_are_the_size_of_the_checkpoint(name, gib):
     """bf16 with MXFP4 experts: the model card's sizes, but for the experts' bf16 biases."""
     assert find_model(name).weight_bytes / GIB == pytest.approx(gib, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("output", "naive", "cached"), [(1, 10, 10), (100, 5_950, 109), (1_000, 509_500, 1_009)]
+)
+def test_projections_after_a_prompt_of_10_tokens(output, naive, cached):
+    """Naive generation grows with the square of what it generates, cached with its length."""
+    assert token_projections(10, output, cached=False) == naive
+    assert token_projections(10, output, cached=True) == cached
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(0, 5), (5, 0)])
+def test_projections_of_nothing_are_refused(prompt, output):
+    """There is nothing to start from, or nothing to do; the message has both numbers."""
+    with pytest.raises(InputError, match=f"{output} new tokens after a prompt of {prompt}"):
+        token_projections(prompt, output, cached=True)

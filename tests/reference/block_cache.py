@@ -69,6 +69,7 @@ class Table:
     """An open sequence: its blocks, of which the first `shared` are cached."""
 
     id: int
+    admission: int
     request: Request
     hit_blocks: int
     tokens: int
@@ -92,7 +93,7 @@ class BlockCache:
         self.root = Block({0})
         self.cached: dict[Block, None] = {}
         self.sequences: dict[int, Table] = {}
-        self.serial = self.births = self.releases = 0
+        self.serial = self.admissions = self.births = self.releases = 0
         policy.attach(self)
 
     # --- what a prompt is ---
@@ -147,8 +148,18 @@ class BlockCache:
         if need > self.free + sum(not b.holders and b not in hit for b in self.cached):
             raise OutOfBlocks(request.id)
         self.serial += 1
+        self.admissions += 1
         computed = len(hit) * self.block_size
-        table = Table(self.serial, request, len(hit), tokens, computed, len(hit), list(hit))
+        table = Table(
+            self.serial,
+            self.admissions,
+            request,
+            len(hit),
+            tokens,
+            computed,
+            len(hit),
+            list(hit),
+        )
         self.sequences[table.id] = table
         if expired is not None:
             self._drop(expired)
@@ -159,7 +170,7 @@ class BlockCache:
             block.last_access = now
             if not again:
                 block.hits += 1
-                block.opened = table.id
+                block.opened = table.admission
                 block.history += (("hit", table.id),)
                 self.policy.accessed(block, now)
         if not again:
@@ -333,7 +344,12 @@ class BlockCache:
                 setattr(own, name, getattr(parent, name))
         else:
             self.births += 1
-            own.born, own.created, own.last_access, own.opened = self.births, now, now, table.id
+            own.born, own.created, own.last_access, own.opened = (
+                self.births,
+                now,
+                now,
+                table.admission,
+            )
             own.history = (("born", own.born),)
             self.policy.inserted(own, now)
             self._raise_expiry([own])

@@ -15,7 +15,7 @@ from kvcore.lab.compare import default_sizes
 from kvcore.model import PrefillCost
 from kvcore_plugins.eviction import LFU, LRU, Cost
 from kvcore_plugins.prefix import NoPrefix
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workloads import Jsonl, Zipf
 
 
 def small(**options):
@@ -63,10 +63,38 @@ def test_policies_can_be_classes_and_functions():
     assert [row.options for row in made] == [row.options for row in named]
 
 
-def test_a_policy_that_was_built_is_refused():
+def test_one_policy_and_one_size_need_no_list():
+    """A text, a class and the optimum can be given as they are; so can a size."""
+    assert [row.eviction for row in compare(small(), "lru,fifo", 10).rows] == ["lru", "fifo"]
+    for policy in (LRU, Optimum()):
+        (row,) = compare(small(), policy, 10).rows
+        assert (row.eviction, row.blocks) == (policy.name, 10)
+
+
+@pytest.mark.parametrize("policies", [LRU(), [LRU()]])
+def test_a_policy_that_was_built_is_refused(policies):
     """One instance cannot serve several pools: the error says what can."""
     with pytest.raises(InputError, match=r"LRU\(\) cannot be compared: give a name"):
-        compare(small(), [LRU()], [10])
+        compare(small(), policies, [10])
+
+
+@pytest.mark.parametrize("workload", ["zipf", Zipf, [], None])
+def test_only_a_workload_can_be_compared_on(workload):
+    """A name, a class and a list of requests are refused, with what to give instead."""
+    with pytest.raises(
+        InputError, match=r"is no workload: give .* Plugins\(\).build\('workload'"
+    ):
+        compare(workload, "lru", 10)
+
+
+def test_empty_prompts_are_compared(tmp_path):
+    """A request without tokens looks nothing up, in both countings and for the optimum."""
+    path = tmp_path / "rows.jsonl"
+    line = '{"event":"REQUEST","id":%d,"t":0,"prompt":0,"output":1,"keys":[],"key_tokens":16}\n'
+    path.write_text(line % 1 + line % 2)
+    for policies, count in (("lru,optimum", "keys"), ("lru", "tokens")):
+        for row in compare(Jsonl(path), policies, 5, count=count).rows:
+            assert (row.requests, row.lookup_blocks) == (2, 0)
 
 
 def test_the_share_is_of_the_optimum_that_must_admit():
@@ -160,6 +188,31 @@ def test_the_result_says_what_was_run():
     source = compare(workload, ["lru"], [10]).workload
     assert (source.name, source.digest, source.requests) == ("zipf", workload.digest, 60)
     assert (source.key_tokens, source.options["seed"]) == (16, 2)
+
+
+def test_the_digest_is_of_what_was_there_before():
+    """The digest is taken before anything is run."""
+
+    class Fleeting(Zipf):
+        """Has another digest once it was read."""
+
+        digest = "before"
+
+        def __iter__(self):
+            yield from super().__iter__()
+            self.digest = "after"
+
+    assert compare(Fleeting(requests=3), "lru", 10).workload.digest == "before"
+
+
+def test_a_trace_does_not_replace_what_is_compared_on(tmp_path):
+    """The trace may not be written to the file that the requests come from."""
+    path = tmp_path / "rows.jsonl"
+    compare(small(), "lru", 10, trace=path)
+    before = path.read_bytes()
+    with pytest.raises(InputError, match=r"cannot write .*rows.jsonl: the requests come from"):
+        compare(Jsonl(path), "lru", 10, trace=path)
+    assert path.read_bytes() == before
 
 
 def test_progress_is_told_of_every_request_of_every_row():

@@ -22,15 +22,15 @@ def packed(*tokens):
 
 def test_known_answers():
     """Each key is the BLAKE2b-128 of the key before it and the block's tokens."""
-    first = digest(packed(11, 22, 33))
+    first = digest(digest(b"[3,null]"), packed(11, 22, 33))
     second = digest(first, packed(44, 55, 66))
     assert block_keys(TOKENS, 3) == [first, second]
 
 
 def test_known_answer_with_salt_and_extra_keys():
-    """The salt goes before the first block's tokens, extra keys after those of theirs."""
-    first = digest(b'[["salt","tenant-1"]]', packed(11, 22))
-    second = digest(first, packed(33, 44), b'[["image","9f3c"],["lora",7]]')
+    """The salt is hashed before the first block, extra keys after their block's tokens."""
+    first = digest(digest(b'[2,"tenant-1"]'), packed(11, 22))
+    second = digest(first, packed(33, 44), digest(b'[["image","9f3c"],["lora",7]]'))
     third = digest(second, packed(55, 66))
     extra = {1: {"lora": 7, "image": "9f3c"}}
     assert block_keys(TOKENS, 2, salt="tenant-1", extra=extra) == [first, second, third]
@@ -38,7 +38,7 @@ def test_known_answer_with_salt_and_extra_keys():
 
 def test_a_literal_answer():
     """The keys never change between versions or machines: stored traces depend on them."""
-    assert block_keys(range(4), 4)[0].hex() == "61abbbbadcb5a29f38974c1405255595"
+    assert block_keys(range(4), 4)[0].hex() == "a50ea5b81b49866c500d5d6513bd5c07"
 
 
 def test_only_full_blocks_have_keys():
@@ -99,6 +99,20 @@ def test_salt_is_no_extra_key():
     assert block_keys(TOKENS, 7, salt="a") != block_keys(TOKENS, 7, extra={0: {"salt": "a"}})
 
 
+def test_tokens_cannot_pass_for_a_salt_or_an_extra_key():
+    """Parts have fixed lengths: no choice of tokens reads like a salt, nor like extra keys."""
+    salt, lora = b'[["salt","x"]]', b'[["lora","x"]]'
+    text = b"A" * 18 + lora
+    salted = list(struct.unpack("<4Q", text))
+    plain = list(struct.unpack("<4Q", (salt + text)[:32]))
+    assert block_keys(salted, 4, salt="x") != block_keys(plain, 4, extra={0: {"lora": "x"}})
+
+
+def test_block_size_is_part_of_a_key():
+    """Keys of one block size never match those of another."""
+    assert not set(block_keys([1] * 8, 2)) & set(block_keys([1] * 8, 4))
+
+
 def test_order_of_extra_keys_does_not_matter():
     """They are a set of tagged values."""
     one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
@@ -118,7 +132,7 @@ def test_any_sequence_of_ids_will_do(tokens):
 
 def test_the_largest_token_id():
     """Ids go to 2^64 - 1."""
-    assert block_keys([2**64 - 1], 1) == [digest(packed(2**64 - 1))]
+    assert block_keys([2**64 - 1], 1) == [digest(digest(b"[1,null]"), packed(2**64 - 1))]
 
 
 @pytest.mark.parametrize("tokens", [[1, -1], [2**64], [1.5], ["a"], "abc"])
@@ -138,5 +152,7 @@ def test_block_size_must_be_positive(size):
 @pytest.mark.parametrize("extra", [{"image": b"9f3c"}, {"image": 2**70}, {"image": object()}])
 def test_what_is_no_extra_key_is_refused(extra):
     """The error names the tag and says what values there are."""
-    with pytest.raises(InputError, match=r"extra keys .*image.*strings or integers"):
+    with pytest.raises(
+        InputError, match=r"extra keys are text or integers by tag, not .*image"
+    ):
         block_keys(TOKENS, 2, extra={0: extra})

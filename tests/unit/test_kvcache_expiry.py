@@ -71,8 +71,8 @@ def test_open_drops_what_has_expired(cache):
 
 def test_open_drops_before_it_allocates(cache):
     """Blocks of what expired are free for the same admission: no victim is asked for."""
-    serve(cache, "mnop", now=45)
     serve(cache, "abcdefgh", now=0)
+    serve(cache, "mnop", now=45)
     cache.open(ask("abcxyzuv"), now=50)
     assert pins(cache) == {"|mnop": 0}
     assert cache.prefix.evicted == 0

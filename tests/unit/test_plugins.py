@@ -224,6 +224,14 @@ def test_unknown_name_offers_the_nearest_and_the_list():
     )
 
 
+def test_the_optimum_is_no_plugin():
+    """The bound that comparisons know by name is told from a name that is unknown."""
+    assert error(InputError, evictions(Oldest).build, "eviction", "optimum") == (
+        "no eviction plugin is named 'optimum': it is no policy but a bound, and comparisons "
+        "alone know it. There are: oldest"
+    )
+
+
 def test_unknown_name_when_there_are_none():
     """A kind without plugins says so."""
     assert error(InputError, evictions(Oldest).get, "workload", "zipf") == (

@@ -1,17 +1,12 @@
-"""A comparison as text, table and CSV; files that are whole or not there."""
+"""A comparison as text, table and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import os
-import threading
 
-import pytest
-
-from kvcore import InputError
 from kvcore.lab import Comparison, Infinite, Row, Source
-from kvcore.report import ComparisonReport, whole_file, write_csv
+from kvcore.report import ComparisonReport, write_csv
 
 
 def row(eviction, blocks, hits, *, best=None, **options):
@@ -164,44 +159,3 @@ def test_csv_has_a_row_a_row():
         "wall_s": "0.5",
     }
     assert second["share_of_optimum"] == "0.5"
-
-
-def test_a_file_appears_when_it_is_whole(tmp_path):
-    """While it is written there is no file of that name; then there is nothing else."""
-    path = tmp_path / "rows.csv"
-    with whole_file(path) as file:
-        file.write("é\n")
-        assert not path.exists()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
-    assert path.read_text("utf-8") == "é\n"
-
-
-def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
-    """An exception while writing leaves what was there, and nothing beside it."""
-    path = tmp_path / "rows.csv"
-    path.write_text("old")
-    file = whole_file(path)
-    file.__enter__().write("new")
-    assert not file.__exit__(RuntimeError, RuntimeError(), None)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
-    assert path.read_text() == "old"
-
-
-@pytest.mark.parametrize("place", ["missing/rows.csv", "."])
-def test_a_file_that_cannot_be_opened_is_refused(tmp_path, place):
-    """A missing directory, or a directory in its place, is said at once."""
-    with pytest.raises(InputError, match="cannot write"), whole_file(tmp_path / place):
-        pytest.fail("opened")
-
-
-def test_a_pipe_is_written_in_place(tmp_path):
-    """What is no regular file stays what it is."""
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    read = []
-    reader = threading.Thread(target=lambda: read.append(path.read_text()))
-    reader.start()
-    with whole_file(path) as file:
-        file.write("row\n")
-    reader.join()
-    assert (read, path.is_fifo()) == (["row\n"], True)

@@ -96,3 +96,39 @@ def test_restore_brings_the_order_back():
     policy.restore(state)
     assert policy.state() == state
     assert policy.victim(0) is spans(cache)["|a"]
+
+
+class Ticking(ScoreEviction):
+    """A policy that drifts: what is old falls fastest."""
+
+    name = "ticking"
+    drifts = True
+
+    def score(self, span, now):
+        """Return less the older a span is, and the more so the later it is."""
+        return -(now - span.created) * (span.born % 7 + 1)
+
+
+def test_a_drifting_policy_gives_one_answer():
+    """However many leaves there are, the victim stays the same until something changes."""
+    policy = Ticking()
+    cache = make(200, policy, count="keys")
+    serve(cache, *map(chr, range(1000, 1200)))
+    answers = {policy.victim(50) for _ in range(5)}
+    assert len(answers) == 1
+    serve(cache, "x", now=50)
+    assert answers.isdisjoint(cache.prefix.spans())
+
+
+def test_a_score_may_depend_on_size():
+    """What a split leaves of a span is scored as what it is now."""
+
+    class Longest(ScoreEviction):
+        name = "longest"
+
+        def score(self, span, now):
+            return -span.blocks
+
+    cache = make(10, Longest(), count="keys")
+    serve(cache, "abcdef", "wxy", "abcd!")
+    assert cache.prefix.eviction.victim(0) is spans(cache)["|wxy"]

@@ -90,7 +90,7 @@ def test_trace_without_requests_is_refused(tmp_path):
         ({"event": 3}, "field 'event': expected a text, got 3"),
         ({"id": 1.5}, "field 'id': expected an integer or a text, got 1.5"),
         ({"t": 4}, "field 't': expected 5 or later .*, got 4"),
-        ({"prompt": 0}, "field 'prompt': expected a whole number from 1"),
+        ({"prompt": -1}, "field 'prompt': expected a whole number from 0"),
         ({"output": -1}, "field 'output': expected a whole number from 0"),
         ({"keys": ["abc"]}, r"field 'keys\[0\]': expected .* or 32 hexadecimal digits"),
         ({"keys": [1, 2, 3]}, "field 'keys': expected at most 2 keys"),
@@ -118,6 +118,12 @@ def test_bad_field_is_named(tmp_path, change, complaint):
     path = write(tmp_path / "t.jsonl", REQUEST, REQUEST | {"id": 2} | change)
     with pytest.raises(InputError, match=rf"t\.jsonl:2: {complaint}"):
         list(Jsonl(path))
+
+
+def test_an_empty_prompt_is_read(tmp_path):
+    """A prompt of no tokens, which a trace may hold, is a request like others."""
+    (request,) = Jsonl(write(tmp_path / "t.jsonl", REQUEST | {"prompt": 0, "keys": []}))
+    assert (request.prompt, request.keys) == (0, [])
 
 
 def test_cut_file_yields_what_comes_before_the_cut(tmp_path):

@@ -83,6 +83,17 @@ def test_no_prefix_shares_nothing():
     assert len({key for request in requests for key in request.keys}) == 20 * 4
 
 
+def test_arrivals_are_equal_on_every_machine():
+    """Poisson arrivals are these, to the nanosecond, whatever the C library."""
+    assert [request.arrival for request in Zipf(requests=5)] == [
+        0,
+        135_213_201,
+        235_125_657,
+        384_512_182,
+        557_123_733,
+    ]
+
+
 def test_uniform_arrivals_are_evenly_spaced():
     """Uniform arrivals are one mean gap apart, exactly."""
     requests = Zipf(requests=4, arrivals="uniform", rate=4)

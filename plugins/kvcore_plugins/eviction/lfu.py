@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from kvcore import InputError, ScoreEviction, Span
-from kvcore_plugins.eviction.weight import ONE, Weight, exp2, over, plus, power
+from kvcore_plugins.eviction.weight import ONE, Weight, exp2, normal, over, plus, power
 
 NANOSECONDS = 1_000_000_000
 UNITS = ("s", "accesses", "touches")
@@ -98,7 +98,7 @@ class LFU(ScoreEviction):
         if self.unit == "touches":
             return span.data
         exponent, mantissa = span.data
-        return exponent, round(mantissa, DIGITS)
+        return normal(exponent, round(mantissa, DIGITS))
 
     def frequency(self, span: Span, *, now: int = 0, accesses: int = 0) -> float:
         """Return the frequency of `span` at `now` ns, or once there were `accesses` opens."""

@@ -32,6 +32,12 @@ class LRU(EvictionPolicy):
         del now
         self._order[span] = None
 
+    def unpinned(self, span: Span, now: int) -> None:
+        """Put `span` back where its recency says. O(spans), after a failure alone."""
+        del now
+        spans = sorted([*self._order, span], key=lambda span: span.recency)
+        self._order = OrderedDict.fromkeys(spans)
+
     def removed(self, span: Span, reason: str) -> None:
         """Forget `span`."""
         del reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import copy
 from typing import Any, ClassVar
 
 import attrs
@@ -10,6 +11,14 @@ import attrs
 from kvcore import EvictionPolicy, InputError, Span
 
 Order = OrderedDict[Span, None]
+
+
+@attrs.define
+class Place:
+    """Where a span belongs: its segment, and its turn in the order of that segment."""
+
+    protected: bool = False
+    turn: int = 0
 
 
 @attrs.define(slots=False, eq=False)
@@ -36,6 +45,7 @@ class SLRU(EvictionPolicy):
     _probation: Order = attrs.field(init=False, factory=OrderedDict, repr=False)
     _protected: Order = attrs.field(init=False, factory=OrderedDict, repr=False)
     _held: int = attrs.field(init=False, default=0, repr=False)
+    _turns: int = attrs.field(init=False, default=0, repr=False)
 
     @protected.validator
     def _is_share(self, _: object, value: float) -> None:
@@ -51,16 +61,16 @@ class SLRU(EvictionPolicy):
     def inserted(self, span: Span, now: int) -> None:
         """Put `span` on probation."""
         del now
-        span.data = False
+        span.data = Place()
 
     def accessed(self, span: Span, now: int) -> None:
         """Promote `span`."""
         del now
-        span.data = True
+        span.data.protected = True
 
     def split(self, upper: Span, lower: Span) -> None:
         """Let both halves be of one segment; the upper is pinned and so in neither order."""
-        upper.data = lower.data
+        upper.data = copy(lower.data)
         if lower in self._protected:
             self._held -= upper.blocks
 
@@ -80,16 +90,25 @@ class SLRU(EvictionPolicy):
     def released(self, span: Span, now: int) -> None:
         """Append `span` to its segment, and demote what no longer fits."""
         del now
-        if not span.data:
-            self._probation[span] = None
+        if not span.data.protected:
+            self._append(self._probation, span)
             return
-        self._protected[span] = None
+        self._append(self._protected, span)
         self._held += span.blocks
         while self._held > self._capacity:
             oldest, _ = self._protected.popitem(last=False)
             self._held -= oldest.blocks
-            oldest.data = False
-            self._probation[oldest] = None
+            oldest.data.protected = False
+            self._append(self._probation, oldest)
+
+    def unpinned(self, span: Span, now: int) -> None:
+        """Put `span` back where its turn says. O(spans), after a failure alone."""
+        del now
+        segment = self._protected if span.data.protected else self._probation
+        order = sorted([*segment, span], key=lambda span: span.data.turn)
+        segment.clear()
+        segment.update(dict.fromkeys(order))
+        self._held += span.blocks if span.data.protected else 0
 
     def trimmed(self, span: Span, blocks: int) -> None:
         """Count what is left."""
@@ -107,14 +126,19 @@ class SLRU(EvictionPolicy):
         return next(iter(self._probation or self._protected))
 
     def state(self) -> Any:
-        """Return both segments, least recent first."""
-        return tuple(self._probation), tuple(self._protected)
+        """Return both segments, least recent first, and the turns so far."""
+        return tuple(self._probation), tuple(self._protected), self._turns
 
     def restore(self, state: Any) -> None:
         """Take both segments from `state`."""
-        probation, protected = state
+        probation, protected, self._turns = state
         self._probation = OrderedDict.fromkeys(probation)
         self._protected = OrderedDict.fromkeys(protected)
         self._held = sum(span.blocks for span in protected)
         for span in (*probation, *protected):
-            span.data = span in self._protected
+            span.data.protected = span in self._protected
+
+    def _append(self, segment: Order, span: Span) -> None:
+        self._turns += 1
+        span.data.turn = self._turns
+        segment[span] = None

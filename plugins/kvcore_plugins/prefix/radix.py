@@ -27,6 +27,15 @@ HISTORY = ("creator", "hits", "opened", "opener", "last_access", "expires")
 _history = attrgetter(*HISTORY)
 
 
+def _histories(span: Span, root: Span) -> list[tuple[Span, Any]]:
+    """Return the spans from `span` up to below `root`, with what an access would change."""
+    before = []
+    while span is not root:
+        before.append((span, _history(span)))
+        span = span.parent  # type: ignore[assignment]
+    return before
+
+
 @attrs.define(slots=False, eq=False)
 class Radix(SpanTree):
     """Share prefixes of any length: a radix tree whose nodes are runs of blocks.
@@ -108,19 +117,16 @@ class Radix(SpanTree):
                 span = span.parent  # type: ignore[assignment]
             return
         cuts = [] if seq.priorities is None else cut_at_hints(self, seq)
-        before = []
-        opener, serial = seq.request.id, seq.id
-        watched = self._on_accessed is not None
+        before = None if self._on_accessed is None else _histories(span, root)
+        opener, serial = seq.request.id, seq.admission
         while span is not root:
-            if watched:
-                before.append((span, _history(span)))
             span.creator = None
             span.hits += 1
             span.opened = serial
             span.opener = opener
             span.last_access = now
             span = span.parent  # type: ignore[assignment]
-        if watched:
+        if before is not None:
             self._tell_accessed(before, cuts, now)
         if seq.priorities is not None:
             apply_hints(self, seq, now)
@@ -288,21 +294,24 @@ class Radix(SpanTree):
         if self.trace is not None:
             how = "grown" if grown else "new"
             self.record_commit(seq, span, first, upto - first, how, now)
+        if self._listens or seq.family is not None:
+            self._tell_stored(seq, span, first, ids, now, grown=grown)
+
+    def _tell_stored(
+        self, seq: Sequence, span: Span, first: int, ids: Ids | None, now: int, *, grown: bool
+    ) -> None:
+        """Tell the policy of blocks from `first` on, and pin them for forked siblings."""
         try:
-            self._tell_stored(span, upto - first if grown else 0, now)
+            if grown:
+                if self._on_grown is not None:
+                    self._call("grown", self._on_grown, span, span.end - first)
+            elif self._on_inserted is not None:
+                self._call("inserted", self._on_inserted, span, now)
         finally:
             if self._expiring:
                 raise_expiry(span, self.root)
             if seq.family is not None and ids is not None:
                 pin_for_siblings(self, seq, first, ids, now)
-
-    def _tell_stored(self, span: Span, grown: int, now: int) -> None:
-        """Tell the policy that `span` grew by so many blocks, or with 0 that it is new."""
-        if grown:
-            if self._on_grown is not None:
-                self._call("grown", self._on_grown, span, grown)
-        elif self._on_inserted is not None:
-            self._call("inserted", self._on_inserted, span, now)
 
     def _child(
         self,
@@ -319,7 +328,7 @@ class Radix(SpanTree):
         self._births += 1
         span = Span(
             self._last_id, parent.end, upto, parent, 1, None, now, now, self._births,
-            seq.id, request.id, 0, 0, priority, until, None, request.tenant, None,
+            seq.admission, request.id, 0, 0, priority, until, None, request.tenant, None,
             self.shape, seq.keys, ids, seq,
         )  # fmt: skip
         key = seq.keys[parent.end // self.shape.ratio]
@@ -362,11 +371,10 @@ class Radix(SpanTree):
             span.pins -= 1
             if not span.pins:
                 self.unpinned += span.blocks
-                if self._on_released is not None:
-                    expires = span.expires
-                    with suppress(PolicyError):
-                        self._call("released", self._on_released, span, self._now)
-                    span.expires = expires
+                expires = span.expires
+                with suppress(PolicyError):
+                    self._call("unpinned", self.eviction.unpinned, span, self._now)
+                span.expires = expires
             span = span.parent  # type: ignore[assignment]
 
     def _tell_accessed(

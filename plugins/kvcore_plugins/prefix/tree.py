@@ -58,6 +58,8 @@ class SpanTree(PrefixCache):
         self._on_leaf = overridden(eviction, "leaf")
         self._on_trimmed = overridden(eviction, "trimmed")
         self._on_removed = overridden(eviction, "removed")
+        listeners = (self._on_inserted, self._on_grown)
+        self._listens = self._expiring or listeners != (None, None)
 
     def _end_of_match(self, span: Span, keys: Keys[Key], stop: int) -> int:
         """Return where `keys` leave `span`, at most `stop`, by bisection over its keys.

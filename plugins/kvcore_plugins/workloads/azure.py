@@ -11,9 +11,8 @@ from typing import ClassVar
 import attrs
 from attrs.validators import ge
 
-from kvcore.errors import InputError
-from kvcore.policy import Workload
-from kvcore.request import Request
+from kvcore import InputError, Request, Workload
+from kvcore.units import NANOSECONDS
 from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workloads.rows import Row, shown
 
@@ -108,7 +107,9 @@ def _nanoseconds(row: Row) -> int:
     try:
         if match is not None:
             moment = datetime.fromisoformat(match[1]).replace(tzinfo=UTC)
-            return (moment - _EPOCH) // _SECOND * 10**9 + int((match[2] or "").ljust(9, "0"))
+            return (moment - _EPOCH) // _SECOND * NANOSECONDS + int(
+                (match[2] or "").ljust(9, "0")
+            )
     except ValueError:
         pass
     raise row.error(field=_COLUMNS[0], expected="a time such as 2023-11-16 18:15:46.6805900")

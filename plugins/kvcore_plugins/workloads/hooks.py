@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvcore import Workload
 from kvcore.hookspecs import hookimpl
-from kvcore.policy import Workload
 from kvcore_plugins.workloads import Azure, Jsonl, Mooncake, Weka, Zipf
 
 

@@ -11,13 +11,11 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore.errors import InputError
-from kvcore.policy import Workload
-from kvcore.request import Request, Retention
+from kvcore import InputError, Request, Retention, Workload
+from kvcore.trace import SCHEMA
+from kvcore.units import LIMIT
 from kvcore.workloads import file_digest
-from kvcore_plugins.workloads.rows import LIMIT, Row, names, rows
-
-SCHEMA = 1
+from kvcore_plugins.workloads.rows import Row, names, rows
 
 
 @attrs.define(slots=False, eq=False)
@@ -81,7 +79,7 @@ class Jsonl(Workload):
 
 
 def _request(row: Row, arrival: int) -> Request:
-    prompt = row.natural("prompt", 1)
+    prompt = row.natural("prompt")
     key_tokens = row.natural("key_tokens", 1)
     return Request(
         id=_id(row, "id"),

@@ -10,13 +10,13 @@ from typing import ClassVar
 import attrs
 from attrs.converters import optional
 
-from kvcore.policy import Workload
-from kvcore.request import Request
+from kvcore import Request, Workload
+from kvcore.units import LIMIT, NANOSECONDS
 from kvcore.workloads import file_digest
-from kvcore_plugins.workloads.rows import LIMIT, names, rows
+from kvcore_plugins.workloads.rows import names, rows
 
 BUNDLED_REQUESTS = 12_031
-_NS_PER_MS = 10**6
+_MILLISECOND = NANOSECONDS // 1000
 
 
 @attrs.define(slots=False, eq=False)
@@ -41,7 +41,7 @@ class Mooncake(Workload):
         """Yield a request a row. Holds one row at a time."""
         earliest = 0
         for row in rows(self._file):
-            arrival = row.natural("timestamp", below=LIMIT // _NS_PER_MS)
+            arrival = row.natural("timestamp", below=LIMIT // _MILLISECOND)
             if arrival < earliest:
                 raise row.error(
                     field="timestamp", expected=f"{earliest} or later (sorted rows)"
@@ -50,7 +50,7 @@ class Mooncake(Workload):
             prompt = row.natural("input_length", 1)
             yield Request(
                 id=row.line - 1,
-                arrival=arrival * _NS_PER_MS,
+                arrival=arrival * _MILLISECOND,
                 prompt=prompt,
                 output=row.natural("output_length"),
                 keys=row.prompt_keys("hash_ids", prompt, self.key_tokens),

@@ -10,17 +10,15 @@ from typing import Any, TypeVar
 import attrs
 import orjson
 
-from kvcore.errors import InputError
+from kvcore import InputError
+from kvcore.units import LIMIT, NANOSECONDS
 from kvcore.workloads import lines
-
-LIMIT = 2**63
-"""Times in nanoseconds, counts and integer keys stay below this."""
 
 _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
-_SECONDS_LIMIT = LIMIT // 10**9
+_SECONDS_LIMIT = LIMIT // NANOSECONDS
 _SHOWN = 60
 
 
@@ -47,7 +45,7 @@ class Row:
         """Take a number of seconds, at least 0, as nanoseconds."""
         value: Any = self.fields.get(name)
         if type(value) in (int, float) and 0 <= value < _SECONDS_LIMIT:
-            return round(float(value) * 1e9)
+            return round(float(value) * NANOSECONDS)
         expected = f"a number of seconds, from 0 and below {_SECONDS_LIMIT}"
         raise self.error(field=name, expected=expected)
 

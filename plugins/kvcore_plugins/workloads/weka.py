@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
-from math import inf, log
+from math import inf
 from operator import attrgetter
 from pathlib import Path
 from random import Random
@@ -14,9 +14,10 @@ from typing import ClassVar
 import attrs
 from attrs.validators import ge, lt
 
-from kvcore.policy import Workload
-from kvcore.request import Request
+from kvcore import Request, Workload
+from kvcore.units import NANOSECONDS
 from kvcore.workloads import file_digest, lines
+from kvcore_plugins.workloads.gaps import exponential
 from kvcore_plugins.workloads.rows import Row, names, parse
 
 _KEY_TOKENS = 64
@@ -64,7 +65,7 @@ class Weka(Workload):
             yield from _before(start, running)
             session = _session(parse(self.path, number, line), start, ids)
             heappush(running, (session.next_arrival, number, session))
-            start += round(-log(1 - draw()) * self.stagger * 1e9)
+            start += round(exponential(draw) * self.stagger * NANOSECONDS)
         yield from _before(inf, running)
 
     @property

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from hashlib import blake2b
 from itertools import accumulate, count, islice
-from math import log
 from random import Random
 from typing import Any, ClassVar
 
 import attrs
 import orjson
-from attrs.validators import ge, gt, in_, le
+from attrs.validators import ge, in_, le
 
-from kvcore.errors import InputError
-from kvcore.policy import Workload
-from kvcore.request import Request
+from kvcore import InputError, Request, Workload
+from kvcore.units import NANOSECONDS
+from kvcore_plugins.workloads.gaps import exponential
 
 ARRIVALS = ("poisson", "bursty", "uniform")
 _DRAW_BITS = 53
 _WEIGHT = 2**60
+_MANY = 10_000_000
 
 
 # In slots: only a slot overrides the contract's read-only `key_tokens` with an option.
@@ -34,8 +34,8 @@ class Zipf(Workload):
     levels that share the tokens equally: `branching` neighbours have all but the last level
     in common, `branching`^2 neighbours all but the last two, and so on.
 
-    The draws rest on nothing but the generator's own 53-bit numbers, integers and decimal
-    arithmetic, so keys are equal on every machine.
+    The draws rest on nothing but the generator's own 53-bit numbers, integers, decimal
+    arithmetic and exact comparisons, so requests are equal on every machine.
 
     Attributes:
         requests: how many.
@@ -56,15 +56,15 @@ class Zipf(Workload):
 
     requests: int = attrs.field(default=10_000, validator=ge(1))
     arrivals: str = attrs.field(default="poisson", validator=in_(ARRIVALS))
-    rate: float = attrs.field(default=10.0, converter=float, validator=[gt(0), le(1e9)])
-    burst: int = attrs.field(default=8, validator=ge(1))
-    prefixes: int = attrs.field(default=1_000, validator=ge(1))
+    rate: float = attrs.field(default=10.0, converter=float, validator=[ge(1e-9), le(1e9)])
+    burst: int = attrs.field(default=8, validator=[ge(1), le(_MANY)])
+    prefixes: int = attrs.field(default=1_000, validator=[ge(1), le(_MANY)])
     skew: float = attrs.field(default=1.0, converter=float, validator=[ge(0), le(100)])
-    prefix_tokens: int = attrs.field(default=2_048, validator=ge(0))
-    suffix_tokens: int = attrs.field(default=256, validator=ge(0))
-    output_tokens: int = attrs.field(default=128, validator=ge(0))
-    levels: int = attrs.field(default=3, validator=ge(1))
-    branching: int = attrs.field(default=4, validator=ge(1))
+    prefix_tokens: int = attrs.field(default=2_048, validator=[ge(0), le(_MANY)])
+    suffix_tokens: int = attrs.field(default=256, validator=[ge(0), le(_MANY)])
+    output_tokens: int = attrs.field(default=128, validator=[ge(0), le(_MANY)])
+    levels: int = attrs.field(default=3, validator=[ge(1), le(100)])
+    branching: int = attrs.field(default=4, validator=[ge(1), le(_MANY)])
     key_tokens: int = attrs.field(default=16, validator=ge(1))
     seed: int = 0
 
@@ -132,13 +132,13 @@ class Zipf(Workload):
 
     def _arrivals(self) -> Iterator[int]:
         if self.arrivals == "uniform":
-            yield from (round(serial * 1e9 / self.rate) for serial in count())
+            yield from (round(serial * NANOSECONDS / self.rate) for serial in count())
         draw = self._generator("arrivals").random
         size = self.burst if self.arrivals == "bursty" else 1
         now = 0
         while True:
             yield from (now for _ in range(size))
-            now += round(-log(1 - draw()) * size / self.rate * 1e9)
+            now += round(exponential(draw) * size / self.rate * NANOSECONDS)
 
     def _generator(self, purpose: str) -> Random:
         return Random(f"{self.seed}/{purpose}")  # noqa: S311 - a workload, not a secret

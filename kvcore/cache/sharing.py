@@ -1,0 +1,67 @@
+"""Private blocks with several owners: what a fork needs of the pool, and copy-on-write."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.sequence import Sequence
+from kvcore.policy import PrefixCache, Recorder
+
+
+def with_ids(
+    pool: CountingPool, prefix: PrefixCache, sequences: Iterable[Sequence]
+) -> BlockPool:
+    """Return `pool` with ids, given to every block in use if there were none. O(blocks)."""
+    if isinstance(pool, BlockPool):
+        return pool
+    named = BlockPool(pool.blocks)
+    for span in prefix.spans():
+        span.ids = named.take(span.blocks)
+    for seq in sequences:
+        seq.private = named.take(seq.private_blocks)
+    prefix.pool = named
+    return named
+
+
+def shared_tail(pool: CountingPool, seq: Sequence) -> int | None:
+    """Return the id of the last block of `seq` if another sequence owns it too."""
+    if seq.private and isinstance(pool, BlockPool):
+        tail = seq.private[-1]
+        return tail if tail in pool.owners else None
+    return None
+
+
+def copy_tail(
+    pool: CountingPool,
+    seq: Sequence,
+    tail: int,
+    ids: Ids | None,
+    trace: Recorder | None,
+    now: int,
+) -> Ids:
+    """Put the first of `ids` in the place of `tail`; return the others."""
+    assert isinstance(pool, BlockPool)
+    assert seq.private is not None
+    assert ids is not None
+    pool.disown(tail)
+    copy = seq.private[-1] = ids[0]
+    if trace is not None:
+        block = seq.blocks - 1
+        trace.line("COPY", now, seq=seq.id, block=block, **{"from": tail, "to": copy})
+    return ids[1:]
+
+
+def table(seq: Sequence) -> Ids:
+    """Return the ids of the blocks of `seq`, first to last. O(blocks) in C."""
+    parts = [seq.private]
+    span = seq.span
+    while span.parent is not None:
+        parts.append(span.ids)
+        span = span.parent
+    ids: Ids = array("i")
+    for part in reversed(parts):
+        if part is not None:
+            ids.extend(part)
+    return ids

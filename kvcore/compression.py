@@ -1,0 +1,118 @@
+"""gzip and zstd, streaming: read as their first bytes say, written as the name says."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol, TypeAlias
+
+CHUNK_BYTES = 1 << 16
+
+
+class CutError(Exception):
+    """A compressed stream that just stops."""
+
+
+class DamageError(Exception):
+    """A compressed stream that cannot be decoded, or that something else follows."""
+
+
+class Decoder(Protocol):
+    """A streaming decompressor, as `zlib` and `zstandard` make them."""
+
+    @property
+    def eof(self) -> bool:
+        """Whether the stream has ended, as opposed to its bytes."""
+
+    @property
+    def unused_data(self) -> bytes:
+        """What follows the end of the stream."""
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Return all that can be decoded so far."""
+
+
+class Compressor(Protocol):
+    """A streaming compressor, as `zlib` and `zstandard` make them."""
+
+    def compress(self, data: bytes, /) -> bytes:
+        """Take bytes; return those of the compressed stream that are ready."""
+
+    def flush(self) -> bytes:
+        """Return the rest of the stream."""
+
+
+Codec: TypeAlias = tuple[str, Callable[[], Decoder], type[Exception]]
+"""(what it is called, what makes a decoder, what a decoder raises at damage)."""
+
+
+def decoded(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of `file` piece by piece, decompressed if it is gzip or zstd.
+
+    There may be several gzip members or zstd frames. Memory: what 64 KiB decompress to.
+
+    Raises:
+        CutError: a compressed stream stops early. All that precedes the cut was yielded.
+        DamageError: a compressed stream cannot be decoded, or something else follows it.
+    """
+    data = file.read(CHUNK_BYTES)
+    codec = next((make() for magic, make in _CODECS.items() if data.startswith(magic)), None)
+    if codec is None:
+        while data:
+            yield data
+            data = file.read(CHUNK_BYTES)
+        return
+    kind, new, failure = codec
+    decoder: Decoder | None = None
+    while data:
+        decoder = decoder or new()
+        try:
+            piece = decoder.decompress(data)
+        except failure as error:
+            msg = f"the {kind} stream is damaged: {error}"
+            raise DamageError(msg) from error
+        yield piece
+        data = decoder.unused_data or file.read(CHUNK_BYTES)
+        if decoder.eof:
+            decoder = None
+    if decoder is not None:
+        msg = f"the {kind} stream stops early"
+        raise CutError(msg)
+
+
+def compressor(path: Path) -> Compressor | None:
+    """Return what compresses a file of that name: `.gz`, `.zst`; None: nothing does.
+
+    Equal content makes equal files.
+    """
+    make = _COMPRESSORS.get(path.suffix)
+    return None if make is None else make()
+
+
+def _gzip() -> Codec:
+    return "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error
+
+
+def _zstd() -> Codec:
+    import zstandard  # noqa: PLC0415 - 18 ms, for one kind of file
+
+    return "zstd", zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+
+
+def _to_gzip() -> Compressor:
+    # zlib's own gzip header has no name and the time 0.
+    return zlib.compressobj(wbits=31)
+
+
+def _to_zstd() -> Compressor:
+    import zstandard  # noqa: PLC0415 - as above
+
+    return zstandard.ZstdCompressor(write_checksum=True).compressobj()
+
+
+_CODECS: dict[bytes, Callable[[], Codec]] = {
+    b"\x1f\x8b": _gzip,
+    b"\x28\xb5\x2f\xfd": _zstd,
+}
+_COMPRESSORS: dict[str, Callable[[], Compressor]] = {".gz": _to_gzip, ".zst": _to_zstd}

@@ -1,0 +1,23 @@
+"""The examples run as they are, and print what they promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+COMPOSE = Path(__file__).parents[2] / "examples" / "compose.py"
+
+
+def test_compose_prints_a_line_a_policy(tmp_path):
+    """`python examples/compose.py` compares three policies on the bundled trace."""
+    done = subprocess.run(
+        [sys.executable, COMPOSE], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lru, lfu, cost = done.stdout.splitlines()
+    assert lru == "lru    39,258 blocks hit, 13.6%"
+    assert lfu.startswith("lfu ")
+    assert cost.startswith("cost ")
+    assert lfu.endswith("%")
+    assert cost.endswith("%")

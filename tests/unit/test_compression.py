@@ -1,0 +1,84 @@
+"""gzip and zstd: decoded piece by piece, cut told from damaged."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from kvcore.compression import CutError, DamageError, compressor, decoded
+
+LONG = b"".join(b"%d " % (n * n) for n in range(100_000))
+PACK = {"gzip": gzip.compress, "zstd": zstandard.compress}
+
+
+def read(data):
+    """Return what `data` decodes to, and the error with which it ends, if any."""
+    pieces = []
+    try:
+        pieces.extend(decoded(io.BytesIO(data)))
+    except (CutError, DamageError) as error:
+        return b"".join(pieces), error
+    return b"".join(pieces), None
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_content_comes_as_it_was(kind):
+    """A compressed file decodes to what it was made of, plain or not, long or empty."""
+    for content in (LONG, b""):
+        assert read(PACK[kind](content)) == (content, None)
+        assert read(content) == (content, None)
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_streams_that_follow_one_another_are_one(kind):
+    """Several members or frames decode to the content of all, also many small ones."""
+    pieces = [LONG[start : start + 1000] for start in range(0, 100_000, 1000)]
+    assert read(b"".join(map(PACK[kind], pieces))) == (LONG[:100_000], None)
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_cut_is_told_after_all_that_precedes_it(kind):
+    """A stream that just stops yields what it has, then says that it was cut."""
+    packed = PACK[kind](LONG)
+    content, error = read(packed[: len(packed) // 2])
+    assert LONG.startswith(content)
+    assert len(content) > len(LONG) // 4
+    assert type(error) is CutError
+    assert str(error) == f"the {kind} stream stops early"
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_cut_between_streams_is_none(kind):
+    """What ends with a whole stream is whole, as far as that can be known."""
+    whole = PACK[kind](LONG)
+    assert read(whole + PACK[kind](LONG)[:-1])[1] is not None
+    assert read(whole) == (LONG, None)
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_what_is_no_stream_is_damage(kind):
+    """Something else behind a stream cannot be decoded, and is no cut."""
+    content, error = read(PACK[kind](LONG) + b"more")
+    assert content == LONG
+    assert type(error) is DamageError
+    assert str(error).startswith(f"the {kind} stream is damaged: ")
+
+
+@pytest.mark.parametrize("name", ["rows.gz", "rows.jsonl.zst"])
+def test_a_name_says_how_to_write(name):
+    """The suffix decides; equal content makes equal files, which decode to it."""
+    packed = []
+    for _ in range(2):
+        writer = compressor(Path(name))
+        packed.append(writer.compress(LONG) + writer.flush())
+    assert packed[0] == packed[1]
+    assert read(packed[0]) == (LONG, None)
+
+
+def test_other_names_are_written_plain():
+    """A file of any other name is not compressed."""
+    assert compressor(Path("rows.jsonl")) is None

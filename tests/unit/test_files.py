@@ -1,0 +1,81 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvcore import InputError, StorageError
+from kvcore.files import WholeFile, whole_file
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path):
+    """While it is written there is no file of that name; then there is nothing else."""
+    path = tmp_path / "rows.csv"
+    with whole_file(path) as file:
+        file.write("é\n")
+        assert not path.exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+    assert path.read_text("utf-8") == "é\n"
+
+
+def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
+    """An exception while writing leaves what was there, and nothing beside it."""
+    path = tmp_path / "rows.csv"
+    path.write_text("old")
+    file = whole_file(path)
+    file.__enter__().write("new")
+    assert not file.__exit__(RuntimeError, RuntimeError(), None)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("place", ["missing/rows.csv", "."])
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path, place):
+    """A missing directory, or a directory in its place, is said at once."""
+    with pytest.raises(InputError, match="cannot write"), whole_file(tmp_path / place):
+        pytest.fail("opened")
+
+
+def test_a_pipe_is_written_in_place(tmp_path):
+    """What is no regular file stays what it is."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    with whole_file(path) as file:
+        file.write("row\n")
+    reader.join()
+    assert (read, path.is_fifo()) == (["row\n"], True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("text", ["row\n", "row\n" * 100_000])
+def test_a_full_disk_is_told_with_the_path(text):
+    """A disk that is full is an error of its own, also if it shows only at the end."""
+    with (
+        pytest.raises(StorageError, match=r"cannot write /dev/full: No space left"),
+        whole_file(Path("/dev/full")) as file,
+    ):
+        file.write(text)
+
+
+def test_a_name_that_is_taken_meanwhile_is_told(tmp_path):
+    """If the file cannot get its name in the end, that is told, and nothing is left of it."""
+    path = tmp_path / "rows.csv"
+    with pytest.raises(StorageError, match=r"cannot write .*rows.csv"), whole_file(path):
+        path.mkdir()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_a_file_that_is_given_up_is_removed(tmp_path):
+    """What is discarded leaves nothing, however often that is said."""
+    file = WholeFile(tmp_path / "rows", "rows")
+    file.write(b"row")
+    file.discard()
+    file.discard()
+    assert list(tmp_path.iterdir()) == []

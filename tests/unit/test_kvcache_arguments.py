@@ -1,0 +1,191 @@
+"""What a cache refuses, and what it says: time, plugins, sizes, requests."""
+
+from __future__ import annotations
+
+import pytest
+from caches import BLOCK, Lines, ask, compute, make, serve, spans
+
+from kvcore import (
+    InputError,
+    KVCache,
+    OutOfBlocks,
+    PolicyError,
+    Request,
+    Retention,
+    ScoreEviction,
+)
+from kvcore_plugins.eviction import LFU, LRU, SLRU, TTL
+from kvcore_plugins.prefix import Radix
+
+SECOND = 10**9
+
+
+def test_time_goes_on_by_itself():
+    """A call that does not say when happens at the time of the call before."""
+    cache = make(8, TTL(ttl=1))
+    seq = compute(cache, cache.open(ask("ab"), now=5 * SECOND))
+    cache.close(seq)
+    assert cache.now == 5 * SECOND
+    assert cache.probe(ask("ab")) == 1
+
+
+@pytest.mark.parametrize("now", [4, 5.0, 6.5, "6"])
+def test_time_never_decreases(now):
+    """A call in the past, or at no whole nanosecond, is refused and changes nothing."""
+    cache = make(8)
+    seq = cache.open(ask("ab"), now=5)
+    for call in (cache.commit, cache.extend, cache.rollback):
+        with pytest.raises(InputError, match=r"never decreases: .* after 5"):
+            call(seq, 1, now)
+    for call in (cache.close, cache.fork):
+        with pytest.raises(InputError, match=r"never decreases"):
+            call(seq, now)
+    assert (seq.computed, seq.tokens, seq.is_open) == (0, 2 * BLOCK, True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": -5}, {"prompt": 8.5}, {"output": -1}, {"key_tokens": 0}, {"arrival": 0.5}],
+)
+def test_requests_are_checked(fields):
+    """Lengths and times that cannot be are refused where the request is made."""
+    name, value = next(iter(fields.items()))
+    with pytest.raises(InputError, match=rf"request 7: .*{name}={value}"):
+        Request(**{"id": 7, "prompt": 1, "key_tokens": 4} | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"start": -1},
+        {"start": 4, "end": 4},
+        {"priority": 0},
+        {"priority": 101},
+        {"duration": 0},
+        {"duration": 1.5},
+    ],
+)
+def test_hints_are_checked(fields):
+    """A hint for no tokens, out of range or for no time is refused."""
+    with pytest.raises(InputError, match="retention"):
+        Retention(**{"start": 0, "end": None, "priority": 50} | fields)
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 2**31, 1.5, "8"])
+def test_pools_are_checked(blocks):
+    """A pool has a whole number of blocks that ids can count."""
+    with pytest.raises(InputError, match=f"pool of {blocks!r} blocks"):
+        make(blocks)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "says"),
+    [
+        ({"eviction": "lru"}, "eviction='lru' is no eviction plugin"),
+        ({"eviction": LRU}, "eviction=LRU is no eviction plugin"),
+        ({"prefix": LRU()}, r"prefix=LRU\(\) is no prefix plugin"),
+    ],
+)
+def test_plugins_are_checked(plugins, says):
+    """A name, a class or another kind in place of an instance is refused with the way out."""
+    with pytest.raises(InputError, match=says + ": give an instance"):
+        KVCache(8, **{"eviction": LRU(), "prefix": Radix()} | plugins)
+
+
+def test_a_trace_takes_one_first_admission_a_request():
+    """A second first admission, and the return of an unknown request, are refused."""
+    cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=Lines())
+    request = ask("a")
+    with pytest.raises(InputError, match="was not admitted before: leave out again=True"):
+        cache.open(request, again=True)
+    cache.close(cache.open(request))
+    with pytest.raises(InputError, match="was admitted before: give another id, or again=True"):
+        cache.open(request)
+    cache.close(cache.open(request, again=True))
+
+
+def test_a_refused_request_is_on_record():
+    """A request is written when it is first heard of, admitted or not."""
+    trace = Lines()
+    cache = KVCache(1, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("ab"))
+    assert [event for event, _ in trace.lines] == ["HEADER", "REQUEST"]
+
+
+def test_forks_are_no_admissions():
+    """The clock of `lfu:unit=accesses` counts admissions; a fork is none."""
+    weights = []
+    for forks in (0, 10):
+        cache = make(16, LFU(half_life=1, unit="accesses"), count="keys")
+        seq = cache.open(ask("a"))
+        for _ in range(forks):
+            cache.close(cache.fork(seq))
+        serve(cache, "b")
+        weights.append(spans(cache)["|b"].data)
+    assert weights[0] == weights[1]
+
+
+def unlucky(base):
+    """Return an instance of a subclass of `base` that raises at one miss."""
+
+    class Unlucky(base):
+        name = "unlucky"
+        fails = False
+
+        def missed(self, request, hit_blocks, now):
+            if self.fails:
+                raise RuntimeError
+
+    return Unlucky()
+
+
+@pytest.mark.parametrize("base", [LRU, TTL, SLRU, LFU])
+def test_a_failed_open_leaves_the_order(base):
+    """After an admission that the policy failed, its order is what it was before."""
+    policy = unlucky(base)
+    cache = make(16, policy, count="keys")
+    serve(cache, "ab", "cd", "ab", "ef", "gh")
+    before = policy.state()
+    policy.fails = True
+    with pytest.raises(PolicyError, match=r"raised RuntimeError in missed\(\)"):
+        cache.open(ask("abx"))
+    assert policy.state() == before
+    cache.check_integrity()
+
+
+class Numberless(ScoreEviction):
+    """Scores nothing with a number that is none."""
+
+    name = "numberless"
+
+    def score(self, span, now):
+        """Return NaN."""
+        return float("nan")
+
+
+def test_a_score_must_have_a_place_in_an_order():
+    """NaN is refused, and the error names plugin, place and line."""
+    cache = make(4, Numberless())
+    seq = compute(cache, cache.open(ask("ab")))
+    with pytest.raises(PolicyError, match=r"'numberless' .*released\(\): score\(\) .* is nan"):
+        cache.close(seq)
+    cache.check_integrity()
+
+
+class Broken(ScoreEviction):
+    """Divides by zero."""
+
+    name = "broken"
+
+    def score(self, span, now):
+        """Raise."""
+        return 1 // 0
+
+
+def test_an_error_of_a_policy_says_where():
+    """The user wrote score(), so the error points into it."""
+    cache = make(4, Broken())
+    seq = compute(cache, cache.open(ask("ab")))
+    with pytest.raises(PolicyError, match=r"\(test_kvcache_arguments\.py:\d+, score\)"):
+        cache.close(seq)
