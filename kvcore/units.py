@@ -56,8 +56,8 @@ def parse_count(text: str) -> int:
     """
     match = _SCIENTIFIC.fullmatch(text)
     number = Fraction(match[1]) if match else Fraction(0)
-    if number.denominator != 1 or not 1 <= number < _LIMIT:
-        msg = f"expected a whole number from 1 to {_LIMIT - 1:,}, such as 8192 or 1e5"
+    if number.denominator != 1 or not 1 <= number < LIMIT:
+        msg = f"expected a whole number from 1 to {LIMIT - 1:,}, such as 8192 or 1e5"
         raise InputError(msg)
     return int(number)
 

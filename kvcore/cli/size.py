@@ -78,9 +78,7 @@ def _listed(what: str, names: Iterable[str]) -> str:
 @click.option("--dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Of the K/V.")
 @click.option("--weights-dtype", type=click.Choice(WEIGHT_DTYPES), help="If not as released.")
 @click.option("--block-size", type=COUNT, default=16, help="Tokens in a block.")
-@click.option(
-    "--reserve", show_default=RESERVE, help="Memory to keep free, such as 10% or 8GiB."
-)
+@click.option("--reserve", help=f"Memory to keep free, such as 8GiB.  [default: {RESERVE}]")
 @click.option("--window", type=COUNT, help="Keep at most so many tokens in every layer.")
 @json_option
 def size(

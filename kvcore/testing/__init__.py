@@ -3,6 +3,7 @@
 Needs the extra `testing`: pytest and hypothesis.
 """
 
+import kvcore.testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
 from kvcore.testing.driver import Decision, Driver, Witness, replay, snapshot
 from kvcore.testing.eviction import EvictionPolicyTests
 from kvcore.testing.machine import cache_machine

@@ -42,7 +42,8 @@ class Witness(EvictionPolicy):
     """Passes every call on to `policy`, checks its answers, and writes evictions down.
 
     Raises AssertionError in `victim`, hence PolicyError in the cache, if asking twice gives
-    two answers or an answer is no unpinned leaf of the cache.
+    two answers or an answer is no unpinned leaf of the cache. Errors name the policy: the
+    class of a witness goes by the names of the policy's class.
 
     Attributes:
         policy: may be exchanged for another one in the same state.
@@ -55,6 +56,12 @@ class Witness(EvictionPolicy):
     policy: EvictionPolicy
     evicted: list[Gone] = attrs.field(init=False, factory=list)
     gone: WeakSet[Span] = attrs.field(init=False, factory=WeakSet)
+
+    def __attrs_post_init__(self) -> None:
+        """Go by the names of the policy's class."""
+        cls = type(self.policy)
+        names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
+        self.__class__ = type(cls.__name__, (type(self),), names)
 
     @property
     def expires_spans(self) -> bool:  # type: ignore[override]
@@ -94,6 +101,10 @@ class Witness(EvictionPolicy):
         """Pass it on."""
         self.policy.released(span, now)
 
+    def unpinned(self, span: Span, now: int) -> None:
+        """Pass it on."""
+        self.policy.unpinned(span, now)
+
     def leaf(self, span: Span) -> None:
         """Pass it on."""
         self.policy.leaf(span)
@@ -119,6 +130,8 @@ class Witness(EvictionPolicy):
         span = self.policy.victim(now)
         again = self.policy.victim(now)
         assert again is span, f"asked twice for a victim, it answered {span!r}, then {again!r}"
+        if not isinstance(span, Span):
+            return span  # the cache refuses it
         assert span.parent is not None, f"{span!r} has left the cache"
         assert not span.pins, f"{span!r} is pinned"
         assert span.is_leaf, f"{span!r} is no leaf"

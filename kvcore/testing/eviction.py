@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvcore.cache import KVCache
 from kvcore.policy import EvictionPolicy, PrefixCache, overridden
 from kvcore.request import Request, Retention
-from kvcore.specs import instantiate
+from kvcore.specs import instantiate, qualified
 from kvcore.testing.driver import Decision, Driver, Witness, replay
 from kvcore.testing.machine import cache_machine
 from kvcore.testing.traffic import (
@@ -32,6 +32,7 @@ _HINTS = Traffic(key_tokens=_KEY, hints=True)
 _PLAIN = (type(None), bool, int, float, str, Path)
 # Dead entries a policy may keep until it tidies up.
 _SLACK = 128
+_MANY = 100
 _seeds = pytest.mark.parametrize("seed", range(4))
 
 
@@ -60,9 +61,10 @@ class EvictionPolicyTests(ABC):
     def test_is_a_named_policy(self) -> None:
         """Its class derives from EvictionPolicy and has a name and a docstring of its own."""
         policy = self.make()
-        assert isinstance(policy, EvictionPolicy)
-        assert re.fullmatch(r"[\w.-]+", type(policy).name)
-        assert type(policy).__doc__
+        assert isinstance(policy, EvictionPolicy), f"{policy!r} is no EvictionPolicy"
+        name = type(policy).name
+        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
+        assert type(policy).__doc__, f"{qualified(type(policy))} has no docstring"
 
     def test_is_built_from_text(self) -> None:
         """Its own options, written as text, make a policy with equal options."""
@@ -72,26 +74,47 @@ class EvictionPolicyTests(ABC):
         if strange:
             pytest.skip(f"options without a text form: {', '.join(strange)}")
         text = {name: _text(value) for name, value in options}
-        assert instantiate(type(policy), text).options() == policy.options()
+        again = instantiate(type(policy), text)
+        assert again.options() == policy.options(), f"{text} gave other options"
 
     @_seeds
     def test_victims_are_unpinned_leaves(self, seed: int) -> None:
         """However many sequences are open, and asked twice it gives the same answer."""
         decisions = self.driver().run(random_steps(seed, 200, _HINTS))
-        assert any(decision.evicted for decision in decisions)
+        assert any(decision.evicted for decision in decisions), "nothing was evicted"
+
+    @_seeds
+    def test_many_leaves(self, seed: int) -> None:
+        """The same holds among more leaves than a policy that drifts scores anew at once."""
+        traffic = Traffic(key_tokens=_KEY, most_keys=2, width=2 * _MANY, longest_wait=2)
+        decisions = self.replay(random_requests(seed, 3 * _MANY, traffic), _MANY)
+        assert any(decision.evicted for decision in decisions), "nothing was evicted"
+
+    @_seeds
+    def test_declares_that_spans_expire(self, seed: int) -> None:
+        """A policy that sets `span.expires` has `expires_spans = True`."""
+        driver = self.driver()
+        for step in random_steps(seed, 100, _HINTS):
+            driver.step(step)
+            expiring = [s for s in driver.cache.prefix.spans() if s.expires is not None]
+            assert driver.cache.eviction.expires_spans or not expiring, (
+                f"{qualified(type(self.make()))} sets span.expires: declare expires_spans = True"
+            )
 
     @_seeds
     def test_decides_alike_when_run_again(self, seed: int) -> None:
         """Two new policies take the same decisions: nothing depends on addresses or chance."""
         steps = random_steps(seed, 200, _HINTS)
-        assert self.driver().run(steps) == self.driver().run(steps)
+        once, again = self.driver().run(steps), self.driver().run(steps)
+        assert once == again, "run again, it decided otherwise"
 
     @_seeds
     def test_decides_alike_without_block_ids(self, seed: int) -> None:
         """A pool that counts blocks and one with ids lead to the same decisions."""
         traffic = attrs.evolve(_HINTS, mix={"open": 5, "commit": 6, "close": 4, "extend": 1})
         steps = random_steps(seed, 200, traffic)
-        assert self.driver(ids=False).run(steps) == self.driver(ids=True).run(steps)
+        counting, with_ids = self.driver(ids=False).run(steps), self.driver(ids=True).run(steps)
+        assert counting == with_ids, "with block ids, it decided otherwise"
 
     @_seeds
     def test_state_says_all(self, seed: int) -> None:
@@ -108,7 +131,7 @@ class EvictionPolicyTests(ABC):
         for request in requests:
             self.exchange(serial)
             decisions[1].extend(replay(serial.cache, [request], _witness(serial).evicted))
-        assert decisions == expected
+        assert decisions == expected, "restored from state(), it decided otherwise"
 
     @_seeds
     def test_refusals_and_probes_change_nothing(self, seed: int) -> None:
@@ -117,12 +140,13 @@ class EvictionPolicyTests(ABC):
         driver = self.driver(blocks=8)
         steps = random_steps(seed, 150, attrs.evolve(_HINTS, mix=FORKS))
         decisions = [driver.careful_step(step) for step in steps]
-        assert any(decision.refused for decision in decisions)
+        assert any(decision.refused for decision in decisions), "nothing was refused"
 
     def test_nothing_shared_nothing_hit(self) -> None:
         """Where no two requests share a key there is no hit."""
         requests = [_request(number, range(5 * number, 5 * number + 5)) for number in range(40)]
-        assert not any(decision.hit for decision in self.replay(requests))
+        hits = [decision.hit for decision in self.replay(requests)]
+        assert not any(hits), f"blocks hit by each request: {hits}"
 
     @_seeds
     def test_room_for_everything_hits_everything(self, seed: int) -> None:
@@ -135,7 +159,8 @@ class EvictionPolicyTests(ABC):
         for request in requests:
             bound.append(sum(key in seen for key in request.keys))
             seen.update(request.keys)
-        assert [d.hit for d in self.replay(requests, blocks=1000)] == bound
+        hits = [decision.hit for decision in self.replay(requests, blocks=1000)]
+        assert hits == bound, "not all that was seen before was hit"
 
     @_seeds
     def test_requests_may_be_longer_than_the_pool(self, seed: int) -> None:
@@ -144,7 +169,7 @@ class EvictionPolicyTests(ABC):
         for blocks in (1, 3):
             for count in ("keys", "tokens"):
                 hits = [decision.hit for decision in self.replay(requests, blocks, count=count)]
-                assert max(hit or 0 for hit in hits) <= blocks
+                assert max(hit or 0 for hit in hits) <= blocks, "hits exceed the pool"
 
     @_seeds
     def test_block_size_does_not_matter(self, seed: int) -> None:
@@ -154,8 +179,10 @@ class EvictionPolicyTests(ABC):
         """
         requests = random_requests(seed, 150, Traffic(key_tokens=_KEY))
         coarse, fine = self.replay(requests), self.replay(requests, ratio=3)
-        assert [3 * (d.hit or 0) for d in coarse] == [d.hit for d in fine]
-        assert [3 * [key] for d in coarse for _, key, _ in d.evicted] == _by_three(fine)
+        hits = [3 * (d.hit or 0) for d in coarse]
+        assert hits == [d.hit for d in fine], "smaller blocks changed what hit"
+        evicted = [3 * [key] for d in coarse for _, key, _ in d.evicted]
+        assert evicted == _by_three(fine), "smaller blocks changed what was evicted"
 
     def test_forgets_what_has_left(self) -> None:
         """What it keeps of spans that have left is bounded by the pool, not by the run."""
@@ -164,7 +191,8 @@ class EvictionPolicyTests(ABC):
         driver = self.driver(blocks=8)
         replay(driver.cache, requests)
         gc.collect()
-        assert len(_witness(driver).gone) <= _SLACK
+        kept = len(_witness(driver).gone)
+        assert kept <= _SLACK, f"it still refers to {kept} spans that have left an 8-block pool"
 
     def test_state_machine(self) -> None:
         """Nothing that can be done to a cache makes it fail."""

@@ -97,8 +97,8 @@ class WorkloadTests:
         """Requests come in order of arrival, counted from 0 or later, in whole ns."""
         earliest = 0
         for request in self.make():
-            assert type(request.arrival) is int, request.id
-            assert request.arrival >= earliest, request.id
+            assert type(request.arrival) is int, f"request {request.id!r}"
+            assert request.arrival >= earliest, f"request {request.id!r}"
             earliest = request.arrival
 
     def test_ids_are_unique(self) -> None:
@@ -117,23 +117,25 @@ class WorkloadTests:
         workload = self.make()
         assert workload.key_tokens > 0
         for request in workload:
-            assert request.key_tokens == workload.key_tokens, request.id
+            assert request.key_tokens == workload.key_tokens, f"request {request.id!r}"
 
     def test_prompts_cover_their_keys(self) -> None:
         """A prompt has a token at least, and no key beyond its last token."""
         for request in self.make():
-            assert request.prompt > 0, request.id
-            assert request.output >= 0, request.id
-            assert (len(request.keys) - 1) * request.key_tokens < request.prompt, request.id
+            assert request.prompt > 0, f"request {request.id!r}"
+            assert request.output >= 0, f"request {request.id!r}"
+            assert (len(request.keys) - 1) * request.key_tokens < request.prompt, (
+                f"request {request.id!r}"
+            )
 
     def test_sessions_are_closed_loops(self) -> None:
         """A request comes after an earlier one of its own session, if it says after which."""
         sessions: dict[int | str, str | None] = {}
         for request in self.make():
-            assert request.think >= 0, request.id
+            assert request.think >= 0, f"request {request.id!r}"
             if request.after is not None:
-                assert request.session is not None, request.id
-                assert sessions.get(request.after) == request.session, request.id
+                assert request.session is not None, f"request {request.id!r}"
+                assert sessions.get(request.after) == request.session, f"request {request.id!r}"
             sessions[request.id] = request.session
 
     def test_digest_is_stable(self) -> None:

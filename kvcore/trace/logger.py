@@ -23,8 +23,16 @@ class TraceLogger(structlog.BoundLoggerBase):
     time = 0
 
     def line(self, event: str, now: int, **fields: Any) -> None:
-        """Write one line. Costs about 0.6 µs, twice what orjson alone takes."""
+        """Write one line. Costs about 0.6 µs, twice what orjson alone takes.
+
+        An array of block ids, which JSON has no word for, is written as runs. (Not by
+        orjson's `default`: what is raised in there, an interrupt say, comes out as a
+        TypeError.)
+        """
         (encode,) = self._processors
+        runs = fields.get("runs")
+        if type(runs) is array:
+            fields["runs"] = encode_runs(runs)
         self._logger(encode({"n": self.lines, "t": now, "event": event, **fields}))  # type: ignore[call-arg]
         self._context[event] += 1
         self.lines += 1
@@ -41,11 +49,4 @@ def events_written(logger: TraceLogger) -> dict[str, int]:
     return dict(structlog.get_context(logger))
 
 
-def _as_json(value: object) -> object:
-    """Turn an array of block ids, which JSON has no word for, into runs."""
-    if type(value) is array:
-        return encode_runs(value)
-    raise TypeError
-
-
-_encode = partial(dumps, default=_as_json, option=OPT_APPEND_NEWLINE)
+_encode = partial(dumps, option=OPT_APPEND_NEWLINE)

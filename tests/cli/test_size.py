@@ -85,6 +85,13 @@ def test_weights_that_do_not_fit_leave_no_blocks():
     assert "the weights do not fit" in run("llama-3-70b", "--device", "h200")
 
 
+def test_no_speeds_where_the_weights_do_not_fit():
+    """Nothing runs there, so nothing is said of how fast."""
+    assert not {"decode", "prefill"} & set(report("llama-3-70b", "--device", "h200"))
+    printed = run("llama-3-70b", "--device", "h200")
+    assert [word for word in ("decode", "prefill", "load") if word in printed] == []
+
+
 def test_smaller_weights_leave_more_room():
     """`--weights-dtype fp8` halves the weights, and 70B fits."""
     document = report("llama-3-70b", "--device", "h200", "--weights-dtype", "fp8")
@@ -137,7 +144,13 @@ def test_a_window_bounds_every_layer():
 
 @pytest.mark.parametrize(
     ("reserve", "size_bytes"),
-    [("10%", 8_000_000_000), ("2.5 %", 2_000_000_000), ("8GiB", 8 * 2**30), ("0", 0)],
+    [
+        ("10%", 8_000_000_000),
+        ("2.5 %", 2_000_000_000),
+        ("8GiB", 8 * 2**30),
+        ("0", 0),
+        ("0%", 0),
+    ],
 )
 def test_the_reserve_is_a_share_or_a_size(reserve, size_bytes):
     """`--reserve` takes a percentage of the device's memory, or bytes."""
@@ -145,11 +158,35 @@ def test_the_reserve_is_a_share_or_a_size(reserve, size_bytes):
     assert document["fit"]["reserve_bytes"] == size_bytes
 
 
-def test_a_reserve_that_is_neither_is_refused():
-    """The error says what would do."""
-    text = refused("llama-3-8b", "--device", "h100", "--reserve", "some")
-    assert text == (
-        "reserve 'some': expected a percentage, such as 10%, or a size, such as 8GiB"
+@pytest.mark.parametrize("reserve", ["some", "0.1", "10", "10,5%", "-5%"])
+@pytest.mark.parametrize("device", [[], ["--device", "h100"]])
+def test_a_reserve_that_is_neither_is_refused(reserve, device):
+    """The error says what would do; a bare number could be meant as either."""
+    assert refused("llama-3-8b", *device, "--reserve", reserve) == (
+        f"reserve {reserve!r}: expected a percentage, such as 10%, or a size, such as 10GiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reserve", "problem"),
+    [
+        ("100%", "nothing is left; give less than 100%"),
+        ("1e9%", "expected a percentage"),
+        ("250%", "nothing is left"),
+        ("80GB", "h100 has 74.5 GiB in all; reserve less"),
+        ("1TiB", "h100 has 74.5 GiB in all; reserve less"),
+    ],
+)
+def test_a_reserve_must_leave_something(reserve, problem):
+    """All of the memory, or more, is no reserve."""
+    text = refused("llama-3-8b", "--device", "h100", "--reserve", reserve)
+    assert text.startswith(f"reserve {reserve!r}: {problem}")
+
+
+def test_a_reserve_needs_a_device():
+    """Without one it would be ignored."""
+    assert refused("llama-3-8b", "--reserve", "10%") == (
+        "--reserve 10%: it is kept free on a device; give --device too"
     )
 
 
@@ -194,6 +231,35 @@ def test_an_unknown_device_is_told_the_nearest():
     assert "did you mean h100" in refused("llama-3-8b", "--device", "h1000")
 
 
+@pytest.mark.parametrize("device", [[], ["--device", "h200"]])
+@pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
+def test_counts_past_63_bits_are_usage_errors(option, device):
+    """The error names the option and its bounds."""
+    result = CliRunner().invoke(size, ["llama-3-8b", *device, option, "9" * 400])
+    assert result.exit_code == 2
+    assert f"'{option}': expected a whole number from 1 to 9,223,372,036," in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
+def test_bytes_past_63_bits_are_refused(option):
+    """Counts that are fine each may be too much together."""
+    text = refused("mixtral-8x7b", "--device", "h200", option, "1e18")
+    assert text.endswith("their K/V exceeds 2^63 bytes; ask for less")
+
+
+def test_large_requests_are_sized_as_json():
+    """Ten million tokens are not too many for any number of the document."""
+    document = report("llama-3-8b", "--device", "h200", "--tokens", "1e7", "--batch", "1e6")
+    assert document["tokens"] == 10_000_000
+    assert document["prefill"]["flop"] > 2**64
+
+
+def test_the_help_lists_models_and_devices():
+    """Each by its whole name."""
+    printed = run("--help").replace(",", " ").replace(".\n", " ").split()
+    assert [name for name in (*MODELS, *DEVICES) if name not in printed] == []
+
+
 @pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
 def test_counts_below_one_are_usage_errors(option):
     """Nothing can be sized for 0 tokens."""
@@ -210,12 +276,19 @@ def test_counts_below_one_are_usage_errors(option):
         ("gemma-2b", "MQA (8 query heads, 1 K/V head)"),
         ("deepseek-v3", "MLA (128 heads, 576 numbers a token)"),
         ("mistral-7b-v0.1", "32 layers, 32 with a window of 4,096"),
-        ("mixtral-8x7b", "46.7 billion parameters (12.9 billion active)"),
+        ("mixtral-8x7b", "46.7 B parameters (12.9 B active)"),
     ],
 )
-def test_the_first_line_says_what_the_model_is(model, label):
+def test_the_head_says_what_the_model_is(model, label):
     """The kind of attention is labelled, with the heads it comes from."""
-    assert label in run(model).splitlines()[0]
+    assert label in run(model).split("quantity")[0].replace("\n", " ")
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-405b", "qwen3-235b-a22b", "gpt-oss-120b"])
+def test_lines_fit_80_columns(model):
+    """The head wraps, and the table of an ordinary question is narrow enough."""
+    printed = run(model, "--device", "h200", "--weights-dtype", "int4", "--tokens", "131072")
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_the_table_is_readable_in_a_pipe():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "third_party_policy"
+HOW_TO = ROOT / "docs" / "how-to" / "write-a-plugin.md"
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
@@ -24,8 +26,18 @@ def scripts(tmp_path_factory):
     scripts = home / ("Scripts" if os.name == "nt" else "bin")
     pip = [scripts / "python", "-m", "pip", "install", "--quiet"]
     pins = ["--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*pip, *pins, f"{ROOT}[testing]", EXAMPLE], check=True)
+    newest = written(HOW_TO.read_text("utf-8"), home.parent / "newest")
+    subprocess.run([*pip, *pins, f"{ROOT}[testing]", EXAMPLE, "--editable", newest], check=True)
     return scripts
+
+
+def written(page, folder):
+    """Write the files that the how-to shows, each named in the paragraph before it."""
+    for name, body in re.findall(r"The file `([^`]+)`.*?```\w+\n(.*?)```", page, re.DOTALL):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(body, "utf-8")
+    return folder
 
 
 def run(*command, cwd):
@@ -41,8 +53,9 @@ def test_it_is_found_through_its_entry_point(scripts, tmp_path):
     """`kvcore plugins` lists the policy with the distribution it comes from."""
     done = run(scripts / "kvcore", "plugins", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = [p for p in json.loads(done.stdout)["plugins"] if p["name"] == "deepest"]
-    assert [p["distribution"] for p in found] == ["kvcore-depth-policy"]
+    found = {p["name"]: p["distribution"] for p in json.loads(done.stdout)["plugins"]}
+    assert found["deepest"] == "kvcore-depth-policy"
+    assert found["newest"] == "kvcore-newest", "the plugin of the how-to, installed as it says"
 
 
 def test_it_can_be_compared_by_name(scripts, tmp_path):

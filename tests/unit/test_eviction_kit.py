@@ -1,5 +1,8 @@
 """The conformance tests of eviction policies: a right policy passes, wrong ones do not."""
 
+import subprocess
+import sys
+from pathlib import Path
 from random import random
 from typing import Any
 
@@ -90,6 +93,46 @@ class Vague(Mine):
         return span.recency if self.opens % 20 < 10 else -span.recency
 
 
+class Drifting(Mine):
+    """Ages all the time, as it should."""
+
+    drifts = True
+
+    def score(self, span, now):
+        """Weigh hits by age."""
+        return (span.hits + 1) / (now - span.last_access + 1)
+
+
+class TestDrifting(EvictionPolicyTests):
+    """A lawful policy whose scores drift passes as well."""
+
+    def make(self):
+        """Make it."""
+        return Drifting()
+
+
+@attrs.define(slots=False, eq=False)
+class Drawing(Drifting):
+    """Scores the next ones anew each time it is asked."""
+
+    def victim(self, now):
+        """Forget the last answer."""
+        self._answer = None
+        return super().victim(now)
+
+    def score(self, span, now):
+        """Fall behind whatever was scored before."""
+        return now, len(self._heap), span.id
+
+
+class Deadly(Mine):
+    """Does not say that its spans expire."""
+
+    def accessed(self, span, now):
+        """Give it a while."""
+        span.expires = now + 5
+
+
 @attrs.define(slots=False, eq=False)
 class Mangled(Mine):
     """Has an option that it does not keep as given."""
@@ -108,12 +151,65 @@ class Mangled(Mine):
         (Sized, "block_size_does_not_matter", AssertionError),
         (Hoarder, "forgets_what_has_left", AssertionError),
         (Mangled, "is_built_from_text", AssertionError),
+        (Drawing, "many_leaves", PolicyError),
+        (Deadly, "declares_that_spans_expire", AssertionError),
     ],
 )
 def test_catches(policy, test, error):
     """The test named fails for a policy with that fault."""
     with pytest.raises(error):
         run(policy, test)
+
+
+def test_what_raises_is_named():
+    """By the name and class of the policy, whatever the kit wraps it in."""
+    with pytest.raises(PolicyError) as caught:
+        run(Hasty, "victims_are_unpinned_leaves")
+    assert f"eviction plugin 'lru' ({__name__}.Hasty) raised " in str(caught.value)
+
+
+def test_an_undeclared_expiry_is_explained():
+    """The message says what to declare."""
+    with pytest.raises(
+        AssertionError, match=r"Deadly sets span\.expires: declare expires_spans"
+    ):
+        run(Deadly, "declares_that_spans_expire")
+
+
+def test_failures_are_explained(tmp_path):
+    """Where the kit is imported from an installed package, pytest shows what differed."""
+    source = Path(__file__).read_text().split("class TestMine")[0]
+    kit = "class TestBad(EvictionPolicyTests):\n    def make(self):\n        return Bad()\n"
+    bad = "class Bad(Mine):\n    def score(self, span, _now):\n        return span.blocks > 4\n"
+    (tmp_path / "test_bad.py").write_text(source + bad + kit)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "block_size",
+    ]
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "AssertionError: smaller blocks changed what" in ended.stdout
+    assert "At index " in ended.stdout
+
+
+@pytest.mark.parametrize("package", ["pytest", "hypothesis"])
+def test_a_missing_extra_is_named(package):
+    """Importing the kit without its extra says what to install."""
+    code = f"import sys; sys.modules[{package!r}] = None; import kvcore.testing"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    text = f"ImportError: kvcore.testing needs {package}: run `pip install 'kvcore[testing]'`"
+    assert text in ended.stderr
 
 
 def run(policy, test):

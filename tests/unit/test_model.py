@@ -64,11 +64,14 @@ def test_importing_the_arithmetic_is_light():
     ("fields", "problem"),
     [
         ({"layers": 0}, "ModelSpec: layers must be at least 1, not 0"),
+        ({"layers": 10**23}, "ModelSpec: layers must be at most 100,000, not 1"),
+        ({"parameters": 2**60 + 1}, "parameters must be at most 1,152,921,504,606,846,976"),
+        ({"experts": 10_001}, "experts must be at most 10,000, not 10001"),
         ({"parameters": -1}, "parameters must be at least 1"),
         ({"kv_heads": 3}, "4 query heads cannot share 3 K/V heads"),
         ({"windows": (None,)}, "1 attention windows for 3 layers"),
         ({"windows": (None, 0, 1)}, "an attention window must be at least 1 token"),
-        ({"latent": -1}, "latent must be at least 0"),
+        ({"latent": -1}, "latent must be 0 to 2,147,483,647, not -1"),
         ({"experts": 2, "experts_per_token": 3}, "a token cannot take 3 of 2 experts"),
         ({"active_parameters": 2000}, "2000 of 1000 parameters are active"),
         ({"active_parameters": 500}, "only a model with experts"),
@@ -240,6 +243,7 @@ def test_two_sequences_share_some_experts():
 def test_many_sequences_read_all_weights():
     """In a large batch every expert is wanted by someone."""
     assert moe().weight_bytes_read(200) == moe().weight_bytes
+    assert moe().weight_bytes_read(2**62) == moe().weight_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,10 +10,12 @@ from kvcore.errors import InputError
 from kvcore.units import (
     BINARY,
     DECIMAL,
+    LIMIT,
     format_bytes,
     format_number,
     format_seconds,
     parse_bytes,
+    parse_count,
     parse_seconds,
 )
 
@@ -22,7 +24,7 @@ from kvcore.units import (
     ("text", "size"),
     [
         ("0", 0),
-        ("4096", 4096),
+        ("4096B", 4096),
         ("7B", 7),
         ("40GiB", 40 * 2**30),
         ("40GB", 40 * 10**9),
@@ -38,7 +40,8 @@ def test_sizes_are_read(text, size):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "40 Gi", "40G", "-1GiB", "1e9", "4O96", "1,000", "nan", "1..5GB", "٤GB"]
+    "text",
+    ["", "GiB", "40 Gi", "40G", "40", "-1GiB", "1e9", "4O96", "1,000", "nan", "1..5GB", "٤GB"],
 )
 def test_garbage_is_no_size(text):
     """Whatever is not a number and a known unit is refused, with the units there are."""
@@ -46,9 +49,49 @@ def test_garbage_is_no_size(text):
         parse_bytes(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("40", "such as 40GiB; the unit is missing"),
+        ("1,5GiB", "such as 40GiB; the decimal mark is a point, as in 1.5GiB"),
+        ("40G", "such as 40GiB"),
+        ("9" * 5000 + "B", "such as 40GiB"),
+    ],
+)
+def test_what_is_wrong_with_a_size_is_hinted_at(text, hint):
+    """A unit left out and a comma are the usual slips."""
+    with pytest.raises(InputError) as caught:
+        parse_bytes(text)
+    assert str(caught.value).endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1", 1),
+        ("8192", 8192),
+        ("1e5", 100_000),
+        (" 1.5E3 ", 1500),
+        (str(LIMIT - 1), LIMIT - 1),
+    ],
+)
+def test_counts_are_read(text, count):
+    """Digits, or a power of ten, exactly."""
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "0.5", "1e-5", "x", "1_000", str(LIMIT), "9" * 400, "9" * 5000]
+)
+def test_no_count_is_refused_with_its_bounds(text):
+    """Nothing, part of a token, and more than 63 bits hold."""
+    with pytest.raises(InputError, match=r"from 1 to 9,223,372,036,854,775,807, such as 8192"):
+        parse_count(text)
+
+
 def test_a_size_past_64_bits_is_refused():
     """No file offset or memory is that large."""
-    assert parse_bytes(str(2**63 - 1)) == 2**63 - 1
+    assert parse_bytes(f"{2**63 - 1}B") == 2**63 - 1
     with pytest.raises(InputError, match="below 2\\^63 bytes"):
         parse_bytes("8388608TiB")
 

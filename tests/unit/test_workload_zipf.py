@@ -162,7 +162,7 @@ def test_equal_numbers_give_equal_digests():
     ("options", "complaint"),
     [
         ({"requests": 0}, "'requests' must be >= 1"),
-        ({"rate": 0}, "'rate' must be > 0"),
+        ({"rate": 0}, "'rate' must be >= 1e-09"),
         ({"rate": float("inf")}, "'rate' must be <="),
         ({"skew": -1}, "'skew' must be >= 0"),
         ({"skew": float("nan")}, "'skew' must be >= 0"),
@@ -181,6 +181,25 @@ def test_options_are_checked(options, complaint):
     """An option out of its range is refused when the workload is built, by name."""
     with pytest.raises(ValueError, match=complaint):
         Zipf(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "bound"),
+    [
+        ("rate", 1e-300, ">= 1e-09"),
+        ("prefix_tokens", 10_000_001, "<= 10000000"),
+        ("suffix_tokens", 10**12, "<= 10000000"),
+        ("output_tokens", 10**12, "<= 10000000"),
+        ("prefixes", 10**12, "<= 10000000"),
+        ("burst", 10**400, "<= 10000000"),
+        ("branching", 10**12, "<= 10000000"),
+        ("levels", 101, "<= 100"),
+    ],
+)
+def test_nonsense_is_refused_before_it_eats_the_machine(option, value, bound):
+    """The error names the option, its bound and the value."""
+    with pytest.raises(ValueError, match=f"'{option}' must be {bound}: {value}"):
+        Zipf(**{option: value})
 
 
 def test_prompts_must_have_tokens():

@@ -1,7 +1,8 @@
 """The conformance kit, on the policy."""
 
-from kvcore.testing import EvictionPolicyTests
 from kvcore_depth_policy import Deepest
+
+from kvcore.testing import EvictionPolicyTests
 
 
 class TestDeepest(EvictionPolicyTests):

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from kvcore import InputError, ScoreEviction, Span
+from kvcore.units import NANOSECONDS
 from kvcore_plugins.eviction.weight import ONE, Weight, exp2, normal, over, plus, power
 
-NANOSECONDS = 1_000_000_000
 UNITS = ("s", "accesses", "touches")
 DEFAULT_HALF_LIFE = {"s": 300.0, "accesses": 2000.0, "touches": 10.0}
 DIGITS = 12

@@ -7,9 +7,8 @@ from typing import ClassVar
 import attrs
 
 from kvcore import InputError, Span
+from kvcore.units import NANOSECONDS
 from kvcore_plugins.eviction.lru import LRU
-
-NANOSECONDS = 1_000_000_000
 
 
 @attrs.define(slots=False, eq=False)

@@ -1,0 +1,22 @@
+"""Readies pytest for the kits; imported before them.
+
+pytest explains a failed `assert` only in modules that it rewrites, and those of an installed
+package it rewrites only if told to before they are imported.
+"""
+
+from __future__ import annotations
+
+try:
+    import hypothesis  # noqa: F401 - asked for here so that one place says what is missing
+    import pytest
+except ModuleNotFoundError as error:
+    MISSING = f"kvcore.testing needs {error.name}: run `pip install 'kvcore[testing]'`"
+    raise ImportError(MISSING, name=error.name) from error
+
+pytest.register_assert_rewrite(
+    "kvcore.testing.driver",
+    "kvcore.testing.eviction",
+    "kvcore.testing.machine",
+    "kvcore.testing.prefix",
+    "kvcore.testing.workloads",
+)

@@ -1,0 +1,69 @@
+"""How verbs read a model: by name, from a file, from a folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvcore.catalogue import find_model
+from kvcore.cli.model import find_or_read
+from kvcore.errors import InputError
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Stand in a folder with configs under several names."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine/config.json", "shape", "gpt2"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["mine/config.json", "mine", "shape", "./gpt2"])
+def test_whatever_exists_is_read(folder, text):
+    """A config.json, the folder it lies in, and a file of any other name."""
+    assert find_or_read(text).layers == 2
+    assert find_or_read(str(folder / text)).layers == 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_known_name_goes_first():
+    """A file that happens to be called so does not hide the model."""
+    assert find_or_read("gpt2") == find_model("gpt2")
+
+
+@pytest.mark.parametrize("text", ["gpt2", "mine"])
+@pytest.mark.usefixtures("folder")
+def test_the_weights_can_be_told(text):
+    """Of a known model, and of one from a file."""
+    assert find_or_read(text, "int4").dtype == "int4"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("llama-3-8", "did you mean llama-3-8b"),
+        ("llama-3-8", "or give the path of a model's config.json"),
+        ("nowhere/config.json", "nowhere/config.json: cannot be read: No such file"),
+        ("x" * 5000, "unknown model"),
+        ("nul\0", "unknown model"),
+    ],
+)
+def test_neither_name_nor_file_is_refused(text, problem):
+    """The error says what was tried, and the other way."""
+    with pytest.raises(InputError) as caught:
+        find_or_read(text)
+    assert problem in str(caught.value)
