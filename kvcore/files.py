@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 class WholeFile(io.FileIO):
     """A raw file that appears at `path` when it is finished; before, it is `<path>.part`.
 
-    What stood at `path` stays until then. What is no regular file (a device, a pipe) is
-    written in place. Errors call it `what`, such as "the trace run.jsonl".
+    What stood at `path` stays until then, and so does a `<path>.part` that another run
+    writes or has left behind: what it holds may be all there is of that run. What is no
+    regular file (a device, a pipe) is written in place. Errors call it `what`, such as
+    "the trace run.jsonl".
 
     Raises:
-        InputError: it cannot be opened for writing.
+        InputError: it cannot be opened for writing, or `<path>.part` is there.
         StorageError: it cannot be written (from `write` and `finish`).
     """
 
@@ -34,7 +36,13 @@ class WholeFile(io.FileIO):
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, "it is a directory; name a file in it")
             self._part = part_of(path)
-            super().__init__(self._part, "w")
+            super().__init__(self._part, "w" if self._part == path else "x")
+        except FileExistsError as error:
+            msg = (
+                f"cannot write {what}: {self._part} is being written by another run, or was "
+                "left by one that was killed: remove it, or name another file"
+            )
+            raise InputError(msg) from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             msg = f"cannot write {what}: {reason}"
@@ -59,6 +67,8 @@ class WholeFile(io.FileIO):
             self.close()
             if self._part != self._path:
                 self._part.unlink(missing_ok=True)
+                # From now on a file of that name is another run's.
+                self._part = self._path
 
 
 @contextmanager
@@ -89,6 +99,16 @@ def storing(what: str) -> Iterator[None]:
     except OSError as error:
         msg = f"cannot write {what}: {error.strerror or error}"
         raise StorageError(msg) from error
+
+
+def refusal(path: Path, error: OSError) -> str:
+    """Say why `path` could not be read; of a link to nothing, where it leads as well."""
+    if path == Path():
+        return "empty path, or the working directory; name a file"
+    reason = error.strerror or str(error)
+    if isinstance(error, FileNotFoundError) and path.is_symlink():
+        return f"{reason}: it is a link to {path.readlink()}"
+    return reason
 
 
 def part_of(path: Path) -> Path:

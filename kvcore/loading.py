@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import attrs
@@ -69,7 +70,7 @@ class Loaded:
             origin = self.origins[implementation.plugin_name]
             try:
                 result = implementation.function()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 msg = f"{hook} of {origin} raised {error!r}{origin.way_out}"
                 raise PluginError(msg) from error
             yield origin, result
@@ -116,7 +117,7 @@ def _order(found: tuple[Origin, EntryPoint]) -> tuple[str, str]:
 def _imported(origin: Origin, point: EntryPoint) -> object:
     try:
         return point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         msg = f"{origin} ({point.value}) cannot be imported: {reason}{origin.way_out}"
         raise PluginError(msg) from error
@@ -137,7 +138,11 @@ def _register(loaded: Loaded, origin: Origin, plugin: object) -> None:
         manager.register(plugin, origin.name)
         manager.check_pending()
     except PluginValidationError as error:
-        reason = _unknown_hook(manager, plugin) or f"has a hook that does not fit: {error}"
+        reason = (
+            _unknown_hook(manager, plugin)
+            or _surplus_argument(plugin)
+            or f"has a hook that does not fit: {error}"
+        )
         manager.unregister(name=origin.name)
         msg = f"{origin} {reason}{origin.way_out}"
         raise PluginError(msg) from error
@@ -150,7 +155,7 @@ def _register(loaded: Loaded, origin: Origin, plugin: object) -> None:
 
 
 def _unknown_hook(manager: PluginManager, plugin: object) -> str | None:
-    known = [hook for hook in vars(hookspecs) if hook.startswith(f"{PROJECT}_")]
+    known = _hooks()
     for caller in manager.get_hookcallers(plugin) or ():
         if not caller.has_spec():
             return (
@@ -158,3 +163,18 @@ def _unknown_hook(manager: PluginManager, plugin: object) -> str | None:
                 f"{nearest(caller.name, known)}. The hooks are {', '.join(known)}"
             )
     return None
+
+
+def _surplus_argument(plugin: object) -> str | None:
+    """Name the argument that a hook of `plugin` wants and kvcore does not give it."""
+    for hook in _hooks():
+        given = signature(getattr(hookspecs, hook)).parameters
+        wanted = signature(getattr(plugin, hook)).parameters if hasattr(plugin, hook) else ()
+        for name in wanted:
+            if name not in given:
+                return f"has a hook {hook!r} with an argument {name!r}: it is given none"
+    return None
+
+
+def _hooks() -> list[str]:
+    return [hook for hook in vars(hookspecs) if hook.startswith(f"{PROJECT}_")]

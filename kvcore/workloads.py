@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 from collections.abc import Generator, Hashable, Iterable, Iterator
@@ -14,7 +15,7 @@ import orjson
 
 from kvcore.compression import CHUNK_BYTES, CutError, DamageError, decoded
 from kvcore.errors import InputError
-from kvcore.files import part_of
+from kvcore.files import part_of, refusal
 from kvcore.policy.workload import Workload
 from kvcore.request import Key, Request
 
@@ -22,8 +23,8 @@ from kvcore.request import Key, Request
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     """Yield the lines of a file that are not blank, with their numbers from 1.
 
-    Plain, gzip and zstd files are told apart by their first bytes. Memory: one line and a
-    buffer.
+    Plain, gzip and zstd files are told apart by their first bytes; a UTF-8 byte order mark
+    is skipped. Memory: one line and a buffer.
 
     Raises:
         InputError: the file cannot be read, has no line, or its compressed data is damaged
@@ -33,7 +34,9 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(_split(decoded(file)), 1):
-                if not line.isspace():
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
+                if line and not line.isspace():
                     empty = False
                     yield number, line
     except (CutError, DamageError) as error:
@@ -86,10 +89,7 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
         )
         raise InputError(msg)
     names = ", ".join(sorted(map(_name, readers))) or "none"
-    msg = (
-        f"{path}: no known workload format: its first line begins {first_line[:60]!r}; "
-        f"formats: {names}"
-    )
+    msg = f"{path}: no known workload format: {_looks(first_line)}; formats: {names}"
     raise InputError(msg)
 
 
@@ -123,11 +123,11 @@ def checked(workload: Workload) -> Iterator[Request]:
             known = parents.setdefault(key, parent)
             if known != parent:
                 here, there = (
-                    "at the start" if place is root else f"after key {place!r}"
+                    "at the start" if place is root else f"after key {place}"
                     for place in (parent, known)
                 )
                 msg = (
-                    f"{where}: key {key!r} stands {here}, in an earlier request {there}: "
+                    f"{where}: key {_shown(key)} stands {here}, in an earlier request {there}: "
                     "equal keys must mean equal prefixes"
                 )
                 raise InputError(msg)
@@ -150,6 +150,23 @@ def spare(workload: Workload, path: str | os.PathLike[str]) -> None:
             raise InputError(msg)
 
 
+def _looks(first_line: bytes) -> str:
+    """Say how a line begins that no format knows, and whether it failed to be JSON."""
+    text = first_line[:60].decode(errors="replace").rstrip()
+    begins = f"its first line begins {text!r}"
+    if not text.startswith("{"):
+        return begins
+    try:
+        orjson.loads(first_line)
+    except orjson.JSONDecodeError as error:
+        return f"{begins} and is not JSON: {error.msg} (column {error.colno})"
+    return begins
+
+
+def _shown(key: Key) -> str:
+    return key.hex() if isinstance(key, bytes) else repr(key)
+
+
 def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines of `pieces`, newlines included, wherever the pieces end."""
     begun: list[bytes] = []
@@ -164,11 +181,14 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _same(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other)
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path}: cannot be read: {error.strerror or error}")
+    return InputError(f"{path}: cannot be read: {refusal(path, error)}")
 
 
 def _reads_files(cls: type[Workload]) -> bool:

@@ -1,4 +1,4 @@
-"""How hypothesis runs: the same examples every time, and few; `thorough` for many."""
+"""How hypothesis runs (always the same few examples; `thorough`: many), and processes."""
 
 import os
 
@@ -13,4 +13,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("thorough", settings.get_profile("short"), max_examples=5000)
+# Processes that tests start take kvcore from where it is installed, not from the checkout
+# that happens to be the working directory.
+os.environ["PYTHONSAFEPATH"] = "1"
+
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))

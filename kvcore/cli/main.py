@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from errno import ENOSPC
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
@@ -43,6 +44,15 @@ class Verbs(click.Group):
         command: click.Command = getattr(import_module(VERBS[cmd_name]), cmd_name)
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs with the whole of their first sentences."""
+        verbs = self.list_commands(ctx)
+        limit = sys.maxsize
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(verb, self.get_command(ctx, verb).get_short_help_str(limit)) for verb in verbs]
+            )
+
 
 def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
     """Print the installed version, and end."""
@@ -76,6 +86,7 @@ def kvcore(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit: the `kvcore` program."""
+    _replace_missing_streams()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -97,10 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         return BROKEN_PIPE
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        unusable = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-        code = USAGE if isinstance(error, unusable) else UNABLE
-        return _fail(f"error: {place}{error.strerror or error}", code)
+        return _fail(f"error: {_reason(error)}", USAGE if _unusable(error) else UNABLE)
     finally:
         _discard_unwritable()
     return code
@@ -121,10 +129,32 @@ def _usage(error: click.ClickException) -> str:
     return f"error: {error.format_message().rstrip('.')}{hint}"
 
 
+def _reason(error: OSError) -> str:
+    if _unusable(error):
+        return f"{error.filename}: cannot be read: {error.strerror}"
+    # Whatever else is written says its name in the error.
+    place = error.filename or ("standard output" if error.errno == ENOSPC else None)
+    reason = error.strerror or str(error)
+    return f"{place}: {reason}" if place else reason
+
+
+def _unusable(error: OSError) -> bool:
+    """Say whether it is a file that is not there, no file, or not for us to read."""
+    kinds = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    return isinstance(error, kinds) and error.filename is not None
+
+
 def _fail(message: str, code: int) -> int:
     with suppress(OSError):
         click.echo(f"kvcore: {message}", err=True)
     return code
+
+
+def _replace_missing_streams() -> None:
+    """Let what goes to a closed stdout or stderr go nowhere, rather than into some file."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
 
 
 def _discard_unwritable() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
 import orjson
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -22,13 +26,38 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-PIPE_WIDTH = 10_000
-"""Columns of a table that goes into a pipe or file: enough never to wrap or cut a cell."""
+TEXT_WIDTH = 80
+"""Columns that sentences take in a pipe or file."""
+
+WHOLE, FOLDED, GAP = 16, 12, 2
+"""Columns of the longest cell that is never folded, of the narrowest that is, and between two."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
 )
 """The `--json` flag of every verb; the function receives it as `as_json`."""
+
+
+class FilePath(click.ParamType):
+    """The path of a file, which may not be empty: `Path("")` is the working directory."""
+
+    name = "path"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Read it, or fail with the option's name."""
+        if not value:
+            self.fail("empty path; name a file", param, ctx)
+        return Path(value)
+
+
+FILE_PATH = FilePath()
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that stdout is; None if it is none."""
+    return get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def emit_json(payload: Mapping[str, Any]) -> None:
@@ -43,30 +72,68 @@ def emit_json(payload: Mapping[str, Any]) -> None:
     click.echo(orjson.dumps(payload, option=orjson.OPT_INDENT_2))
 
 
+def print_text(text: str) -> None:
+    """Print sentences on stdout, wrapped to the terminal; a line that ends stays so."""
+    width = terminal_width() or TEXT_WIDTH
+    for line in text.splitlines():
+        click.echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
+
+
 def print_table(
     headers: Sequence[str],
     rows: Iterable[Sequence[object]],
     *,
     right: Collection[str] = (),
-    title: str | None = None,
+    split: bool = False,
 ) -> None:
     """Print a table on stdout, the columns named in `right` flush right.
 
-    On a terminal it is as wide as that at most, and cells wrap; in a pipe every row is
-    one line, whatever its width. Text is printed as it is: brackets are no markup.
+    Nothing is ever cut off. In a pipe every row is one line, whatever its width. On a
+    terminal long cells fold; with `split` a table that is too wide is printed as several,
+    one below another, each with the first column. Text is printed as it is: brackets are
+    no markup.
     """
-    table = Table(
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, title=title, title_justify="left"
-    )
-    for header in headers:
-        table.add_column(header, justify="right" if header in right else "left")
-    for row in rows:
-        table.add_row(*map(str, row))
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
-    with console.capture() as captured:
-        console.print(table)
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    columns = list(zip(headers, *(map(str, row) for row in rows), strict=True))
+    for part in _parts(columns) if split else [columns]:
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for header, *cells in part:
+            table.add_column(
+                header,
+                justify="right" if header in right else "left",
+                no_wrap=_width([header, *cells]) <= WHOLE,
+                overflow="fold",
+            )
+        for row in zip(*(cells for _, *cells in part), strict=True):
+            table.add_row(*row)
+        console = Console(width=_fitting(part), markup=False, highlight=False, emoji=False)
+        with console.capture() as captured:
+            console.print(table)
+        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _parts(columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
+    """Divide columns into as few tables as fit the terminal, the first column in each."""
+    first, *others = columns
+    parts = [[first]]
+    width = terminal_width()
+    for column in others:
+        wide = sum(_width(each) + GAP for each in parts[-1]) + _width(column)
+        if width is not None and wide > width and len(parts[-1]) > 1:
+            parts.append([first])
+        parts[-1].append(column)
+    return parts
+
+
+def _fitting(columns: Sequence[Sequence[str]]) -> int:
+    """Return the terminal's width, or more if folding cannot make the columns fit."""
+    widths = [_width(column) for column in columns]
+    gaps = GAP * (len(columns) - 1)
+    least = sum(width if width <= WHOLE else FOLDED for width in widths) + gaps
+    return max(terminal_width() or sum(widths) + gaps, least)
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(map(cell_len, column))
 
 
 @contextmanager

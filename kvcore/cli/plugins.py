@@ -5,8 +5,12 @@ from __future__ import annotations
 import attrs
 import click
 
-from kvcore.cli.output import emit_json, json_option, print_table
+from kvcore.cli.output import emit_json, json_option, print_table, terminal_width
 from kvcore.plugins import Plugins
+
+
+ROOMY = 100
+"""Columns of a terminal that has room for the names of modules."""
 
 
 @click.command()
@@ -17,10 +21,10 @@ def plugins(*, as_json: bool) -> None:
     if as_json:
         emit_json({"schema": 1, "plugins": [attrs.asdict(info) for info in infos]})
         return
+    columns = ["kind", "name", "distribution", "version", "module"]
+    if (terminal_width() or ROOMY) < ROOMY:
+        columns.remove("module")
     print_table(
-        ["kind", "name", "distribution", "version", "module", "usable"],
-        (
-            (i.kind, i.name, i.distribution, i.version, i.module, i.reason or "yes")
-            for i in infos
-        ),
+        [*columns, "usable"],
+        ([*(getattr(i, column) for column in columns), i.reason or "yes"] for i in infos),
     )

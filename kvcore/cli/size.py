@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -44,22 +45,15 @@ RESERVE = "10%"
 WIDTH = 80
 
 
-class Count(click.ParamType):
-    """A whole number above 0."""
-
-    name = "integer"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        """Read it, or fail with the option's name."""
-        try:
-            return parse_count(str(value))
-        except InputError as error:
-            self.fail(str(error), param, ctx)
+def _count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Read a whole number above 0, or fail with the option's name."""
+    try:
+        return None if value is None else parse_count(value)
+    except InputError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
 
 
-COUNT = Count()
+count_option = partial(click.option, metavar="INTEGER", callback=_count)
 
 
 def _listed(what: str, names: Iterable[str]) -> str:
@@ -73,13 +67,13 @@ def _listed(what: str, names: Iterable[str]) -> str:
 )
 @click.argument("model")
 @click.option("--device", help="GPU to fit the model on, such as h200.")
-@click.option("--tokens", type=COUNT, default=8192, help="Tokens a request has.")
-@click.option("--batch", type=COUNT, default=1, help="Requests that are decoded together.")
+@count_option("--tokens", default="8192", help="Tokens a request has.")
+@count_option("--batch", default="1", help="Requests that are decoded together.")
 @click.option("--dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Of the K/V.")
 @click.option("--weights-dtype", type=click.Choice(WEIGHT_DTYPES), help="If not as released.")
-@click.option("--block-size", type=COUNT, default=16, help="Tokens in a block.")
+@count_option("--block-size", default="16", help="Tokens in a block.")
 @click.option("--reserve", help=f"Memory to keep free, such as 8GiB.  [default: {RESERVE}]")
-@click.option("--window", type=COUNT, help="Keep at most so many tokens in every layer.")
+@count_option("--window", help="Keep at most so many tokens in every layer.")
 @json_option
 def size(
     *,
@@ -99,7 +93,9 @@ def size(
     Bytes are exact. Speeds are bounds, set by the bandwidth and FLOP/s of the device.
     """
     gpu = None if device is None else find_device(device)
-    kept = 0 if reserve is gpu is None else _reserve(reserve or RESERVE, gpu)
+    kept = 0
+    if gpu is not None or reserve is not None:
+        kept = _reserve(RESERVE if reserve is None else reserve, gpu)
     spec = find_or_read(model, weights_dtype)
     if window is not None:
         spec = spec.with_window(window)
@@ -108,7 +104,7 @@ def size(
     if window is not None:
         report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
     if max(report["kv"].values()) > MOST:
-        msg = f"--tokens {tokens} with --batch {batch}: their K/V exceeds 2^63 bytes; ask for less"
+        msg = f"--tokens {tokens}, --batch {batch}: their K/V exceeds 2^63 bytes; ask for less"
         raise InputError(msg)
     if gpu is not None:
         report |= _bounds(layout, gpu, kept, tokens, batch)
@@ -251,7 +247,7 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
         yield _bytes("missing: the weights do not fit", -fit["kv_budget_bytes"])
     room = fit["blocks"] * report["block_size"]
     yield "blocks that fit", f"{fit['blocks']:,}", f"{room:,} tokens"
-    enough = "" if fit["batch_fits"] else f"fewer than the batch of {batch:,}"
+    enough = "" if fit["batch_fits"] else f"the batch of {batch:,} does not"
     yield "requests that fit", f"{fit['requests']:,}", enough
     if not fit["weights_fit"]:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcore.errors import InputError
+from kvcore.files import refusal
 from kvcore.plugins import Plugins
 from kvcore.policy import Workload
 from kvcore.specs import nearest
@@ -23,16 +24,24 @@ def find_workload(text: str | None, plugins: Plugins) -> Workload:
         InputError: neither, or a plugin or file that cannot be used as given.
     """
     text = BUNDLED if text is None else text
+    if not text:
+        msg = "workload '': empty path; name a file or a workload plugin"
+        raise InputError(msg)
     name = text.partition(":")[0].strip()
     names = plugins.names("workload")
     if name in names:
         workload: Workload = plugins.build("workload", text)
         return workload
     path = Path(text)
-    if not path.exists():
+    try:
+        path.lstat()
+    except PermissionError as error:
+        msg = f"{path}: cannot be read: {refusal(path, error)}"
+        raise InputError(msg) from error
+    except OSError:
         msg = (
             f"workload {text!r}: there is no such file, and no workload plugin is named "
             f"{name!r}{nearest(name, names)}. There are: {', '.join(names)}"
         )
-        raise InputError(msg)
+        raise InputError(msg) from None
     return recognise(path, [plugins.get("workload", known) for known in names])

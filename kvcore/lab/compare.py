@@ -34,6 +34,9 @@ Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Tick]]
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""
 
+SHARING = "radix"
+"""The prefix cache that the optimum is a bound for, and the default."""
+
 _STEPS = 256
 
 
@@ -111,7 +114,7 @@ def compare(
     *,
     block_size: int | None = None,
     count: str = "keys",
-    prefix: str | Callable[[], PrefixCache] = "radix",
+    prefix: str | Callable[[], PrefixCache] = SHARING,
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -142,8 +145,8 @@ def compare(
     Raises:
         InputError: no workload, nothing to compare, a size that no pool has, an unknown
             name or option, a block size that does not fit the keys, a trace of several rows,
-            of the optimum or over the workload's own file, the optimum in `tokens` counting,
-            or a request that cannot be read.
+            of the optimum or over the workload's own file, the optimum in `tokens` counting
+            or with another prefix cache than `radix`, or a request that cannot be read.
         PluginError: a plugin that cannot work here.
         PolicyError: a policy failed.
     """
@@ -156,14 +159,15 @@ def compare(
     plugins = plugins or Plugins()
     entrants = contenders(policies, plugins, seed)
     sizes = None if blocks is None else _sizes(blocks)
-    _check(entrants, sizes, count, trace)
+    make_prefix = partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
+    _check(entrants, sizes, count, make_prefix().name, trace)
     if trace is not None:
         spare(workload, trace)
     key_tokens, digest = workload.key_tokens, workload.digest
     bench = _Bench(
         workload,
         Geometry(count, key_tokens if block_size is None else block_size, key_tokens),
-        partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix,
+        make_prefix,
         recompute or default_prefill_cost(),
     )
     replays = 1 + len(entrants) * len(PARTS if sizes is None else sizes)
@@ -314,12 +318,19 @@ def _check(
     entrants: list[Contender],
     sizes: list[int] | None,
     count: str,
+    prefix: str,
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse what cannot be combined."""
     optimum = any(policy.name == Optimum.name for policy in entrants)
     if optimum and count != "keys":
         msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
+        raise InputError(msg)
+    if optimum and prefix != SHARING:
+        msg = (
+            f"the optimum is a bound for sharing by prefix, as {SHARING!r} does it; it says "
+            f"nothing of prefix cache {prefix!r}: leave it out"
+        )
         raise InputError(msg)
     if trace is None:
         return

@@ -42,8 +42,8 @@ class Witness(EvictionPolicy):
     """Passes every call on to `policy`, checks its answers, and writes evictions down.
 
     Raises AssertionError in `victim`, hence PolicyError in the cache, if asking twice gives
-    two answers or an answer is no unpinned leaf of the cache. Errors name the policy: the
-    class of a witness goes by the names of the policy's class.
+    two answers or an answer is no unpinned leaf of the cache; likewise if a span expires that
+    should not. Errors name the policy: the class of a witness goes by the names of its class.
 
     Attributes:
         policy: may be exchanged for another one in the same state.
@@ -76,10 +76,12 @@ class Witness(EvictionPolicy):
     def inserted(self, span: Span, now: int) -> None:
         """Pass it on."""
         self.policy.inserted(span, now)
+        self._check_expiry(span)
 
     def accessed(self, span: Span, now: int) -> None:
         """Pass it on."""
         self.policy.accessed(span, now)
+        self._check_expiry(span)
 
     def grown(self, span: Span, blocks: int) -> None:
         """Pass it on."""
@@ -100,6 +102,7 @@ class Witness(EvictionPolicy):
     def released(self, span: Span, now: int) -> None:
         """Pass it on."""
         self.policy.released(span, now)
+        self._check_expiry(span)
 
     def unpinned(self, span: Span, now: int) -> None:
         """Pass it on."""
@@ -144,6 +147,11 @@ class Witness(EvictionPolicy):
     def restore(self, state: Any) -> None:
         """Pass it on."""
         self.policy.restore(state)
+
+    def _check_expiry(self, span: Span) -> None:
+        assert self.policy.expires_spans or span.expires is None, (
+            "it sets span.expires, and does not declare expires_spans = True"
+        )
 
     def _write(self, span: Span, start: int, end: int, reason: str) -> None:
         ratio = span.shape.ratio

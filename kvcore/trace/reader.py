@@ -12,10 +12,15 @@ import orjson
 
 from kvcore.compression import CutError, DamageError, decoded
 from kvcore.errors import InputError, TraceError
+from kvcore.files import refusal
 from kvcore.trace.schema import SCHEMA, fault
 from kvcore.trace.sink import DIGEST_BYTES
 
 Line: TypeAlias = dict[str, Any]
+
+NO_TRACE = (
+    "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE` runs workloads"
+)
 
 
 def read_events(file: str | os.PathLike[str]) -> TraceReader:
@@ -57,7 +62,7 @@ class TraceReader:
         try:
             file = self.file.open("rb")
         except OSError as error:
-            msg = f"cannot read the trace {self.file}: {error.strerror}"
+            msg = f"cannot read the trace {self.file}: {refusal(self.file, error)}"
             raise InputError(msg) from error
         with file:
             yield from self._lines(decoded(file))
@@ -125,7 +130,8 @@ class TraceReader:
         try:
             line = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            self.fail(f"not JSON: {error.msg}, at column {error.colno}")
+            reason = f"not JSON: {error.msg}, at column {error.colno}"
+            self.fail(reason if n else f"{NO_TRACE} ({reason})")
         if not n:
             self._check_header(line)
         reason = fault(line)
@@ -146,7 +152,7 @@ class TraceReader:
 
     def _check_header(self, line: Any) -> None:
         if type(line) is not dict or line.get("event") != "HEADER":
-            self.fail("a trace begins with its HEADER line")
+            self.fail(NO_TRACE)
         if line.get("schema", SCHEMA) != SCHEMA:
             self.fail(
                 f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"

@@ -197,7 +197,10 @@ class CacheState:
             violated(f"span {span.id} is {encode_runs(span.ids[::-1])}, tail first")
         age = self._now - span.last_access
         if (line["by"], line["hits"], line["age"]) != (self._policy, span.hits, age):
-            violated(f"span {span.id} goes by {self._policy!r}, age {age}, {span.hits} hits")
+            violated(
+                f"span {span.id}: by {self._policy!r}, age {age} ns, {span.hits} hits expected; "
+                f"the line says by {line['by']!r}, age {line['age']} ns, {line['hits']} hits"
+            )
         self._forget(span, len(ids))
         if line["reason"] == "expired":
             self._supply.expired(ids)

@@ -134,6 +134,14 @@ class Deadly(Mine):
 
 
 @attrs.define(slots=False, eq=False)
+class Numberless(Mine):
+    """Scores with a number that is none."""
+
+    def score(self, span, now):
+        """Return NaN."""
+        return float("nan")
+
+
 class Mangled(Mine):
     """Has an option that it does not keep as given."""
 
@@ -145,6 +153,7 @@ class Mangled(Mine):
     [
         (Hasty, "victims_are_unpinned_leaves", PolicyError),
         (Careless, "victims_are_unpinned_leaves", PolicyError),
+        (Numberless, "victims_are_unpinned_leaves", PolicyError),
         (Fickle, "decides_alike_when_run_again", AssertionError),
         (Fickle, "state_says_all", AssertionError),
         (Vague, "state_says_all", AssertionError),
@@ -152,7 +161,7 @@ class Mangled(Mine):
         (Hoarder, "forgets_what_has_left", AssertionError),
         (Mangled, "is_built_from_text", AssertionError),
         (Drawing, "many_leaves", PolicyError),
-        (Deadly, "declares_that_spans_expire", AssertionError),
+        (Deadly, "declares_that_spans_expire", PolicyError),
     ],
 )
 def test_catches(policy, test, error):
@@ -170,9 +179,7 @@ def test_what_raises_is_named():
 
 def test_an_undeclared_expiry_is_explained():
     """The message says what to declare."""
-    with pytest.raises(
-        AssertionError, match=r"Deadly sets span\.expires: declare expires_spans"
-    ):
+    with pytest.raises(PolicyError, match=r"Deadly\) raised .* declare expires_spans = True"):
         run(Deadly, "declares_that_spans_expire")
 
 
