@@ -133,7 +133,6 @@ class Deadly(Mine):
         span.expires = now + 5
 
 
-@attrs.define(slots=False, eq=False)
 class Numberless(Mine):
     """Scores with a number that is none."""
 
@@ -142,6 +141,7 @@ class Numberless(Mine):
         return float("nan")
 
 
+@attrs.define(slots=False, eq=False)
 class Mangled(Mine):
     """Has an option that it does not keep as given."""
 
