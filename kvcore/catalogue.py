@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from kvcore.errors import InputError
-from kvcore.model import DeviceSpec, ModelSpec
+from kvcore.model import DeviceSpec, ModelSpec, PrefillCost
 
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 Windows = tuple[int | None, ...]
@@ -215,3 +215,8 @@ DEVICES: Mapping[str, DeviceSpec] = _by_name(
         _device("mi325x", 256, 6000, 1307.4, _PCIE5),
     ]
 )
+
+
+def default_prefill_cost() -> PrefillCost:
+    """Return the cost of Llama 3 8B on one H100: what a block costs where nothing is said."""
+    return PrefillCost.of(find_model("llama-3-8b"), find_device("h100"))

@@ -169,10 +169,14 @@ def _surplus_argument(plugin: object) -> str | None:
     """Name the argument that a hook of `plugin` wants and kvcore does not give it."""
     for hook in _hooks():
         given = signature(getattr(hookspecs, hook)).parameters
-        wanted = signature(getattr(plugin, hook)).parameters if hasattr(plugin, hook) else ()
-        for name in wanted:
-            if name not in given:
-                return f"has a hook {hook!r} with an argument {name!r}: it is given none"
+        implementation = getattr(plugin, hook, None)
+        wanted = signature(implementation).parameters if callable(implementation) else ()
+        surplus = [name for name in wanted if name not in given]
+        if surplus:
+            return (
+                f"implements {hook!r} with an argument {surplus[0]!r}, which kvcore does not "
+                f"pass: write {hook}({', '.join(given)})"
+            )
     return None
 
 

@@ -390,10 +390,3 @@ class PrefillCost:
         for window, pair_seconds in self.pair_seconds:
             seconds += attended_pairs(context, tokens, window) * pair_seconds
         return seconds
-
-
-def default_prefill_cost() -> PrefillCost:
-    """Return the cost of Llama 3 8B on one H100: what a block costs where nothing is said."""
-    from kvcore.catalogue import find_device, find_model  # noqa: PLC0415 - it imports us
-
-    return PrefillCost.of(find_model("llama-3-8b"), find_device("h100"))

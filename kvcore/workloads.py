@@ -123,7 +123,7 @@ def checked(workload: Workload) -> Iterator[Request]:
             known = parents.setdefault(key, parent)
             if known != parent:
                 here, there = (
-                    "at the start" if place is root else f"after key {place}"
+                    "at the start" if place is root else f"after key {_shown(place)}"
                     for place in (parent, known)
                 )
                 msg = (
@@ -163,7 +163,7 @@ def _looks(first_line: bytes) -> str:
     return begins
 
 
-def _shown(key: Key) -> str:
+def _shown(key: Hashable) -> str:
     return key.hex() if isinstance(key, bytes) else repr(key)
 
 

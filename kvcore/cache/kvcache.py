@@ -15,7 +15,6 @@ from kvcore.cache.sequence import Sequence
 from kvcore.cache.sharing import copy_tail, shared_tail, table, with_ids
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.model import default_prefill_cost
 from kvcore.plugins import plugin_of
 from kvcore.policy import EvictionPolicy, Match, PrefixCache, Shape, broken, overridden
 from kvcore.policy.recorder import Recorder
@@ -80,8 +79,11 @@ class KVCache:
         for plugin in (self.eviction, self.prefix):
             plugin.claim()
         self.eviction.attach(blocks, block_size)
-        cost = default_prefill_cost() if recompute is None else recompute
-        shape = Shape(block_size, geometry.ratio, cost)
+        if recompute is None:
+            from kvcore.catalogue import default_prefill_cost  # noqa: PLC0415  (a long table)
+
+            recompute = default_prefill_cost()
+        shape = Shape(block_size, geometry.ratio, recompute)
         self.prefix.attach(self.pool, self.eviction, shape, trace)
         self._missed: Callable[[Request, int, int], None] | None = overridden(
             self.eviction, "missed"

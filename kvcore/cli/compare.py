@@ -11,25 +11,34 @@ import attrs
 import click
 
 from kvcore.cache.geometry import COUNTINGS
-from kvcore.catalogue import find_device, find_model
-from kvcore.cli.output import emit_json, json_option, print_table, progress
+from kvcore.cache.pool import MOST_BLOCKS
+from kvcore.catalogue import find_device
+from kvcore.cli.model import find_or_read
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_option,
+    print_table,
+    print_text,
+    progress,
+)
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError
 from kvcore.files import whole_file
-from kvcore.hf_config import read_config
+from kvcore.lab import SHARING
 from kvcore.lab import compare as run_comparison
-from kvcore.model import KV_DTYPES, KVLayout, ModelSpec, PrefillCost
+from kvcore.model import KV_DTYPES, KVLayout, PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.policy import Workload
-from kvcore.report import ComparisonReport, write_csv
+from kvcore.report import ComparisonReport, counted, write_csv
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import checked, spare
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
+LONGEST = len(str(MOST_BLOCKS))
 MODEL = "llama-3-8b"
 KV_DTYPE = "fp16"
 DEVICE = "h100"
-PREFIX = "radix"
 
 
 @click.command()
@@ -41,7 +50,7 @@ PREFIX = "radix"
 )
 @click.option("--blocks", metavar="LIST", help="Pool sizes in blocks, such as 1000,3000.")
 @click.option("--memory", metavar="LIST", help="Pool sizes in bytes of K/V, such as 40GiB.")
-@click.option("--model", help=f"Whose K/V it is: a name or a config.json.  [default: {MODEL}]")
+@click.option("--model", help=f"Whose K/V it is, as for `size`.  [default: {MODEL}]")
 @click.option(
     "--kv-dtype", type=click.Choice(KV_DTYPES), help=f"Of the K/V.  [default: {KV_DTYPE}]"
 )
@@ -53,11 +62,15 @@ PREFIX = "radix"
     show_default=True,
     help="Count whole keys, or tokens.",
 )
-@click.option("--prefix", help=f"The prefix cache.  [default: {PREFIX}]")
+@click.option("--prefix", help=f"The prefix cache.  [default: {SHARING}]")
 @click.option("--seed", type=int, help="For policies that draw random numbers.")
 @click.option("--check", is_flag=True, help="Check the workload's keys, ids and times first.")
-@click.option("--trace", type=Path, metavar="FILE", help="Write every decision, as JSONL.")
-@click.option("--csv", type=Path, metavar="FILE", help="Write the rows as CSV as well.")
+@click.option(
+    "--trace", callback=file_path, metavar="FILE", help="Write every decision, as JSONL."
+)
+@click.option(
+    "--csv", callback=file_path, metavar="FILE", help="Write the rows as CSV as well."
+)
 @json_option
 def compare(
     *,
@@ -82,7 +95,7 @@ def compare(
     file of any known format. Without it, it is the trace that comes with kvcore.
 
     Requests are replayed one after another, without a clock. The optimum is the most that
-    any eviction can hit; it is known in `keys` counting.
+    any eviction can hit; it is known in `keys` counting, for prefixes shared as `radix` does.
     """
     plugins = Plugins()
     source = find_workload(workload, plugins)
@@ -95,27 +108,28 @@ def compare(
         trace=trace,
         csv=csv,
     )
-    spec = None if model is None else _model(model)
+    spec = find_or_read(MODEL if model is None else model)
+    recompute = PrefillCost.of(spec, find_device(DEVICE))
     sizes = None if blocks is None else _numbers(blocks)
     budget = None
     if memory is not None:
         tokens = source.key_tokens if block_size is None else block_size
-        layout = KVLayout(spec or _model(MODEL), kv_dtype or KV_DTYPE, tokens)
+        layout = KVLayout(spec, kv_dtype or KV_DTYPE, tokens)
         budget = Budget(layout, [parse_bytes(text) for text in memory.split(",")])
         sizes = list(budget.labels)
     if check:
         _check(source)
-    optimum = ",optimum" if count == "keys" else ""
+    prefix_cache = SHARING if prefix is None else prefix
     with ExitStack() as stack:
         file = None if csv is None else stack.enter_context(whole_file(csv))
         comparison = run_comparison(
             source,
-            [eviction or POLICIES + optimum],
+            [_contest(count, prefix_cache) if eviction is None else eviction],
             sizes,
             block_size=block_size,
             count=count,
-            prefix=prefix or PREFIX,
-            recompute=None if spec is None else PrefillCost.of(spec, find_device(DEVICE)),
+            prefix=prefix_cache,
+            recompute=recompute,
             seed=seed,
             trace=trace,
             plugins=plugins,
@@ -131,14 +145,17 @@ def compare(
             document["prefix"] = prefix
         emit_json(document)
         return
-    report = ComparisonReport(comparison, None if budget is None else budget.labels)
-    click.echo(report.headline)
-    print_table(report.headers, report.rows)
-    click.echo(report.reading)
+    labels = None if budget is None else budget.labels
+    report = ComparisonReport(comparison, labels, prefix_cache, recompute)
+    print_text(report.headline)
+    if report.empty:
+        return
+    print_table(report.headers, report.rows, split=True)
+    print_text(report.reading)
     if budget is not None:
-        click.echo(budget)
+        print_text(str(budget))
     if prefix is not None:
-        click.echo(f"Prefix cache: {prefix}.")
+        print_text(f"Prefix cache: {prefix}.")
 
 
 @attrs.frozen
@@ -156,7 +173,7 @@ class Budget:
         """Refuse what holds no block."""
         for budget in self.bytes:
             if not self.layout.blocks_in(budget):
-                msg = f"--memory: {format_bytes(budget)} hold no block. {self}"
+                msg = f"--memory: {format_bytes(budget)} is less than a block. {self}"
                 raise InputError(msg)
 
     @property
@@ -179,8 +196,8 @@ class Budget:
         """Say what a block takes."""
         layout = self.layout
         return (
-            f"A block of {layout.block_size:,} tokens of {layout.model.name} in {layout.dtype} "
-            f"takes {format_bytes(layout.bytes_per_block)}."
+            f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
+            f"{layout.dtype} takes {format_bytes(layout.bytes_per_block)}."
         )
 
 
@@ -212,16 +229,28 @@ def _refuse(
         spare(source, csv)
 
 
-def _model(text: str) -> ModelSpec:
-    return read_config(Path(text)) if text.endswith(".json") else find_model(text)
+def _contest(count: str, prefix: str) -> str:
+    """Return the policies to compare where none are given: the optimum where it is a bound."""
+    bounded = count == "keys" and prefix.partition(":")[0].strip() == SHARING
+    return f"{POLICIES},optimum" if bounded else POLICIES
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = text.split(",")
-    if not all(re.fullmatch(r"\s*[0-9]{1,18}\s*", number) for number in numbers):
-        msg = f"--blocks {text!r}: expected numbers of blocks, such as 1000,3000"
+    digits = [number.strip() for number in text.split(",")]
+    msg = ""
+    if not all(re.fullmatch(r"[0-9]+", number) for number in digits):
+        msg = "expected numbers of blocks, such as 1000,3000"
+    elif any(len(number) > LONGEST for number in digits):
+        msg = f"a pool has at most {MOST_BLOCKS} blocks"
+    elif len(digits) > 1 and not all(map(int, digits)):
+        listed = [str(int(number)) for number in digits]
+        msg = f"{text} is a list of {', '.join(listed[:-1])} and {listed[-1]}: write "
+        grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", text)
+        msg += text.replace(",", "") if grouped else "numbers without commas, above 0"
+    if msg:
+        msg = f"--blocks {text!r:.60}: {msg}"
         raise InputError(msg)
-    return [int(number) for number in numbers]
+    return [int(number) for number in digits]
 
 
 def _check(workload: Workload) -> None:

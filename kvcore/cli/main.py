@@ -46,11 +46,13 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs with the whole of their first sentences."""
-        verbs = self.list_commands(ctx)
-        limit = sys.maxsize
+        verbs = {verb: self.get_command(ctx, verb) for verb in self.list_commands(ctx)}
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(verb, self.get_command(ctx, verb).get_short_help_str(limit)) for verb in verbs]
+                [
+                    (verb, command.get_short_help_str(sys.maxsize))
+                    for verb, command in verbs.items()
+                ]
             )
 
 

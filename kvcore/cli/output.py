@@ -26,11 +26,13 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    Column = tuple[str, ...]
+
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
 
-WHOLE, FOLDED, GAP = 16, 12, 2
-"""Columns of the longest cell that is never folded, of the narrowest that is, and between two."""
+WHOLE, FOLDED, GAP = 20, 12, 3
+"""Columns of the longest cell that never folds, of the narrowest that does, and between two."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
@@ -38,21 +40,12 @@ json_option = click.option(
 """The `--json` flag of every verb; the function receives it as `as_json`."""
 
 
-class FilePath(click.ParamType):
-    """The path of a file, which may not be empty: `Path("")` is the working directory."""
-
-    name = "path"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Path:
-        """Read it, or fail with the option's name."""
-        if not value:
-            self.fail("empty path; name a file", param, ctx)
-        return Path(value)
-
-
-FILE_PATH = FilePath()
+def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """Read a path, which may not be empty: `Path("")` would be the working directory."""
+    if value == "":
+        msg = "empty path; name a file"
+        raise click.BadParameter(msg, ctx=ctx, param=param)
+    return None if value is None else Path(value)
 
 
 def terminal_width() -> int | None:
@@ -93,8 +86,11 @@ def print_table(
     one below another, each with the first column. Text is printed as it is: brackets are
     no markup.
     """
-    columns = list(zip(headers, *(map(str, row) for row in rows), strict=True))
-    for part in _parts(columns) if split else [columns]:
+    columns: list[Column] = list(zip(headers, *(map(str, row) for row in rows), strict=True))
+    parts = _parts(columns) if split else [columns]
+    for number, part in enumerate(parts):
+        if number:
+            click.echo()
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for header, *cells in part:
             table.add_column(
@@ -105,13 +101,20 @@ def print_table(
             )
         for row in zip(*(cells for _, *cells in part), strict=True):
             table.add_row(*row)
-        console = Console(width=_fitting(part), markup=False, highlight=False, emoji=False)
+        # Without a height too, rich takes a dumb terminal for one of 80 columns.
+        console = Console(
+            width=_fitting(part),
+            height=len(columns[0]),
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
         with console.capture() as captured:
             console.print(table)
         click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def _parts(columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
+def _parts(columns: list[Column]) -> list[list[Column]]:
     """Divide columns into as few tables as fit the terminal, the first column in each."""
     first, *others = columns
     parts = [[first]]
@@ -124,7 +127,7 @@ def _parts(columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
     return parts
 
 
-def _fitting(columns: Sequence[Sequence[str]]) -> int:
+def _fitting(columns: list[Column]) -> int:
     """Return the terminal's width, or more if folding cannot make the columns fit."""
     widths = [_width(column) for column in columns]
     gaps = GAP * (len(columns) - 1)
@@ -132,7 +135,7 @@ def _fitting(columns: Sequence[Sequence[str]]) -> int:
     return max(terminal_width() or sum(widths) + gaps, least)
 
 
-def _width(column: Sequence[str]) -> int:
+def _width(column: Iterable[str]) -> int:
     return max(map(cell_len, column))
 
 

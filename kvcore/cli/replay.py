@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvcore.cli.output import FILE_PATH, emit_json, json_option, print_table
+from kvcore.cli.output import emit_json, file_path, json_option, print_table
 from kvcore.errors import TraceError
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
@@ -14,7 +14,7 @@ from kvcore.units import parse_seconds
 
 
 @click.command()
-@click.argument("file", type=FILE_PATH)
+@click.argument("file", callback=file_path)
 @click.option("--at", metavar="SECONDS", help="Report the state at this time of the trace.")
 @json_option
 def replay(*, file: Path, at: str | None, as_json: bool) -> None:

@@ -1,10 +1,11 @@
 """Experiments: untimed replay, the optimum, and comparisons of policies."""
 
-from kvcore.lab.compare import Comparison, Infinite, Row, Source, compare
+from kvcore.lab.compare import SHARING, Comparison, Infinite, Row, Source, compare
 from kvcore.lab.optimum import Future, Optimum
 from kvcore.lab.untimed import replay
 
 __all__ = [
+    "SHARING",
     "Comparison",
     "Future",
     "Infinite",

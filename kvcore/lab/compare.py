@@ -15,11 +15,12 @@ from kvcore.cache import KVCache
 from kvcore.cache.geometry import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.stats import CacheStats
+from kvcore.catalogue import default_prefill_cost
 from kvcore.errors import InputError
 from kvcore.lab.contenders import Contender, Policy, contenders
 from kvcore.lab.optimum import Future, Optimum
 from kvcore.lab.untimed import replay
-from kvcore.model import PrefillCost, default_prefill_cost
+from kvcore.model import PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.policy import EvictionPolicy, PrefixCache, Span, Workload
 from kvcore.request import Request
@@ -52,7 +53,7 @@ class Row:
         hit_ratio: the share that hit, weighted by `block`, `token` or `request` (the mean
             over requests with a lookup block); None where nothing was looked up.
         evicted_blocks: blocks that left the cache, for room or because they expired.
-        share_of_optimum: its hits per hit of the optimum (without bypass) in the same pool;
+        share_of_optimum: its share of the optimum's hits (without bypass) in the same pool;
             None where that was not run or hits nothing.
         wall_s: seconds the row took, reading the workload included. Rows of the optimum
             share one reading, which the first of them pays.
@@ -159,8 +160,10 @@ def compare(
     plugins = plugins or Plugins()
     entrants = contenders(policies, plugins, seed)
     sizes = None if blocks is None else _sizes(blocks)
-    make_prefix = partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
-    _check(entrants, sizes, count, make_prefix().name, trace)
+    make_prefix = (
+        partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
+    )
+    _check(entrants, sizes, count, make_prefix, trace)
     if trace is not None:
         spare(workload, trace)
     key_tokens, digest = workload.key_tokens, workload.digest
@@ -306,7 +309,9 @@ def _sizes(blocks: int | Iterable[int]) -> list[int]:
     sizes = list(dict.fromkeys([blocks] if isinstance(blocks, int) else blocks))
     for size in sizes:
         if not 0 < size <= MOST_BLOCKS:
-            msg = f"a pool of {size} blocks was asked for; it must have 1 to {MOST_BLOCKS}"
+            msg = (
+                f"a pool of {size} blocks was asked for; give 1 or more, at most {MOST_BLOCKS}"
+            )
             raise InputError(msg)
     if not sizes:
         msg = "there is no pool to compare in: give at least one size"
@@ -318,7 +323,7 @@ def _check(
     entrants: list[Contender],
     sizes: list[int] | None,
     count: str,
-    prefix: str,
+    make_prefix: Callable[[], PrefixCache],
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse what cannot be combined."""
@@ -326,7 +331,8 @@ def _check(
     if optimum and count != "keys":
         msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
         raise InputError(msg)
-    if optimum and prefix != SHARING:
+    prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
+    if prefix != SHARING:
         msg = (
             f"the optimum is a bound for sharing by prefix, as {SHARING!r} does it; it says "
             f"nothing of prefix cache {prefix!r}: leave it out"

@@ -1,5 +1,5 @@
 """Results for people and for other programs: tables, sentences, and CSV."""
 
-from kvcore.report.tables import ComparisonReport, write_csv
+from kvcore.report.tables import ComparisonReport, counted, write_csv
 
-__all__ = ["ComparisonReport", "write_csv"]
+__all__ = ["ComparisonReport", "counted", "write_csv"]

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 
 import attrs
 
-from kvcore.lab import Comparison, Infinite, Optimum, Row
+from kvcore.lab import SHARING, Comparison, Infinite, Optimum, Row
+from kvcore.model import PrefillCost
 
 CSV_COLUMNS = (
     "workload",
@@ -29,6 +30,9 @@ CSV_COLUMNS = (
     "wall_s",
 )
 
+WEIGHS_COST = "cost"
+"""The policy whose ranking depends on what a block costs to compute again."""
+
 
 @attrs.frozen
 class ComparisonReport:
@@ -37,10 +41,14 @@ class ComparisonReport:
     Attributes:
         comparison: what is reported.
         memory: for pools given in bytes, what to call each size in blocks.
+        prefix: the prefix cache of the pools.
+        recompute: what it costs to compute a block again; None: not told.
     """
 
     comparison: Comparison
     memory: Mapping[int, str] | None = None
+    prefix: str = SHARING
+    recompute: PrefillCost | None = None
 
     @property
     def headline(self) -> str:
@@ -48,13 +56,23 @@ class ComparisonReport:
         source, infinite = self.comparison.workload, self.comparison.infinite
         by = "blocks in the pool" if self.memory is None else "the pool's K/V memory"
         ranked = any(row.share_of_optimum is not None for row in self.comparison.rows)
+        requests = counted(source.requests, "request")
+        if not infinite.lookup_blocks:
+            return f"{source.name}: {requests}.\n{self._nothing()}"
+        look = "looks" if source.requests == 1 else "look"
+        blocks = counted(infinite.lookup_blocks, "block")
+        tokens = counted(self.comparison.rows[0].block_size, "token")
+        brackets = "; in brackets, the share of the optimum's hits" if ranked else ""
         return (
-            f"{source.name}: {source.requests:,} requests look up {infinite.lookup_blocks:,} "
-            f"blocks of {self.comparison.rows[0].block_size:,} tokens "
+            f"{source.name}: {requests} {look} up {blocks} of {tokens} "
             f"({self.comparison.count} counting).\n"
-            f"The share of these that hit, by {by}"
-            f"{'; in brackets, hits per hit of the optimum' if ranked else ''}."
+            f"The share of these that hit, by {by}{brackets}."
         )
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is looked up, so that the headline is all there is to say."""
+        return not self.comparison.infinite.lookup_blocks
 
     @property
     def headers(self) -> list[str]:
@@ -77,8 +95,10 @@ class ComparisonReport:
         """What the table shows, in a few sentences."""
         infinite = self.comparison.infinite
         if not infinite.hit_blocks:
+            if self.prefix != SHARING:
+                return f"With prefix cache {self.prefix!r} nothing can hit."
             return "No request shares a block with an earlier one: nothing can hit."
-        blocks = f"{infinite.distinct_blocks:,} blocks"
+        blocks = counted(infinite.distinct_blocks, "block")
         lines = (
             f"infinite: a cache that never evicts ({blocks} in the end). No pool hits more.",
             self._most_hits(),
@@ -87,8 +107,18 @@ class ComparisonReport:
         )
         return "\n".join(line for line in lines if line)
 
+    def _nothing(self) -> str:
+        keys = "The requests have no keys"
+        if self.comparison.count != "keys":
+            keys += ", or none that fills a block"
+        return f"{keys}: there is nothing to look up."
+
     def _size(self, blocks: int) -> str:
         return f"{blocks:,}" if self.memory is None else self.memory[blocks]
+
+    def _sizes(self, sizes: list[str]) -> str:
+        unit = "" if self.memory else " block" if sizes == ["1"] else " blocks"
+        return f"{_enumerated(sizes)}{unit}"
 
     def _policies(self) -> list[tuple[str, Row]]:
         rows = _named(self.comparison.rows)
@@ -105,8 +135,7 @@ class ComparisonReport:
             )
             if len(ranking) > 1 and ranking[0][0] > ranking[1][0]:
                 won.setdefault(ranking[0][1], []).append(self._size(size))
-        unit = " blocks" if self.memory is None else ""
-        winners = [f"{name} with {_enumerated(sizes)}{unit}" for name, sizes in won.items()]
+        winners = [f"{name} with {self._sizes(sizes)}" for name, sizes in won.items()]
         return f"Most hits: {'; '.join(winners)}." if winners else ""
 
     def _saturation(self) -> str:
@@ -119,8 +148,8 @@ class ComparisonReport:
         if not enough:
             return ""
         return (
-            f"With {min(enough):,} blocks the optimum hits all that can hit: from there on, "
-            "policies lack foresight, not memory."
+            f"With {counted(min(enough), 'block')} the optimum hits all that can hit: from "
+            "there on, policies lack foresight, not memory."
         )
 
     def _options(self) -> str:
@@ -129,8 +158,17 @@ class ComparisonReport:
         for name, row in self._policies():
             rest = (text for text in _texts(row.options) if text not in name)
             texts[row.eviction] = ", ".join(rest)
-        options = "; ".join(f"{name} {text}" for name, text in texts.items() if text)
+        told = [f"{name} {text}" for name, text in texts.items() if text]
+        if WEIGHS_COST in texts and self.recompute is not None:
+            whose = f"{self.recompute.model} on {self.recompute.device}"
+            told.append(f"{WEIGHS_COST}: recompute cost of {whose}")
+        options = "; ".join(told)
         return f"Options: {options}." if options else ""
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things: `1 block`, `1,000 blocks`."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def write_csv(comparison: Comparison, file: TextIO) -> None:

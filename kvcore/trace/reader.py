@@ -130,8 +130,8 @@ class TraceReader:
         try:
             line = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            reason = f"not JSON: {error.msg}, at column {error.colno}"
-            self.fail(reason if n else f"{NO_TRACE} ({reason})")
+            damage = f"not JSON: {error.msg}, at column {error.colno}"
+            self.fail(damage if n else f"{NO_TRACE} ({damage})")
         if not n:
             self._check_header(line)
         reason = fault(line)

@@ -198,8 +198,9 @@ class CacheState:
         age = self._now - span.last_access
         if (line["by"], line["hits"], line["age"]) != (self._policy, span.hits, age):
             violated(
-                f"span {span.id}: by {self._policy!r}, age {age} ns, {span.hits} hits expected; "
-                f"the line says by {line['by']!r}, age {line['age']} ns, {line['hits']} hits"
+                f"span {span.id}: by {self._policy!r}, age {age} ns, {span.hits} hits "
+                f"expected; the line says by {line['by']!r}, age {line['age']} ns, "
+                f"{line['hits']} hits"
             )
         self._forget(span, len(ids))
         if line["reason"] == "expired":

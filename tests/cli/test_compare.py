@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,9 +109,9 @@ def test_the_table_is_readable(run):
     """The table has the policies, the optimum and the infinite bound, by pool size."""
     lines = run(SMALL).splitlines()
     assert lines[0] == "zipf: 60 requests look up 360 blocks of 16 tokens (keys counting)."
-    policies = [line.split()[0] for line in lines[4:12]]
+    policies = [line.split()[0] for line in lines[5:13]]
     assert policies == ["lru", "fifo", "lfu", "slru", "cost", "random", "optimum", "infinite"]
-    assert lines[12].startswith("infinite: a cache that never evicts")
+    assert lines[13].startswith("infinite: a cache that never evicts")
 
 
 def test_without_sizes_they_suit_the_workload(report):
@@ -184,6 +186,69 @@ def test_the_prefix_cache_can_be_chosen(report):
 def test_the_table_says_which_prefix_cache_was_chosen(run):
     """Another prefix cache than the default is stated."""
     assert run(SMALL, "--eviction", "lru", "--prefix", "none").endswith("Prefix cache: none.\n")
+
+
+def test_without_sharing_nothing_can_hit(run):
+    """With a prefix cache that shares nothing there is no optimum, and the reason is said."""
+    out = run(SMALL, "--prefix", "none", "--blocks", "20")
+    assert "optimum" not in out
+    assert "With prefix cache 'none' nothing can hit." in out
+
+
+def test_the_table_says_whose_recompute_cost_it_is(run):
+    """`cost` ranks by a model and a device, which are named; other policies need none."""
+    arguments = [SMALL, "--blocks", "20", "--model", "llama-2-7b", "--eviction"]
+    assert "cost: recompute cost of llama-2-7b on h100." in run(*arguments, "lru,cost")
+    assert "recompute cost" not in run(*arguments, "lru")
+
+
+def test_requests_without_keys_have_no_table(run, tmp_path):
+    """Where there is nothing to look up, that is all that is printed."""
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+    )
+    assert run(str(path), "--eviction", "lru") == (
+        "azure: 1 request.\nThe requests have no keys: there is nothing to look up.\n"
+    )
+
+
+def test_the_model_is_what_size_takes(report, tmp_path):
+    """`--model` reads a config.json, or the folder it lies in."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for model in (tmp_path, tmp_path / "config.json"):
+        document = report(SMALL, "--eviction", "lru", "--memory", "1MiB", "--model", str(model))
+        assert document["memory"]["bytes_per_block"] == 16 * 2 * 2 * 2 * 16 * 2
+
+
+def test_a_link_to_nothing_says_where_it_leads(refused, tmp_path):
+    """A workload that is a dangling link is told with what it points to."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    assert f"No such file or directory: it is a link to {tmp_path}/nowhere" in refused(
+        str(link)
+    )
+
+
+def test_a_folder_that_may_not_be_searched_is_bad_input(refused, monkeypatch):
+    """A path whose folder cannot be searched cannot be read: that is no missing file."""
+
+    def lstat(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert "secret/rows: cannot be read: Permission denied" in refused("secret/rows")
 
 
 def test_a_trace_is_the_same_twice(run, tmp_path):
@@ -276,9 +341,22 @@ def test_check_passes_what_is_right(run):
         (["--blocks", "0"], "a pool of 0 blocks"),
         (["--blocks", "-5"], "expected numbers of blocks, such as 1000,3000"),
         (["--blocks", "9,,20"], "expected numbers of blocks"),
-        (["--blocks", "9" * 5000], "expected numbers of blocks"),
+        (["--blocks", "9" * 5000], "a pool has at most 2147483647 blocks"),
+        (["--blocks", "2147483648"], "at most 2147483647"),
+        (["--blocks", "1,000"], "1,000 is a list of 1 and 0: write 1000"),
+        (["--blocks", "1,000,3,000"], "a list of 1, 0, 3 and 0: write numbers without commas"),
+        (["--eviction", ""], "'' has an empty name"),
+        (["--prefix", ""], "'' has an empty name"),
+        (["--eviction", "lru,optimum", "--prefix", "none"], "nothing of prefix cache 'none'"),
+        ([""], "workload '': empty path"),
+        (["mooncake:path="], "empty path, or the working directory; name a file"),
+        (["--csv", ""], "Invalid value for '--csv': empty path; name a file"),
+        (["--trace", ""], "Invalid value for '--trace': empty path; name a file"),
         (["--blocks", "9", "--memory", "1GiB"], "give one of them"),
-        (["--memory", "1MiB"], "1 MiB hold no block. A block of 512 tokens of llama-3-8b"),
+        (
+            ["--memory", "1MiB"],
+            "1 MiB is less than a block. A block of 512 tokens of llama-3-8b",
+        ),
         (["--memory", "much"], "size 'much'"),
         (["--memory", "1GiB", "--model", "gpt-9"], "unknown model 'gpt-9'"),
         (["--kv-dtype", "fp8"], "--kv-dtype says what a token takes of --memory"),

@@ -121,7 +121,11 @@ def test_interrupt_exits_130(verb, capsys):
 @pytest.mark.parametrize(
     ("error", "message", "code"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device", 3),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "standard output: No space left on device",
+            3,
+        ),
         (
             OSError(errno.ENOSPC, "No space left on device", "run.jsonl"),
             "run.jsonl: No space left on device",
@@ -129,12 +133,17 @@ def test_interrupt_exits_130(verb, capsys):
         ),
         (
             FileNotFoundError(errno.ENOENT, "No such file or directory", "x"),
-            "x: No such file or directory",
+            "x: cannot be read: No such file or directory",
+            2,
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "x"),
+            "x: cannot be read: Permission denied",
             2,
         ),
         (OSError("odd"), "odd", 3),
     ],
-    ids=["full", "full-with-name", "missing", "bare"],
+    ids=["full", "full-with-name", "missing", "forbidden", "bare"],
 )
 def test_system_errors_are_one_message(verb, capsys, error, message, code):
     """What the system refuses is told with the file's name."""
@@ -196,7 +205,29 @@ def test_full_disk_behind_stdout(words):
             stderr=subprocess.PIPE,
             check=False,
         )
-    assert (done.returncode, done.stderr) == (3, b"kvcore: error: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        3,
+        b"kvcore: error: standard output: No space left on device\n",
+    )
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0<&- 1"])
+def test_closed_streams_are_no_error(closed):
+    """Where stdout or stderr is closed, what goes there is lost, and that is all."""
+    command = f'"$0" -c "$1" talk 1 {closed}>&-'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable, TALK], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_help_shows_whole_summaries(verb, monkeypatch, capsys):
+    """The list of verbs wraps a long first sentence instead of cutting it."""
+    verb("done")
+    sentence = f"Do {'what the test says ' * 8}to the end."
+    monkeypatch.setattr(sys.modules["verb_of_a_test"].act, "help", sentence)
+    assert frame.run(["--help"]) == 0
+    assert sentence in " ".join(capsys.readouterr().out.split())
 
 
 def test_main_exits_with_the_code(monkeypatch, verb):

@@ -8,7 +8,7 @@ import sys
 import orjson
 import pytest
 
-from kvcore.cli.output import emit_json, print_table, progress
+from kvcore.cli.output import emit_json, print_table, print_text, progress
 
 
 class Terminal(io.StringIO):
@@ -62,16 +62,75 @@ def test_table_aligns_numbers(capsys):
     ]
 
 
-def test_table_on_a_terminal_fits_it(monkeypatch):
+@pytest.fixture
+def terminal(monkeypatch):
+    """Return a function that makes stdout a terminal of so many columns, and returns it."""
+
+    def make(columns):
+        stream = Terminal()
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("TERM", "dumb")
+        return stream
+
+    return make
+
+
+def printed(stream):
+    """Return the lines printed on a stream."""
+    return stream.getvalue().splitlines()
+
+
+def test_table_on_a_terminal_fits_it(terminal):
     """On a terminal long cells wrap instead of running over."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = terminal(40)
     print_table(["words"], [["word " * 30]])
-    rows = [line for line in terminal.getvalue().splitlines() if line.startswith("word ")]
+    rows = [line for line in printed(terminal) if line.startswith("word ")]
     assert len(rows) > 1
     assert max(map(len, rows)) <= 40
+
+
+@pytest.mark.parametrize("columns", [80, 60, 30, 5])
+@pytest.mark.parametrize("split", [False, True])
+def test_table_on_a_terminal_is_never_cut(terminal, columns, split):
+    """No cell loses a character, and a short one stays on one line, however narrow it is."""
+    stream = terminal(columns)
+    sizes = [f"{size * 1000:,}" for size in range(1, 9)]
+    shares = [f"{size}2.9% (64%)" for size in range(1, 9)]
+    print_table(["eviction", *sizes], [["lfu:half_life=300,unit=s", *shares]], split=split)
+    text = stream.getvalue()
+    assert all(cell in text for cell in sizes + shares)
+    assert "…" not in text
+    first = "".join(line.split(" ")[0] for line in printed(stream) if "─" not in line)
+    assert "lfu:half_life=300,unit=s" in first
+
+
+@pytest.mark.parametrize("columns", [80, 60, 45])
+def test_wide_table_is_split(terminal, columns):
+    """A table that is too wide is several, each with the first column and no wider."""
+    stream = terminal(columns)
+    sizes = [f"{size}2.9% (64%)" for size in range(1, 9)]
+    print_table(["eviction", *sizes], [["lru", *sizes], ["optimum", *sizes]], split=True)
+    tables = stream.getvalue().split("\n\n")
+    assert max(map(len, printed(stream))) <= columns
+    assert len(tables) > 1
+    for table in tables:
+        assert [line.split()[0] for line in table.splitlines() if "%" in line] == [
+            "eviction",
+            "lru",
+            "optimum",
+        ]
+
+
+@pytest.mark.parametrize(("columns", "width"), [(40, 40), (120, 120), (None, 80)])
+def test_sentences_wrap(terminal, capsys, columns, width):
+    """Sentences are as wide as the terminal, 80 columns in a pipe; lines that end stay so."""
+    stream = None if columns is None else terminal(columns)
+    print_text("first\n" + "word " * 60)
+    first, *rest = (stream.getvalue() if stream else capsys.readouterr().out).splitlines()
+    assert first == "first"
+    assert width - 5 <= max(map(len, rest)) <= width
+    assert sum(line.count("word") for line in rest) == 60
 
 
 def test_progress_in_a_pipe_is_silent(capsys, monkeypatch):

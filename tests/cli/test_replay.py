@@ -86,3 +86,19 @@ def test_a_missing_file_is_bad_input(tmp_path):
     done = run(tmp_path / "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert "nowhere: No such file" in done.stderr
+
+
+def test_an_empty_path_is_bad_usage():
+    """An empty FILE is named as such, and is not taken for the working directory."""
+    done = run("")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Invalid value for 'FILE': empty path; name a file" in done.stderr
+
+
+def test_a_workload_is_no_trace(tmp_path):
+    """A file of requests exits 1, and the error says which verb runs it."""
+    path = tmp_path / "requests.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    done = run(path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "its first line is no HEADER; `kvcore compare FILE` runs workloads" in done.stderr

@@ -98,7 +98,7 @@ def test_empty_prompts_are_compared(tmp_path):
 
 
 def test_the_share_is_of_the_optimum_that_must_admit():
-    """A row's share is its hits per hit of the optimum in a pool of its size."""
+    """A row's share is that of the optimum's hits in a pool of its size."""
     rows = compare(small(), ["lru", "optimum:bypass=true", "optimum"], [8, 16]).rows
     best = {row.blocks: row.hit_blocks for row in rows[4:]}
     assert [row.share_of_optimum for row in rows] == [
@@ -111,6 +111,14 @@ def test_without_the_optimum_there_is_no_share():
     """The share is null where the optimum was not run, bypass or not."""
     rows = compare(small(), ["lru", "optimum:bypass=true"], [8]).rows
     assert [row.share_of_optimum for row in rows] == [None, None]
+
+
+@pytest.mark.parametrize("prefix", ["none", NoPrefix])
+def test_the_optimum_goes_with_radix_sharing_alone(prefix):
+    """It bounds what sharing by prefix can hit: with another prefix cache it is refused."""
+    with pytest.raises(InputError, match=r"it says nothing of prefix cache 'none'"):
+        compare(small(), ["lru", "optimum"], [10], prefix=prefix)
+    assert compare(small(), ["lru"], [10], prefix=prefix).infinite.hit_blocks == 0
 
 
 def test_where_the_optimum_hits_nothing_there_is_no_share():

@@ -72,6 +72,39 @@ def test_a_name_that_is_taken_meanwhile_is_told(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
 
+def test_two_runs_do_not_share_a_part(tmp_path):
+    """While a file is written another run cannot begin it; the first goes on undisturbed."""
+    path = tmp_path / "rows.csv"
+    with whole_file(path) as file:
+        file.write("first")
+        with pytest.raises(InputError, match=r"rows.csv.part is being written by another run"):
+            whole_file(path).__enter__()
+    assert path.read_text() == "first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_what_a_killed_run_has_left_is_kept(tmp_path):
+    """A `.part` may be all there is of a run: it stays, and the error says what to do."""
+    part = tmp_path / "rows.csv.part"
+    part.write_text("all there is")
+    with pytest.raises(InputError, match=r"left by one that was killed: remove it, or name"):
+        whole_file(tmp_path / "rows.csv").__enter__()
+    assert part.read_text() == "all there is"
+    part.unlink()
+    with whole_file(tmp_path / "rows.csv") as file:
+        file.write("new")
+
+
+def test_giving_up_twice_spares_the_next_run(tmp_path):
+    """What was discarded once is no longer ours: the `.part` may be another run's."""
+    first = WholeFile(tmp_path / "rows", "rows")
+    first.discard()
+    second = WholeFile(tmp_path / "rows", "rows")
+    first.discard()
+    second.finish()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows"]
+
+
 def test_a_file_that_is_given_up_is_removed(tmp_path):
     """What is discarded leaves nothing, however often that is said."""
     file = WholeFile(tmp_path / "rows", "rows")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.catalogue import MODELS, find_device, find_model
+from kvcore.catalogue import MODELS, default_prefill_cost, find_device, find_model
 from kvcore.errors import InputError
 from kvcore.model import (
     KV_DTYPES,
@@ -21,7 +21,6 @@ from kvcore.model import (
     attended_pairs,
     bytes_of,
     decode_step_bytes,
-    default_prefill_cost,
     kv_budget,
     prefill_flop,
 )

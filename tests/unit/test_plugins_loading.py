@@ -6,12 +6,14 @@ import json
 import sys
 from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
 
 from kvcore import installation
 from kvcore.errors import InputError, PluginError
+from kvcore.hookspecs import hookimpl
 from kvcore.loading import DISABLE
 from kvcore.plugins import Plugins, default
 
@@ -158,6 +160,26 @@ def test_import_failure_names_distribution_cause_and_way_out(site):
         "No module named 'x_that_is_not_there'; to go on without it, set "
         "KVCORE_DISABLE_PLUGINS=acme"
     )
+
+
+def test_exit_on_import_is_an_import_failure(site):
+    """A plugin that exits while it is imported does not end the program."""
+    site.module("leaves", "raise SystemExit('bye')")
+    text = error(PluginError, loaded, site.install("acme", [("acme", "leaves")]))
+    assert "(leaves) cannot be imported: SystemExit: bye; to go on without it" in text
+
+
+def test_exit_in_a_hook_is_a_failure_of_the_hook():
+    """A hook that exits is told like one that raises."""
+
+    @hookimpl
+    def kvcore_eviction_policies():
+        sys.exit(4)
+
+    hooks = SimpleNamespace(kvcore_eviction_policies=kvcore_eviction_policies)
+    plugins = Plugins([hooks], entry_points=())
+    text = error(PluginError, plugins.names, "eviction")
+    assert text.startswith("kvcore_eviction_policies of extra[0] (registered in code) raised")
 
 
 def test_import_failure_keeps_its_cause(site):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import csv
 import io
 
+import attrs
+import pytest
+
+from kvcore.catalogue import default_prefill_cost
 from kvcore.lab import Comparison, Infinite, Row, Source
 from kvcore.report import ComparisonReport, write_csv
 
@@ -90,8 +94,47 @@ def test_the_headline_says_what_was_measured():
     """Workload, requests, lookups, block size and counting are stated."""
     assert report(*BOTH).headline == (
         "toy: 1,234 requests look up 100 blocks of 16 tokens (keys counting).\n"
-        "The share of these that hit, by blocks in the pool; in brackets, hits per hit of the "
-        "optimum."
+        "The share of these that hit, by blocks in the pool; in brackets, the share of the "
+        "optimum's hits."
+    )
+
+
+def test_one_of_a_thing_is_singular():
+    """One request, one block and one token are named so."""
+    one = comparison(attrs.evolve(row("lru", 1, 0), block_size=1), row("fifo", 1, 1))
+    one = attrs.evolve(
+        one,
+        workload=attrs.evolve(one.workload, requests=1),
+        infinite=attrs.evolve(one.infinite, lookup_blocks=1),
+    )
+    told = ComparisonReport(one)
+    assert told.headline.startswith("toy: 1 request looks up 1 block of 1 token (keys")
+    assert "Most hits: fifo with 1 block." in told.reading
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"),
+    [
+        ("keys", "The requests have no keys"),
+        ("tokens", "The requests have no keys, or none that fills a block"),
+    ],
+)
+def test_the_headline_of_nothing_to_look_up(count, reason):
+    """Without a lookup there is nothing but the reason."""
+    nothing = comparison(row("lru", 10, 0), hits=0)
+    empty = attrs.evolve(nothing.infinite, lookup_blocks=0)
+    told = ComparisonReport(attrs.evolve(nothing, count=count, infinite=empty))
+    assert told.empty
+    assert told.headline == f"toy: 1,234 requests.\n{reason}: there is nothing to look up."
+
+
+def test_the_options_name_the_cost_of_computing_again():
+    """`cost` depends on a model and a device, which are named where it takes part."""
+    cost = default_prefill_cost()
+    rows = comparison(row("lfu", 10, 20, unit="s"), row("cost", 10, 20))
+    told = ComparisonReport(rows, recompute=cost)
+    assert told.reading.endswith(
+        "Options: lfu unit=s; cost: recompute cost of llama-3-8b on h100."
     )
 
 
@@ -127,6 +170,12 @@ def test_the_reading_of_nothing_shared():
     """Where nothing can hit, that is all there is to say."""
     told = report(row("lru", 10, 0), hits=0)
     assert told.reading == ("No request shares a block with an earlier one: nothing can hit.")
+
+
+def test_the_reading_of_a_prefix_cache_that_shares_nothing():
+    """Where the prefix cache is the reason, the requests are not blamed."""
+    told = ComparisonReport(comparison(row("lru", 10, 0), hits=0), prefix="none")
+    assert told.reading == "With prefix cache 'none' nothing can hit."
 
 
 def test_no_lookups_no_ratio():

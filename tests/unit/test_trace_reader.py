@@ -90,9 +90,12 @@ def test_a_file_that_is_not_there_is_told(tmp_path):
 def test_another_file_is_no_trace(tmp_path):
     """A JSONL file of something else is told by its first line."""
     path = tmp_path / "other.jsonl"
-    path.write_text('{"timestamp": 0}\n')
-    with pytest.raises(TraceError, match=r"other.jsonl:1: a trace begins with its HEADER line"):
-        lines(path)
+    for text in ('{"timestamp": 0}\n', "TIMESTAMP,ContextTokens\n"):
+        path.write_text(text)
+        with pytest.raises(
+            TraceError, match=r"other.jsonl:1: not a kvcore trace: .*`kvcore compare FILE`"
+        ):
+            lines(path)
 
 
 def test_an_unknown_schema_is_told_with_both_numbers(trace):

@@ -166,7 +166,49 @@ def test_unknown_format_lists_the_known_ones(tmp_path, line):
     path.write_bytes(line)
     with pytest.raises(InputError, match=r"formats: azure, jsonl, mooncake, weka$") as caught:
         recognise(path, BUILT_IN)
-    assert repr(line) in str(caught.value)
+    assert repr(line.decode(errors="replace").rstrip()) in str(caught.value)
+    assert "is not JSON" not in str(caught.value)
+
+
+def test_a_first_line_that_is_almost_json_is_told(tmp_path):
+    """A line that begins like an object and is none says so: NaN is no JSON."""
+    path = tmp_path / "rows"
+    path.write_text('{"id":"a","block_size":64,"requests":[{"t":NaN}]}\n')
+    with pytest.raises(InputError, match=r"is not JSON: .* \(column \d+\); formats: azure"):
+        recognise(path, BUILT_IN)
+
+
+@pytest.mark.parametrize("pack", PACK)
+def test_a_byte_order_mark_is_skipped(tmp_path, pack):
+    """A mark before the first line is no part of it; the line's format is recognised."""
+    path = tmp_path / "rows"
+    path.write_bytes(PACK[pack](b"\xef\xbb\xbf" + FIRST_LINES[Azure]))
+    assert list(lines(path)) == [(1, FIRST_LINES[Azure])]
+    assert type(recognise(path, BUILT_IN)) is Azure
+
+
+def test_a_file_of_nothing_but_a_mark_is_empty(tmp_path):
+    """A byte order mark is no line."""
+    path = tmp_path / "rows"
+    path.write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(InputError, match="rows: the file is empty"):
+        list(lines(path))
+
+
+def test_a_link_to_nothing_is_told(tmp_path):
+    """A file that is missing behind a link is named, and so is where the link leads."""
+    link = tmp_path / "link"
+    link.symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"link: cannot be read: .* it is a link to nowhere"):
+        list(lines(link))
+
+
+def test_keys_in_messages_are_digits():
+    """A key of bytes is told as the hexadecimal digits that files have."""
+    one, two, three = (bytes([n]) * 16 for n in range(1, 4))
+    twice = Listed(request("a", [one, two]), request("b", [three, two]))
+    with pytest.raises(InputError, match=f"key {two.hex()} stands after key {three.hex()}"):
+        list(checked(twice))
 
 
 def test_ambiguous_format_asks_which(tmp_path):
