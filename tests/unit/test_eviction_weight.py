@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore_plugins.eviction.weight import ONE, exp2, over, plus, power, times
+from kvcore_plugins.eviction.weight import ONE, exp2, order, over, plus, power, times
 
 moments = st.integers(0, 10**15)
 
@@ -43,6 +43,19 @@ def test_plus_adds(one, other):
     total = plus((one, 1.5), (other, 1.25))
     expected = 1.5 * 2.0**one + 1.25 * 2.0**other
     assert total[1] * 2.0 ** total[0] == pytest.approx(expected)
+
+
+@given(moments, moments, st.integers(1, 10**12))
+def test_order_is_that_of_the_weights(one, other, period):
+    """Integers order weights as they are, but for differences beyond 40 bits."""
+    low, high = sorted((exp2(one, period), exp2(other, period)))
+    assert order(low) <= order(high)
+    assert order(low) < order(high) or over(high, low) == pytest.approx(1, rel=2**-39)
+
+
+def test_a_mantissa_that_rounds_up_goes_over():
+    """What rounds to two is the next power of two."""
+    assert order((3, 2.0 - 2**-52)) == order((4, 1.0))
 
 
 def test_plus_forgets_what_is_too_small():

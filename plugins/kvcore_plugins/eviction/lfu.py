@@ -9,11 +9,10 @@ import attrs
 
 from kvcore import InputError, ScoreEviction, Span
 from kvcore.units import NANOSECONDS
-from kvcore_plugins.eviction.weight import ONE, Weight, exp2, normal, over, plus, power
+from kvcore_plugins.eviction.weight import ONE, Weight, exp2, order, over, plus, power
 
 UNITS = ("s", "accesses", "touches")
 DEFAULT_HALF_LIFE = {"s": 300.0, "accesses": 2000.0, "touches": 10.0}
-DIGITS = 12
 
 
 @attrs.define(slots=False, eq=False)
@@ -97,8 +96,7 @@ class LFU(ScoreEviction):
             return span.hits
         if self.unit == "touches":
             return span.data
-        exponent, mantissa = span.data
-        return normal(exponent, round(mantissa, DIGITS))
+        return order(span.data)
 
     def frequency(self, span: Span, *, now: int = 0, accesses: int = 0) -> float:
         """Return the frequency of `span` at `now` ns, or once there were `accesses` opens."""

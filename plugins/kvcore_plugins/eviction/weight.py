@@ -18,6 +18,7 @@ BITS = 10
 STEPS = 3
 FRACTION = BITS * STEPS
 PRECISION = 60
+ORDER = 40
 
 
 @cache
@@ -78,6 +79,12 @@ def times(one: Weight, other: Weight) -> Weight:
 def over(one: Weight, other: Weight) -> float:
     """Return the quotient of two weights as a float."""
     return ldexp(one[1] / other[1], max(-1000, min(1000, one[0] - other[0])))
+
+
+def order(weight: Weight) -> int:
+    """Return an integer that orders weights, those equal to 40 bits alike."""
+    exponent, mantissa = weight
+    return (exponent << ORDER) + round(ldexp(mantissa - 1, ORDER))
 
 
 def normal(exponent: int, mantissa: float) -> Weight:
