@@ -134,10 +134,11 @@ def _with_default(field: attrs.Attribute[Any]) -> str:
         return f"{field.name} (required)"
     if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
         return f"{field.name} (computed)"
-    return f"{field.name}={_text(default)}"
+    return f"{field.name}={as_text(default)}"
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
+    """Return the value of an option as text is read: `true`, `none`, `300`."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -213,7 +214,7 @@ def _reader(kind: Any) -> Reader:
         KeyError: `kind` has no text form.
     """
     if get_origin(kind) is Literal:
-        choices = {_text(choice): choice for choice in get_args(kind)}
+        choices = {as_text(choice): choice for choice in get_args(kind)}
         return " or ".join(choices), choices.__getitem__
     if get_origin(kind) in (Union, UnionType):
         members = {member: _reader(member) for member in get_args(kind)}

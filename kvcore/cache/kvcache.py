@@ -16,8 +16,15 @@ from kvcore.cache.sharing import copy_tail, shared_tail, table, with_ids
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import plugin_of
-from kvcore.policy import EvictionPolicy, Match, PrefixCache, Shape, broken, overridden
-from kvcore.policy.recorder import Recorder
+from kvcore.policy import (
+    EvictionPolicy,
+    Match,
+    PrefixCache,
+    Recorder,
+    Shape,
+    broken,
+    overridden,
+)
 from kvcore.request import Request
 
 
@@ -220,7 +227,7 @@ class KVCache:
         upto = computed // self.geometry.block_size
         if upto > seq.cacheable:
             upto = seq.cacheable
-        if upto > seq.span.end and seq.publishes:
+        if upto > seq.span.end:
             self.prefix.commit(seq, upto, now)
 
     def close(self, seq: Sequence, now: int | None = None) -> None:
@@ -253,7 +260,11 @@ class KVCache:
         """
         if self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
-        if seq.computed < seq.tokens > max(seq.request.prompt, self._keyed_tokens(seq)):
+        if (
+            seq.computed
+            < seq.tokens
+            > max(seq.request.prompt, seq.cacheable * self.geometry.block_size)
+        ):
             msg = (
                 f"fork of sequence {seq.id}: {seq.tokens - seq.computed} allocated tokens are "
                 "not committed; commit them or roll them back first"
@@ -381,9 +392,6 @@ class KVCache:
         del private[keep:]
         assert isinstance(self.pool, BlockPool)
         return self.pool.release(dropped)
-
-    def _keyed_tokens(self, seq: Sequence) -> int:
-        return seq.cacheable * self.geometry.block_size
 
     def _refuse(self, seq: Sequence) -> None:
         why = "not of this cache" if seq.is_open else "closed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from kvcore.errors import InputError, OutOfBlocks
 
@@ -17,8 +17,6 @@ class CountingPool:
 
     Decides nothing differently from `BlockPool`: no policy sees an id. All methods O(1).
     """
-
-    keeps_ids: ClassVar[bool] = False
 
     __slots__ = ("blocks", "free")
 
@@ -53,8 +51,6 @@ class BlockPool(CountingPool):
     A private block may have several owners after a fork. `owners` counts those beyond
     the first; `release` frees only what has no other owner.
     """
-
-    keeps_ids: ClassVar[bool] = True
 
     __slots__ = ("_freed", "minted", "owners")
 

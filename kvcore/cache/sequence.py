@@ -29,7 +29,6 @@ class Sequence:
         blocks: blocks in its table.
         span: its deepest shared span; blocks before `span.end` are shared.
         private: ids of the blocks from `span.end` on; None in a pool that only counts.
-        publishes: whether what it computes still becomes shareable.
         priorities: retention hints as (end block, priority, duration ns), by position.
         family: it and the open sequences it shares private blocks with, after a fork.
         is_open: False once closed.
@@ -47,7 +46,6 @@ class Sequence:
     blocks: int
     span: Span
     private: array[int] | None = None
-    publishes: bool = True
     priorities: list[tuple[int, int, int | None]] | None = None
     family: list[Sequence] | None = None
     is_open: bool = True

@@ -2,7 +2,7 @@
 
 from kvcore.lab.compare import SHARING, Comparison, Infinite, Row, Source, compare
 from kvcore.lab.optimum import Future, Optimum
-from kvcore.lab.untimed import replay
+from kvcore.lab.untimed import replay, served
 
 __all__ = [
     "SHARING",
@@ -14,4 +14,5 @@ __all__ = [
     "Source",
     "compare",
     "replay",
+    "served",
 ]

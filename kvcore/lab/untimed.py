@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 
-from kvcore.cache import KVCache
+from kvcore.cache import KVCache, Sequence
 from kvcore.cache.stats import CacheStats
 from kvcore.request import Request
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
-    """Open, commit and close each of `requests` in `cache`, at its time of arrival.
+    """Serve each of `requests` in `cache`; return its statistics. Else as `served`."""
+    deque(served(requests, cache), maxlen=0)
+    return cache.stats
+
+
+def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
+    """Open, commit and close each of `requests` at its time of arrival; yield its sequence.
 
     A request longer than the pool keeps its leading blocks: it is opened with as many as
     the pool has, while its lookups are those of the whole request. O(spans touched) a
-    request. Returns the statistics of the cache.
+    request.
 
     Raises:
         InputError: a request that cannot be read, or whose keys the cache was not made for.
@@ -31,4 +38,4 @@ def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
         seq = open_(request, first, now)
         commit(seq, seq.tokens - seq.computed, now)
         close(seq, now)
-    return cache.stats
+        yield seq

@@ -11,6 +11,7 @@ import attrs
 
 from kvcore.lab import SHARING, Comparison, Infinite, Optimum, Row
 from kvcore.model import PrefillCost
+from kvcore.specs import as_text
 
 CSV_COLUMNS = (
     "workload",
@@ -219,7 +220,7 @@ def _texts(options: Mapping[str, Any]) -> Iterable[str]:
         if isinstance(value, float):
             yield f"{key}={value:.15g}"
         elif value is not None:
-            yield f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+            yield f"{key}={as_text(value)}"
 
 
 def _enumerated(words: list[str]) -> str:

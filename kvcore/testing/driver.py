@@ -10,6 +10,7 @@ import attrs
 
 from kvcore.cache import BlockPool, KVCache, Sequence
 from kvcore.errors import InputError, OutOfBlocks
+from kvcore.lab import served
 from kvcore.policy import EvictionPolicy, Span
 from kvcore.request import Key, Request
 from kvcore.testing.traffic import Step
@@ -248,21 +249,10 @@ class Driver:
 def replay(
     cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
 ) -> list[Decision]:
-    """Open, commit and close each request before the next: untimed, serial replay.
-
-    A request longer than the pool is opened with its first blocks, as many as fit.
-    """
+    """Replay `requests` serially, untimed; return what was decided for each."""
     evicted = [] if evicted is None else evicted
-    size, decisions = cache.geometry.block_size, []
-    room = cache.pool.blocks * size
-    unit = cache.geometry.count == "keys"
-    for request in requests:
-        now = request.arrival
-        length = len(request.keys) * request.key_tokens if unit else request.prompt
-        first = None if length <= room else room - cache.probe(request, now) * size
-        seq = cache.open(request, first, now)
-        cache.commit(seq, seq.tokens - seq.computed, now)
-        cache.close(seq, now)
+    decisions = []
+    for seq in served(requests, cache):
         gone = _canonical(evicted)
         evicted.clear()
         decisions.append(Decision("open", None, seq.hit_blocks, cache.pool.free, gone))

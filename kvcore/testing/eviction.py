@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvcore.cache import KVCache
 from kvcore.policy import EvictionPolicy, PrefixCache, overridden
 from kvcore.request import Request, Retention
-from kvcore.specs import instantiate, qualified
+from kvcore.specs import as_text, instantiate, qualified
 from kvcore.testing.driver import Decision, Driver, Witness, replay
 from kvcore.testing.machine import cache_machine
 from kvcore.testing.traffic import (
@@ -73,7 +73,7 @@ class EvictionPolicyTests(ABC):
         strange = [name for name, value in options if not isinstance(value, _PLAIN)]
         if strange:
             pytest.skip(f"options without a text form: {', '.join(strange)}")
-        text = {name: _text(value) for name, value in options}
+        text = {name: as_text(value) for name, value in options}
         again = instantiate(type(policy), text)
         assert again.options() == policy.options(), f"{text} gave other options"
 
@@ -260,10 +260,6 @@ def _request(number: int, keys: Any, retention: tuple[Retention, ...] = ()) -> R
 def _by_three(decisions: list[Decision]) -> list[list[Any]]:
     keys = [key for decision in decisions for _, key, _ in decision.evicted]
     return [keys[start : start + 3] for start in range(0, len(keys), 3)]
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _flat(context: int, tokens: int) -> float:

@@ -7,23 +7,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from configs import LLAMA_3_8B
 
 from kvcore.catalogue import DEVICES, MODELS
 from kvcore.cli.size import size
 from kvcore.errors import InputError
 from kvcore.hf_family import FAMILIES
 from kvcore.model import KVLayout
-
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-}
 
 
 def run(*arguments):

@@ -5,20 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from configs import LLAMA_3_8B as LLAMA
 
 from kvcore.errors import InputError
 from kvcore.hf_config import read_config
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-}
 QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}
 GPT_OSS = LLAMA | {
     "model_type": "gpt_oss",
