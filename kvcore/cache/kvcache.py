@@ -12,7 +12,7 @@ from kvcore.cache.integrity import check_blocks
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.record import check_admission, record_header, record_open
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.sharing import copy_tail, shared_tail, table, with_ids
+from kvcore.cache.sharing import copy_tail, free_from, shared_tail, table, with_ids
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import plugin_of
@@ -242,10 +242,10 @@ class KVCache:
         if seq.family is not None:
             seq.family.remove(seq)
         if self.trace is not None:
-            freed = self._free_from(seq, seq.span.end)
+            freed = free_from(self.pool, seq, seq.span.end)
             self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="close")
         elif seq.blocks > seq.span.end:
-            self._free_from(seq, seq.span.end)
+            free_from(self.pool, seq, seq.span.end)
         self.prefix.close(seq, now)
 
     def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
@@ -260,11 +260,8 @@ class KVCache:
         """
         if self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
-        if (
-            seq.computed
-            < seq.tokens
-            > max(seq.request.prompt, seq.cacheable * self.geometry.block_size)
-        ):
+        known = max(seq.request.prompt, seq.cacheable * self.geometry.block_size)
+        if seq.computed < seq.tokens and known < seq.tokens:
             msg = (
                 f"fork of sequence {seq.id}: {seq.tokens - seq.computed} allocated tokens are "
                 "not committed; commit them or roll them back first"
@@ -303,7 +300,7 @@ class KVCache:
             )
             raise InputError(msg)
         first = -(-left // size)
-        freed = self._free_from(seq, first)
+        freed = free_from(self.pool, seq, first)
         if first < seq.blocks and self.trace is not None:
             self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="rollback", first=first)
         seq.tokens, seq.blocks = left, first
@@ -376,22 +373,6 @@ class KVCache:
         if ids is not None and victims is not None:
             ids.extend(victims)
         return ids
-
-    def _free_from(self, seq: Sequence, first: int) -> Ids | None:
-        """Free the blocks of `seq` from position `first` on, deepest first."""
-        count = seq.blocks - first
-        private = seq.private
-        if not count:
-            return None if private is None else private[:0]
-        if private is None:
-            self.pool.give(None, count)
-            return None
-        keep = len(private) - count
-        dropped = private[keep:]
-        dropped.reverse()
-        del private[keep:]
-        assert isinstance(self.pool, BlockPool)
-        return self.pool.release(dropped)
 
     def _refuse(self, seq: Sequence) -> None:
         why = "not of this cache" if seq.is_open else "closed"

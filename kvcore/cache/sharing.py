@@ -1,4 +1,4 @@
-"""Private blocks with several owners: what a fork needs of the pool, and copy-on-write."""
+"""Private blocks and their owners: forks, copy-on-write, giving up, the block table."""
 
 from __future__ import annotations
 
@@ -51,6 +51,26 @@ def copy_tail(
         block = seq.blocks - 1
         trace.line("COPY", now, seq=seq.id, block=block, **{"from": tail, "to": copy})
     return ids[1:]
+
+
+def free_from(pool: CountingPool, seq: Sequence, first: int) -> Ids | None:
+    """Free the blocks of `seq` from position `first` on, deepest first.
+
+    Returns the ids that no other sequence owns; None where the pool counts.
+    """
+    count = seq.blocks - first
+    private = seq.private
+    if not count:
+        return None if private is None else private[:0]
+    if private is None:
+        pool.give(None, count)
+        return None
+    assert isinstance(pool, BlockPool)
+    keep = len(private) - count
+    dropped = private[keep:]
+    dropped.reverse()
+    del private[keep:]
+    return pool.release(dropped)
 
 
 def table(seq: Sequence) -> Ids:
