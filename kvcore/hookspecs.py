@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from kvcore.policy import EvictionPolicy, PrefixCache, Workload
+    from kvcore.policy import EvictionPolicy, LatencyModel, PrefixCache, Scheduler, Workload
 
 PROJECT = "kvcore"
 """Name of the pluggy project, and of the entry-point group that plugins are found in."""
@@ -27,6 +27,16 @@ def kvcore_eviction_policies() -> list[type[EvictionPolicy]]:
 @hookspec
 def kvcore_prefix_caches() -> list[type[PrefixCache]]:
     """Return prefix caches: which cached blocks a new prompt can use again."""
+
+
+@hookspec
+def kvcore_schedulers() -> list[type[Scheduler]]:
+    """Return schedulers: who gets a seat in the batch, and who loses it."""
+
+
+@hookspec
+def kvcore_latency_models() -> list[type[LatencyModel]]:
+    """Return latency models: how long a step of a server takes."""
 
 
 @hookspec

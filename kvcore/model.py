@@ -330,12 +330,12 @@ def prefill_flop(model: ModelSpec, tokens: int, context: int = 0) -> int:
     appendix B of the PaLM report (Chowdhery et al. 2022), with causal pairs only.
     """
     attention = sum(
-        flop * attended_pairs(context, tokens, window) for window, flop in _pair_flop(model)
+        flop * attended_pairs(context, tokens, window) for window, flop in pair_flop(model)
     )
     return 2 * model.active_parameters * tokens + attention
 
 
-def _pair_flop(model: ModelSpec) -> list[tuple[int | None, int]]:
+def pair_flop(model: ModelSpec) -> list[tuple[int | None, int]]:
     """Return (window, FLOP an attended pair costs in all layers of that window)."""
     flop = 2 * model.query_heads * (model.head_dim + model.value_dim)
     return [(window, flop * layers) for window, layers in Counter(model.windows).items()]
@@ -379,7 +379,7 @@ class PrefillCost:
         """Build the cost of prefilling `model` on `device`."""
         return cls(
             2 * model.active_parameters / device.flops,
-            tuple((window, flop / device.flops) for window, flop in _pair_flop(model)),
+            tuple((window, flop / device.flops) for window, flop in pair_flop(model)),
             model.name,
             device.name,
         )

@@ -10,7 +10,14 @@ import attrs
 
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.loading import DISABLE, Origin, load
-from kvcore.policy import EvictionPolicy, Plugin, PrefixCache, Workload
+from kvcore.policy import (
+    EvictionPolicy,
+    LatencyModel,
+    Plugin,
+    PrefixCache,
+    Scheduler,
+    Workload,
+)
 from kvcore.specs import Spec, instantiate, nearest, parse, qualified
 
 if TYPE_CHECKING:
@@ -22,6 +29,8 @@ Found: TypeAlias = tuple[type[Plugin], Origin]
 KINDS: dict[str, tuple[str, type[Plugin]]] = {
     "eviction": ("kvcore_eviction_policies", EvictionPolicy),
     "prefix": ("kvcore_prefix_caches", PrefixCache),
+    "scheduler": ("kvcore_schedulers", Scheduler),
+    "latency": ("kvcore_latency_models", LatencyModel),
     "workload": ("kvcore_workloads", Workload),
 }
 """The kinds of plugins: the hook that returns their classes, and what these derive from."""

@@ -44,6 +44,27 @@ class Retention:
             raise InputError(msg)
 
 
+@attrs.frozen(kw_only=True)
+class SLO:
+    """What a client expects, in nanoseconds; None where it expects nothing.
+
+    `ttft` is the time to the first token, `tpot` the mean time of a later one, and
+    `deadline` the time to the last, all counted from the request's arrival but `tpot`.
+    """
+
+    ttft: int | None = None
+    tpot: int | None = None
+    deadline: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Check that every time given is a positive number of nanoseconds."""
+        for name in ("ttft", "tpot", "deadline"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value <= 0):
+                msg = f"SLO {name} must be whole nanoseconds above 0, not {value!r}"
+                raise InputError(msg)
+
+
 @attrs.define(kw_only=True)
 class Request:
     """A request as a workload yields it. Treat it as immutable.
@@ -58,6 +79,8 @@ class Request:
         key_tokens: tokens a key stands for.
         salt, tenant: whose prefix this is. `keys` already depend on the salt.
         priority: scheduling priority (higher is more urgent).
+        slo: what its client expects; None: what the run expects of all.
+        predicted: output tokens that a predictor expects; None: there is none.
         retention: retention hints by token range.
         session, after, think: closed-loop traffic. This request is sent `think`
             nanoseconds after request `after` of the same session has finished.
@@ -73,6 +96,8 @@ class Request:
     salt: str | None = None
     tenant: str | None = None
     priority: int = 0
+    slo: SLO | None = None
+    predicted: int | None = None
     retention: tuple[Retention, ...] = ()
     session: str | None = None
     after: int | str | None = None

@@ -217,7 +217,12 @@ def _reader(kind: Any) -> Reader:
         choices = {as_text(choice): choice for choice in get_args(kind)}
         return " or ".join(choices), choices.__getitem__
     if get_origin(kind) in (Union, UnionType):
-        members = {member: _reader(member) for member in get_args(kind)}
+        members: dict[Any, Reader] = {}
+        for member in get_args(kind):
+            with suppress(KeyError):  # what has no text form is for code
+                members[member] = _reader(member)
+        if not members.keys() - {NoneType}:
+            raise KeyError(kind)
         ordered = [m for m in members if m not in _READERS]
         ordered += [m for m in _READERS if m in members]
         expected = " or ".join(words for words, _ in members.values())

@@ -10,6 +10,10 @@ from kvcore.errors import InputError
 NANOSECONDS = 10**9
 """Nanoseconds in a second. The clock counts nanoseconds; people and files say seconds."""
 
+PICOSECONDS = 1000
+"""Picoseconds in a nanosecond. Step times are counted in them: reading the K/V of a token
+may take less than a nanosecond."""
+
 LIMIT = 2**63
 """Bytes, nanoseconds, counts and integer keys stay below this: signed, they have 64 bits."""
 
@@ -80,6 +84,21 @@ def parse_seconds(text: str) -> int:
         msg = f"time {text!r}: too large, it must be below 2^63 nanoseconds (292 years)"
         raise InputError(msg)
     return int(nanoseconds)
+
+
+def picoseconds(seconds: float, what: str) -> int:
+    """Return `seconds` as whole picoseconds, the nearest, or of two the even one.
+
+    Exact, so that every machine gets the same number. Errors call it `what`.
+
+    Raises:
+        InputError: negative, not a number, or 2^63 ps (106 days) and more.
+    """
+    most = LIMIT // (NANOSECONDS * PICOSECONDS)
+    if not 0 <= seconds < most:
+        msg = f"{what}={seconds} must be a number of seconds, from 0 and below {most:,}"
+        raise InputError(msg)
+    return round(Fraction(seconds) * NANOSECONDS * PICOSECONDS)
 
 
 def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:

@@ -98,6 +98,11 @@ class KVCache:
         if trace is not None:
             record_header(trace, geometry, blocks, (self.eviction, self.prefix))
 
+    @property
+    def room(self) -> int:
+        """Blocks that are free or can be evicted."""
+        return self.pool.free + self.prefix.unpinned
+
     def probe(self, request: Request, now: int | None = None) -> int:
         """Return how many blocks of `request` would hit. Pure: nothing changes.
 
@@ -114,12 +119,14 @@ class KVCache:
         now: int | None = None,
         *,
         again: bool = False,
+        spare: int = 0,
     ) -> Sequence:
         """Admit `request`: pin what it hits, allocate what it will compute first.
 
         All or nothing. `first_tokens` is how many tokens to allocate after the hit; None
         is the rest of the prompt. `again` says that a preempted request returns: what it
-        finds are its own blocks, which is no reuse.
+        finds are its own blocks, which is no reuse. `spare` blocks must stay free or
+        evictable.
 
         Raises:
             InputError: as for `probe`, or fewer than 0 tokens.
@@ -147,8 +154,8 @@ class KVCache:
             tokens = hit * size + first_tokens
             blocks = -(-tokens // size)
         need = blocks - hit
-        if need > pool.free + prefix.unpinned - match[2]:
-            raise OutOfBlocks(self._no_room(request, need, match[2]))
+        if need > pool.free + prefix.unpinned - match[2] - spare:
+            raise OutOfBlocks(self._no_room(request, need, match[2] + spare))
         seq = Sequence(
             self._serial + 1, self._admissions + 1, request, keys, cacheable, lookup, hit,
             tokens, hit * size, blocks, match[0],

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VERBS = {
+    "calibrate": "kvcore.cli.calibrate",
     "compare": "kvcore.cli.compare",
     "plugins": "kvcore.cli.plugins",
     "replay": "kvcore.cli.replay",

@@ -39,6 +39,7 @@ def _print(report: Report) -> None:
         *((f"  {event}", count) for event, count in report.events.items()),
         *((f"blocks {place}", report.pool[place]) for place in ("free", "cached", "private")),
         ("spans", report.pool["spans"]),
+        *((f"preempted by {how}", count) for how, count in report.preemptions.items() if count),
         ("blocks looked up", report.hit["lookup_blocks"]),
         ("blocks hit", report.hit["hit_blocks"]),
         ("own blocks found again", report.hit["self_hit_blocks"]),

@@ -1,22 +1,35 @@
 """The contracts a plugin fulfils: one base class a kind, and the span they speak of."""
 
 from kvcore.policy.eviction import EvictionPolicy
+from kvcore.policy.job import DecodeSteps, Job
+from kvcore.policy.latency import Batch, LatencyModel, Line, Windows
 from kvcore.policy.plugin import Plugin, broken, option_fields, overridden
 from kvcore.policy.prefix import Match, PrefixCache
 from kvcore.policy.recorder import Recorder
+from kvcore.policy.scheduler import LoopState, Scheduler, Server, StepPlan
 from kvcore.policy.score import ScoreEviction
 from kvcore.policy.span import Shape, Span, root_span
 from kvcore.policy.workload import Workload
 
 __all__ = [
+    "Batch",
+    "DecodeSteps",
     "EvictionPolicy",
+    "Job",
+    "LatencyModel",
+    "Line",
+    "LoopState",
     "Match",
     "Plugin",
     "PrefixCache",
     "Recorder",
+    "Scheduler",
     "ScoreEviction",
+    "Server",
     "Shape",
     "Span",
+    "StepPlan",
+    "Windows",
     "Workload",
     "broken",
     "option_fields",

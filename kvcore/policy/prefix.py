@@ -72,9 +72,8 @@ class PrefixCache(Plugin):
     def undo(self, seq: Sequence, match: Match, now: int) -> None:
         """Take `open` back: unpin, and join what it split."""
 
-    @abstractmethod
     def extend(self, seq: Sequence, blocks: int) -> None:
-        """Learn that `seq` got `blocks` more private blocks."""
+        """Learn that `seq` got `blocks` more private blocks. Nothing, unless overridden."""
 
     @abstractmethod
     def commit(self, seq: Sequence, upto: int, now: int) -> None:

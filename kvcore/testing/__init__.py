@@ -6,8 +6,11 @@ Needs the extra `testing`: pytest and hypothesis.
 import kvcore.testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
 from kvcore.testing.driver import Decision, Driver, Witness, replay, snapshot
 from kvcore.testing.eviction import EvictionPolicyTests
+from kvcore.testing.latency import LatencyModelTests
 from kvcore.testing.machine import cache_machine
 from kvcore.testing.prefix import PrefixCacheTests
+from kvcore.testing.scheduler import SchedulerTests
+from kvcore.testing.server import STEP, ToyServer, watched
 from kvcore.testing.strategies import request_lists, requests, step_lists, steps
 from kvcore.testing.traffic import (
     EVEN,
@@ -22,11 +25,15 @@ from kvcore.testing.workloads import WorkloadTests
 __all__ = [
     "EVEN",
     "FORKS",
+    "STEP",
     "Decision",
     "Driver",
     "EvictionPolicyTests",
+    "LatencyModelTests",
     "PrefixCacheTests",
+    "SchedulerTests",
     "Step",
+    "ToyServer",
     "Traffic",
     "Witness",
     "WorkloadTests",
@@ -39,4 +46,5 @@ __all__ = [
     "snapshot",
     "step_lists",
     "steps",
+    "watched",
 ]

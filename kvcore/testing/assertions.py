@@ -16,7 +16,10 @@ except ModuleNotFoundError as error:
 pytest.register_assert_rewrite(
     "kvcore.testing.driver",
     "kvcore.testing.eviction",
+    "kvcore.testing.latency",
     "kvcore.testing.machine",
     "kvcore.testing.prefix",
+    "kvcore.testing.scheduler",
+    "kvcore.testing.server",
     "kvcore.testing.workloads",
 )

@@ -6,12 +6,23 @@ import math
 import os
 from array import array
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
+
+import attrs
 
 from kvcore.errors import InputError
 from kvcore.keys import KEY_BYTES
-from kvcore.request import Request
-from kvcore.trace.schema import is_key
+from kvcore.request import SLO, Request
+from kvcore.trace.schema import EXPECTATIONS, is_key
+
+OPTIONAL = (
+    *("salt", "tenant", "priority", "slo", "predicted"),
+    *("session", "after", "think", "retention", "output_keys"),
+)
+DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL)
+
+_optional = attrgetter(*OPTIONAL)
 
 
 def request_fields(request: Request) -> dict[str, Any]:
@@ -27,25 +38,15 @@ def request_fields(request: Request) -> dict[str, Any]:
         "keys": key_fields(request.keys, request.id),
         "key_tokens": request.key_tokens,
     }
-    if request.salt is not None:
-        fields["salt"] = request.salt
-    if request.tenant is not None:
-        fields["tenant"] = request.tenant
-    if request.priority:
-        fields["priority"] = request.priority
-    if request.session is not None:
-        fields["session"] = request.session
-    if request.after is not None:
-        fields["after"] = request.after
-    if request.think:
-        fields["think"] = request.think
-    if request.retention:
-        fields["retention"] = [
-            [hint.start, hint.end, hint.priority, hint.duration] for hint in request.retention
-        ]
-    if request.output_keys:
-        fields["output_keys"] = key_fields(request.output_keys, request.id)
+    values = _optional(request)
+    if values != DEFAULTS:
+        fields.update(_given(request, values))
     return fields
+
+
+def slo_field(slo: SLO) -> dict[str, int]:
+    """Return what is expected, in ns; what is not is left out."""
+    return {name: ns for name in EXPECTATIONS if (ns := getattr(slo, name)) is not None}
 
 
 def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
@@ -76,6 +77,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, SLO):
+        value = slo_field(value)
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -83,6 +86,21 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the optional fields of REQUEST that are not at their default."""
+    pairs = zip(OPTIONAL, values, DEFAULTS, strict=True)
+    given = {name: value for name, value, default in pairs if value not in (default, [])}
+    if "slo" in given:
+        given["slo"] = slo_field(given["slo"])
+    if "retention" in given:
+        given["retention"] = [
+            [hint.start, hint.end, hint.priority, hint.duration] for hint in request.retention
+        ]
+    if "output_keys" in given:
+        given["output_keys"] = key_fields(request.output_keys, request.id)
+    return given
 
 
 def _key_field(key: Any, place: int, request: int | str) -> int | str:

@@ -22,7 +22,6 @@ class Prompt:
         lookup: how many are looked up.
         limit: how many can hit at most.
         unkeyed: whether it is for want of keys that no more can hit.
-        admitted: whether it has been admitted before.
     """
 
     id: int | str
@@ -32,7 +31,6 @@ class Prompt:
     lookup: int
     limit: int
     unkeyed: bool
-    admitted: bool = False
 
 
 @attrs.frozen

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.trace.lives import Lives
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.schema import SCHEMA
 from kvcore.trace.state import CacheState
@@ -22,7 +23,9 @@ class Report:
         complete: whether the file has its END; if not, `cut_reason` says where it stops.
         lines: lines read, HEADER and END included; `events` is their number by event.
         pool: blocks `free`, `cached` and `private`, and the number of `spans`.
-        requests: how many REQUEST lines there were.
+        requests: how many REQUEST lines there were; `finished` and `rejected` of them have
+            ended.
+        preemptions: how often one was preempted, by kind: `pause` and `recompute`.
         hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
             and by request (null without lookups).
     """
@@ -34,6 +37,9 @@ class Report:
     events: dict[str, int]
     pool: dict[str, int]
     requests: int
+    finished: int
+    rejected: int
+    preemptions: dict[str, int]
     hit: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,10 +81,11 @@ def replay(file: str | os.PathLike[str], at: int | None = None) -> Report:
 
 def _report(reader: TraceReader, state: CacheState | None, events: dict[str, int]) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
+    lives, hits = Lives("untimed"), Hits()
     if state is not None:
-        spans = len(state.spans)
+        lives, hits = state.lives, state.hits
         pool |= {"free": state.free, "cached": state.cached, "private": state.private}
-        pool["spans"] = spans
+        pool["spans"] = len(state.spans)
     return Report(
         file=str(reader.file),
         complete=reader.complete,
@@ -87,5 +94,8 @@ def _report(reader: TraceReader, state: CacheState | None, events: dict[str, int
         events=dict(events),
         pool=pool,
         requests=events.get("REQUEST", 0),
-        hit=(state.hits if state is not None else Hits()).as_dict(),
+        finished=lives.finished,
+        rejected=lives.rejected,
+        preemptions=dict(lives.preemptions),
+        hit=hits.as_dict(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -20,6 +21,8 @@ MISSES = ("absent", "partial", "expired", "no keys")
 COMMITS = ("new", "grown", "same", "shared")
 FREES = ("close", "duplicate", "rollback")
 EVICTIONS = ("capacity", "expired")
+PREEMPTIONS = ("pause", "recompute")
+EXPECTATIONS = ("ttft", "tpot", "deadline")
 
 SHOWN = 60
 
@@ -153,6 +156,14 @@ def _is_source(value: Any) -> bool:
     )
 
 
+def _is_slo(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and all(name in EXPECTATIONS for name in value)
+        and all(map(SIZE.test, value.values()))
+    )
+
+
 def _typed(says: str, *types: type) -> Kind:
     return Kind(says, lambda value: type(value) in types)
 
@@ -170,13 +181,18 @@ POOL = Kind(
     lambda value: type(value) is int and 0 < value <= MOST_BLOCKS,
 )
 INTEGER = _typed("an integer", int)
+NUMBER = Kind(
+    "a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf
+)
 TEXT = _typed("a string", str)
 TRUE = Kind("true", lambda value: value is True)
 ANY = Kind("any JSON", lambda _: True)
+OBJECT = _typed("an object", dict)
 REQUEST_ID = _typed("an integer or a string", int, str)
 KEYS = Kind("a list of integers from 0 to 2**63 - 1 and strings of 32 hex digits", _is_keys)
 RUNS = Kind("a list of runs [first, count]", _is_runs)
 RETENTION = Kind("a list of [start, end or null, priority, ns or null]", _is_retention)
+SLO = Kind(f"an object of any of {', '.join(EXPECTATIONS)}, in ns from 1 on", _is_slo)
 PLUGINS = Kind(
     "an object of kinds, each with name and options",
     lambda value: type(value) is dict and all(map(_is_plugin, value.values())),
@@ -206,7 +222,16 @@ EVENTS: dict[str, Event] = {
             "workload": WORKLOAD,
             "seed": _typed("an integer or null", int, type(None)),
         },
-        {"model": ANY, "device": ANY, "recompute": ANY},
+        {
+            "model": ANY,
+            "device": ANY,
+            "recompute": ANY,
+            "executor": TEXT,
+            "batching": OBJECT,
+            "latency": OBJECT,
+            "rate_scale": NUMBER,
+            "slo": SLO,
+        },
     ),
     "REQUEST": Event(
         {
@@ -220,6 +245,8 @@ EVENTS: dict[str, Event] = {
             "salt": TEXT,
             "tenant": TEXT,
             "priority": INTEGER,
+            "slo": SLO,
+            "predicted": COUNT,
             "retention": RETENTION,
             "session": TEXT,
             "after": REQUEST_ID,
@@ -255,5 +282,14 @@ EVENTS: dict[str, Event] = {
     "FREE": Event({"seq": COUNT, "runs": RUNS, "reason": _word(*FREES)}, {"first": COUNT}),
     "FORK": Event({"seq": COUNT, "child": COUNT}),
     "COPY": Event({"seq": COUNT, "block": COUNT, "from": COUNT, "to": COUNT}),
+    "FIRST_TOKEN": Event({"request": REQUEST_ID, "seq": COUNT}),
+    "PREEMPT": Event(
+        {"request": REQUEST_ID, "seq": COUNT, "how": _word(*PREEMPTIONS)}, {"for": REQUEST_ID}
+    ),
+    "RESUME": Event({"request": REQUEST_ID, "seq": COUNT}),
+    "FINISH": Event(
+        {"request": REQUEST_ID, "seq": COUNT, "output": COUNT}, {"output_keys": KEYS}
+    ),
+    "REJECT": Event({"request": REQUEST_ID, "why": TEXT}),
     "END": Event({"lines": COUNT, "events": COUNTS, "digest": TEXT}),
 }

@@ -11,6 +11,7 @@ import attrs
 
 from kvcore.cache.pool import Ids
 from kvcore.trace.layout import Layout, Prompt
+from kvcore.trace.lives import Lives
 from kvcore.trace.runs import decode_runs, encode_runs
 from kvcore.trace.schema import EVENTS
 from kvcore.trace.supply import Supply
@@ -33,7 +34,7 @@ class CacheState:
 
     Attributes:
         spans, sequences: those cached and those open, by id.
-        requests: those heard of, by id.
+        requests, lives: those heard of, by id, and how far each has come.
         cached, private: blocks in spans, and blocks that only open sequences hold.
         hits: what the admissions so far looked up and hit.
     """
@@ -47,6 +48,7 @@ class CacheState:
         self.spans: dict[int, TracedSpan] = {}
         self.sequences: dict[int, TracedSequence] = {}
         self.requests: dict[int | str, Prompt] = {}
+        self.lives = Lives(header["mode"])
         self.cached = self.private = 0
         self.hits = Hits()
         self._blocks = header["blocks"]
@@ -61,10 +63,12 @@ class CacheState:
         self._expired_for: int | str | None = None
         self._duplicates: Ids = array("i")
         self._shared = 0
-        self._next: tuple[str, int] | None = None
-        self._expected = False
+        self._next: tuple[str, int, str | None] | None = None
+        self._expected: tuple[str, int, str | None] | None = None
         self._apply: dict[str, Callable[[Line], None]] = {
-            name: getattr(self, f"_{name.lower()}") for name in EVENTS if name != "HEADER"
+            name: getattr(self, f"_{name.lower()}", self._live)
+            for name in EVENTS
+            if name != "HEADER"
         }
 
     @property
@@ -80,9 +84,9 @@ class CacheState:
         """
         event = line["event"]
         self._now = line["t"]
-        self._expected = self._next is not None
-        if self._next is not None and self._next != (event, line.get("seq")):
-            name, seq = self._next
+        self._expected = self._next
+        if self._next is not None and self._next[:2] != (event, line.get("seq")):
+            name, seq, _ = self._next
             violated(f"{name} of sequence {seq} must come before this")
         if self._shared and event not in SHARING:
             violated("forked sequences still hold blocks that are cached now, without a pin")
@@ -102,6 +106,7 @@ class CacheState:
         if line["id"] in self.requests:
             violated(f"request {line['id']!r} has a REQUEST line already")
         self.requests[line["id"]] = self._layout.prompt(line)
+        self.lives.arrive(line["id"], line["output"])
 
     def _hit(self, line: Line) -> None:
         seq = self._admit(line, line["blocks"])
@@ -113,7 +118,7 @@ class CacheState:
             span.last_access = self._now
             span.hits += not seq.again
         if seq.hit < seq.prompt.blocks:
-            self._next = ("MISS", seq.id)
+            self._next = ("MISS", seq.id, None)
 
     def _miss(self, line: Line) -> None:
         seq = self._sequence(line["seq"]) if self._expected else self._admit(line, 0)
@@ -211,9 +216,11 @@ class CacheState:
 
     def _free(self, line: Line) -> None:
         seq, ids, reason = self._sequence(line["seq"]), self._ids(line), line["reason"]
-        if self._expected is not (reason == "duplicate") or (
-            self._shared and not self._expected
-        ):
+        if self._expected is not None:
+            fits = reason == self._expected[2]
+        else:
+            fits = reason != "duplicate" and not self._shared
+        if not fits:
             violated(f"sequence {seq.id} has no blocks to free with reason {reason!r} here")
         if reason == "duplicate":
             dropped = self._duplicates
@@ -230,6 +237,8 @@ class CacheState:
             violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
         self.private -= len(freed)
         if reason == "close":
+            if self._expected is None:
+                self.lives.close(seq.prompt.id, seq.id)
             self._close(seq)
 
     def _fork(self, line: Line) -> None:
@@ -241,8 +250,16 @@ class CacheState:
             span.pins += 1
             span.creator = None
 
+    def _live(self, line: Line) -> None:
+        """Take what a server tells of a request; a sequence it names must be open."""
+        seq = self._sequence(line["seq"]).id if "seq" in line else 0
+        if self.lives.apply(line):
+            self._next = ("FREE", seq, "close")
+
     def _end(self, line: Line) -> None:
         """Take END: the reader has checked what it says."""
+        del line
+        self.lives.end(len(self.sequences))
 
     def _admit(self, line: Line, hit: int) -> TracedSequence:
         """Open the sequence of a first HIT or MISS; its hit must be what is cached."""
@@ -254,9 +271,7 @@ class CacheState:
         if hit != cached:
             violated(f"{hit} blocks hit; {cached} are cached and may hit")
         again = "again" in line
-        if again and not prompt.admitted:
-            violated(f"request {prompt.id!r} was not admitted before")
-        prompt.admitted = True
+        self.lives.admit(prompt.id, line["seq"], again=again)
         self.hits.count(prompt.lookup, hit, again=again)
         seq = TracedSequence(line["seq"], prompt, self._root, array("i"), hit, again)
         self._open(seq)
@@ -321,7 +336,7 @@ class CacheState:
         seq.span = span
         if line["how"] == "same":
             self._duplicates = ids
-            self._next = ("FREE", seq.id)
+            self._next = ("FREE", seq.id, "duplicate")
             return
         self._shared -= len(ids)
         if ids != span.ids or not all(map(self._supply.pool.disown, ids)):

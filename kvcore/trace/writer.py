@@ -16,6 +16,7 @@ from kvcore.trace.sink import Sink
 
 if TYPE_CHECKING:
     from kvcore.policy.workload import Workload
+    from kvcore.trace.logger import TraceLogger
 
 BUFFER_BYTES = 1 << 20
 
@@ -40,11 +41,13 @@ class Trace:
         mode: whose clock the times are of: `untimed`, `model` or `wall`.
         workload: where the requests come from; or its name, digest and options; or None.
         seed: what random choices of the run are drawn from.
-        extras: more of the header: `model`, `device`, `recompute`.
+        extras: more of the header: `model`, `device`, `recompute`, or what else `describe`
+            takes, which a run calls to tell the rest.
 
     Attributes:
         line: writes one event: `trace.line("FREE", now, seq=1, runs=[], reason="close")`.
-            Blocks are given as runs, or as an `array` of ids. Costs 0.7 µs.
+            Blocks are given as runs, or as an `array` of ids. Costs 0.7 µs. Look it up
+            for every line: it changes with the first.
 
     Raises:
         InputError: the file cannot be opened, an unknown mode or header field.
@@ -62,37 +65,75 @@ class Trace:
         seed: int | None = None,
         **extras: Any,
     ) -> None:
-        """Open the file. Nothing is written before `begin`."""
-        if mode not in MODES:
-            msg = f"trace mode {mode!r} is not known; there are: {', '.join(MODES)}"
-            raise InputError(msg)
-        known = EVENTS["HEADER"].optional
-        for name in extras.keys() - known.keys():
-            msg = f"header field {name!r} is not known; there are: {', '.join(sorted(known))}"
-            raise InputError(msg)
-        self._head = {"mode": mode}
-        self._tail = {"workload": _source(workload), "seed": seed, **extras}
+        """Open the file. Nothing is written before the first line."""
+        self._run: dict[str, Any] = {"mode": "untimed", "workload": None, "seed": None}
+        self._cache: dict[str, Any] = {}
+        self._plugins: dict[str, Any] = {}
+        self._logger: TraceLogger | None = None
         self._seen: set[int | str] = set()
-        self._sink = Sink(file)
-        self._buffer = io.BufferedWriter(self._sink, BUFFER_BYTES)
         self._closed = False
         self.line = self._not_begun
+        self.describe(mode=mode, workload=workload, seed=seed, **extras)
+        self._sink = Sink(file)
+        self._buffer = io.BufferedWriter(self._sink, BUFFER_BYTES)
 
     def begin(self, **cache: Any) -> None:
-        """Write HEADER. `cache`: its count, block_size, key_tokens, blocks and plugins.
+        """Take what the cache is: its count, block_size, key_tokens, blocks and plugins.
+
+        HEADER is written just before the first other line, or by `close`: until then
+        `describe` can add to it.
 
         Raises:
-            InputError: a second cache wants to write, or a value that JSON cannot hold.
+            InputError: a second cache wants to write.
         """
-        if self.line != self._not_begun:
+        if self._cache:
             msg = f"the trace {self._sink.name} has begun: every cache needs a Trace of its own"
             raise InputError(msg)
-        from kvcore.trace.logger import bind_logger  # noqa: PLC0415  (imports structlog)
+        self._cache = cache
+        self.line = self._first_line
 
-        header = {"schema": SCHEMA, "kvcore": _version(), **self._head, **cache, **self._tail}
-        self._logger = bind_logger(self._buffer)
-        _write(self._logger.line, "the header", "HEADER", 0, plain(header))
-        self.line = self._logger.line
+    def describe(
+        self,
+        *,
+        mode: str | None = None,
+        workload: Workload | Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        plugins: Mapping[str, Mapping[str, Any]] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Say more of the run in HEADER, before the first line is written.
+
+        Args:
+            mode: whose clock the times are of, from now on; None: as before.
+            workload: as for the trace itself; that of the trace stays if it was given one.
+            seed: likewise.
+            plugins: more of them by kind, each with name and options.
+            fields: other header fields, which replace those given before: `batching` (the
+                loop's caps), `latency` (its coefficients), `rate_scale`, `executor`, `slo`,
+                and as for the trace itself.
+
+        Raises:
+            InputError: the header is written, an unknown mode or field, or a value that is
+                not of the field's kind. Nothing has changed.
+        """
+        if self._logger is not None:
+            msg = (
+                f"the header of the trace {self._sink.name} is written: describe the run "
+                "before anything happens in it"
+            )
+            raise InputError(msg)
+        if mode is not None and mode not in MODES:
+            msg = f"trace mode {mode!r} is not known; there are: {', '.join(MODES)}"
+            raise InputError(msg)
+        run = {name: _checked(name, plain(value)) for name, value in fields.items()}
+        if mode is not None:
+            run["mode"] = mode
+        if self._run["workload"] is None:
+            run["workload"] = _source(workload)
+        if self._run["seed"] is None:
+            run["seed"] = seed
+        self._run |= run
+        self._plugins |= plugins or {}
 
     def request(self, request: Request, now: int) -> None:
         """Write REQUEST, the first time a request is seen. O(keys) in C.
@@ -145,15 +186,33 @@ class Trace:
         else:
             self.discard()
 
+    def _first_line(self, event: str, now: int, **fields: Any) -> None:
+        """Write HEADER before the first line; the logger takes what comes after it."""
+        self._header()
+        self.line(event, now, **fields)
+
+    def _header(self) -> TraceLogger:
+        """Return the logger, which has written HEADER."""
+        if self._logger is None:
+            from kvcore.trace.logger import bind_logger  # noqa: PLC0415  (imports structlog)
+
+            plugins = {**self._cache["plugins"], **self._plugins}
+            run, cache = dict(self._run), {**self._cache, "plugins": plugins}
+            about = {"schema": SCHEMA, "kvcore": _version(), "mode": run.pop("mode")}
+            logger = bind_logger(self._buffer)
+            _write(logger.line, "the header", "HEADER", 0, plain({**about, **cache, **run}))
+            self._logger, self.line = logger, logger.line
+        return self._logger
+
     def _end(self) -> None:
-        if self.line == self._not_begun:
+        if not self._cache:
             msg = f"the trace {self._sink.name} is empty: no KVCache was made with it"
             raise InputError(msg)
         from kvcore.trace.logger import events_written  # noqa: PLC0415  (imports structlog)
 
+        logger = self._header()
         self._buffer.flush()
-        logger = self._logger
-        self.line(
+        logger.line(
             "END",
             logger.time,
             lines=logger.lines,
@@ -177,6 +236,18 @@ class Trace:
         del now, fields
         msg = f"{event} after the end: the trace {self._sink.name} is closed"
         raise InputError(msg)
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return the value of a header field, which must be one that readers take."""
+    known = EVENTS["HEADER"].optional
+    if name not in known:
+        msg = f"header field {name!r} is not known; there are: {', '.join(sorted(known))}"
+        raise InputError(msg)
+    if not known[name].test(value):
+        msg = f"header field {name!r} {known[name].refuse(value)}"
+        raise InputError(msg)
+    return value
 
 
 def _write(line: WriteLine, what: str, event: str, now: int, fields: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ HEAVY = [
 
 LAYERS = [
     {"policy"},
-    {"specs", "loading", "plugins", "workloads"},
+    {"specs", "loading", "plugins", "workloads", "measurements", "calibration"},
     {"cache"},
     {"trace"},
     {"lab"},

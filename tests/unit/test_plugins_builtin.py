@@ -10,6 +10,7 @@ from kvcore.plugins import KINDS, Plugins, default
 
 NAMES = {
     "eviction": ["cost", "fifo", "lfu", "lru", "mru", "priority", "random", "slru", "ttl"],
+    "latency": ["linear", "roofline", "table", "token-rate"],
     "prefix": ["none", "radix"],
     "workload": ["azure", "jsonl", "mooncake", "weka", "zipf"],
 }

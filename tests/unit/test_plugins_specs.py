@@ -243,6 +243,20 @@ def test_option_without_a_text_form():
     )
 
 
+def test_option_of_which_text_can_say_some():
+    """Of a union, text is for the members that have a text form; the others are for code."""
+
+    @attrs.define(slots=False, eq=False)
+    class Mixed(Plugin):
+        kind = "eviction"
+        name = "mixed"
+        table: str | dict[str, float] = ""
+        weights: dict[str, float] | None = None
+
+    assert instantiate(Mixed, {"table": "small"}).table == "small"
+    assert "which has no text form" in error(instantiate, Mixed, {"weights": "none"})
+
+
 def test_option_whose_annotation_is_unknown_at_run_time():
     """An annotation that only type checkers can resolve has no text form either."""
 

@@ -17,6 +17,7 @@ from kvcore.units import (
     parse_bytes,
     parse_count,
     parse_seconds,
+    picoseconds,
 )
 
 
@@ -179,3 +180,29 @@ def test_durations_are_written_with_a_fitting_unit(seconds, text):
 def test_numbers_are_written_with_three_digits(value, text):
     """Zeros after the point are left away, digits before it never."""
     assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, 0),
+        (1, 10**12),
+        (0.005, 5 * 10**9),
+        (2e-5, 2 * 10**7),
+        (1.2e-8, 12_000),
+        (2.5e-12, 2),
+    ],
+)
+def test_seconds_in_picoseconds(seconds, expected):
+    """Rounded to the nearest whole number."""
+    assert picoseconds(seconds, "step") == expected
+
+
+@pytest.mark.parametrize("seconds", [-1e-9, float("nan"), float("inf"), 1e7])
+def test_seconds_that_are_no_step_time_are_refused(seconds):
+    """The error has the name that the caller gives it, and the bounds."""
+    with pytest.raises(InputError) as caught:
+        picoseconds(seconds, "linear: step")
+    assert str(caught.value) == (
+        f"linear: step={seconds} must be a number of seconds, from 0 and below 9,223,372"
+    )

@@ -49,9 +49,6 @@ class NoPrefix(PrefixCache):
     def undo(self, seq: Sequence, match: Match, now: int) -> None:
         """Do nothing: nothing was pinned."""
 
-    def extend(self, seq: Sequence, blocks: int) -> None:
-        """Do nothing."""
-
     def commit(self, seq: Sequence, upto: int, now: int) -> None:
         """Publish nothing."""
 

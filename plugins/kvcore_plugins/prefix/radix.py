@@ -136,9 +136,6 @@ class Radix(SpanTree):
         del now
         self._unpin(seq, match, self.root)
 
-    def extend(self, seq: Sequence, blocks: int) -> None:
-        """Do nothing: private blocks are the sequence's own."""
-
     def commit(self, seq: Sequence, upto: int, now: int) -> None:
         """Publish blocks up to `upto`: switch to what others committed, store the rest."""
         self._now = now

@@ -1,0 +1,134 @@
+"""The scheduler contract: who gets a seat in the batch, and who loses it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import attrs
+
+from kvcore.policy.job import Job
+from kvcore.policy.plugin import Plugin
+
+if TYPE_CHECKING:
+    from kvcore.request import Request
+
+
+class Server(Protocol):
+    """What a scheduler may ask of the server it works for."""
+
+    def probe(self, request: Request, now: int) -> int:
+        """Return how many prompt tokens of `request` would hit in the cache. Pure."""
+
+    def prefill_ns(self, tokens: int, context: int) -> int:
+        """Return the ns it takes to prefill `tokens` tokens after `context`, alone."""
+
+    def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
+        """Return the ns in which a sequence with `context` tokens generates `tokens` more.
+
+        Together with `sequences - 1` others of its length, or fewer where the server
+        takes fewer.
+        """
+
+
+@attrs.define
+class LoopState:
+    """What a plan is made from. Read it; the loop carries plans out.
+
+    Attributes:
+        now: the time, ns.
+        waiting: jobs without a seat, in the order in which they queued up; those that were
+            preempted come first. `paused` ones among them hold blocks.
+        running: jobs with a seat, in order of admission.
+        seats: how many more the batch may take.
+        room: blocks that are free or can be evicted.
+        server: what can be asked of the server.
+    """
+
+    now: int
+    waiting: Collection[Job]
+    running: Sequence[Job]
+    seats: int
+    room: int
+    server: Server
+
+
+@attrs.frozen
+class StepPlan:
+    """Who is to gain and who to lose a seat.
+
+    Attributes:
+        admit: waiting jobs in the order in which they are offered seats, at best lazily;
+            the first for whom there is no room ends the admissions.
+        pause: running jobs to take off the batch, their blocks kept.
+    """
+
+    admit: Iterable[Job] = ()
+    pause: Iterable[Job] = ()
+
+
+@attrs.define(slots=False, eq=False)
+class Scheduler(Plugin):
+    """Orders the jobs of a server. The easy tier is one function, `priority`.
+
+    Asked only when something has happened (an arrival, a step with prefill, a first token,
+    a completion, a preemption, a time given by `changes_at`), never step by step: k decode
+    steps with the same sequences are one event. What is not overridden is never called.
+
+    A job's priority is asked when it queues up. A scheduler that is `preemptive` pauses the
+    running job that is last in its order for a waiting one that is before it; the priority
+    of a running job may then only improve, relative to those that wait.
+
+    When blocks are missing, the running or paused job last in order at that moment is
+    preempted: its blocks are given up, and it computes them again later.
+    """
+
+    kind: ClassVar[str] = "scheduler"
+
+    preemptive: bool = attrs.field(init=False, default=False, repr=False)
+    server: Server = attrs.field(init=False, default=None, repr=False)
+
+    def attach(self, server: Server) -> None:
+        """Learn the server it works for. Called once."""
+        self.server = server
+
+    @abstractmethod
+    def priority(self, job: Job, now: int) -> Any:
+        """Return what orders the jobs, any comparable value: the lowest goes first.
+
+        Ties go to the job that arrived first.
+        """
+
+    def changes_at(self, job: Job, now: int) -> int | None:
+        """Return when (ns, after `now`) the priority of a waiting job changes by itself.
+
+        None: it does not, or all change alike. It is then asked again at that time.
+        """
+        del job, now
+        return None
+
+    def queued(self, job: Job, now: int) -> None:
+        """Learn that `job` waits for a seat: it arrived, or was preempted."""
+
+    def admitted(self, job: Job, now: int) -> None:
+        """Learn that `job` got a seat: for the first time, again, or after a pause."""
+
+    def finished(self, job: Job, now: int) -> None:
+        """Learn that `job` has generated its last token."""
+
+    def plan(self, state: LoopState) -> StepPlan:
+        """Return who is to gain and lose seats. The full tier: override it as a whole.
+
+        Unless overridden it is not called: the loop does the same, without sorting.
+        """
+        now, priority = state.now, self.priority
+        waiting = sorted(state.waiting, key=lambda job: (priority(job, now), job.serial))
+        pause: list[Job] = []
+        if self.preemptive:
+            running = sorted(state.running, key=lambda job: (priority(job, now), job.serial))
+            for job in waiting[state.seats :]:
+                if not running or priority(running[-1], now) <= priority(job, now):
+                    break
+                pause.append(running.pop())
+        return StepPlan(waiting, pause)

@@ -1,0 +1,193 @@
+"""The jobs that generate: what k steps of them need, without touching any of them."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from kvcore.policy import DecodeSteps, Job, Windows
+
+
+def _admission(job: Job) -> int:
+    assert job.seq is not None
+    return job.seq.admission
+
+
+class Decoders:
+    """Jobs that generate a token with every decode step, and nothing done per token.
+
+    Lengths are one step counter away from what they were when a job joined. Finishing is a
+    heap of step numbers. Growing is counted by residue class: a job with L tokens that joins
+    at step d needs a block at every step s with s = d - L modulo the block size.
+
+    Attributes:
+        steps: the step counter.
+        jobs: how many there are.
+        context: what the next step attends to, by attention window: without one, the
+            lengths of all jobs, the new token included.
+        growth: by how much a step makes it longer.
+        grown: the first step whose growth has not been allocated.
+        fresh: those that joined after the last step.
+        decoded_at: when (ps) the last step ended.
+    """
+
+    def __init__(self, steps: DecodeSteps, block_size: int, windows: Windows) -> None:
+        """Start without jobs."""
+        self.steps = steps
+        self.jobs = 0
+        self.context = [0 for _ in windows]
+        self.growth = [0 for _ in windows]
+        self.grown = 0
+        self.fresh: list[Job] = []
+        self.decoded_at = 0
+        self._size = block_size
+        self._windows = windows
+        self._classes: dict[int, list[Job]] = {}
+        self._publishing: dict[int, list[Job]] = {}
+        self._finish: list[tuple[int, int, Job]] = []
+        self._ends: dict[Job, tuple[int, int, Job]] = {}
+        self._full: list[tuple[int, int, int, Job]] = []
+        self._full_at: dict[tuple[Job, int], int] = {}
+
+    def __iter__(self) -> Iterator[Job]:
+        """Yield the jobs in the order in which they joined."""
+        return iter(self._ends)
+
+    def add(self, job: Job) -> None:
+        """Let `job` generate from the next step on. It has joined with its first token."""
+        count, length = self.steps.count, job.length
+        self.jobs += 1
+        self.fresh.append(job)
+        admission = _admission(job)
+        end = self._ends[job] = (count + job.output_left, admission, job)
+        heappush(self._finish, end)
+        residue = (count - length) % self._size
+        _put(self._classes, residue, job)
+        if job.request.output_keys:
+            _put(self._publishing, residue, job)
+        for place, window in enumerate(self._windows):
+            if window is None or length + 1 < window:
+                self.context[place] += length + 1
+                self.growth[place] += 1
+                if window is not None:
+                    full = self._full_at[job, place] = count + window - length - 1
+                    heappush(self._full, (full, admission, place, job))
+            else:
+                self.context[place] += window
+
+    def remove(self, job: Job) -> None:
+        """Let `job` generate no more. O(jobs of its residue class)."""
+        length, count = job.length, self.steps.count
+        self.jobs -= 1
+        if job in self.fresh:
+            self.fresh.remove(job)
+        else:
+            job.last_token = self.decoded_at
+        del self._ends[job]
+        residue = (count - length) % self._size
+        _drop(self._classes, residue, job)
+        if job.request.output_keys:
+            _drop(self._publishing, residue, job)
+        for place, window in enumerate(self._windows):
+            if window is None or length + 1 < window:
+                self.context[place] -= length + 1
+                self.growth[place] -= 1
+                self._full_at.pop((job, place), None)
+            else:
+                self.context[place] -= window
+
+    def advance(self, steps: int, now: int) -> None:
+        """Count `steps` steps, the last of which ends at `now` (ps)."""
+        self.steps.count += steps
+        self.fresh.clear()
+        self.decoded_at = now
+        context, growth = self.context, self.growth
+        if len(context) == 1:
+            context[0] += growth[0] * steps
+            return
+        for place, more in enumerate(growth):
+            context[place] += more * steps
+        while self._full and self._full[0][0] <= self.steps.count:
+            at, _, place, job = heappop(self._full)
+            if self._full_at.get((job, place)) == at:
+                del self._full_at[job, place]
+                self.growth[place] -= 1
+
+    def until_change(self) -> int:
+        """Return after how many steps one finishes, fills a window, or can publish a block."""
+        finish, ends = self._finish, self._ends
+        while ends.get(finish[0][2]) is not finish[0]:
+            heappop(finish)
+        count = self.steps.count
+        steps = finish[0][0] - count
+        if self._full:
+            steps = min(steps, self._full[0][0] - count)
+        for residue in self._publishing:
+            steps = min(steps, (residue - count - 1) % self._size + 1)
+        return max(steps, 1)
+
+    def finished(self) -> list[Job]:
+        """Return the jobs that have generated all they should."""
+        finish, ends, count = self._finish, self._ends, self.steps.count
+        done = []
+        while finish and finish[0][0] <= count:
+            end = heappop(finish)
+            if ends.get(end[2]) is end:
+                done.append(end[2])
+        return done
+
+    def publishers(self) -> list[Job]:
+        """Return the jobs with output keys that have just filled a block."""
+        if not self._publishing:
+            return []
+        return self._publishing.get(self.steps.count % self._size, [])
+
+    def growing(self, step: int) -> list[Job]:
+        """Return the jobs that need a block at `step`, in order of admission."""
+        return self._classes.get(step % self._size, [])
+
+    def growth_between(self, first: int, end: int) -> int:
+        """Count the blocks needed at the steps `[first, end)`."""
+        size, classes = self._size, self._classes
+        if end - first < len(classes):
+            return sum(
+                len(classes[step % size])
+                for step in range(first, end)
+                if step % size in classes
+            )
+        first, end = first - 1, end - 1
+        return sum(
+            len(jobs) * ((end - residue) // size - (first - residue) // size)
+            for residue, jobs in classes.items()
+        )
+
+    def growing_between(self, first: int, end: int) -> Iterator[int]:
+        """Yield the steps in `[first, end)` at which jobs need blocks."""
+        size, classes = self._size, self._classes
+        if end - first < len(classes):
+            yield from (step for step in range(first, end) if step % size in classes)
+            return
+        offsets = sorted((residue - first) % size for residue in classes)
+        for turn in range(first, end, size):
+            for offset in offsets:
+                if turn + offset >= end:
+                    return
+                yield turn + offset
+
+
+def _put(classes: dict[int, list[Job]], residue: int, job: Job) -> None:
+    jobs = classes.get(residue)
+    if jobs is None:
+        classes[residue] = [job]
+    elif _admission(jobs[-1]) < _admission(job):
+        jobs.append(job)
+    else:
+        insort(jobs, job, key=_admission)
+
+
+def _drop(classes: dict[int, list[Job]], residue: int, job: Job) -> None:
+    jobs = classes[residue]
+    jobs.remove(job)
+    if not jobs:
+        del classes[residue]

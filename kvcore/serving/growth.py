@@ -1,0 +1,82 @@
+"""Blocks for the jobs that generate: one each, whenever its last one is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcore.cache import KVCache
+from kvcore.cache.lockstep import grows_by_count, reserve, settle
+from kvcore.policy import Job
+from kvcore.serving.decoding import Decoders
+
+
+class Growth:
+    """Allocates what decode steps write to, for one step or for many in advance.
+
+    Where the cache only counts blocks and enough are free, they are taken in one sum, and
+    the sequences are told when they leave (`settle`). Else each sequence that needs a block
+    is extended by itself, at the time of its step.
+    """
+
+    def __init__(self, cache: KVCache, decoders: Decoders) -> None:
+        """Take the cache and the jobs that grow."""
+        self._cache = cache
+        self._decoders = decoders
+        self._by_count = grows_by_count(cache)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next step still lacks its blocks."""
+        return self._decoders.grown <= self._decoders.steps.count
+
+    def fits(self) -> bool:
+        """Say whether there is room for the next step."""
+        decoders = self._decoders
+        return len(decoders.growing(decoders.steps.count)) <= self._cache.room
+
+    def next_step(self, now: int) -> None:
+        """Allocate for the next step; it fits."""
+        decoders = self._decoders
+        step = decoders.steps.count
+        jobs = decoders.growing(step)
+        if jobs:
+            self._grow(jobs, 0, now)
+        decoders.grown = step + 1
+
+    def ahead(self, steps: int, time_of: Callable[[int], int]) -> int:
+        """Allocate for up to `steps` steps; return for how many there is room.
+
+        The first of them is allocated already. `time_of(i)` gives the start (ns) of step i.
+        """
+        decoders, cache = self._decoders, self._cache
+        start = decoders.steps.count
+        first, end = start + 1, start + steps
+        if self._by_count:
+            need = decoders.growth_between(first, end)
+            if need <= cache.pool.free:
+                reserve(cache, need)
+                decoders.grown = end
+                return steps
+        for step in decoders.growing_between(first, end):
+            jobs = decoders.growing(step)
+            if len(jobs) > cache.room:
+                end = step
+                break
+            self._grow(jobs, step - start, time_of(step - start))
+        decoders.grown = end
+        return end - start
+
+    def settle(self, job: Job) -> None:
+        """Tell the cache how many tokens a generating job has, with the slot of its next."""
+        assert job.seq is not None
+        settle(job.seq, job.length + (not self.pending))
+
+    def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
+        """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
+        if self._by_count and len(jobs) <= self._cache.pool.free:
+            reserve(self._cache, len(jobs))
+            return
+        for job in jobs:
+            assert job.seq is not None
+            settle(job.seq, job.length + ahead)
+            self._cache.extend(job.seq, 1, now)

@@ -1,0 +1,295 @@
+"""The serving loop: a discrete-event simulation of continuous batching.
+
+The events are ARRIVAL, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and TIMER. Between two of
+them the same jobs decode, so that all the steps in between are one jump.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcore.cache import KVCache
+from kvcore.cache.lockstep import settle
+from kvcore.errors import PolicyError
+from kvcore.model import attended_pairs
+from kvcore.policy import Batch, DecodeSteps, Job, Scheduler
+from kvcore.policy.job import DECODE, DONE
+from kvcore.request import SLO, Request
+from kvcore.serving.arrivals import Arrivals
+from kvcore.serving.batching import Batching
+from kvcore.serving.decoding import Decoders
+from kvcore.serving.executors import Executor
+from kvcore.serving.log import RunLog
+from kvcore.serving.seats import Seats
+from kvcore.serving.server import ServiceTimes
+from kvcore.serving.steps import StepTimes
+from kvcore.units import PICOSECONDS
+
+
+class ServingLoop:
+    """Serves requests, step by step of the batch, as many steps at once as change nothing.
+
+    The clock counts picoseconds; everybody else is told whole nanoseconds.
+
+    Args:
+        arrivals: what arrives when.
+        cache: where K/V is kept; it counts `tokens`.
+        scheduler: who runs.
+        executor: what runs a step, or says how long it takes.
+        batching: the caps of a step.
+        jumps: whether to run many decode steps at once. It changes nothing but the time
+            the run takes.
+        slo: what is expected for requests that bring no SLO of their own.
+
+    Attributes:
+        clock: the time, in picoseconds.
+        steps, decoders, seats, log: its parts.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        cache: KVCache,
+        scheduler: Scheduler,
+        executor: Executor,
+        batching: Batching,
+        *,
+        jumps: bool = True,
+        slo: SLO | None = None,
+    ) -> None:
+        """Put the parts together."""
+        self.clock = 0
+        self.steps = DecodeSteps()
+        self._windows = windows = executor.latency.windows
+        self.decoders = Decoders(self.steps, cache.geometry.block_size, windows)
+        server = ServiceTimes(cache, executor.latency, batching)
+        scheduler.claim()
+        scheduler.attach(server)
+        self.seats = Seats(cache, scheduler, batching, self.decoders, server)
+        self.log = RunLog(len(windows), slo)
+        self._arrivals = arrivals
+        self._cache = cache
+        self._scheduler = scheduler
+        self._executor = executor
+        self._batching = batching
+        self._jumps = jumps and executor.jumps
+        self._serial = 0
+        self._no_pairs = (0,) * len(windows)
+
+    def run(self) -> None:
+        """Serve everything that arrives.
+
+        Raises:
+            InputError: the workload is out of order, or its sessions do not close.
+            PolicyError: a plugin failed, or the scheduler lets nothing run.
+        """
+        while True:
+            now = self.clock // PICOSECONDS
+            self._take_arrivals(now)
+            self.seats.plan(now)
+            self.log.pool(now, self._cache.pool.free, self._cache.prefix.unpinned)
+            if self.seats.chunks:
+                self._prefill_step()
+            elif self.decoders.jobs:
+                self._decode_steps()
+            elif not self._idle():
+                break
+        self._arrivals.check_all_came()
+
+    def _take_arrivals(self, now: int) -> None:
+        """ARRIVAL: let each request up to `now` wait for a seat, or reject it."""
+        for at, request in self._arrivals.until(now):
+            self._serial += 1
+            job = Job(request, self._serial, at, self.steps, request.prompt)
+            if self._cache.trace is not None:
+                self._cache.trace.request(request, at)
+            why = self._unfit(request)
+            if why:
+                self._reject(job, why, at)
+            else:
+                self.seats.queue(job, at)
+
+    def _unfit(self, request: Request) -> str:
+        """Say why `request` can never be served; nothing if it can."""
+        if not request.prompt:
+            return "its prompt is empty"
+        cache = self._cache
+        slots = request.prompt + max(request.output - 1, 0)
+        blocks = -(-slots // cache.geometry.block_size)
+        if blocks > cache.pool.blocks:
+            return f"it needs {blocks} blocks; the pool has {cache.pool.blocks}"
+        return ""
+
+    def _reject(self, job: Job, why: str, now: int) -> None:
+        job.stage = DONE
+        request = job.request
+        if self._cache.trace is not None:
+            self._cache.trace.line("REJECT", now, request=request.id, why=why)
+        self.log.rejected[request.id] = why
+        self._arrivals.ended(request, now)
+
+    def _idle(self) -> bool:
+        """Wait for the next arrival; return False if there is none."""
+        at = self._arrivals.next_at
+        due = self.seats.next_timer() if self.seats.waiting else None
+        wake = min((time for time in (at, due) if time is not None), default=None)
+        if wake is not None:
+            self.clock = max(self.clock, wake * PICOSECONDS)
+            return True
+        if self.seats.waiting:
+            msg = (
+                f"scheduler plugin {self._scheduler.name!r} leaves {len(self.seats.waiting)} "
+                f"requests waiting while nothing runs: the first is "
+                f"{next(iter(self.seats.waiting))!r}"
+            )
+            raise PolicyError(msg)
+        return False
+
+    def _prefill_step(self) -> None:
+        """Run one step that prefills, and decodes as well if steps are mixed."""
+        decoders, chunks = self.decoders, self.seats.chunks
+        decodes = decoders.jobs > 0 and self._batching.steps == "mixed"
+        batch = self._batch(chunks, decodes=decodes)
+        start = self.clock
+        took = self._executor.run(batch, chunks, decoders if decodes else None)
+        self.clock = start + took
+        now = self.clock // PICOSECONDS
+        self._count(batch, took)
+        if decodes:
+            self.log.tokens(decoders, start, StepTimes([(took, 0)], (0,), (0,)), 1)
+            decoders.advance(1, self.clock)
+        self._take_arrivals(now)
+        cache = self._cache
+        ready = []
+        for job, tokens in chunks:
+            assert job.seq is not None
+            job.computed += tokens
+            cache.commit(job.seq, tokens, now)
+            if job.computed == job.target:
+                ready.append(job)
+        self.seats.computed()
+        if decodes:
+            self._publish(now)
+        done = [job for job in ready if self._prefill_done(job, now)]
+        if decodes:
+            done += decoders.finished()
+        self._finish(done, now)
+
+    def _decode_steps(self) -> None:
+        """Run decode steps up to the next event: one jump."""
+        decoders, log = self.decoders, self.log
+        start, jobs = self.clock, decoders.jobs
+        batch = Batch(0, self._no_pairs, jobs, tuple(decoders.context))
+        if self._jumps:
+            lines = self._executor.lines(batch)
+            times = StepTimes(lines, decoders.context, decoders.growth)
+            steps = self._steps_to_event(times)
+            took = times.total(steps)
+        else:
+            steps = 1
+            took = self._executor.run(batch, (), decoders)
+            times = StepTimes([(took, 0)], (0,), (0,))
+        self.clock = start + took
+        log.steps += steps
+        log.busy += took
+        log.decode += jobs * steps
+        for place, more in enumerate(decoders.growth):
+            log.context[place] += (
+                decoders.context[place] * steps + more * steps * (steps - 1) // 2
+            )
+        log.tokens(decoders, start, times, steps)
+        decoders.advance(steps, self.clock)
+        self.seats.progress()
+        now = self.clock // PICOSECONDS
+        self._take_arrivals(now)
+        self._publish(now)
+        self._finish(decoders.finished(), now)
+
+    def _steps_to_event(self, times: StepTimes) -> int:
+        """Return how many steps change nothing but lengths, and allocate for them."""
+        steps = self.decoders.until_change()
+        for at in (self._arrivals.next_at, self.seats.next_timer()):
+            if at is not None and steps > 1:
+                steps = times.reach(at * PICOSECONDS - self.clock, steps)
+        if steps > 1:
+            clock = self.clock
+            steps = self.seats.growth.ahead(
+                steps, lambda step: (clock + times.total(step)) // PICOSECONDS
+            )
+        return steps
+
+    def _batch(self, chunks: Iterable[tuple[Job, int]], *, decodes: bool) -> Batch:
+        tokens = 0
+        windows = self._windows
+        pairs = [0] * len(windows)
+        for job, chunk in chunks:
+            tokens += chunk
+            for place, window in enumerate(windows):
+                pairs[place] += attended_pairs(job.computed, chunk, window)
+        if decodes:
+            context = tuple(self.decoders.context)
+            return Batch(tokens, tuple(pairs), self.decoders.jobs, context)
+        return Batch(tokens, tuple(pairs), 0, self._no_pairs)
+
+    def _count(self, batch: Batch, took: int) -> None:
+        log = self.log
+        log.steps += 1
+        log.busy += took
+        log.prefill += batch.prefill
+        log.decode += batch.decode
+        for place in range(len(log.pairs)):
+            log.pairs[place] += batch.pairs[place]
+            log.context[place] += batch.context[place]
+
+    def _publish(self, now: int) -> None:
+        """Commit the blocks that requests with known output keys have just filled."""
+        for job in self.decoders.publishers():
+            seq = job.seq
+            assert seq is not None
+            settle(seq, job.length)
+            self._cache.commit(seq, job.length - seq.computed, now)
+            self.seats.computed()
+
+    def _prefill_done(self, job: Job, now: int) -> bool:
+        """PREFILL_DONE: the next token is there; return whether it was the last."""
+        self.seats.prefilled(job)
+        self.seats.progress()
+        request = job.request
+        if not request.output:
+            return True
+        if job.first_token is None:
+            job.first_token = now
+            if self._cache.trace is not None and job.seq is not None:
+                self._cache.trace.line("FIRST_TOKEN", now, request=request.id, seq=job.seq.id)
+        else:
+            self.log.gaps.append(self.clock - job.last_token)
+        job.last_token = self.clock
+        job.join(job.target - request.prompt + 1)
+        if not job.output_left:
+            job.leave()
+            return True
+        job.stage = DECODE
+        self.decoders.add(job)
+        return False
+
+    def _finish(self, jobs: list[Job], now: int) -> None:
+        """DECODE_DONE: let go of the jobs that have all their tokens, in order of admission."""
+        cache = self._cache
+        if len(jobs) > 1:
+            jobs.sort(key=lambda job: 0 if job.seq is None else job.seq.admission)
+        for job in jobs:
+            seq, request = job.seq, job.request
+            assert seq is not None
+            if job.stage == DECODE:
+                self.seats.growth.settle(job)
+                self.decoders.remove(job)
+                job.leave()
+            job.stage = DONE
+            if cache.trace is not None:
+                cache.trace.line(
+                    "FINISH", now, request=request.id, seq=seq.id, output=request.output
+                )
+            cache.close(seq, now)
+            self.seats.leave(job, now)
+            self.log.ended(job, now)
+            self._arrivals.ended(request, now)

@@ -1,0 +1,375 @@
+"""Seats in the batch: who gets one, who waits, who is preempted when blocks are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from itertools import chain
+from typing import Any
+
+from kvcore.cache import KVCache
+from kvcore.errors import OutOfBlocks, PolicyError
+from kvcore.policy import Job, LoopState, Scheduler, StepPlan, broken, overridden
+from kvcore.policy.job import DECODE, PAUSED, PREFILL, WAITING
+from kvcore.serving.batching import Batching
+from kvcore.serving.decoding import Decoders
+from kvcore.serving.growth import Growth
+from kvcore.serving.server import ServiceTimes
+from kvcore.serving.waiting import Waiting
+
+PATIENCE = 100
+"""Preemptions without a new token that are no livelock yet, besides ten for each job."""
+
+
+class Seats:
+    """Carries out what the scheduler decides.
+
+    Attributes:
+        waiting: jobs without a seat, in scheduler order.
+        running: jobs with a seat, in order of admission.
+        paused: jobs off the batch that keep their blocks; they are in `waiting` too.
+        chunks: what the next step prefills: jobs and tokens.
+        changed: whether anything has happened since the last plan.
+        pauses, recomputes: preemptions so far.
+        growth: allocates for the jobs that generate.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        scheduler: Scheduler,
+        batching: Batching,
+        decoders: Decoders,
+        server: ServiceTimes,
+    ) -> None:
+        """Start with all seats free."""
+        self.waiting = Waiting()
+        self.running: dict[Job, None] = {}
+        self.paused: dict[Job, None] = {}
+        self.chunks: list[tuple[Job, int]] = []
+        self.changed = True
+        self.pauses = self.recomputes = 0
+        self.growth = Growth(cache, decoders)
+        self._cache = cache
+        self._scheduler = scheduler
+        self._batching = batching
+        self._decoders = decoders
+        self._server = server
+        self._size = cache.geometry.block_size
+        self._spare = batching.spare(cache.pool.blocks)
+        self._prefilling: dict[Job, None] = {}
+        self._refused: Job | None = None
+        self._victims: set[Job] = set()
+        self._timers: list[tuple[int, int, Job]] = []
+        self._barren = 0
+        self._ranks = not overridden(scheduler, "plan")
+        self._changes_at = overridden(scheduler, "changes_at")
+        self._queued = overridden(scheduler, "queued")
+        self._admitted = overridden(scheduler, "admitted")
+        self._finished = overridden(scheduler, "finished")
+
+    def queue(self, job: Job, now: int, *, front: bool = False) -> None:
+        """Let `job` wait for a seat."""
+        if self._ranks:
+            self._rank(job, now)
+        self.waiting.push(job, front=front)
+        if self._queued is not None:
+            self._call("queued", self._queued, job, now)
+        self.changed = True
+
+    def plan(self, now: int) -> None:
+        """Allocate what the next decode step needs, and say who prefills: `chunks`."""
+        self.chunks = []
+        while self._timers and self._timers[0][0] <= now:
+            self._rank_again(heappop(self._timers)[2], now)
+        prefill_first = self._batching.steps == "prefill-first"
+        if not prefill_first:
+            self._grow(now)
+        if self.changed:
+            self._admit(now)
+            if self._victims:
+                self._victims.clear()
+                if not self.running:
+                    self._admit(now)
+            self.changed = False
+        if prefill_first and not self.chunks:
+            self._grow(now)
+        if not self._decoders.jobs:
+            self._decoders.grown = self._decoders.steps.count
+
+    def next_timer(self) -> int | None:
+        """Return when (ns) a waiting job's priority changes by itself."""
+        return self._timers[0][0] if self._timers else None
+
+    def prefilled(self, job: Job) -> None:
+        """Learn that the prefill of `job` is done."""
+        del self._prefilling[job]
+
+    def progress(self) -> None:
+        """Learn that a new token came: this is no livelock."""
+        self._barren = 0
+
+    def computed(self) -> None:
+        """Learn that more is committed: who was refused may hit more now."""
+        self._refused = None
+        self.changed = True
+
+    def leave(self, job: Job, now: int) -> None:
+        """Take the seat of a job that is done."""
+        del self.running[job]
+        self._refused = None
+        self.changed = True
+        if self._finished is not None:
+            self._call("finished", self._finished, job, now)
+
+    def _grow(self, now: int) -> None:
+        """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
+        growth = self.growth
+        if growth.pending:
+            while not growth.fits():
+                self._recompute(self._last(now), now)
+            growth.next_step(now)
+
+    def _admit(self, now: int) -> None:
+        """Share the tokens of the next step out, in scheduler order."""
+        preemptive = self._scheduler.preemptive
+        ongoing = list(self._prefilling)
+        if preemptive and len(ongoing) > 1:
+            ongoing.sort(key=lambda job: (self._priority(job, now), job.serial))
+        ongoing.reverse()
+        offers = self._offers(now)
+        budget = self._batching.max_tokens
+        if self._batching.steps == "mixed":
+            budget -= self._decoders.jobs
+        while budget > 0:
+            job = None
+            if not ongoing or (preemptive and self._head_before(ongoing[-1], now)):
+                job = next(offers, None)
+                if job is not None and not self._seat(job, budget, now):
+                    offers, job = iter(()), None
+            if job is None:
+                if not ongoing:
+                    break
+                job = ongoing.pop()
+                if job.stage != PREFILL:
+                    continue
+            budget -= self._allot(job, budget)
+
+    def _allot(self, job: Job, budget: int) -> int:
+        """Give `job` its share of the step's tokens, and return it."""
+        if job.stage == DECODE:
+            return 1
+        tokens = job.prefill_left
+        if tokens > budget:
+            if self._batching.chunked:
+                tokens = budget
+            elif self.chunks:
+                return budget
+        self.chunks.append((job, tokens))
+        return tokens
+
+    def _offers(self, now: int) -> Iterator[Job]:
+        """Yield who is to be offered a seat, in scheduler order; pause who is to lose one."""
+        if self._ranks:
+            return iter(self.waiting.head, None)
+        state = LoopState(
+            now,
+            self.waiting,
+            list(self.running),
+            self._batching.max_seqs - len(self.running),
+            self._cache.room,
+            self._server,
+        )
+        plan: StepPlan = self._call("plan", self._scheduler.plan, state)
+        for job in plan.pause:
+            if job not in self.running:
+                self._refuse_plan(job, "paused", "no seat")
+            self._pause(job, now)
+        return self._checked(plan)
+
+    def _checked(self, plan: StepPlan) -> Iterator[Job]:
+        for job in plan.admit:
+            if job not in self.waiting:
+                self._refuse_plan(job, "admitted", "a seat already")
+            yield job
+
+    def _head_before(self, other: Job, now: int) -> bool:
+        head = self.waiting.head() if self._ranks else None
+        return head is not None and bool(head.rank < self._priority(other, now))
+
+    def _seat(self, job: Job, budget: int, now: int) -> bool:
+        """Give `job` a seat if there is one, or one can be taken, and there is room."""
+        if job is self._refused or job in self._victims:
+            return False
+        while len(self.running) >= self._batching.max_seqs:
+            if not (self._ranks and self._scheduler.preemptive):
+                return False
+            last = max(self.running, key=lambda job: (self._priority(job, now), job.serial))
+            if not job.rank < self._priority(last, now):
+                return False
+            self._pause(last, now)
+        take = self._resume if job.stage == PAUSED else self._open
+        while not take(job, budget, now):
+            if not self._make_room(job, now):
+                self._refused = job
+                return False
+        self.waiting.remove(job)
+        self.running[job] = None
+        if self._admitted is not None:
+            self._call("admitted", self._admitted, job, now)
+        return True
+
+    def _open(self, job: Job, budget: int, now: int) -> bool:
+        request, cache = job.request, self._cache
+        first = None
+        again = job.admitted is not None
+        if again or not self._batching.chunked:
+            first = job.target - cache.probe(request, now) * self._size
+            if self.chunks and first > budget and not self._batching.chunked:
+                return False
+        spare = self._spare if self.running or self.paused else 0
+        try:
+            seq = cache.open(request, first, now, again=again, spare=spare)
+        except OutOfBlocks:
+            return False
+        job.seq = seq
+        job.computed = seq.computed
+        if not again:
+            job.admitted, job.hit = now, seq.computed
+        job.stage = PREFILL
+        self._prefilling[job] = None
+        return True
+
+    def _resume(self, job: Job, budget: int, now: int) -> bool:
+        """Give a paused job its seat again, and the block it needs, if it needs one."""
+        del budget
+        seq, cache = job.seq, self._cache
+        assert seq is not None
+        more = 0
+        if not (job.prefill_left or self.growth.pending):
+            more = job.length + 1 - seq.tokens
+        if more and seq.tokens == seq.blocks * self._size and not cache.room:
+            return False
+        if cache.trace is not None:
+            cache.trace.line("RESUME", now, request=job.request.id, seq=seq.id)
+        del self.paused[job]
+        if job.prefill_left:
+            job.stage = PREFILL
+            self._prefilling[job] = None
+            return True
+        cache.extend(seq, more, now)
+        job.stage = DECODE
+        job.join(job.generated)
+        self._decoders.add(job)
+        return True
+
+    def _pause(self, job: Job, now: int) -> None:
+        """Take `job` off the batch; it keeps its blocks."""
+        assert job.seq is not None
+        self._unseat(job)
+        job.stage = PAUSED
+        job.pauses += 1
+        self.pauses += 1
+        self.paused[job] = None
+        self._record(job, "pause", now)
+        self.queue(job, now, front=True)
+
+    def _recompute(self, job: Job, now: int) -> None:
+        """Take all blocks of `job`; it will compute them again."""
+        seq = job.seq
+        assert seq is not None
+        if job.stage == PAUSED:
+            del self.paused[job]
+            self.waiting.remove(job)
+        else:
+            self._unseat(job)
+        self._record(job, "recompute", now)
+        self._cache.close(seq, now)
+        job.seq, job.stage = None, WAITING
+        job.target, job.computed = job.request.prompt + job.generated, 0
+        job.recomputes += 1
+        self.recomputes += 1
+        self.queue(job, now, front=True)
+        self._refused = None
+        self._victims.add(job)
+
+    def _unseat(self, job: Job) -> None:
+        if job.stage == DECODE:
+            self.growth.settle(job)
+            self._decoders.remove(job)
+            job.leave()
+        else:
+            del self._prefilling[job]
+            self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
+        del self.running[job]
+
+    def _make_room(self, job: Job, now: int) -> bool:
+        """Preempt the last in order if it must give way to `job`; return whether it did.
+
+        It must if the scheduler is preemptive and it comes after `job`; or if it is paused
+        and nothing runs, since then nothing else would ever make room.
+        """
+        if not (self.running or self.paused):
+            return False
+        last = self._last(now)
+        stuck = not self.running
+        if not stuck and not (self._ranks and self._scheduler.preemptive):
+            return False
+        if last is job or not (stuck or job.rank < self._priority(last, now)):
+            return False
+        self._recompute(last, now)
+        return True
+
+    def _last(self, now: int) -> Job:
+        """Return the job that holds blocks and is last in order, the latest among equals."""
+
+        def order(job: Job) -> tuple[Any, int]:
+            assert job.seq is not None
+            return self._priority(job, now), job.seq.admission
+
+        return max(chain(self.running, self.paused), key=order)
+
+    def _record(self, job: Job, how: str, now: int) -> None:
+        """PREEMPT: write it down, and stop if nothing but preemption happens any more."""
+        self._barren += 1
+        trace, seq = self._cache.trace, job.seq
+        if trace is not None and seq is not None:
+            trace.line("PREEMPT", now, request=job.request.id, seq=seq.id, how=how)
+        jobs = len(self.running) + len(self.waiting)
+        if self._barren > PATIENCE + 10 * jobs:
+            pool = self._cache.pool
+            msg = (
+                f"livelock at {now} ns: {self._barren} preemptions without a new token, the "
+                f"last of request {job.request.id!r}; {len(self.running)} requests run and "
+                f"{len(self.waiting)} wait for {pool.blocks} blocks, of which {pool.free} are "
+                f"free. Scheduler {self._scheduler.name!r} orders them differently every time "
+                "it is asked: a running job's priority may only improve"
+            )
+            raise PolicyError(msg)
+
+    def _rank(self, job: Job, now: int) -> None:
+        job.rank = self._priority(job, now)
+        if self._changes_at is not None:
+            due = self._call("changes_at", self._changes_at, job, now)
+            if due is not None:
+                heappush(self._timers, (max(due, now + 1), job.serial, job))
+
+    def _rank_again(self, job: Job, now: int) -> None:
+        if job in self.waiting and self._ranks:
+            self._rank(job, now)
+            self.waiting.push(job)
+            self.changed = True
+
+    def _priority(self, job: Job, now: int) -> Any:
+        return self._call("priority", self._scheduler.priority, job, now)
+
+    def _call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise broken(self._scheduler, method, error) from error
+
+    def _refuse_plan(self, job: Job, what: str, state: str) -> None:
+        name = self._scheduler.name
+        msg = f"scheduler plugin {name!r}: plan() {what} {job!r}, which has {state}"
+        raise PolicyError(msg)

@@ -1,0 +1,222 @@
+"""The conformance tests of latency models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import attrs
+import orjson
+import pytest
+
+from kvcore.model import attended_pairs
+from kvcore.policy import Batch, LatencyModel, Windows
+from kvcore.serving.steps import StepTimes
+from kvcore.specs import as_text, instantiate, qualified
+
+_PLAIN = (type(None), bool, int, float, str, Path)
+_STEPS = 100
+_seeds = pytest.mark.parametrize("seed", range(4))
+
+
+class LatencyModelTests:
+    """What holds of every latency model. Derive a `Test...` class and say how to make yours.
+
+    `latency` (or `make`, if that needs fixtures of the instance) returns a new model, made
+    with the same options each time:
+
+        class TestMine(LatencyModelTests):
+            latency = Mine
+
+    The tests ask for the times of random steps: of nothing, of prompts alone, of decoding
+    sequences alone and of both, from a token to some hundred thousand.
+    """
+
+    latency: ClassVar[Callable[[], LatencyModel]]
+
+    def make(self) -> LatencyModel:
+        """Return a new latency model."""
+        return type(self).latency()
+
+    def test_is_a_named_model(self) -> None:
+        """Its class derives from LatencyModel and has a name and a docstring of its own."""
+        model = self.make()
+        assert isinstance(model, LatencyModel), f"{model!r} is no LatencyModel"
+        name = type(model).name
+        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
+        assert type(model).__doc__, f"{qualified(type(model))} has no docstring"
+
+    def test_windows_are_told_apart(self) -> None:
+        """There is at least one, none twice, each None or at least a token; always the same."""
+        model = self.make()
+        windows = model.windows
+        assert isinstance(windows, tuple)
+        assert windows
+        assert len(set(windows)) == len(windows), f"a window is there twice: {windows}"
+        assert all(w is None or (type(w) is int and w >= 1) for w in windows), windows
+        assert model.windows == windows
+
+    @_seeds
+    def test_lines_are_integers(self, seed: int) -> None:
+        """Each line has an `a` and a slope for each window, integers, no slope below 0."""
+        model = self.make()
+        for batch in _batches(seed, model.windows):
+            lines = model.pieces(batch)
+            assert lines, f"no line for {batch}"
+            for line in lines:
+                assert len(line) == 1 + len(model.windows), f"{line} for {model.windows}"
+                assert all(type(number) is int for number in line), f"{line} for {batch}"
+                assert min(line[1:]) >= 0, f"{line} for {batch}"
+
+    @_seeds
+    def test_the_longest_line_is_the_time(self, seed: int) -> None:
+        """`duration` is the largest of the lines at the batch's context, and not negative."""
+        model = self.make()
+        for batch in _batches(seed, model.windows):
+            times = [
+                a + sum(b * tokens for b, tokens in zip(slopes, batch.context, strict=True))
+                for a, *slopes in model.pieces(batch)
+            ]
+            assert model.duration(batch) == max(times), batch
+            assert max(times) >= 0, f"a negative time for {batch}"
+
+    @_seeds
+    def test_asking_changes_nothing(self, seed: int) -> None:
+        """Equal batches take equal times, asked in any order, and are left as they are."""
+        one, other = self.make(), self.make()
+        batches = list(_batches(seed, one.windows))
+        copies = [attrs.evolve(batch) for batch in batches]
+        times = [one.duration(batch) for batch in batches]
+        assert times == [other.duration(batch) for batch in reversed(batches)][::-1]
+        assert times == [one.duration(batch) for batch in batches]
+        assert batches == copies
+
+    def test_equal_options_give_equal_times(self) -> None:
+        """A model rebuilt from its own `options()` has its coefficients and its times."""
+        model = self.make()
+        again = type(model)(**model.options())
+        assert again.options() == model.options()
+        assert again.coefficients() == model.coefficients()
+        for batch in _batches(0, model.windows):
+            assert again.duration(batch) == model.duration(batch)
+
+    def test_is_built_from_text(self) -> None:
+        """Its own options, written as text, make a model with equal options."""
+        model = self.make()
+        options = model.options().items()
+        strange = [name for name, value in options if not isinstance(value, _PLAIN)]
+        if strange:
+            pytest.skip(f"options without a text form: {', '.join(strange)}")
+        text = {name: as_text(value) for name, value in options}
+        assert instantiate(type(model), text).options() == model.options()
+
+    def test_coefficients_are_json(self) -> None:
+        """What goes into the header of a trace is JSON, and comes back as it went."""
+        coefficients = self.make().coefficients()
+        assert orjson.loads(orjson.dumps(coefficients)) == coefficients
+
+    @_seeds
+    @pytest.mark.parametrize("what", ["prefill", "pairs", "decode", "context"])
+    def test_more_work_takes_no_less_time(self, what: str, seed: int) -> None:
+        """The time never falls when only one of the numbers of a batch rises."""
+        model, random = self.make(), Random(seed)  # noqa: S311
+        for batch in _batches(seed, model.windows):
+            for place in range(len(model.windows)) if what in ("pairs", "context") else (None,):
+                more = _more(batch, what, place, random)
+                assert model.duration(more) >= model.duration(batch), f"{more}, {batch}"
+
+    @_seeds
+    def test_lines_hold_while_contexts_grow(self, seed: int) -> None:
+        """Where the model lets the simulator jump, lines do not depend on the context."""
+        model = self._jumping()
+        for batch in _batches(seed, model.windows):
+            grown = attrs.evolve(batch, context=tuple(3 * c + 1 for c in batch.context))
+            assert list(map(tuple, model.pieces(batch))) == list(
+                map(tuple, model.pieces(grown))
+            )
+
+    @_seeds
+    def test_many_steps_take_what_single_ones_take(self, seed: int) -> None:
+        """Any number of decode steps, summed in closed form, takes exactly their sum."""
+        model = self._jumping()
+        for _, lengths in _loads(seed):
+            if not lengths:
+                continue
+            steps = _unchanging(lengths, model.windows)
+            singles = [
+                model.duration(_batch((), [length + step for length in lengths], model.windows))
+                for step in range(steps)
+            ]
+            first = _batch((), lengths, model.windows)
+            growth = [
+                sum(window is None or length < window for length in lengths)
+                for window in model.windows
+            ]
+            many = StepTimes(model.pieces(first), first.context, growth)
+            totals = [many.total(count) for count in range(steps + 1)]
+            assert totals == list(accumulate(singles, initial=0))
+
+    def _jumping(self) -> LatencyModel:
+        model = self.make()
+        if not model.jumps:
+            pytest.skip(f"{qualified(type(model))} says jumps = False")
+        return model
+
+
+_Load = tuple[list[tuple[int, int]], list[int]]
+
+
+def _loads(seed: int) -> Iterator[_Load]:
+    """Yield what steps compute: (tokens, context) of prefill chunks, lengths of sequences."""
+    random = Random(seed)  # noqa: S311
+    for number in range(40):
+        chunks, sequences = random.randint(0, 3), random.randint(0, 2 ** random.randint(0, 8))
+        yield (
+            [(_some(random), _some(random) - 1) for _ in range(chunks if number % 3 else 0)],
+            [_some(random) for _ in range(sequences if number % 4 else 0)],
+        )
+
+
+def _some(random: Random) -> int:
+    """Draw a number of tokens, small as often as large."""
+    return random.randint(1, 2 ** random.randint(0, 17))
+
+
+def _batch(
+    chunks: list[tuple[int, int]] | tuple[()], lengths: list[int], windows: Windows
+) -> Batch:
+    return Batch(
+        prefill=sum(tokens for tokens, _ in chunks),
+        pairs=tuple(
+            sum(attended_pairs(context, tokens, window) for tokens, context in chunks)
+            for window in windows
+        ),
+        decode=len(lengths),
+        context=tuple(
+            sum(length if window is None else min(length, window) for length in lengths)
+            for window in windows
+        ),
+    )
+
+
+def _batches(seed: int, windows: Windows) -> Iterator[Batch]:
+    return (_batch(chunks, lengths, windows) for chunks, lengths in _loads(seed))
+
+
+def _more(batch: Batch, what: str, place: int | None, random: Random) -> Batch:
+    risen: Any = getattr(batch, what)
+    if place is None:
+        risen += _some(random)
+    else:
+        risen = (*risen[:place], risen[place] + _some(random), *risen[place + 1 :])
+    return attrs.evolve(batch, **{what: risen})
+
+
+def _unchanging(lengths: list[int], windows: Windows) -> int:
+    """Return for how many steps each context grows by the same, at most some."""
+    filling = [w - length for w in windows if w for length in lengths if length < w]
+    return min([_STEPS, *filling])

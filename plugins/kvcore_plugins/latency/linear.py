@@ -1,0 +1,55 @@
+"""Time as a sum of four terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore import Batch, LatencyModel, Line
+from kvcore.units import picoseconds
+
+
+@attrs.define(slots=False, eq=False)
+class Linear(LatencyModel):
+    """Add up what a step, its prompt tokens, its sequences and their context take.
+
+    `step + prefill · prompt tokens + decode · sequences + context · tokens attended to`.
+    The defaults are Llama 3 8B on four H100, rounded from the lines of `roofline`; for a
+    server you can measure, `kvcore calibrate` finds them.
+
+    Options:
+        step: seconds a step takes by itself.
+        prefill: seconds for each prompt token.
+        decode: seconds for each sequence that generates a token.
+        context: seconds for each token that these attend to.
+    """
+
+    name: ClassVar[str] = "linear"
+
+    step: float = attrs.field(default=0.0035)
+    prefill: float = attrs.field(default=1e-5)
+    decode: float = attrs.field(default=1e-5)
+    context: float = attrs.field(default=1.2e-8)
+
+    def __attrs_post_init__(self) -> None:
+        """Turn the options into whole picoseconds."""
+        self._step = picoseconds(self.step, "linear: step")
+        self._prefill = picoseconds(self.prefill, "linear: prefill")
+        self._decode = picoseconds(self.decode, "linear: decode")
+        self._context = picoseconds(self.context, "linear: context")
+
+    def pieces(self, batch: Batch) -> Sequence[Line]:
+        """Return the one line."""
+        a = self._step + self._prefill * batch.prefill + self._decode * batch.decode
+        return ((a, self._context),)
+
+    def coefficients(self) -> dict[str, Any]:
+        """Return the four, in picoseconds."""
+        return {
+            "step_ps": self._step,
+            "prefill_ps": self._prefill,
+            "decode_ps": self._decode,
+            "context_ps": self._context,
+        }

@@ -1,0 +1,21 @@
+"""First come, first served."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore import Job, Scheduler
+
+
+@attrs.define(slots=False, eq=False)
+class FCFS(Scheduler):
+    """Serve jobs in the order in which they arrived."""
+
+    name: ClassVar[str] = "fcfs"
+
+    def priority(self, job: Job, now: int) -> Any:
+        """Return the order of arrival."""
+        del now
+        return job.serial

@@ -1,0 +1,19 @@
+"""Registers the built-in schedulers."""
+
+from __future__ import annotations
+
+from kvcore import Scheduler
+from kvcore.hookspecs import hookimpl
+from kvcore_plugins.scheduling.fair import Fair
+from kvcore_plugins.scheduling.fcfs import FCFS
+from kvcore_plugins.scheduling.lpm import LPM
+from kvcore_plugins.scheduling.priority import Priority
+from kvcore_plugins.scheduling.sjf import SJF
+from kvcore_plugins.scheduling.slo import LeastSlack
+from kvcore_plugins.scheduling.srpt import SRPT
+
+
+@hookimpl
+def kvcore_schedulers() -> list[type[Scheduler]]:
+    """Return them."""
+    return [FCFS, LPM, SJF, SRPT, Fair, LeastSlack, Priority]

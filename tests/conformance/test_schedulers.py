@@ -1,0 +1,47 @@
+"""The built-in schedulers pass the tests that every scheduler must pass."""
+
+import pytest
+
+from kvcore import Plugins
+from kvcore.specs import parse
+from kvcore.testing import SchedulerTests
+
+STARVES = {
+    "fair": False,
+    "fair:prefill_weight=0.5,decode_weight=3": False,
+    "fcfs": False,
+    "lpm": True,
+    "lpm:sample=2": True,
+    "priority": True,
+    "priority:preemptive=true": True,
+    "priority:ageing=1": False,
+    "priority:ageing=1,preemptive=true": False,
+    "sjf": True,
+    "sjf:length=true": True,
+    "slo": True,
+    "slo:preemptive=true": True,
+    "slo:ttft=0.1,tpot=0.02": True,
+    "srpt": True,
+    "srpt:length=predicted,error=1": True,
+    "srpt:preemptive=false": True,
+}
+"""Every configuration under test, and whether jobs may starve."""
+
+
+class TestBuiltIn(SchedulerTests):
+    """Every configuration in the list above."""
+
+    @pytest.fixture(autouse=True, params=STARVES)
+    def _configured(self, request, monkeypatch):
+        self.spec = request.param
+        monkeypatch.setattr(type(self), "starves", STARVES[self.spec])
+
+    def make(self):
+        """Build it."""
+        return Plugins().build("scheduler", self.spec)
+
+
+def test_every_scheduler_is_in_the_list():
+    """Each registered scheduler is tested with its default options, at least."""
+    assert set(Plugins().names("scheduler")) <= set(STARVES)
+    assert {parse(name)[0].name for name in STARVES} == set(Plugins().names("scheduler"))

@@ -1,0 +1,154 @@
+"""The latency model `table`: between the points of a grid, and beyond them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore import Batch, InputError
+from kvcore_plugins.latency import Table
+
+HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
+# In milliseconds: 1 + prefill / 100, twice that with 10 sequences, 1 more at 1,000 tokens.
+GRID = """
+0,0,0,0.001
+0,0,1000,0.002
+0,10,0,0.002
+0,10,1000,0.003
+100,0,0,0.002
+100,0,1000,0.003
+100,10,0,0.004
+100,10,1000,0.005
+400,0,0,0.005
+400,0,1000,0.006
+400,10,0,0.010
+400,10,1000,0.011
+"""
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Return a function that makes a model of the text of a grid."""
+
+    def make(grid=GRID, header=HEADER):
+        path = tmp_path / "grid.csv"
+        path.write_text(f"{header}\n{grid.strip()}\n")
+        return Table(path)
+
+    return make
+
+
+def milliseconds(model, prefill, decode, context):
+    """Return what a step takes."""
+    return model.duration(Batch(prefill, (0,), decode, (context,))) / 10**9
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((0, 0, 0), 1),
+        ((400, 10, 1000), 11),
+        ((50, 0, 0), 1.5),
+        ((200, 0, 0), 3),
+        ((0, 5, 0), 1.5),
+        ((0, 0, 250), 1.25),
+        # Between 2 + 0.5 and 3 + 0.5 at 5 of 10 sequences: (1.5 + 3) / 2 + 0.5.
+        ((50, 5, 500), 2.75),
+    ],
+)
+def test_interpolates(table, counts, expected):
+    """The points themselves, and linearly between them along each column."""
+    assert milliseconds(table(), *counts) == expected
+
+
+def test_goes_on_with_the_steepest_slope_of_the_border(table):
+    """Beyond 400 tokens: 6 ms in 300 tokens with 10 sequences, also where there are none."""
+    assert milliseconds(table(), 700, 10, 0) == 10 + 6
+    assert milliseconds(table(), 700, 0, 0) == 5 + 6
+
+
+def test_goes_on_along_every_column(table):
+    """Beyond 10 sequences 5 ms in 10, beyond 1,000 tokens 1 ms in 1,000, and both add up."""
+    assert milliseconds(table(), 0, 20, 3000) == 3 + 5 + 2
+
+
+def test_before_the_grid_is_its_first_value(table):
+    """A grid that begins at 100 prompt tokens says the same of fewer."""
+    model = table("100,1,0,0.002\n200,1,0,0.003")
+    assert milliseconds(model, 0, 0, 0) == 2
+    assert milliseconds(model, 150, 0, 0) == 2.5
+
+
+def test_a_column_of_one_value_does_not_matter(table):
+    """Where nothing was varied nothing is known."""
+    model = table("0,1,50,0.002\n100,1,50,0.003")
+    assert milliseconds(model, 0, 1, 50) == milliseconds(model, 0, 99, 10**6) == 2
+
+
+def test_more_work_never_takes_less_time_across_borders(table):
+    """Also in a grid whose slopes fall, where a straight continuation would cross over."""
+    model = table("0,0,0,1\n0,1,0,5\n100,0,0,9\n100,1,0,9")
+    times = [milliseconds(model, 300, decode, 0) for decode in range(4)]
+    assert times == sorted(times)
+
+
+def test_the_simulator_is_told_not_to_jump(table):
+    """The line is flat, and holds for this context alone."""
+    model = table()
+    assert not model.jumps
+    assert model.pieces(Batch(context=(500,))) == ((1_500_000_000, 0),)
+
+
+def test_columns_come_in_any_order(table):
+    """They are found by the header; others are skipped."""
+    model = table(
+        "0.002,x,0,1,0\n0.003,y,0,1,100",
+        "seconds,note,context_tokens,decode_sequences,prefill_tokens",
+    )
+    assert milliseconds(model, 50, 1, 0) == 2.5
+
+
+def test_coefficients_are_axes_and_digest(table):
+    """Enough to tell one grid from another."""
+    coefficients = table().coefficients()
+    assert len(coefficients.pop("digest")) == 32
+    assert coefficients == {
+        "prefill_tokens": [0, 100, 400],
+        "decode_sequences": [0, 10],
+        "context_tokens": [0, 1000],
+    }
+
+
+def test_a_grid_with_a_hole_is_refused(table):
+    """The error names the first point that is missing."""
+    with pytest.raises(InputError) as caught:
+        table(GRID.replace("100,0,1000,0.003\n", ""))
+    assert str(caught.value).endswith(
+        "grid.csv: no row with prefill_tokens=100, decode_sequences=0, context_tokens=1000; the "
+        "grid needs one for each combination of the values in its columns, 12 in all"
+    )
+
+
+def test_a_point_given_twice_is_refused(table):
+    """Both lines are named."""
+    with pytest.raises(InputError) as caught:
+        table(GRID + "0,0,0,0.001")
+    assert (
+        "grid.csv:14: prefill_tokens=0, decode_sequences=0, context_tokens=0 is in line 2"
+        in (str(caught.value))
+    )
+
+
+def test_a_grid_that_falls_is_refused(table):
+    """More work that took less time is named, with what it is compared with."""
+    with pytest.raises(InputError) as caught:
+        table(GRID.replace("100,10,0,0.004", "100,10,0,0.0019"))
+    assert (
+        "grid.csv:8: prefill_tokens=100, decode_sequences=10, context_tokens=0 takes less than "
+        "prefill_tokens=0 in line 4"
+    ) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    """The error names it."""
+    with pytest.raises(InputError, match=r"grid\.csv: cannot be read: No such file"):
+        Table(tmp_path / "grid.csv")

@@ -1,0 +1,90 @@
+"""Reading measured steps: columns by name, and errors that say where."""
+
+from __future__ import annotations
+
+import gzip
+
+import pytest
+
+from kvcore.errors import InputError
+from kvcore.measurements import MeasuredStep, read_steps
+
+HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Return a function that reads a text as a file."""
+
+    def read(text):
+        path = tmp_path / "steps.csv"
+        path.write_text(text)
+        return read_steps(path)
+
+    return read
+
+
+def test_reads_steps(read):
+    """A row a step, blank lines skipped; times in picoseconds."""
+    assert read(f"{HEADER}\n512,0,0,0.0125\n\n0, 8, 16000, 5e-3\n") == [
+        MeasuredStep(2, 512, 0, 0, 12_500_000_000),
+        MeasuredStep(4, 0, 8, 16_000, 5_000_000_000),
+    ]
+
+
+def test_reads_columns_by_name(read):
+    """In any order, among others, quoted or not."""
+    text = 'seconds,"note",context_tokens,prefill_tokens,decode_sequences\n1,"a, b",4,2,3\n'
+    assert read(text) == [MeasuredStep(2, 2, 3, 4, 10**12)]
+
+
+def test_reads_compressed_files(tmp_path):
+    """As workloads are read."""
+    path = tmp_path / "steps.csv.gz"
+    path.write_bytes(gzip.compress(f"{HEADER}\n1,2,3,0.5\n".encode()))
+    assert read_steps(path) == [MeasuredStep(2, 1, 2, 3, 5 * 10**11)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "a,b\n1,2\n",
+            "steps.csv:1: column 'prefill_tokens' is missing; expected a header with ",
+        ),
+        (f"{HEADER},seconds\n", "steps.csv:1: column 'seconds' is there twice; expected"),
+        (f"{HEADER}\n", "steps.csv: no rows after the header"),
+        (f"{HEADER}\n1,2,3\n", "steps.csv:2: expected 4 cells, as in the header, got 3"),
+        (f"{HEADER}\n1,2,3,4,5\n", "steps.csv:2: expected 4 cells, as in the header, got 5"),
+        (f'{HEADER}\n1,2,3,"4\n', "steps.csv:2: not CSV in UTF-8: unexpected end of data"),
+        (
+            f"{HEADER}\n1,2,3,4\n-1,2,3,4\n",
+            "steps.csv:3: prefill_tokens: expected a whole number",
+        ),
+        (f"{HEADER}\n1,2.5,3,4\n", "decode_sequences: expected a whole number, at least 0"),
+        (f"{HEADER}\n1,2,{10**18},4\n", "context_tokens: expected a whole number"),
+        (
+            f"{HEADER}\n1,2,,4\n",
+            "context_tokens: expected a whole number, at least 0 and below",
+        ),
+        (f"{HEADER}\n1,2,3,fast\n", "steps.csv:2: seconds: expected seconds, above 0"),
+        (f"{HEADER}\n1,2,3,0\n", "got '0'"),
+        (f"{HEADER}\n1,2,3,-0.1\n", "got '-0.1'"),
+        (f"{HEADER}\n1,2,3,nan\n", "got 'nan'"),
+        (f"{HEADER}\n1,2,3,inf\n", "got 'inf'"),
+        (f"{HEADER}\n1,2,3,1e9\n", "above 0 and up to 10^6, such as 0.0125, got '1e9'"),
+    ],
+)
+def test_what_cannot_be_used_is_named(read, text, problem):
+    """By file, line and column, with what was expected and what is there."""
+    with pytest.raises(InputError) as caught:
+        read(text)
+    assert problem in str(caught.value)
+
+
+def test_other_encodings_are_refused(tmp_path):
+    """The line is named."""
+    path = tmp_path / "steps.csv"
+    path.write_bytes(f"{HEADER}\n1,2,3,\xff\n".encode("latin-1"))
+    with pytest.raises(InputError, match=r"steps\.csv:2: not CSV in UTF-8"):
+        read_steps(path)
