@@ -169,16 +169,21 @@ def _check_rank(path: Path, gram: Matrix, columns: Sequence[Sequence[int]]) -> N
     pivots = _reduce(reduced, len(NAMES))
     for free in set(range(len(NAMES))).difference(pivots):
         mixed = [pivot for row, pivot in enumerate(pivots) if reduced[row][free]]
-        names = " and ".join(NAMES[place] for place in [*mixed, free])
+        names = _listed([NAMES[place] for place in [*mixed, free]])
         column, values = COUNTS[free - 1], set(columns[free])
         if len(values) == 1:
             why = f"{column} is {values.pop():,} in every row"
         else:
-            others = " and ".join(COUNTS[place - 1] for place in mixed if place)
+            others = _listed([COUNTS[place - 1] for place in mixed if place])
             why = f"{column} follows from {others} in every row"
         verdict = "cannot be told apart" if mixed else "cannot be known"
         msg = f"{path}: {names} {verdict}: {why}; measure steps in which it varies by itself"
         raise InputError(msg)
+
+
+def _listed(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _reduce(rows: Matrix, columns: int) -> list[int]:

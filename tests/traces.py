@@ -89,6 +89,40 @@ def drive(cache):
     cache.close(again, 23)
 
 
+def serve(path):
+    """Record what a server with a clock does to a few requests, by the words it has for it."""
+    with Trace(path, mode="model") as trace:
+        cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        long, short = ask("long", "abc", output=6), ask("short", "abx", output=1)
+        for request in (long, ask("huge", "h", 36)):
+            trace.request(request, 0)
+        trace.line("REJECT", 0, request="huge", why="needs 9 blocks, the pool has 8")
+        seq = cache.open(long, None, 0)
+        cache.commit(seq, 12, 1)
+        trace.line("FIRST_TOKEN", 1, request="long", seq=1)
+        trace.request(short, 1)
+        trace.line("PREEMPT", 1, request="long", seq=1, how="pause", **{"for": "short"})
+        quick = cache.open(short, None, 1)
+        cache.commit(quick, 4, 2)
+        trace.line("FIRST_TOKEN", 2, request="short", seq=2)
+        trace.line("FINISH", 2, request="short", seq=2, output=1)
+        cache.close(quick, 2)
+        trace.line("RESUME", 2, request="long", seq=1)
+        cache.extend(seq, 2, 2)
+        trace.line("PREEMPT", 4, request="long", seq=1, how="recompute")
+        cache.close(seq, 4)
+        silent = cache.open(ask("silent", "y"), None, 4)
+        cache.commit(silent, 4, 5)
+        trace.line("FINISH", 5, request="silent", seq=3, output=0)
+        cache.close(silent, 5)
+        seq = cache.open(long, None, 5, again=True)
+        cache.extend(seq, 5, 5)
+        cache.commit(seq, 9, 6)
+        trace.line("FINISH", 9, request="long", seq=4, output=6)
+        cache.close(seq, 9)
+    return path
+
+
 def lines(path):
     """Return the lines of a trace as dicts."""
     return list(read_events(path))

@@ -82,18 +82,18 @@ class Seats:
         self.chunks = []
         while self._timers and self._timers[0][0] <= now:
             self._rank_again(heappop(self._timers)[2], now)
-        prefill_first = self._batching.steps == "prefill-first"
-        if not prefill_first:
+        mixed = self._batching.steps == "mixed"
+        if mixed:
             self._grow(now)
         if self.changed:
             self._admit(now)
-            if self._victims:
-                self._victims.clear()
-                if not self.running:
-                    self._admit(now)
-            self.changed = False
-        if prefill_first and not self.chunks:
+        if not (mixed or self.chunks):
             self._grow(now)
+        if self._victims:
+            self._victims.clear()
+            if not self.running:
+                self._admit(now)
+        self.changed = False
         if not self._decoders.jobs:
             self._decoders.grown = self._decoders.steps.count
 

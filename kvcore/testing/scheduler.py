@@ -18,10 +18,7 @@ import pytest
 from kvcore.cache import KVCache
 from kvcore.policy import Job, Scheduler
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import Arrivals
-from kvcore.serving.batching import Batching
-from kvcore.serving.executors import SimulatedExecutor
-from kvcore.serving.loop import ServingLoop
+from kvcore.serving import Batching, simulate
 from kvcore.specs import as_text, instantiate, qualified
 from kvcore.testing.server import STEP, Call, Steady, ToyServer, watched
 from kvcore.testing.traffic import Traffic, random_requests
@@ -199,9 +196,14 @@ class SchedulerTests(ABC):
             ToyServer(scheduler, _SEATS, tokens).run(requests)
             return calls
         cache = KVCache(tokens // _KEY, _KEY, count="tokens", key_tokens=_KEY)
-        batching = Batching(max_seqs=_SEATS)
-        executor = SimulatedExecutor(Steady())
-        ServingLoop(Arrivals(requests), cache, scheduler, executor, batching, jumps=jumps).run()
+        simulate(
+            requests,
+            cache=cache,
+            scheduler=scheduler,
+            latency=Steady(),
+            batching=Batching(max_seqs=_SEATS),
+            jumps=jumps,
+        )
         cache.check_integrity()
         assert not cache.sequences, f"{cache.sequences} were never closed"
         return calls

@@ -80,6 +80,16 @@ class Lives:
             violated(f"request {request!r} is {life.stage}, and is admitted")
         life.stage, life.seq = RUNNING, seq
 
+    def grow(self, request: int | str, seq: int) -> None:
+        """Take in that `seq`, of `request`, gets blocks.
+
+        Raises:
+            ViolationError: it is paused.
+        """
+        life = self._lives[request]
+        if life.stage == PAUSED and life.seq == seq:
+            violated(f"sequence {seq} is paused, and gets blocks")
+
     def apply(self, line: Line) -> bool:
         """Take in a server's line. Say whether its sequence must be closed by the next one.
 

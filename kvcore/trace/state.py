@@ -164,6 +164,7 @@ class CacheState:
         seq, ids = self._sequence(line["seq"]), self._ids(line)
         if line["first"] != seq.blocks:
             violated(f"sequence {seq.id} has {seq.blocks} blocks: {line['first']} is not next")
+        self.lives.grow(seq.prompt.id, seq.id)
         self._supply.take(ids, seq.prompt.id)
         self.private += len(ids)
         seq.private.extend(ids)

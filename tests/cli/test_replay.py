@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from traces import lines, record, seal
+from traces import lines, record, seal, serve
 
 PROGRAM = "from kvcore.cli.main import main; main()"
 
@@ -32,7 +32,8 @@ def test_json_is_alone_on_stdout(trace):
     report = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(report) == [
-        *("schema", "file", "complete", "lines", "events", "pool", "requests", "hit"),
+        *("schema", "file", "complete", "lines", "events", "pool"),
+        *("requests", "finished", "rejected", "preemptions", "hit"),
     ]
     assert (report["schema"], report["file"], report["lines"]) == (1, str(trace), 49)
     assert report["pool"] == {"free": 3, "cached": 5, "private": 0, "spans": 2}
@@ -45,6 +46,17 @@ def test_a_table_for_people(trace):
     assert done.returncode == 0
     assert (rows["lines"], rows["blocks cached"], rows["  EVICT"]) == ("49", "5", "5")
     assert rows["hit ratio by block"] == "0.2941"
+
+
+def test_preemptions_are_told_by_kind(tmp_path):
+    """The table of a run with a clock has its preemptions; of a run without any, no row."""
+    done = run(serve(tmp_path / "served.jsonl"))
+    assert done.returncode == 0
+    assert [line.split() for line in done.stdout.splitlines() if "preempted" in line] == [
+        ["preempted", "by", "pause", "1"],
+        ["preempted", "by", "recompute", "1"],
+    ]
+    assert "preempted" not in run(record(tmp_path / "untimed.jsonl")).stdout
 
 
 def test_the_state_at_a_time(trace):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvcore import (
+    Batch,
     EvictionPolicy,
+    LatencyModel,
     PrefixCache,
     Request,
     Retention,
@@ -35,6 +37,8 @@ CONTRACTS = (
     Span,
     Shape,
     PrefixCache,
+    LatencyModel,
+    Batch,
     Workload,
     Request,
     Retention,

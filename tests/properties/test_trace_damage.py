@@ -7,7 +7,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from traces import lines, record, seal
+from traces import lines, record, seal, serve
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError
 from kvcore.trace import read_events, replay
@@ -95,6 +95,16 @@ def test_a_forgery_with_a_line_twice_is_told_by_the_invariants(recorded, damaged
     damaged.write_bytes(recorded)
     events = lines(damaged)
     for n in range(1, LINES - 1):
+        seal(damaged, events[: n + 1] + events[n:])
+        assert is_told(damaged), events[n]
+
+
+def test_a_forged_service_is_told_by_the_lives_of_its_requests(damaged):
+    """With a clock no line can be left out or come twice: every life has its end."""
+    events = lines(serve(damaged))
+    for n in range(1, len(events) - 1):
+        seal(damaged, events[:n] + events[n + 1 :])
+        assert is_told(damaged), events[n]
         seal(damaged, events[: n + 1] + events[n:])
         assert is_told(damaged), events[n]
 

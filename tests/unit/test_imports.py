@@ -27,6 +27,7 @@ LAYERS = [
     {"specs", "loading", "plugins", "workloads", "measurements", "calibration"},
     {"cache"},
     {"trace"},
+    {"serving"},
     {"lab"},
     {"report"},
     {"cli", "__main__"},

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import attrs
 import pytest
 
 from kvcore import Batch, InputError, Plugins
+from kvcore.policy import option_fields
 from kvcore_plugins.latency import Linear, TokenRate
 
+PAGE = (Path(__file__).parents[2] / "docs/reference/latency.md").read_text("utf-8")
 MILLISECOND = 10**9
 MICROSECOND = 10**6
 
@@ -76,3 +82,15 @@ def test_token_rate_refuses_what_is_no_rate(option, value):
         f"token-rate: {option}={value} must be a number of tokens a millisecond, from 1e-06 to "
         "1e+09"
     )
+
+
+@pytest.mark.parametrize("name", Plugins().names("latency"))
+def test_the_reference_has_every_option(name):
+    """In the model's row, with the default as text reads it, and whether it jumps."""
+    cls = Plugins().get("latency", name)
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+    for field in option_fields(cls):
+        default = re.search(rf"`{field.name}(?:=([^`]*))?`", row)[1]
+        assert default is None or type(field.default)(default) == field.default
+        assert (default is None) == (field.default is attrs.NOTHING)
+    assert row.endswith("| yes |" if cls.jumps else "| no |")

@@ -43,7 +43,7 @@ def test_a_prompt_is_bound_by_compute():
 
 
 def test_decoding_is_bound_by_memory():
-    """1 ms, 4 ms for the weights (at 5e11 bytes a second), 20,480 ps for each K/V read or written."""
+    """1 ms, 4 ms to read the weights (at 5e11 bytes/s), 20,480 ps for each K/V."""
     expected = 1_000_000_000 + 4_000_000_000 + 10_000 * 20_480 + 10 * 20_480
     assert roofline().duration(DECODE) == expected
 
@@ -130,14 +130,17 @@ def test_windows_without_a_full_layer():
 
 def test_small_times_are_not_lost():
     """A million pairs of a 250th of a picosecond take 4,000 ps."""
-    slow = attrs.evolve(MODEL, layers=1, query_heads=1, kv_heads=1, head_dim=1)
-    latency = Roofline(
-        slow,
-        attrs.evolve(DEVICE, flops=10**15),
-        tensor_parallel=1,
-        compute=1,
-        overhead=0,
+    tiny = ModelSpec(
+        name="tiny",
+        layers=1,
+        query_heads=1,
+        kv_heads=1,
+        head_dim=1,
+        hidden_size=1,
+        parameters=1,
     )
+    fast = attrs.evolve(DEVICE, flops=10**15)
+    latency = Roofline(tiny, fast, tensor_parallel=1, compute=1, overhead=0)
     compute, _ = latency.pieces(Batch(pairs=(10**6,)))
     assert compute == (4000, 0)
 
@@ -153,8 +156,8 @@ def test_weights_that_do_not_fit_are_refused():
     with pytest.raises(InputError) as caught:
         Roofline("llama-3-70b", tensor_parallel=1)
     assert str(caught.value) == (
-        "roofline: the weights of llama-3-70b take 141 GB, more than the 80 GB of 1 x h100; give "
-        "tensor_parallel=2 or more, a device with more memory, or a smaller model"
+        "roofline: the weights of llama-3-70b take 141 GB, more than the 80 GB of 1 x h100; "
+        "give tensor_parallel=2 or more, a device with more memory, or a smaller model"
     )
     assert Roofline("llama-3-70b", tensor_parallel=2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvcore import Batch, InputError
@@ -123,8 +125,8 @@ def test_a_grid_with_a_hole_is_refused(table):
     with pytest.raises(InputError) as caught:
         table(GRID.replace("100,0,1000,0.003\n", ""))
     assert str(caught.value).endswith(
-        "grid.csv: no row with prefill_tokens=100, decode_sequences=0, context_tokens=1000; the "
-        "grid needs one for each combination of the values in its columns, 12 in all"
+        "grid.csv: no row with prefill_tokens=100, decode_sequences=0, context_tokens=1000; "
+        "the grid needs one for each combination of the values in its columns, 12 in all"
     )
 
 
@@ -146,6 +148,14 @@ def test_a_grid_that_falls_is_refused(table):
         "grid.csv:8: prefill_tokens=100, decode_sequences=10, context_tokens=0 takes less than "
         "prefill_tokens=0 in line 4"
     ) in str(caught.value)
+
+
+def test_the_grid_of_the_reference_works(table):
+    """As it stands on the page."""
+    page = Path(__file__).parents[2] / "docs/reference/latency.md"
+    grid = page.read_text("utf-8").split("```csv\n")[1].split("```")[0]
+    header, _, rows = grid.partition("\n")
+    assert milliseconds(table(rows, header), 0, 1, 200_000) == 5.95
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

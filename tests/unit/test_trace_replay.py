@@ -91,8 +91,10 @@ def test_without_lookups_the_ratios_are_null(tmp_path):
 
 def test_the_report_as_json_has_its_schema(trace):
     """As JSON the report has the documented names, in their order."""
-    fields = ["schema", "file", "complete", "lines", "events", "pool", "requests", "hit"]
-    assert list(replay(trace).as_dict()) == fields
+    assert list(replay(trace).as_dict()) == [
+        *("schema", "file", "complete", "lines", "events", "pool"),
+        *("requests", "finished", "rejected", "preemptions", "hit"),
+    ]
 
 
 @pytest.mark.parametrize(("at", "lines_until", "private"), [(0, 1, 0), (2, 5, 1), (15, 31, 2)])

@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
-from traces import record
+from traces import record, serve
 
 from kvcore.trace import EVENTS, read_events
 from kvcore.trace.schema import COMMON, fault, is_key
@@ -36,7 +36,7 @@ def test_the_reference_describes_what_every_line_has():
 
 def test_the_reference_describes_no_other_event():
     """The page has no event that is gone."""
-    assert re.findall(r"^### ([A-Z]+)$", PAGE, re.MULTILINE) == list(EVENTS)
+    assert re.findall(r"^### ([A-Z_]+)$", PAGE, re.MULTILINE) == list(EVENTS)
 
 
 def test_what_the_cache_writes_is_of_the_schema(tmp_path):
@@ -83,6 +83,24 @@ def test_a_retention_hint_has_four_parts(hint):
     assert "REQUEST field 'retention' must be a list of [start," in fault(
         {**line, "retention": [hint]}
     )
+
+
+@pytest.mark.parametrize("slo", [3, {"ttft": 0}, {"tpot": 1.5}, {"patience": 1}])
+def test_expectations_are_whole_nanoseconds(slo):
+    """Any of three times in whole nanoseconds above 0, or none: anything else is told."""
+    request = {"id": 1, "prompt": 4, "output": 0, "keys": [], "key_tokens": 4}
+    line = {"n": 1, "t": 0, "event": "REQUEST", **request}
+    assert fault({**line, "slo": {"ttft": 1, "tpot": 2, "deadline": 3}}) is None
+    assert fault({**line, "slo": {}}) is None
+    assert "REQUEST field 'slo' must be an object of any of ttft, tpot, deadline" in fault(
+        {**line, "slo": slo}
+    )
+
+
+def test_what_a_server_does_is_of_the_schema(tmp_path):
+    """Every line of a run with a clock has the fields of its event, and no others."""
+    path = serve(tmp_path / "trace.jsonl")
+    assert [fault(line) for line in read_events(path)] == [None] * 37
 
 
 def test_a_line_is_an_object():

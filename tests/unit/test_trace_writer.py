@@ -3,18 +3,16 @@ import json
 import subprocess
 import sys
 from array import array
-from importlib import metadata
 from pathlib import Path
 
 import attrs
 import pytest
 from traces import CACHE, ask, drive, lines, record, write
 
-from kvcore import InputError, KVCache, KvcoreError, Request, Retention, Trace
+from kvcore import SLO, InputError, KVCache, KvcoreError, Request, Retention, Trace
 from kvcore.trace import StorageError, read_events
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.workloads import Mooncake
 
 KINDS = ["trace.jsonl", "trace.jsonl.gz", "trace.jsonl.zst"]
 
@@ -26,57 +24,6 @@ def requests(path):
         for line in lines(path)
         if line["event"] == "REQUEST"
     ]
-
-
-def test_the_header_says_what_the_run_is(tmp_path):
-    """HEADER has the schema, the cache, the clock, the workload and the seed."""
-    source = {"name": "mine", "digest": "00", "options": {"rate": 2.5}}
-    path = tmp_path / "trace.jsonl"
-    with Trace(path, mode="model", workload=source, seed=7, model="llama-3-8b") as trace:
-        trace.begin(**CACHE)
-    header = lines(path)[0]
-    run = {"schema": 1, "kvcore": header["kvcore"], "mode": "model", "workload": source}
-    assert (
-        header
-        == {"n": 0, "t": 0, "event": "HEADER", "seed": 7, "model": "llama-3-8b"} | run | CACHE
-    )
-
-
-def test_a_workload_names_itself(tmp_path):
-    """A workload plugin is written with its name, digest and options."""
-    workload = Mooncake()
-    with Trace(tmp_path / "trace.jsonl", workload=workload) as trace:
-        trace.begin(**CACHE)
-    written = lines(tmp_path / "trace.jsonl")[0]["workload"]
-    assert (written["name"], written["digest"]) == ("mooncake", workload.digest)
-
-
-def test_options_that_json_has_no_word_for_are_written_as_text(tmp_path):
-    """An infinity, a path and any object become text that is the same in equal runs."""
-    options = {
-        "half_life": float("inf"),
-        "path": Path("a/b"),
-        "score": len,
-        "of": {1: (2, Path)},
-    }
-    plugins = {"eviction": {"name": "mine", "options": options}}
-    path = write(tmp_path / "trace.jsonl", plugins=plugins)
-    assert lines(path)[0]["plugins"]["eviction"]["options"] == {
-        "half_life": "inf",
-        "path": "a/b",
-        "score": "len",
-        "of": {"1": [2, "Path"]},
-    }
-
-
-def test_a_checkout_has_no_version(tmp_path, monkeypatch):
-    """Where kvcore runs without being installed, the header says so."""
-
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
-    assert lines(write(tmp_path / "trace.jsonl"))[0]["kvcore"] == "not installed"
 
 
 def test_a_request_is_written_once(tmp_path):
@@ -98,6 +45,7 @@ def test_a_request_is_written_whole(tmp_path):
         "salt": "",
         "tenant": "t",
         "priority": -1,
+        "predicted": 0,
         "session": "s",
         "after": 0,
         "think": 9,
@@ -108,6 +56,16 @@ def test_a_request_is_written_whole(tmp_path):
     (request,) = requests(path)
     assert {name: request[name] for name in special} == special
     assert request["retention"] == [[0, None, 50, None], [4, 8, 90, 7]]
+
+
+def test_what_a_client_expects_is_written_in_ns(tmp_path):
+    """Of an SLO the times given are written; one that asks for nothing is written as well."""
+    asked = [SLO(deadline=3, ttft=5), SLO(), None]
+    path = write(
+        tmp_path / "trace.jsonl", *(ask(n, "a", slo=slo) for n, slo in enumerate(asked))
+    )
+    slos = [request.get("slo") for request in requests(path)]
+    assert slos == [{"ttft": 5, "deadline": 3}, {}, None]
 
 
 def test_keys_are_ints_or_hex(tmp_path):
@@ -287,20 +245,6 @@ def test_what_cannot_be_opened_is_refused_at_once(tmp_path):
     for path in (tmp_path / "no" / "trace", tmp_path, "a\0b"):
         with pytest.raises(InputError, match=r"cannot write the trace"):
             Trace(path)
-
-
-def test_an_unknown_mode_is_refused():
-    """The error lists the modes."""
-    with pytest.raises(
-        InputError, match=r"'real' is not known; there are: untimed, model, wall"
-    ):
-        Trace(io.BytesIO(), mode="real")
-
-
-def test_an_unknown_header_field_is_refused():
-    """The error lists the fields that may be given."""
-    with pytest.raises(InputError, match=r"'modle' is not known; there are: device, model"):
-        Trace(io.BytesIO(), modle="llama-3-8b")
 
 
 def full(name):

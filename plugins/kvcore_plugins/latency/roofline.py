@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from math import ceil
 from operator import mul
 from typing import Any, ClassVar
 
@@ -39,7 +40,7 @@ class Roofline(LatencyModel):
     latent (MLA) is not divided at all. Left out: the K/V that a prefill chunk reads of the
     context before it (its pairs take longer to compute), and the time that communication
     takes by volume (it is in the shares). Coefficients in the context are rounded to whole
-    picoseconds, everything else to 2^-32 ps, and each line down to a picosecond.
+    picoseconds, all others up to 2^-32 ps, and each line down to a picosecond.
 
     Options:
         model: a name of the catalogue; in code also a `ModelSpec`.
@@ -164,7 +165,7 @@ def _kv_shares(model: ModelSpec, devices: int) -> Fraction:
 
 
 def _fine(seconds: Fraction) -> int:
-    return round(seconds * (SECOND << SHIFT))
+    return ceil(seconds * (SECOND << SHIFT))
 
 
 def _whole(seconds: Fraction) -> int:

@@ -1,0 +1,124 @@
+"""`kvcore calibrate`: the model it prints, its residuals, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvcore import Batch, Plugins
+from kvcore.cli.calibrate import calibrate
+from kvcore.cli.main import run as run_kvcore
+from kvcore.errors import InputError
+
+DOCS = Path(__file__).parents[2] / "docs"
+HOW_TO = (DOCS / "how-to/calibrate.md").read_text("utf-8")
+REFERENCE = (DOCS / "reference/cli.md").read_text("utf-8")
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    """Make the file of the how-to, and go where it lies."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("steps.csv")
+    path.write_text(re.search(r"```csv\n(.*?)```", HOW_TO, re.DOTALL)[1])
+    return path
+
+
+def run(*arguments):
+    """Run the command and return what it prints; errors are raised."""
+    result = CliRunner().invoke(calibrate, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_prints_what_the_how_to_shows(steps):
+    """Word for word, but for the spaces and rules of the tables."""
+
+    def words(text):
+        return [line.split() for line in text.splitlines() if line.strip(" ─")]
+
+    shown = re.findall(r"```text\n(.*?)```", HOW_TO, re.DOTALL)
+    assert words(run(steps)) == words("".join(shown))
+
+
+def test_the_first_line_is_an_option(steps):
+    """`--latency` and a text that builds the model."""
+    option, spec = run(steps).splitlines()[0].split()
+    assert option == "--latency"
+    assert Plugins().build("latency", spec).options()["step"] > 0
+
+
+def test_json_is_alone_on_stdout_and_says_its_schema(steps):
+    """The whole of stdout is one JSON document of schema 1, with the model and its fit."""
+    document = json.loads(run(steps, "--json"))
+    assert (document["schema"], document["steps"], document["rows"]) == (1, "steps.csv", 16)
+    assert document["held_at_zero"] == []
+    model = Plugins().build("latency", document["latency"])
+    assert model.options() == document["coefficients"]
+    row = document["worst"][0]
+    batch = Batch(
+        row["prefill_tokens"], (0,), row["decode_sequences"], (row["context_tokens"],)
+    )
+    assert model.duration(batch) / 1e12 == row["fitted_seconds"]
+    assert document["residuals"]["max_relative"] == abs(row["relative"])
+
+
+def test_a_coefficient_at_its_bound_is_told(steps):
+    """In the table and as JSON."""
+    rows = steps.read_text().splitlines()
+    faster = [
+        f"{','.join(row.split(',')[:3])},{0.9 - i / 100}" for i, row in enumerate(rows[1:])
+    ]
+    steps.write_text("\n".join([rows[0], *faster]))
+    assert "prefill" in json.loads(run(steps, "--json"))["held_at_zero"]
+    assert "held at 0: anything above fits worse" in run(steps)
+
+
+def test_equal_times_have_no_r2(steps):
+    """It is null as JSON, and not in the sentence."""
+    rows = [row.rpartition(",")[0] for row in steps.read_text().splitlines()[1:]]
+    header = steps.read_text().splitlines()[0]
+    steps.write_text("\n".join([header, *(f"{row},0.01" for row in rows)]))
+    assert json.loads(run(steps, "--json"))["residuals"]["r2"] is None
+    assert "R²" not in run(steps)
+
+
+def test_a_row_that_cannot_be_used_is_named(steps):
+    """By file, line and column."""
+    steps.write_text(steps.read_text().replace("512,1,", "512,one,"))
+    with pytest.raises(InputError, match=r"^steps\.csv:6: decode_sequences: expected a whole"):
+        run(steps)
+
+
+@pytest.mark.usefixtures("steps")
+def test_is_a_verb_of_kvcore(capsys):
+    """A file that is not there ends with exit code 2, and is named."""
+    assert run_kvcore(["calibrate", "step.csv"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "kvcore: error: step.csv: cannot be read: No such file or directory\n",
+    )
+
+
+def test_an_empty_path_is_a_usage_error():
+    """It would be the working directory."""
+    result = CliRunner().invoke(calibrate, [""])
+    assert result.exit_code == 2
+    assert "empty path; name a file" in result.stderr
+
+
+def test_every_json_field_is_in_the_reference(steps):
+    """Each name of the document is named in the section of the verb."""
+    section = REFERENCE.split("## `kvcore calibrate`")[1].split("\n## ")[0]
+
+    def names(value):
+        if isinstance(value, dict):
+            return set(value).union(*map(names, value.values()))
+        return set().union(*map(names, value)) if isinstance(value, list) else set()
+
+    document = json.loads(run(steps, "--json"))
+    assert [name for name in names(document) if f"`{name}`" not in section] == []

@@ -1,0 +1,171 @@
+"""Whom each built-in scheduler serves first: constructed traffic with its plain order."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import PROMPT, ask, job, serve
+
+from kvcore import SLO, InputError, LoopState, Plugins
+from kvcore.testing import STEP, ToyServer
+from kvcore_plugins.scheduling import FCFS, LPM, SJF, SRPT, Fair, LeastSlack, Priority
+
+SECOND = 10**9
+
+LATER = {"slo": SLO(deadline=SECOND)}
+SOONER = {"slo": SLO(deadline=SECOND // 2)}
+
+CONSTRUCTED = {
+    "fair": (Fair, [ask("a", tenant="x"), ask("b", tenant="x"), ask("c", tenant="y")], "acb"),
+    "lpm": (LPM, [ask("a", keys="pq"), ask("b", keys="rs"), ask("c", keys="pq")], "acb"),
+    "priority": (Priority, [ask("a", priority=2), ask("b"), ask("c", priority=1)], "acb"),
+    "sjf": (SJF, [ask("a", output=2), ask("b", output=9), ask("c", output=3)], "acb"),
+    "slo": (LeastSlack, [ask("a", **SOONER), ask("b", **LATER), ask("c", **SOONER)], "acb"),
+    "srpt": (SRPT, [ask("a", output=9), ask("b", at=2, output=3)], "aba"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_a_scheduler_differs_from_fcfs(name):
+    """On its constructed traffic a scheduler serves whom its idea says, FCFS who came first."""
+    scheduler, requests, order = CONSTRUCTED[name]
+    assert serve(scheduler(), requests) == order
+    assert serve(FCFS(), requests) == "".join(request.id for request in requests)
+
+
+def test_constructed_traffic_covers_all():
+    """No scheduler does the same as FCFS everywhere."""
+    assert {*CONSTRUCTED, "fcfs"} == set(Plugins().names("scheduler"))
+
+
+def test_srpt_lets_the_shorter_one_finish_first():
+    """Who is closer to the end takes the seat; a paused job goes on where it was."""
+    requests = [ask("a", output=9), ask("b", at=2, output=3), ask("c", at=3, output=1)]
+    assert serve(SRPT(), requests, what="finished") == "cba"
+
+
+def test_srpt_spares_who_is_as_close():
+    """For a job that takes just as long nobody loses a seat."""
+    requests = [ask("a", output=9), ask("b", at=6, output=3)]
+    assert serve(SRPT(), requests) == "ab"
+
+
+def test_srpt_without_preemption_waits():
+    """Who runs is left running; those who wait go by their length."""
+    requests = [ask("a", output=9), ask("b", at=2, output=5), ask("c", at=3, output=3)]
+    assert serve(SRPT(preemptive=False), requests) == "acb"
+
+
+def test_srpt_counts_prefill_as_well():
+    """A long prompt with a short output is no short job."""
+    requests = [ask("a", output=2), ask("b", prompt=8 * PROMPT), ask("c", output=4)]
+    assert serve(SRPT(preemptive=False), requests) == "acb"
+
+
+def test_sjf_goes_by_what_is_predicted():
+    """By default it knows no more than the workload's predictor."""
+    requests = [ask("a"), ask("b", output=9, predicted=2), ask("c", output=3, predicted=5)]
+    assert serve(SJF(), requests) == "abc"
+    assert serve(SJF(length="true"), requests) == "acb"
+
+
+def test_slo_leaves_the_hopeless_for_last():
+    """A job that is late whatever happens does not delay one that can still make it."""
+    b = ask("b", at=1, output=9, slo=SLO(deadline=12 * STEP))
+    c = ask("c", at=1, output=9, slo=SLO(deadline=15 * STEP))
+    # To be in time, b must begin by step 4 and c by step 7. The seat is free at 4, or at 5.
+    assert serve(LeastSlack(), [ask("a", output=4), b, c]) == "abc"
+    assert serve(LeastSlack(), [ask("a", output=5), b, c]) == "acb"
+
+
+def test_slo_may_take_seats():
+    """If it is preemptive, a seat goes to who must be started earlier, and comes back."""
+    requests = [ask("a", output=9), ask("b", at=2, output=3, slo=SLO(deadline=4 * STEP))]
+    assert serve(LeastSlack(), requests) == "ab"
+    assert serve(LeastSlack(preemptive=True), requests) == "aba"
+
+
+def test_slo_does_not_swap_seats_forever():
+    """Of two jobs alike, the one with the seat keeps it although its slack no longer shrinks."""
+    requests = [ask(name, output=9, slo=SLO(deadline=40 * STEP)) for name in "ab"]
+    assert serve(LeastSlack(preemptive=True), requests) == "ab"
+
+
+def test_priority_serves_equals_as_they_came():
+    """Among equal priorities it is first come, first served."""
+    requests = [ask("a"), ask("b", priority=1), ask("c", priority=1), ask("d")]
+    assert serve(Priority(), requests) == "bcad"
+
+
+def test_priority_may_take_seats():
+    """If it is preemptive, a higher priority takes the seat of a lower one."""
+    requests = [ask("a", output=9), ask("b", at=2, priority=1)]
+    assert serve(Priority(), requests) == "ab"
+    assert serve(Priority(preemptive=True), requests) == "aba"
+
+
+def test_ageing_is_worth_a_level():
+    """With a level for 0.1 s, who came 0.1 s earlier goes before one of a level more."""
+    requests = [ask("a", output=99), ask("b", at=1), ask("c", at=11, priority=1)]
+    assert serve(Priority(ageing=0.1), requests) == "abc"
+    assert serve(Priority(ageing=0.11), requests) == "acb"
+
+
+def test_lpm_serves_equals_as_they_came():
+    """Where as much hits, or nothing, it is first come, first served."""
+    requests = [ask("a", keys="p"), ask("b", keys="q"), ask("c", keys="r")]
+    assert serve(LPM(), requests) == "abc"
+
+
+def test_lpm_prefers_the_longer_match():
+    """Not any hit, but the longest comes first."""
+    requests = [ask("a", keys="pqr"), ask("b", keys="pxx"), ask("c", keys="pqy")]
+    assert serve(LPM(), requests) == "acb"
+
+
+def test_lpm_looks_at_a_sample():
+    """What hits behind the sample waits for its turn."""
+    requests = [ask("a", keys="pq"), *(ask(name) for name in "bc"), ask("d", keys="pq")]
+    assert serve(LPM(sample=3), requests) == "adbc"
+    assert serve(LPM(sample=2), requests) == "abdc"
+
+
+def test_lpm_probes_nobody_without_need():
+    """Probes cost, so they are made only when somebody can be seated."""
+    probed = []
+
+    class Server(ToyServer):
+        def probe(self, request, now):
+            probed.append(request.id)
+            return super().probe(request, now)
+
+    server = Server(LPM())
+    plan = server._scheduler.plan(LoopState(0, [job(ask("a"))], [], 0, 0, server))
+    assert probed == []
+    assert [one.request.id for one in plan.admit] == probed == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("srpt:length=guess", "takes true or predicted, not 'guess'"),
+        ("sjf:error=-1", "sjf: error=-1.0 must be from 0, always right, to 10"),
+        ("sjf:error=11", "from 0, always right, to 10"),
+        ("slo:concurrency=0", "slo: concurrency=0 must be at least 1 sequence"),
+        ("slo:ttft=0", "slo: ttft=0.0 must be a positive number of seconds"),
+        ("slo:tpot=inf", "slo: tpot=inf must be a positive number of seconds"),
+        ("priority:ageing=1e-10", "ageing=1e-10 must be 0 or from 1e-9 seconds on"),
+        ("priority:ageing=inf", "ageing=inf must be 0 or"),
+        ("lpm:sample=0", "lpm: sample=0 must be at least 1 job"),
+        ("fair:decode_weight=0", "fair: decode_weight=0.0 must be a positive number"),
+    ],
+)
+def test_options_are_checked(spec, message):
+    """An option that cannot be used is refused, with what it must be."""
+    with pytest.raises(InputError, match=message):
+        Plugins().build("scheduler", spec)
+
+
+def test_a_length_in_code_is_checked():
+    """The same holds for a text given in code, where nothing converts it."""
+    with pytest.raises(InputError, match="length='guess' is not known; there are: true, pred"):
+        SRPT(length="guess")

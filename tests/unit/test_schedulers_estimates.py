@@ -1,0 +1,194 @@
+"""What schedulers take a job to need, and when they must start it."""
+
+from __future__ import annotations
+
+from statistics import mean, stdev
+
+import pytest
+
+from kvcore import SLO, DecodeSteps, Job, Request
+from kvcore.policy.job import DECODE, PREFILL
+from kvcore.testing import STEP, ToyServer
+from kvcore_plugins.scheduling import SJF, SRPT, LeastSlack
+
+CHUNK = 16
+"""Tokens of a prompt that the toy server computes in one step."""
+
+
+def make(scheduler, **fields):
+    """Return `scheduler` at work, and a job that has just arrived."""
+    ToyServer(scheduler)
+    fields = {"id": 1, "prompt": 4 * CHUNK, "output": 10} | fields
+    request = Request(key_tokens=16, **fields)
+    return scheduler, Job(request, 1, request.arrival, DecodeSteps(), request.prompt)
+
+
+def progress(job, computed, generated=0):
+    """Let `job` run, with so many tokens of its prompt computed and so many generated."""
+    job.computed, job.stage = computed, DECODE if generated else PREFILL
+    if generated:
+        job.join(generated)
+    return job
+
+
+def test_prefill_and_decode_steps_add_up():
+    """Four steps of prefill, the last of which generates a token, then nine more."""
+    scheduler, job = make(SRPT())
+    assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == (4 + 9) * STEP
+
+
+def test_what_is_done_no_longer_counts():
+    """Neither computed tokens, which include a hit, nor generated ones."""
+    scheduler, job = make(SRPT())
+    assert scheduler.remaining_ns(progress(job, 2 * CHUNK)) == (2 + 9) * STEP
+    assert scheduler.remaining_ns(progress(job, 4 * CHUNK, 1)) == 9 * STEP
+    assert scheduler.remaining_ns(progress(job, 4 * CHUNK, 9)) == STEP
+    assert scheduler.total_ns(job) == 13 * STEP
+
+
+def test_what_was_recomputed_counts_again():
+    """After its blocks were taken, the prompt and what was generated are to be computed."""
+    scheduler, job = make(SRPT())
+    progress(job, 4 * CHUNK, 8).leave()
+    job.target, job.computed = job.request.prompt + 8, 0
+    assert scheduler.remaining_ns(job) == (5 + 1) * STEP
+
+
+def test_a_request_without_output_takes_its_prefill():
+    """Nobody predicts tokens that were not asked for."""
+    for options in ({}, {"predicted": 9}):
+        scheduler, job = make(SJF(error=1), output=0, **options)
+        assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == 4 * STEP
+
+
+def test_a_step_is_shared():
+    """The server is asked for the time of `concurrency` sequences, at the job's own length."""
+    asked = []
+    scheduler, job = make(SRPT(concurrency=7))
+    scheduler.server.decode_ns = lambda *arguments: asked.append(arguments) or 0
+    scheduler.remaining_ns(job)
+    scheduler.remaining_ns(progress(job, 64, 4))
+    scheduler.total_ns(job)
+    assert asked == [(9, 64, 7), (6, 64 + 3, 7), (9, 64, 7)]
+
+
+@pytest.mark.parametrize("output", [1, 10, 40])
+def test_remaining_time_never_rises(output):
+    """Not either when the prediction, ten tokens, was wrong, and contexts cost time."""
+    scheduler, job = make(SJF(), output=output, predicted=10)
+    scheduler.server.decode_ns = lambda tokens, context, _: sum(
+        range(context, context + tokens)
+    )
+    times = [scheduler.remaining_ns(progress(job, 16 * part)) for part in range(4)]
+    times += [scheduler.remaining_ns(progress(job, 64, done)) for done in range(1, output)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_who_outlives_a_prediction_is_about_to_end():
+    """One token is left, for as long as it takes."""
+    scheduler, job = make(SJF(), predicted=3)
+    assert scheduler.remaining_ns(progress(job, 64, 3)) == STEP
+    assert scheduler.remaining_ns(progress(job, 64, 9)) == STEP
+
+
+def test_true_lengths_ignore_predictions():
+    """`length=true` is the truth, whatever the workload or an error model says."""
+    scheduler, job = make(SRPT(error=2), predicted=99)
+    assert scheduler.expected(job) == 10
+
+
+def test_predictions_come_from_the_workload_first():
+    """The error model stands in where there are none; a prediction of nothing is one token."""
+    for predicted in (1, 77):
+        scheduler, job = make(SJF(error=5), predicted=predicted)
+        assert scheduler.expected(job) == predicted
+    scheduler, job = make(SJF(), predicted=0)
+    assert scheduler.expected(job) == 1
+
+
+def expected(scheduler, ids=range(1000), output=10**6):
+    """Return what `scheduler` expects of requests of one length, by id."""
+    return {name: scheduler.expected(make(SJF(), id=name, output=output)[1]) for name in ids}
+
+
+def test_errors_are_lognormal():
+    """Their logarithms scatter around the truth with the standard deviation asked for."""
+    from math import log
+
+    errors = [log(tokens / 10**6) for tokens in expected(SJF(error=0.5)).values()]
+    assert abs(mean(errors)) < 4 * 0.5 / 1000**0.5
+    assert abs(stdev(errors) - 0.5) < 4 * 0.5 / 2000**0.5
+
+
+def test_errors_depend_on_seed_and_request_alone():
+    """Not on the order of calls; another seed, or scheduler, draws others."""
+    forwards = expected(SJF(error=1), range(20))
+    assert forwards == expected(SJF(error=1), reversed(range(20)))
+    assert forwards != expected(SJF(error=1, seed=1), range(20))
+    assert forwards != expected(SRPT(error=1, length="predicted"), range(20))
+
+
+def test_predictions_are_at_least_a_token():
+    """However wrong."""
+    assert min(expected(SJF(error=10), output=1).values()) == 1
+
+
+SECOND = 10**9
+
+
+def test_latest_start_by_deadline():
+    """The deadline, less all that is still to do."""
+    scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(deadline=SECOND))
+    assert scheduler.latest_start(job) == 5 + SECOND - 13 * STEP
+
+
+def test_latest_start_by_ttft():
+    """Before the first token only the prefill matters."""
+    scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(ttft=SECOND, tpot=1))
+    assert scheduler.latest_start(job) == 5 + SECOND - 4 * STEP
+
+
+def test_latest_start_by_tpot():
+    """After the first token each of the nine others has its time from then on."""
+    scheduler, job = make(LeastSlack(), slo=SLO(ttft=1, tpot=3 * STEP))
+    job.first_token = SECOND
+    progress(job, 64, 4)
+    assert scheduler.latest_start(job) == SECOND + 9 * 3 * STEP - 6 * STEP
+
+
+def test_the_options_speak_for_who_says_nothing():
+    """Seconds, in place of a missing TTFT or TPOT, but not beside a deadline."""
+    scheduler, job = make(LeastSlack(ttft=2, tpot=0.5), slo=SLO(tpot=7))
+    assert scheduler.latest_start(job) == 2 * SECOND - 4 * STEP
+    scheduler, job = make(LeastSlack(ttft=2, tpot=0.5))
+    job.first_token = SECOND
+    progress(job, 64, 1)
+    assert scheduler.latest_start(job) == SECOND + 9 * SECOND // 2 - 9 * STEP
+    scheduler, job = make(LeastSlack(ttft=0.001), slo=SLO(deadline=SECOND))
+    assert scheduler.latest_start(job) == SECOND - 13 * STEP
+
+
+def test_the_earliest_start_counts():
+    """Of a TTFT and a deadline, whichever leaves less time."""
+    for ttft, start in ((SECOND, SECOND - 4 * STEP), (9 * SECOND, 5 * SECOND - 13 * STEP)):
+        scheduler, job = make(LeastSlack(), slo=SLO(ttft=ttft, deadline=5 * SECOND))
+        assert scheduler.latest_start(job) == start
+
+
+def test_a_job_becomes_hopeless_just_after_its_latest_start():
+    """The priority changes then, once, and the loop is told when."""
+    scheduler, job = make(LeastSlack(), slo=SLO(deadline=SECOND))
+    start = scheduler.latest_start(job)
+    assert scheduler.changes_at(job, start) == start + 1
+    assert scheduler.changes_at(job, start + 1) is None
+    assert scheduler.priority(job, start) == (False, start)
+    assert scheduler.priority(job, start + 1) == (True, start)
+
+
+def test_a_seat_keeps_its_rank():
+    """With preemption a running job is ranked as when it waited, without it as it stands."""
+    for preemptive in (True, False):
+        scheduler, job = make(LeastSlack(preemptive=preemptive), slo=SLO(deadline=SECOND))
+        job.rank = scheduler.priority(job, 0)
+        progress(job, 64, 5)
+        assert (scheduler.priority(job, 0) == job.rank) is preemptive

@@ -1,0 +1,167 @@
+import io
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from traces import CACHE, ask, lines, write
+
+from kvcore import SLO, InputError, Trace
+from kvcore_plugins.workloads import Mooncake
+
+
+def test_the_header_says_what_the_run_is(tmp_path):
+    """HEADER has the schema, the cache, the clock, the workload and the seed."""
+    source = {"name": "mine", "digest": "00", "options": {"rate": 2.5}}
+    path = tmp_path / "trace.jsonl"
+    with Trace(path, mode="model", workload=source, seed=7, model="llama-3-8b") as trace:
+        trace.begin(**CACHE)
+    header = lines(path)[0]
+    run = {"schema": 1, "kvcore": header["kvcore"], "mode": "model", "workload": source}
+    assert (
+        header
+        == {"n": 0, "t": 0, "event": "HEADER", "seed": 7, "model": "llama-3-8b"} | run | CACHE
+    )
+
+
+def test_a_workload_names_itself(tmp_path):
+    """A workload plugin is written with its name, digest and options."""
+    workload = Mooncake()
+    with Trace(tmp_path / "trace.jsonl", workload=workload) as trace:
+        trace.begin(**CACHE)
+    written = lines(tmp_path / "trace.jsonl")[0]["workload"]
+    assert (written["name"], written["digest"]) == ("mooncake", workload.digest)
+
+
+def test_options_that_json_has_no_word_for_are_written_as_text(tmp_path):
+    """An infinity, a path and any object become text that is the same in equal runs."""
+    options = {
+        "half_life": float("inf"),
+        "path": Path("a/b"),
+        "score": len,
+        "of": {1: (2, Path)},
+    }
+    plugins = {"eviction": {"name": "mine", "options": options}}
+    path = write(tmp_path / "trace.jsonl", plugins=plugins)
+    assert lines(path)[0]["plugins"]["eviction"]["options"] == {
+        "half_life": "inf",
+        "path": "a/b",
+        "score": "len",
+        "of": {"1": [2, "Path"]},
+    }
+
+
+def described(path, **about):
+    """Return the header of a trace of CACHE that was then described."""
+    with Trace(path, seed=7, model="llama-3-8b") as trace:
+        trace.begin(**CACHE)
+        trace.describe(**about)
+    return lines(path)[0]
+
+
+def test_a_run_adds_to_the_header(tmp_path):
+    """What a run knows of itself stands in the header, whenever before a line it says it."""
+    about = {
+        "batching": {"max_tokens": 8192, "max_seqs": 256},
+        "latency": {"lines": [(1, 2), (3, 4)]},
+        "rate_scale": 2.5,
+        "executor": "simulate",
+        "model": "mistral-7b",
+    }
+    header = described(tmp_path / "trace.jsonl", mode="model", slo=SLO(ttft=9), **about)
+    about |= {"latency": {"lines": [[1, 2], [3, 4]]}, "slo": {"ttft": 9}, "mode": "model"}
+    assert {name: header[name] for name in about} == about
+
+
+def test_plugins_of_the_run_join_those_of_the_cache(tmp_path):
+    """The header has the plugins that the cache tells of and those that the run does."""
+    more = {"scheduler": {"name": "fcfs", "options": {}}}
+    header = described(tmp_path / "trace.jsonl", plugins=more)
+    assert header["plugins"] == CACHE["plugins"] | more
+
+
+def test_what_the_trace_was_given_stays(tmp_path):
+    """A workload and a seed that the run tells count where the trace has none."""
+    source = {"name": "mine", "digest": "00", "options": {}}
+    header = described(tmp_path / "trace.jsonl", workload=source, seed=8)
+    assert (header["workload"], header["seed"], header["mode"]) == (source, 7, "untimed")
+    with Trace(tmp_path / "trace.jsonl", workload=source) as trace:
+        trace.begin(**CACHE)
+        trace.describe(workload=Mooncake(), seed=8)
+    header = lines(tmp_path / "trace.jsonl")[0]
+    assert (header["workload"], header["seed"]) == (source, 8)
+
+
+def test_a_header_that_is_written_stays(tmp_path):
+    """After the first line, and after the end, there is nothing left to describe."""
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.describe(seed=1)
+        trace.begin(**CACHE)
+        trace.request(ask(1, "a"), 0)
+        with pytest.raises(InputError, match=r"header of the trace .* is written: describe"):
+            trace.describe(seed=2)
+    with pytest.raises(InputError, match=r"is written: describe the run before anything"):
+        trace.describe(seed=2)
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [
+        ({"mode": "real"}, r"'real' is not known; there are: untimed, model, wall"),
+        ({"rate": 2}, r"header field 'rate' is not known; there are: batching, device, "),
+        ({"rate_scale": 0}, r"header field 'rate_scale' must be a number above 0, not 0"),
+        ({"batching": 8}, r"header field 'batching' must be an object, not 8"),
+        ({"slo": {"ttft": 0.5}}, r"header field 'slo' must be an object of any of ttft, "),
+    ],
+)
+def test_what_no_header_holds_is_refused(tmp_path, about, reason):
+    """A description that readers would refuse is refused, and changes nothing."""
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.begin(**CACHE)
+        with pytest.raises(InputError, match=reason):
+            trace.describe(seed=3, **about)
+    assert lines(tmp_path / "trace.jsonl")[0]["seed"] is None
+
+
+def test_a_header_that_json_cannot_hold_is_refused(tmp_path):
+    """It is told when the header would be written, and no file is left."""
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.begin(**CACHE)
+        trace.describe(batching={"max_tokens": 2**70})
+        with pytest.raises(InputError, match=r"the header cannot be written to a trace"):
+            trace.line("FREE", 0, seq=1, runs=[], reason="close")
+        trace.describe(batching={})
+    assert [line["event"] for line in lines(tmp_path / "trace.jsonl")] == ["HEADER", "END"]
+
+
+def test_a_bound_line_outlives_the_header(tmp_path):
+    """`line` that was looked up before the header was written goes on writing lines."""
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.begin(**CACHE)
+        line = trace.line
+        for seq in (1, 2):
+            line("FREE", 0, seq=seq, runs=[], reason="close")
+    assert [line.get("seq") for line in lines(tmp_path / "trace.jsonl")] == [None, 1, 2, None]
+
+
+def test_a_checkout_has_no_version(tmp_path, monkeypatch):
+    """Where kvcore runs without being installed, the header says so."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert lines(write(tmp_path / "trace.jsonl"))[0]["kvcore"] == "not installed"
+
+
+def test_an_unknown_mode_is_refused():
+    """The error lists the modes."""
+    with pytest.raises(
+        InputError, match=r"'real' is not known; there are: untimed, model, wall"
+    ):
+        Trace(io.BytesIO(), mode="real")
+
+
+def test_an_unknown_header_field_is_refused():
+    """The error lists the fields that may be given."""
+    with pytest.raises(InputError, match=r"'modle' is not known; there are: batching, device"):
+        Trace(io.BytesIO(), modle="llama-3-8b")

@@ -1,0 +1,225 @@
+from contextlib import contextmanager
+
+import pytest
+from traces import ask, lines, seal, serve, write
+
+from kvcore import KVCache, Trace, TraceError
+from kvcore.trace import replay
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of a trace of 37 lines in which requests wait, pause, end and fail."""
+    return serve(tmp_path / "trace.jsonl")
+
+
+def told(path):
+    """Return what replay tells of the first line that cannot be."""
+    with pytest.raises(TraceError) as caught:
+        replay(path)
+    return str(caught.value).removeprefix(f"{path}:")
+
+
+def forged(trace, n, event, **fields):
+    """Put a line before line `n` of a trace, at its time, and seal it."""
+    events = lines(trace)
+    line = {"n": n, "t": events[n]["t"], "event": event, **fields}
+    return seal(trace, [*events[:n], line, *events[n:]])
+
+
+def test_a_run_with_a_clock_replays_clean(trace):
+    """What a server does to requests contradicts itself nowhere; the report counts it."""
+    report = replay(trace)
+    assert (report.lines, report.requests, report.finished, report.rejected) == (37, 4, 3, 1)
+    assert report.preemptions == {"pause": 1, "recompute": 1}
+
+
+def test_the_counts_at_a_time_are_those_until_then(trace):
+    """Asked for a moment, the report has the ends and preemptions up to it."""
+    report = replay(trace, 3)
+    assert (report.requests, report.finished, report.rejected) == (3, 1, 1)
+    assert report.preemptions == {"pause": 1, "recompute": 0}
+
+
+def test_a_trace_without_clock_has_no_ends(tmp_path):
+    """Where no line tells of ends and preemptions there are none."""
+    report = replay(write(tmp_path / "trace.jsonl", ask("a", "a")))
+    assert (report.finished, report.rejected) == (0, 0)
+    assert report.preemptions == {"pause": 0, "recompute": 0}
+
+
+@pytest.mark.parametrize(
+    ("n", "fields", "reason"),
+    [
+        (3, {"request": "nobody"}, "4: REJECT: request 'nobody' has no REQUEST line before"),
+        (3, {"request": "long"}, "5: MISS: request 'long' is rejected: nothing of it follows"),
+        (7, {"seq": 2}, "8: FIRST_TOKEN: no sequence 2 is open"),
+        (7, {"request": "huge"}, "8: FIRST_TOKEN: request 'huge' is rejected: nothing of it"),
+        (15, {"seq": 1}, "16: FIRST_TOKEN: sequence 1 is not of request 'short'"),
+        (15, {"request": "long", "seq": 1}, "16: FIRST_TOKEN: request 'long' is paused, not"),
+        (9, {"for": "nobody"}, "10: PREEMPT: request 'nobody' has no REQUEST line before"),
+        (9, {"how": "recompute"}, "11: SPLIT: FREE of sequence 1 must come before this"),
+        (20, {"how": "pause"}, "22: FREE: sequence 1 closes without FINISH or PREEMPT"),
+        (16, {"output": 2}, "17: FINISH: request 'short' asks for 1 tokens, and gets 2"),
+        (16, {"request": "long", "seq": 1}, "17: FINISH: request 'long' is paused, not"),
+        (21, {"reason": "rollback"}, "22: FREE: sequence 1 has no blocks to free with reason"),
+        (1, {"output": 0}, "8: FIRST_TOKEN: request 'long' asks for no output"),
+        (22, {"output": 3}, "27: FINISH: request 'silent' asks for 3 tokens, and gets 0"),
+    ],
+)
+def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
+    """A change that keeps the file well-formed is told with line, event and reason."""
+    events = lines(trace)
+    events[n] |= fields
+    assert told(seal(trace, events)).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("n", "event", "fields", "reason"),
+    [
+        (
+            *(8, "FIRST_TOKEN", {"request": "long", "seq": 1}),
+            "request 'long' has its first token already",
+        ),
+        (
+            *(10, "PREEMPT", {"request": "long", "seq": 1, "how": "pause"}),
+            "request 'long' is paused, not running",
+        ),
+        (
+            *(10, "ALLOC", {"seq": 1, "first": 3, "runs": [[3, 1]]}),
+            "sequence 1 is paused, and gets blocks",
+        ),
+        (
+            *(8, "RESUME", {"request": "long", "seq": 1}),
+            "request 'long' is running, not paused",
+        ),
+        (
+            *(22, "RESUME", {"request": "long", "seq": 1}),
+            "no sequence 1 is open",
+        ),
+        (
+            *(7, "FINISH", {"request": "long", "seq": 1, "output": 6}),
+            "request 'long' gets 6 tokens; its first did not come",
+        ),
+        (
+            *(8, "REJECT", {"request": "long", "why": "whim"}),
+            "request 'long' was admitted, as sequence 1",
+        ),
+        (
+            *(8, "REJECT", {"request": "huge", "why": "twice"}),
+            "request 'huge' is rejected: nothing of it follows",
+        ),
+        (
+            *(22, "PREEMPT", {"request": "short", "seq": 2, "how": "pause"}),
+            "no sequence 2 is open",
+        ),
+        (
+            *(13, "PREEMPT", {"request": "short", "seq": 2, "how": "pause", "for": "huge"}),
+            "request 'huge' is rejected: nothing of it follows",
+        ),
+    ],
+)
+def test_a_line_that_comes_at_the_wrong_time_is_told(trace, n, event, fields, reason):
+    """What a server does comes in an order that can be."""
+    assert told(forged(trace, n, event, **fields)) == f"{n + 1}: {event}: {reason}"
+
+
+@contextmanager
+def serving(path, mode="model"):
+    """Record what the body does with a trace and a cache of 8 blocks."""
+    with Trace(path, mode=mode) as trace:
+        yield trace, KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+
+
+def finish(trace, cache, seq, output=0):
+    """Finish the request of a sequence."""
+    trace.line("FINISH", cache.now, request=seq.request.id, seq=seq.id, output=output)
+    cache.close(seq)
+
+
+def test_nothing_is_admitted_after_its_end(tmp_path):
+    """A finished request does not return, with a clock or without."""
+    path = tmp_path / "trace.jsonl"
+    for mode in ("untimed", "model"):
+        with serving(path, mode) as (trace, cache):
+            finish(trace, cache, cache.open(ask("r", "a")))
+            cache.open(ask("r", "a"), again=True)
+        assert told(path) == "7: MISS: request 'r' is finished: nothing of it follows"
+
+
+def test_a_paused_request_may_lose_its_blocks(tmp_path):
+    """Recompute follows a pause as well as running; another admission follows it."""
+    path = tmp_path / "trace.jsonl"
+    with serving(path) as (trace, cache):
+        seq = cache.open(ask("r", "a"))
+        trace.line("PREEMPT", 0, request="r", seq=1, how="pause")
+        trace.line("PREEMPT", 0, request="r", seq=1, how="recompute", **{"for": "r"})
+        cache.close(seq)
+        finish(trace, cache, cache.open(ask("r", "a"), again=True))
+    assert replay(path).preemptions == {"pause": 1, "recompute": 1}
+
+
+def test_an_admission_again_follows_a_recompute(tmp_path):
+    """With a clock a request is admitted again only after it has lost its blocks."""
+    path = tmp_path / "trace.jsonl"
+    with serving(path) as (_, cache):
+        cache.open(ask("r", "a"))
+        cache.open(ask("r", "a"), again=True)
+    assert told(path) == "5: MISS: request 'r' is running, and is admitted"
+
+
+def test_without_a_clock_not_all_is_told(tmp_path):
+    """An untimed trace closes and admits again without a word why."""
+    path = tmp_path / "trace.jsonl"
+    with serving(path, "untimed") as (_, cache):
+        cache.close(cache.open(ask("r", "a")))
+        cache.open(ask("r", "a"), again=True)
+    assert replay(path).finished == 0
+
+
+@pytest.mark.parametrize(("cut", "stage"), [(4, "waiting"), (8, "running"), (22, "preempted")])
+def test_every_request_has_an_end(trace, cut, stage):
+    """A trace with a clock is over when its requests are."""
+    reason = f"END: requests without FINISH or REJECT: 1; the first, 'long', is {stage}"
+    assert told(seal(trace, lines(trace)[:cut])) == f"{cut + 1}: {reason}"
+
+
+def test_every_sequence_is_closed(tmp_path):
+    """A trace with a clock has no sequence open at its end, also if it is a fork's."""
+    path = tmp_path / "trace.jsonl"
+    with serving(path) as (trace, cache):
+        seq = cache.open(ask("r", "a"))
+        cache.fork(seq)
+        finish(trace, cache, seq)
+    assert told(path) == "8: END: sequences that are not closed: 1"
+
+
+def test_a_fork_closes_for_no_reason(tmp_path):
+    """Only the sequence that was admitted needs a reason to close."""
+    path = tmp_path / "trace.jsonl"
+    with serving(path) as (trace, cache):
+        seq = cache.open(ask("r", "a"))
+        cache.close(cache.fork(seq))
+        finish(trace, cache, seq)
+    assert replay(path).finished == 1
+
+
+def test_a_model_may_stop_early(tmp_path):
+    """By the wall's clock a request ends with what was generated, not with what was asked."""
+    path = tmp_path / "trace.jsonl"
+    with serving(path, "wall") as (trace, cache):
+        seq = cache.open(ask("r", "a", output=5))
+        trace.line("FIRST_TOKEN", 0, request="r", seq=1)
+        finish(trace, cache, seq, 3)
+        finish(trace, cache, cache.open(ask("silent", "a", output=5)))
+    assert replay(path).finished == 2
+
+
+def test_a_finish_without_its_close_is_told(trace):
+    """The line after FINISH closes the sequence."""
+    events = lines(trace)
+    del events[17]
+    reason = "RESUME: FREE of sequence 2 must come before this"
+    assert told(seal(trace, events)) == f"18: {reason}"
