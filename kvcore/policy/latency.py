@@ -63,6 +63,9 @@ class LatencyModel(Plugin):
     def duration(self, batch: Batch) -> int:
         """Return the picoseconds that `batch` takes."""
         context = batch.context
+        if len(context) == 1:
+            (pairs,) = context
+            return max([a + b * pairs for a, b in self.pieces(batch)])
         return max(
             line[0] + sum(b * c for b, c in zip(line[1:], context, strict=True))
             for line in self.pieces(batch)

@@ -59,8 +59,9 @@ class StepPlan:
     """Who is to gain and who to lose a seat.
 
     Attributes:
-        admit: waiting jobs in the order in which they are offered seats, at best lazily;
-            the first for whom there is no room ends the admissions.
+        admit: waiting jobs in the order in which they are offered seats, at best lazily: the
+            next is asked for once the one before has its seat, and the first for whom
+            there is none, or no room, ends the admissions.
         pause: running jobs to take off the batch, their blocks kept.
     """
 
@@ -86,7 +87,9 @@ class Scheduler(Plugin):
 
     kind: ClassVar[str] = "scheduler"
 
-    preemptive: bool = attrs.field(init=False, default=False, repr=False)
+    preemptive = False
+    """Whether a job that has a seat may lose it to one that waits. May be an option."""
+
     server: Server = attrs.field(init=False, default=None, repr=False)
 
     def attach(self, server: Server) -> None:

@@ -9,6 +9,9 @@ from heapq import heappop, heappush
 from kvcore.errors import InputError
 from kvcore.request import Request
 
+NEVER = 1 << 63
+"""A time (ns) that does not come."""
+
 
 class Arrivals:
     """The requests of a workload in the order in which they arrive.
@@ -21,6 +24,9 @@ class Arrivals:
     Args:
         requests: the workload.
         rate_scale: how many times as fast open-loop requests arrive.
+
+    Attributes:
+        next_at: when (ns) the next request arrives that is known of, or NEVER.
 
     Raises:
         InputError: a rate that is not positive; while reading: an arrival before the one
@@ -41,11 +47,7 @@ class Arrivals:
         self._due: list[tuple[int, int, Request]] = []
         self._following: dict[int | str, list[tuple[int, Request]]] = {}
         self._read()
-
-    @property
-    def next_at(self) -> int | None:
-        """When (ns) the next request arrives that is known of."""
-        return self._due[0][0] if self._due else None
+        self._look()
 
     def until(self, now: int) -> Iterator[tuple[int, Request]]:
         """Take the requests that arrive up to `now` (ns), with their times."""
@@ -54,12 +56,14 @@ class Arrivals:
             at, _, request = heappop(due)
             if request.after is None:
                 self._read()
+            self._look()
             yield at, request
 
     def ended(self, request: Request, now: int) -> None:
         """Learn that `request` has ended: those that come after it can be sent."""
         for place, follower in self._following.pop(request.id, ()):
             heappush(self._due, (now + follower.think, place, follower))
+        self._look()
 
     def check_all_came(self) -> None:
         """Raise InputError if requests wait for one that never ends."""
@@ -68,6 +72,9 @@ class Arrivals:
             why = "in the end waits for it" if known else "is not in the workload"
             msg = f"request {first.id!r} comes after request {awaited!r}, which {why}"
             raise InputError(msg)
+
+    def _look(self) -> None:
+        self.next_at = self._due[0][0] if self._due else NEVER
 
     def _read(self) -> None:
         """Read up to the next open-loop request, or in sessions to the end."""

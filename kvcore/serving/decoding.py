@@ -102,14 +102,11 @@ class Decoders:
         self.steps.count += steps
         self.fresh.clear()
         self.decoded_at = now
-        context, growth = self.context, self.growth
-        if len(context) == 1:
-            context[0] += growth[0] * steps
-            return
-        for place, more in enumerate(growth):
-            context[place] += more * steps
-        while self._full and self._full[0][0] <= self.steps.count:
-            at, _, place, job = heappop(self._full)
+        for place, more in enumerate(self.growth):
+            self.context[place] += more * steps
+        full = self._full
+        while full and full[0][0] <= self.steps.count:
+            at, _, place, job = heappop(full)
             if self._full_at.get((job, place)) == at:
                 del self._full_at[job, place]
                 self.growth[place] -= 1

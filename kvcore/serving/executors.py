@@ -32,8 +32,8 @@ class Executor(Protocol):
         Returns the picoseconds it took.
         """
 
-    def lines(self, batch: Batch) -> Sequence[Line]:
-        """Return the lines of a step's time, for many decode steps at once."""
+    def lines(self, jobs: int) -> Sequence[Line]:
+        """Return the lines of the time of steps that only decode `jobs` jobs."""
 
 
 class SimulatedExecutor:
@@ -55,9 +55,11 @@ class SimulatedExecutor:
         del chunks, decoders
         return self.latency.duration(batch)
 
-    def lines(self, batch: Batch) -> Sequence[Line]:
-        """Return the lines of a step that only decodes, asked once for each batch size."""
-        lines = self._decode_lines.get(batch.decode)
+    def lines(self, jobs: int) -> Sequence[Line]:
+        """Return the lines of steps that only decode, asked once for each number of jobs."""
+        lines = self._decode_lines.get(jobs)
         if lines is None:
-            lines = self._decode_lines[batch.decode] = self.latency.pieces(batch)
+            nothing = (0,) * len(self.latency.windows)
+            lines = self.latency.pieces(Batch(0, nothing, jobs, nothing))
+            self._decode_lines[jobs] = lines
         return lines

@@ -29,19 +29,18 @@ class Growth:
         """Whether the next step still lacks its blocks."""
         return self._decoders.grown <= self._decoders.steps.count
 
-    def fits(self) -> bool:
-        """Say whether there is room for the next step."""
-        decoders = self._decoders
-        return len(decoders.growing(decoders.steps.count)) <= self._cache.room
-
-    def next_step(self, now: int) -> None:
-        """Allocate for the next step; it fits."""
+    def next_step(self, now: int) -> bool:
+        """Allocate for the next step if that has not been done; say whether there was room."""
         decoders = self._decoders
         step = decoders.steps.count
-        jobs = decoders.growing(step)
-        if jobs:
-            self._grow(jobs, 0, now)
-        decoders.grown = step + 1
+        if decoders.grown <= step:
+            jobs = decoders.growing(step)
+            if jobs:
+                if len(jobs) > self._cache.room:
+                    return False
+                self._grow(jobs, 0, now)
+            decoders.grown = step + 1
+        return True
 
     def ahead(self, steps: int, time_of: Callable[[int], int]) -> int:
         """Allocate for up to `steps` steps; return for how many there is room.

@@ -7,37 +7,43 @@ from array import array
 from kvcore.policy import Job
 from kvcore.request import SLO
 from kvcore.serving.decoding import Decoders
+from kvcore.serving.quantiles import Progressions
 from kvcore.serving.steps import StepTimes
+from kvcore.serving.timeline import PoolTimeline
+from kvcore.units import PICOSECONDS
+
+UNJUDGED, MISSED, MET = -1, 0, 1
+"""How a request fared by its SLO: it has none, it has not met it, it has."""
 
 
 class RunLog:
-    """Columns of a run, one row a request, a stretch of steps, or an event.
+    """Columns of a run, one row a request, in the order in which these ended.
 
     Attributes:
-        ids, tenants: of the requests that ended, in the order in which they did.
+        slo: what is expected for requests that bring no SLO of their own.
+        ids, tenants: of the requests.
         arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
         prompt, output, hit, pauses, recomputes: their numbers.
-        rejected: ids of those that were rejected, with the reasons.
-        segments: stretches of steps after which every job had its next token: time of the
-            first step, what each next one takes more (ps), steps, jobs.
-        gaps: picoseconds between two tokens of one job, where that is not one step.
-        times, free, evictable: the pool's blocks after each event, and when (ns).
+        verdict: how they fared by their SLO.
+        reasons: why the request of a row was rejected; the others have finished.
+        itl: picoseconds between two tokens of a request.
+        pool: the pool's blocks over time.
         steps, busy: steps run, and the picoseconds they took.
         prefill, pairs, decode, context: what they computed, summed over all `Batch`es.
     """
 
-    def __init__(self, windows: int, slo: SLO | None = None) -> None:
-        """Start empty, for a number of attention windows and the SLO of most requests."""
+    def __init__(self, windows: int, blocks: int, slo: SLO | None = None) -> None:
+        """Start empty, for some attention windows, a pool, and the SLO of most requests."""
         self.slo = slo
         self.ids: list[int | str] = []
-        self.rejected: dict[int | str, str] = {}
+        self.tenants: list[str | None] = []
         self.arrival, self.admitted = array("q"), array("q")
         self.first_token, self.finish = array("q"), array("q")
         self.prompt, self.output, self.hit = array("q"), array("q"), array("q")
-        self.pauses, self.recomputes = array("q"), array("q")
-        self.times, self.free, self.evictable = array("q"), array("i"), array("i")
-        self.segments = tuple(array("q") for _ in range(4))
-        self.gaps = array("q")
+        self.pauses, self.recomputes, self.verdict = array("i"), array("i"), array("b")
+        self.reasons: dict[int, str] = {}
+        self.itl = Progressions()
+        self.pool = PoolTimeline(blocks)
         self.steps = self.busy = 0
         self.prefill = self.decode = 0
         self.pairs, self.context = [0] * windows, [0] * windows
@@ -45,7 +51,10 @@ class RunLog:
     def ended(self, job: Job, now: int) -> None:
         """Take in a request that has finished."""
         request = job.request
+        slo = request.slo or self.slo
+        self.verdict.append(UNJUDGED if slo is None else _verdict(job, slo, now))
         self.ids.append(request.id)
+        self.tenants.append(request.tenant)
         self.arrival.append(job.arrival)
         self.admitted.append(-1 if job.admitted is None else job.admitted)
         self.first_token.append(-1 if job.first_token is None else job.first_token)
@@ -56,27 +65,45 @@ class RunLog:
         self.pauses.append(job.pauses)
         self.recomputes.append(job.recomputes)
 
-    def pool(self, now: int, free: int, evictable: int) -> None:
-        """Take in the state of the pool at `now` (ns)."""
-        self.times.append(now)
-        self.free.append(free)
-        self.evictable.append(evictable)
+    def rejected(self, job: Job, why: str) -> None:
+        """Take in a request that was rejected."""
+        self.reasons[len(self.ids)] = why
+        self.ended(job, -1)
+        if self.verdict[-1] != UNJUDGED:
+            self.verdict[-1] = MISSED
+
+    def gap(self, time: int) -> None:
+        """Take in the picoseconds between two tokens of a request, where they are no step."""
+        self.itl.add(time, 0, 1, 1)
 
     def tokens(self, decoders: Decoders, start: int, times: StepTimes, steps: int) -> None:
         """Take in the tokens of `steps` decode steps that begin at `start` (ps)."""
-        jobs, fresh = decoders.jobs, decoders.fresh
+        jobs, fresh, add = decoders.jobs, decoders.fresh, self.itl.add
         stall = 0 if len(fresh) == jobs else start - decoders.decoded_at
         skip = 0
         if stall or any(job.last_token != start for job in fresh):
             skip = 1
             first = times.total(1)
-            self.gaps.extend([start + first - job.last_token for job in fresh])
-            self.gaps.extend([stall + first] * (jobs - len(fresh)))
-        firsts, slopes, counts, widths = self.segments
+            for job in fresh:
+                add(start + first - job.last_token, 0, 1, 1)
+            if len(fresh) < jobs:
+                add(stall + first, 0, 1, jobs - len(fresh))
         for first, slope, count in times.segments(steps):
             if count > skip:
-                firsts.append(first + slope * skip)
-                slopes.append(slope)
-                counts.append(count - skip)
-                widths.append(jobs)
+                add(first + slope * skip, slope, count - skip, jobs)
             skip = 0
+
+
+def time_per_token(first_token: int, finish: int, output: int) -> int:
+    """Return TPOT in whole picoseconds: the mean time of the tokens after the first."""
+    return (finish - first_token) * PICOSECONDS // (output - 1)
+
+
+def _verdict(job: Job, slo: SLO, now: int) -> int:
+    """Judge a job that finished at `now`. What it has no sample of, it cannot miss."""
+    arrival, first, output = job.arrival, job.first_token, job.request.output
+    met = slo.deadline is None or now - arrival <= slo.deadline
+    if first is not None:
+        met &= slo.ttft is None or first - arrival <= slo.ttft
+        met &= slo.tpot is None or now - first <= slo.tpot * (output - 1)
+    return MET if met else MISSED

@@ -15,7 +15,7 @@ from kvcore.model import attended_pairs
 from kvcore.policy import Batch, DecodeSteps, Job, Scheduler
 from kvcore.policy.job import DECODE, DONE
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import Arrivals
+from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batching import Batching
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.executors import Executor
@@ -83,14 +83,17 @@ class ServingLoop:
             InputError: the workload is out of order, or its sessions do not close.
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
+        seats, decoders, log = self.seats, self.decoders, self.log
+        pool, prefix = self._cache.pool, self._cache.prefix
         while True:
             now = self.clock // PICOSECONDS
-            self._take_arrivals(now)
-            self.seats.plan(now)
-            self.log.pool(now, self._cache.pool.free, self._cache.prefix.unpinned)
-            if self.seats.chunks:
+            if self._arrivals.next_at <= now:
+                self._take_arrivals(now)
+            seats.plan(now)
+            log.pool(now, pool.free, prefix.unpinned)
+            if seats.chunks:
                 self._prefill_step()
-            elif self.decoders.jobs:
+            elif decoders.jobs:
                 self._decode_steps()
             elif not self._idle():
                 break
@@ -130,10 +133,10 @@ class ServingLoop:
 
     def _idle(self) -> bool:
         """Wait for the next arrival; return False if there is none."""
-        at = self._arrivals.next_at
-        due = self.seats.next_timer() if self.seats.waiting else None
-        wake = min((time for time in (at, due) if time is not None), default=None)
-        if wake is not None:
+        wake = self._arrivals.next_at
+        if self.seats.waiting:
+            wake = min(wake, self.seats.next_timer())
+        if wake < NEVER:
             self.clock = max(self.clock, wake * PICOSECONDS)
             return True
         if self.seats.waiting:
@@ -147,99 +150,85 @@ class ServingLoop:
 
     def _prefill_step(self) -> None:
         """Run one step that prefills, and decodes as well if steps are mixed."""
-        decoders, chunks = self.decoders, self.seats.chunks
+        decoders, chunks, cache = self.decoders, self.seats.chunks, self._cache
         decodes = decoders.jobs > 0 and self._batching.steps == "mixed"
         batch = self._batch(chunks, decodes=decodes)
         start = self.clock
         took = self._executor.run(batch, chunks, decoders if decodes else None)
         self.clock = start + took
         now = self.clock // PICOSECONDS
-        self._count(batch, took)
+        self.log.prefilled(batch, took)
         if decodes:
             self.log.tokens(decoders, start, StepTimes([(took, 0)], (0,), (0,)), 1)
             decoders.advance(1, self.clock)
-        self._take_arrivals(now)
-        cache = self._cache
-        ready = []
+        if self._arrivals.next_at <= now:
+            self._take_arrivals(now)
+        done = []
         for job, tokens in chunks:
             assert job.seq is not None
             job.computed += tokens
             cache.commit(job.seq, tokens, now)
-            if job.computed == job.target:
-                ready.append(job)
         self.seats.computed()
         if decodes:
             self._publish(now)
-        done = [job for job in ready if self._prefill_done(job, now)]
+        for job, _ in chunks:
+            if job.computed == job.target and self._prefill_done(job, now):
+                done.append(job)
         if decodes:
             done += decoders.finished()
-        self._finish(done, now)
+        if done:
+            self._finish(done, now)
 
     def _decode_steps(self) -> None:
         """Run decode steps up to the next event: one jump."""
-        decoders, log = self.decoders, self.log
-        start, jobs = self.clock, decoders.jobs
-        batch = Batch(0, self._no_pairs, jobs, tuple(decoders.context))
+        decoders = self.decoders
         if self._jumps:
-            lines = self._executor.lines(batch)
+            lines = self._executor.lines(decoders.jobs)
             times = StepTimes(lines, decoders.context, decoders.growth)
             steps = self._steps_to_event(times)
             took = times.total(steps)
         else:
-            steps = 1
+            batch = Batch(0, self._no_pairs, decoders.jobs, tuple(decoders.context))
             took = self._executor.run(batch, (), decoders)
             times = StepTimes([(took, 0)], (0,), (0,))
-        self.clock = start + took
-        log.steps += steps
-        log.busy += took
-        log.decode += jobs * steps
-        for place, more in enumerate(decoders.growth):
-            log.context[place] += (
-                decoders.context[place] * steps + more * steps * (steps - 1) // 2
-            )
-        log.tokens(decoders, start, times, steps)
+            steps = 1
+        self.log.decoded(decoders, steps, took)
+        self.log.tokens(decoders, self.clock, times, steps)
+        self.clock += took
         decoders.advance(steps, self.clock)
         self.seats.progress()
         now = self.clock // PICOSECONDS
-        self._take_arrivals(now)
+        if self._arrivals.next_at <= now:
+            self._take_arrivals(now)
         self._publish(now)
-        self._finish(decoders.finished(), now)
+        done = decoders.finished()
+        if done:
+            self._finish(done, now)
 
     def _steps_to_event(self, times: StepTimes) -> int:
         """Return how many steps change nothing but lengths, and allocate for them."""
         steps = self.decoders.until_change()
-        for at in (self._arrivals.next_at, self.seats.next_timer()):
-            if at is not None and steps > 1:
-                steps = times.reach(at * PICOSECONDS - self.clock, steps)
+        clock = self.clock
+        at = min(self._arrivals.next_at, self.seats.next_timer())
+        if at < NEVER and steps > 1:
+            steps = times.reach(at * PICOSECONDS - clock, steps)
         if steps > 1:
-            clock = self.clock
             steps = self.seats.growth.ahead(
                 steps, lambda step: (clock + times.total(step)) // PICOSECONDS
             )
         return steps
 
     def _batch(self, chunks: Iterable[tuple[Job, int]], *, decodes: bool) -> Batch:
-        tokens = 0
-        windows = self._windows
-        pairs = [0] * len(windows)
-        for job, chunk in chunks:
-            tokens += chunk
-            for place, window in enumerate(windows):
-                pairs[place] += attended_pairs(job.computed, chunk, window)
+        pairs = [0] * len(self._windows)
+        total = 0
+        for job, tokens in chunks:
+            total += tokens
+            for place, window in enumerate(self._windows):
+                pairs[place] += attended_pairs(job.computed, tokens, window)
         if decodes:
             context = tuple(self.decoders.context)
-            return Batch(tokens, tuple(pairs), self.decoders.jobs, context)
-        return Batch(tokens, tuple(pairs), 0, self._no_pairs)
-
-    def _count(self, batch: Batch, took: int) -> None:
-        log = self.log
-        log.steps += 1
-        log.busy += took
-        log.prefill += batch.prefill
-        log.decode += batch.decode
-        for place in range(len(log.pairs)):
-            log.pairs[place] += batch.pairs[place]
-            log.context[place] += batch.context[place]
+            return Batch(total, tuple(pairs), self.decoders.jobs, context)
+        return Batch(total, tuple(pairs), 0, self._no_pairs)
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that requests with known output keys have just filled."""

@@ -11,6 +11,7 @@ from kvcore.cache import KVCache
 from kvcore.errors import OutOfBlocks, PolicyError
 from kvcore.policy import Job, LoopState, Scheduler, StepPlan, broken, overridden
 from kvcore.policy.job import DECODE, PAUSED, PREFILL, WAITING
+from kvcore.serving.arrivals import NEVER
 from kvcore.serving.batching import Batching
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.growth import Growth
@@ -97,9 +98,9 @@ class Seats:
         if not self._decoders.jobs:
             self._decoders.grown = self._decoders.steps.count
 
-    def next_timer(self) -> int | None:
-        """Return when (ns) a waiting job's priority changes by itself."""
-        return self._timers[0][0] if self._timers else None
+    def next_timer(self) -> int:
+        """Return when (ns) a waiting job's priority changes by itself, or NEVER."""
+        return self._timers[0][0] if self._timers else NEVER
 
     def prefilled(self, job: Job) -> None:
         """Learn that the prefill of `job` is done."""
@@ -124,14 +125,13 @@ class Seats:
 
     def _grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
-        growth = self.growth
-        if growth.pending:
-            while not growth.fits():
-                self._recompute(self._last(now), now)
-            growth.next_step(now)
+        while not self.growth.next_step(now):
+            self._recompute(self._last(now), now)
 
     def _admit(self, now: int) -> None:
         """Share the tokens of the next step out, in scheduler order."""
+        if not (self._prefilling or self.waiting):
+            return
         preemptive = self._scheduler.preemptive
         ongoing = list(self._prefilling)
         if preemptive and len(ongoing) > 1:

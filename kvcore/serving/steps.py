@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isqrt
 
 from kvcore.policy import Line
@@ -23,27 +23,28 @@ class StepTimes:
         """Take lines in the context, the context of the first step, and what a step adds."""
         if len(growth) == 1:
             (start,), (more,) = context, growth
-            self._lines = [(a + b * start, b * more) for a, b in lines]
-            return
-        self._lines = []
-        for a, *slopes in lines:
-            first = a + sum(b * c for b, c in zip(slopes, context, strict=True))
-            self._lines.append((first, sum(b * g for b, g in zip(slopes, growth, strict=True))))
+            lines = [(a + b * start, b * more) for a, b in lines]
+        else:
+            lines = [
+                (
+                    line[0] + sum(b * c for b, c in zip(line[1:], context, strict=True)),
+                    sum(b * g for b, g in zip(line[1:], growth, strict=True)),
+                )
+                for line in lines
+            ]
+        if len(lines) > 1:
+            top, steepest = max(lines), max(line[1] for line in lines)
+            if top[1] == steepest:
+                lines = [top]
+        self._lines = lines
 
-    def segments(self, steps: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (time of the first step, what each adds to it, steps) of straight parts."""
-        lines, step = self._lines, 0
-        while step < steps:
-            if len(lines) == 1:
-                a, b = lines[0]
-                end = steps
-            else:
-                _, b, a = max((a + b * step, b, a) for a, b in lines)
-                # Where a steeper line rises above this one.
-                overtakes = [(a - c) // (d - b) + 1 for c, d in lines if d > b]
-                end = min([*overtakes, steps])
-            yield a + b * step, b, end - step
-            step = end
+    def segments(self, steps: int) -> Iterable[tuple[int, int, int]]:
+        """Return (time of the first step, what each adds to it, steps) of straight parts."""
+        lines = self._lines
+        if len(lines) == 1:
+            a, b = lines[0]
+            return ((a, b, steps),)
+        return self._parts(steps)
 
     def total(self, steps: int) -> int:
         """Return what the first `steps` steps take together."""
@@ -51,7 +52,7 @@ class StepTimes:
         if len(lines) == 1:
             a, b = lines[0]
             return steps * a + b * (steps * (steps - 1) // 2)
-        return sum(_sum(first, slope, count) for first, slope, count in self.segments(steps))
+        return sum(_sum(first, slope, count) for first, slope, count in self._parts(steps))
 
     def reach(self, time: int, most: int) -> int:
         """Return how many steps (at least 1) it takes until `time` has passed, or `most`."""
@@ -63,6 +64,16 @@ class StepTimes:
             time -= whole
             done += count
         return most
+
+    def _parts(self, steps: int) -> Iterator[tuple[int, int, int]]:
+        lines, step = self._lines, 0
+        while step < steps:
+            _, b, a = max((a + b * step, b, a) for a, b in lines)
+            # Where a steeper line rises above this one.
+            overtakes = [(a - c) // (d - b) + 1 for c, d in lines if d > b]
+            end = min([*overtakes, steps])
+            yield a + b * step, b, end - step
+            step = end
 
 
 def _sum(first: int, slope: int, count: int) -> int:

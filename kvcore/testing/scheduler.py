@@ -147,7 +147,7 @@ class SchedulerTests(ABC):
         if self.starves:
             pytest.skip("declares that jobs may starve: starves = True")
         requests = [
-            _request(n, 4 * n * STEP, output=10 + n % 2, priority=5) for n in range(600)
+            _request(n, 3 * n * STEP, output=10 + n % 2, priority=5) for n in range(600)
         ]
         arrival = requests[20].arrival
         long = _request(_LONG, arrival, prompt=40 * _KEY, output=40, tenant="b")

@@ -85,7 +85,7 @@ def test_slo_may_take_seats():
 
 
 def test_slo_does_not_swap_seats_forever():
-    """Of two jobs alike, the one with the seat keeps it although its slack no longer shrinks."""
+    """Of two jobs alike the one with the seat keeps it, though the other's slack shrinks."""
     requests = [ask(name, output=9, slo=SLO(deadline=40 * STEP)) for name in "ab"]
     assert serve(LeastSlack(preemptive=True), requests) == "ab"
 

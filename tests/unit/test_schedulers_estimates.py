@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from statistics import mean, stdev
 
 import pytest
@@ -10,6 +11,8 @@ from kvcore import SLO, DecodeSteps, Job, Request
 from kvcore.policy.job import DECODE, PREFILL
 from kvcore.testing import STEP, ToyServer
 from kvcore_plugins.scheduling import SJF, SRPT, LeastSlack
+
+SECOND = 10**9
 
 CHUNK = 16
 """Tokens of a prompt that the toy server computes in one step."""
@@ -113,8 +116,6 @@ def expected(scheduler, ids=range(1000), output=10**6):
 
 def test_errors_are_lognormal():
     """Their logarithms scatter around the truth with the standard deviation asked for."""
-    from math import log
-
     errors = [log(tokens / 10**6) for tokens in expected(SJF(error=0.5)).values()]
     assert abs(mean(errors)) < 4 * 0.5 / 1000**0.5
     assert abs(stdev(errors) - 0.5) < 4 * 0.5 / 2000**0.5
@@ -131,9 +132,6 @@ def test_errors_depend_on_seed_and_request_alone():
 def test_predictions_are_at_least_a_token():
     """However wrong."""
     assert min(expected(SJF(error=10), output=1).values()) == 1
-
-
-SECOND = 10**9
 
 
 def test_latest_start_by_deadline():

@@ -46,15 +46,11 @@ def test_shares_are_of_tokens_not_of_requests():
 
 def test_generated_tokens_count_while_they_come():
     """Nothing is known of outputs before: who runs long falls back as it does."""
-    requests = [
-        ask("a", output=50, tenant="x"),
-        ask("b", output=5, tenant="y"),
-        ask("c", at=20, tenant="x"),
-        ask("d", at=20, tenant="y"),
-        ask("e", at=20, tenant="y"),
-    ]
-    # The seat beside a is free from step 5 on. By step 20 x has had 20 tokens, y had 5.
-    assert serve(Fair(), requests, seats=2) == "abdec"
+    outputs = {"a": 50, "b": 2, "c": 1, "d": 1, "g": 1, "e": 1}
+    tenants = dict(zip("abcdge", "xyxyxy", strict=True))
+    requests = [ask(name, output=outputs[name], tenant=tenants[name]) for name in outputs]
+    # At step 4 x has 2 prompts and 5 tokens, 4 of them of a, which still runs; y 2 and 3.
+    assert serve(Fair(), requests, seats=2) == "abcdeg"
 
 
 def test_having_been_away_is_no_credit():
@@ -94,8 +90,9 @@ def test_who_was_served_most_loses_blocks_first():
     scheduler = Fair()
     ToyServer(scheduler)
     jobs = [job(ask(name, output=9, tenant=name), serial) for serial, name in enumerate("xy")]
-    for one, generated in zip(jobs, (3, 5), strict=True):
+    for one in jobs:
         scheduler.queued(one, 0)
+    for one, generated in zip(jobs, (3, 5), strict=True):
         scheduler.admitted(one, 0)
         one.join(generated)
     assert [scheduler.priority(one, STEP) for one in jobs] == [16 + 6, 16 + 10]

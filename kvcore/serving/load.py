@@ -1,0 +1,93 @@
+"""Offered load: how much of the time the work of a run needs at the very least."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import floor
+
+from kvcore.policy import Batch, LatencyModel
+from kvcore.serving.batching import Batching
+from kvcore.serving.log import RunLog
+from kvcore.units import PICOSECONDS
+
+
+def offered_load(
+    log: RunLog, batching: Batching, latency: LatencyModel, pool_tokens: int
+) -> float | None:
+    """Return arrival rate times the least time a request needs; None without a rate.
+
+    The rate is that of the n requests that finished: n - 1 over the time between the first
+    and the last arrival. The least time is a fluid bound: the run's work (what hit does not
+    count, what was preempted and computed again does), spread evenly over the fewest steps
+    that hold it, divided by n. Steps are at least
+
+    - all tokens / `max_tokens`;
+    - (decode tokens + prefills, each at least one step) / `max_seqs`;
+    - tokens of K/V that decoding requests hold, step by step, but for those that hit, over
+      the tokens that the pool holds.
+
+    Where prefill and decode do not share steps, either has its own. One average step is
+    no longer than the mean of the steps it averages as long as a step's time is a maximum
+    of lines (Jensen). With `max_seqs` = 1 and one line this is the utilisation of queueing
+    theory, arrival rate x mean service time. Above 1 the queue grows for as long as
+    requests arrive. Costs O(requests).
+    """
+    rows = [row for row in range(len(log.ids)) if row not in log.reasons]
+    if not rows:
+        return None
+    arrivals = [log.arrival[row] for row in rows]
+    span = max(arrivals) - min(arrivals)
+    if not span:
+        return None
+    misses = [log.prompt[row] - log.hit[row] for row in rows]
+    most = batching.max_tokens if batching.chunked else max(batching.max_tokens, *misses)
+    prefills = sum(-(-tokens // most) for tokens in misses) + sum(log.recomputes)
+    held = 0
+    for row, tokens in zip(rows, misses, strict=True):
+        steps = max(log.output[row] - 1, 0)
+        held += steps * tokens + steps * (steps + 1) // 2
+    seats, room = batching.max_seqs, Fraction(held, pool_tokens)
+    none = [0] * len(log.pairs)
+    if batching.steps == "mixed" and seats > 1:
+        tokens = log.prefill + log.decode
+        steps = max(Fraction(tokens, most), Fraction(prefills + log.decode, seats), room)
+        work = _time(latency, log.prefill, log.pairs, log.decode, log.context, steps)
+    else:
+        steps = max(Fraction(log.prefill, most), Fraction(prefills, seats))
+        work = _time(latency, log.prefill, log.pairs, 0, none, steps)
+        steps = max(Fraction(log.decode, seats), room)
+        work += _time(latency, 0, none, log.decode, log.context, steps)
+    rate = Fraction(len(rows) - 1, span * PICOSECONDS)
+    return float(work / len(rows) * rate)
+
+
+def _time(
+    latency: LatencyModel,
+    prefill: int,
+    pairs: list[int],
+    decode: int,
+    context: list[int],
+    steps: Fraction,
+) -> Fraction:
+    """Return the picoseconds that so much work takes in `steps` equal steps.
+
+    An equal step need not be whole tokens. It is mixed from the whole batches around it,
+    those on the way from all parts rounded down to all rounded up, the largest remainder
+    first: exact where time is linear.
+    """
+    if not steps:
+        return Fraction(0)
+    parts = [part / steps for part in (prefill, decode, *pairs, *context)]
+    corner = [floor(part) for part in parts]
+    rests = [part - whole for part, whole in zip(parts, corner, strict=True)]
+    order = sorted(range(len(parts)), key=rests.__getitem__, reverse=True)
+    time, share = Fraction(0), Fraction(1)
+    split = 2 + len(pairs)
+    for place in order:
+        tokens, sequences, *sums = corner
+        batch = Batch(tokens, tuple(sums[: split - 2]), sequences, tuple(sums[split - 2 :]))
+        if rests[place] < share:
+            time += (share - rests[place]) * latency.duration(batch)
+            share = rests[place]
+        corner[place] += 1
+    return time * steps
