@@ -36,12 +36,14 @@ from kvcore.policy import (
     root_span,
 )
 from kvcore.request import DEFAULT_PRIORITY, SLO, Key, Request, Retention
+from kvcore.serving import Batching, Result, simulate
 from kvcore.trace import Trace
 
 __all__ = [
     "DEFAULT_PRIORITY",
     "SLO",
     "Batch",
+    "Batching",
     "BlockPool",
     "CountingPool",
     "DecodeSteps",
@@ -63,6 +65,7 @@ __all__ = [
     "PrefixCache",
     "Recorder",
     "Request",
+    "Result",
     "Retention",
     "Scheduler",
     "ScoreEviction",
@@ -80,4 +83,5 @@ __all__ = [
     "broken",
     "overridden",
     "root_span",
+    "simulate",
 ]

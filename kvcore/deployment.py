@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from math import ceil
 
 import attrs
 
@@ -14,10 +15,24 @@ from kvcore.units import DECIMAL, format_bytes
 USABLE = Fraction(9, 10)
 """The share of a device's memory that weights and K/V may take; the rest is for activations."""
 
+SHOWN = 3
+
+
+def kv_copies(model: ModelSpec, devices: int) -> Fraction:
+    """Return how many times K/V is held when a model's heads are divided by `devices`.
+
+    The device with the most heads decides: 8 heads lie on 4 devices once, on 3 devices, of
+    which one has 3, as if 9 were held, and on 16 twice. A latent (MLA) has no heads, so
+    each device holds all of it.
+    """
+    if model.latent:
+        return Fraction(devices)
+    return Fraction(devices * -(-model.kv_heads // devices), model.kv_heads)
+
 
 @attrs.frozen
 class Deployment:
-    """One copy of a model, its weights and K/V heads divided by a few equal devices.
+    """One copy of a model: weights and K/V heads divided by a few equal devices.
 
     Attributes:
         layout: the model, and how its K/V lies in blocks.
@@ -35,67 +50,54 @@ class Deployment:
     def __attrs_post_init__(self) -> None:
         """Refuse a deployment on nothing."""
         if self.devices < 1:
-            msg = f"{self.layout.model.name} on {self.devices} devices: give at least 1"
+            msg = f"{self.layout.model.name} on {self}: give at least 1 device"
             raise InputError(msg)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block on all devices together.
-
-        K/V heads are divided as evenly as may be, and the busiest device decides: where
-        there are fewer heads than devices, several hold the same. A latent (MLA) has no
-        heads, and each device holds it whole.
-        """
-        model, devices = self.layout.model, self.devices
-        whole = self.layout.bytes_per_block * devices
-        return whole if model.latent else -(-whole * -(-model.kv_heads // devices)) // (
-            model.kv_heads
-        )
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes left for K/V on all devices together; negative if the weights do not fit."""
-        usable = int(USABLE * self.device.hbm_bytes * self.devices)
-        return usable - self.layout.model.weight_bytes
-
-    def blocks_in(self, size: int) -> int:
-        """Return how many blocks fit into `size` bytes, all devices together."""
-        return max(0, size) // self.bytes_per_block
-
-    def blocks(self) -> int:
-        """Return how many blocks fit next to the weights.
-
-        Raises:
-            InputError: none; says what is missing, and on what they would fit.
-        """
-        blocks = self.blocks_in(self.kv_bytes)
-        if not blocks:
-            model = self.layout.model
-            missing = format_bytes(self.bytes_per_block - self.kv_bytes, DECIMAL)
-            msg = (
-                f"{model.name} on {self}: weights of "
-                f"{format_bytes(model.weight_bytes, DECIMAL)} and a block of K/V do not fit "
-                f"into {float(USABLE):.0%} of its memory: {missing} are missing. {self._enough()}"
-            )
-            raise InputError(msg)
-        return blocks
 
     def __str__(self) -> str:
         """Return the devices as people write them: `4 x h100`."""
         return f"{self.devices} x {self.device.name}"
 
-    def _enough(self) -> str:
-        """Say on how many of these devices it would fit, and on which others."""
-        count = self.devices
-        while attrs.evolve(self, devices=count)._holds_none():  # noqa: SLF001 - its own
-            count += 1
-        larger = [
-            device.name
-            for device in DEVICES.values()
-            if not attrs.evolve(self, device=device)._holds_none()  # noqa: SLF001 - its own
-        ]
-        others = f"; so would {self.devices} x {' or '.join(larger[:3])}" if larger else ""
-        return f"{count} x {self.device.name} would do{others}"
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block on all devices together."""
+        return ceil(self.layout.bytes_per_block * kv_copies(self.layout.model, self.devices))
 
-    def _holds_none(self) -> bool:
-        return not self.blocks_in(self.kv_bytes)
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes left for K/V on all devices together; negative if the weights do not fit."""
+        usable = USABLE * self.device.hbm_bytes * self.devices
+        return int(usable) - self.layout.model.weight_bytes
+
+    def blocks_in(self, size: int) -> int:
+        """Return how many blocks fit into `size` bytes, on all devices together."""
+        return max(0, size) // self.bytes_per_block
+
+    def blocks(self) -> int:
+        """Return how many blocks fit beside the weights.
+
+        Raises:
+            InputError: none; says how much is missing, and on what it would fit.
+        """
+        blocks = self.blocks_in(self.kv_bytes)
+        if not blocks:
+            weights = format_bytes(self.layout.model.weight_bytes, DECIMAL)
+            missing = format_bytes(self.bytes_per_block - self.kv_bytes, DECIMAL)
+            msg = (
+                f"{self.layout.model.name} on {self}: weights of {weights} and a block of K/V "
+                f"need {missing} more than {float(USABLE):.0%} of the memory. {self._remedy()}"
+            )
+            raise InputError(msg)
+        return blocks
+
+    def _remedy(self) -> str:
+        """Say on how many of these devices it would fit, or on which others."""
+        least = self.layout.model.weight_bytes // int(USABLE * self.device.hbm_bytes) + 1
+        more = (attrs.evolve(self, devices=count) for count in (least, least + 1))
+        other = (attrs.evolve(self, device=device) for device in DEVICES.values())
+        fitting = [
+            *[str(one) for one in more if one.blocks_in(one.kv_bytes)][:1],
+            *[str(one) for one in other if one.blocks_in(one.kv_bytes)][:SHOWN],
+        ]
+        if not fitting:
+            return "Take a smaller model, or smaller blocks"
+        return f"It fits on {', '.join(fitting)}"

@@ -21,7 +21,7 @@ from kvcore.policy import (
 from kvcore.specs import Spec, instantiate, nearest, parse, qualified
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from importlib.metadata import EntryPoint
 
 Found: TypeAlias = tuple[type[Plugin], Origin]
@@ -118,8 +118,13 @@ class Plugins:
             msg += f" ({DISABLE} skips {', '.join(self._loaded.skipped)})"
         raise self._or_outdated(InputError(msg))
 
-    def build(self, kind: str, spec: str | Spec) -> Any:
+    def build(
+        self, kind: str, spec: str | Spec, defaults: Mapping[str, Any] | None = None
+    ) -> Any:
         """Build the plugin that a text such as `lfu:half_life=300,unit=s` describes.
+
+        `defaults` are values of options that the text leaves out, used where the plugin
+        has them.
 
         Raises:
             InputError: not one plugin, or an unknown name, option or value.
@@ -134,7 +139,7 @@ class Plugins:
         if reason is not None:
             msg = f"{kind} plugin {cls.name!r} cannot work here: {reason}"
             raise PluginError(msg)
-        return instantiate(cls, wanted[0].options)
+        return instantiate(cls, wanted[0].options, defaults)
 
     def build_many(self, kind: str, text: str) -> list[Any]:
         """Build each plugin of a list such as `lru,lfu:half_life=300,unit=s,cost`.

@@ -78,8 +78,13 @@ def parse(text: str) -> list[Spec]:
     return specs
 
 
-def instantiate(cls: type[P], options: Mapping[str, str]) -> P:
+def instantiate(
+    cls: type[P], options: Mapping[str, str], defaults: Mapping[str, Any] | None = None
+) -> P:
     """Build `cls` from options in text, each converted to its field's annotated type.
+
+    `defaults` are values, not text, of options that are not given; those that `cls` does
+    not have are left out.
 
     Raises:
         InputError: an option that `cls` does not have, does not accept or cannot do
@@ -92,11 +97,17 @@ def instantiate(cls: type[P], options: Mapping[str, str]) -> P:
         if key not in fields:
             msg = f"{label} has no option {key!r}{nearest(key, fields)}. {summary(cls)}"
             raise InputError(msg)
+    others = {
+        key: value
+        for key, value in (defaults or {}).items()
+        if key in fields and key not in options
+    }
     for name, field in fields.items():
-        if field.default is attrs.NOTHING and name not in options:
+        if field.default is attrs.NOTHING and name not in options.keys() | others:
             msg = f"{label} needs a value for option {name!r}. {summary(cls)}"
             raise InputError(msg)
     values = {_argument(fields[key]): _value(cls, fields[key], options[key]) for key in options}
+    values |= {_argument(fields[key]): value for key, value in others.items()}
     try:
         return cls(**values)
     except (KvcoreError, OSError):
@@ -109,6 +120,13 @@ def instantiate(cls: type[P], options: Mapping[str, str]) -> P:
     except Exception as error:
         msg = f"{label} ({qualified(cls)}) could not be built: it raised {error!r}"
         raise PluginError(msg) from error
+
+
+def takes_path(cls: type[Plugin], option: str) -> bool:
+    """Say whether `cls` has such an option, and it is the path of a file."""
+    fields = [field for field in option_fields(cls) if field.name == option]
+    kinds = [_annotation(cls, field) for field in fields]
+    return any(Path in (kind, *get_args(kind)) for kind in kinds)
 
 
 def summary(cls: type[Plugin]) -> str:

@@ -139,6 +139,10 @@ class Lines:
         """Note the header."""
         self.lines.append(("HEADER", fields))
 
+    def describe(self, **fields):
+        """Note more of the header."""
+        self.lines[0][1].update(fields)
+
     def request(self, request, now):
         """Note that a request arrived."""
         del now

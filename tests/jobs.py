@@ -26,7 +26,7 @@ def ask(name, at=0, output=1, *, keys="", prompt=PROMPT, **fields):
 
 def job(request, serial=1):
     """Return a job that has just arrived."""
-    return Job(request, serial, request.arrival, DecodeSteps(), request.prompt)
+    return Job(request, serial, request.arrival, DecodeSteps(), request.prompt, request.slo)
 
 
 def serve(scheduler, requests, *, what="admitted", seats=1):

@@ -29,7 +29,7 @@ class Residency:
         self.hits, self.evicted_blocks = array("i"), array("i")
 
     def hit(self, span: Span, now: int) -> None:
-        """Take in a hit of `span` and all before it, whose last access is still the one before."""
+        """Take in a hit of `span` and all before it, which is not written down in them yet."""
         while span.parent is not None:
             self.hit_age.append(now - span.last_access)
             self.hit_blocks.append(span.end - span.start)

@@ -14,6 +14,8 @@ class CacheStats:
         lookup_blocks, hit_blocks: blocks looked up, and hit from the first on.
         lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
         self_hit_blocks: blocks that preempted requests found of their own.
+        lost_tokens: tokens that whole blocks kept from hitting, at most: what is left of a
+            prompt, but for its last token, after every full block of it has hit.
         looked_up: requests with at least one lookup block.
         ratio_sum: the sum of their hit ratios.
     """
@@ -24,6 +26,7 @@ class CacheStats:
     lookup_tokens: int = 0
     hit_tokens: int = 0
     self_hit_blocks: int = 0
+    lost_tokens: int = 0
     looked_up: int = 0
     ratio_sum: float = 0.0
 
@@ -43,6 +46,9 @@ class CacheStats:
                 self.hit_blocks += hit
                 self.hit_tokens += hit_tokens
                 self.ratio_sum += hit / lookup
+                rest = tokens - 1 - hit_tokens
+                if 0 < rest * hit < hit_tokens:
+                    self.lost_tokens += rest
 
     def ratios(self) -> dict[str, float | None]:
         """Return the hit ratio weighted by block, by token and by request.

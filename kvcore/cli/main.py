@@ -22,6 +22,7 @@ VERBS = {
     "compare": "kvcore.cli.compare",
     "plugins": "kvcore.cli.plugins",
     "replay": "kvcore.cli.replay",
+    "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
 }
 """Where each verb is: a module with a click command of the verb's name."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import orjson
@@ -28,11 +28,16 @@ if TYPE_CHECKING:
 
     Column = tuple[str, ...]
 
+Item = TypeVar("Item")
+
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
 
 WHOLE, FOLDED, GAP = 20, 12, 3
 """Columns of the longest cell that never folds, of the narrowest that does, and between two."""
+
+STRIDE = 256
+"""Items between two movements of a progress bar."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
@@ -157,3 +162,15 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def watched(items: Iterable[Item], tick: Callable[[int], None]) -> Iterator[Item]:
+    """Yield `items`, telling `tick` now and then how many there were."""
+    fresh = 0
+    for item in items:
+        yield item
+        fresh += 1
+        if fresh == STRIDE:
+            tick(fresh)
+            fresh = 0
+    tick(fresh)

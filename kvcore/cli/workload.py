@@ -14,11 +14,11 @@ from kvcore.workloads import recognise
 BUNDLED = "mooncake"
 
 
-def find_workload(text: str | None, plugins: Plugins) -> Workload:
+def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -> Workload:
     """Return the workload that `text` names: a plugin with options, or the path of a file.
 
     None is the trace that comes with kvcore. A plugin's name comes first: `./zipf` is a
-    file.
+    file. `seed` is that of a plugin with an option `seed` that does not set it.
 
     Raises:
         InputError: neither, or a plugin or file that cannot be used as given.
@@ -30,7 +30,8 @@ def find_workload(text: str | None, plugins: Plugins) -> Workload:
     name = text.partition(":")[0].strip()
     names = plugins.names("workload")
     if name in names:
-        workload: Workload = plugins.build("workload", text)
+        defaults = {} if seed is None else {"seed": seed}
+        workload: Workload = plugins.build("workload", text, defaults)
         return workload
     path = Path(text)
     try:

@@ -11,7 +11,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.lab.optimum import Optimum
 from kvcore.plugins import Plugins
-from kvcore.policy import EvictionPolicy, option_fields
+from kvcore.policy import EvictionPolicy
 from kvcore.specs import Spec, parse
 from kvcore.trace.fields import plain
 
@@ -87,7 +87,5 @@ def contenders(
 def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Contender:
     if spec.name == Optimum.name:
         return Contender.bound(Optimum.from_text(spec.options))
-    options = {field.name for field in option_fields(plugins.get("eviction", spec.name))}
-    if seed is not None and "seed" in options:
-        spec = Spec(spec.name, {"seed": str(seed), **spec.options})
-    return Contender.building(partial(plugins.build, "eviction", spec))
+    defaults = {} if seed is None else {"seed": seed}
+    return Contender.building(partial(plugins.build, "eviction", spec, defaults))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.request import Request
+from kvcore.request import SLO, Request
 
 if TYPE_CHECKING:
     from kvcore.cache.sequence import Sequence
@@ -37,6 +37,7 @@ class Job:
         steps: the decode steps of its server.
         stage: `waiting`, `prefill`, `decode`, `paused` or `done`.
         seq: its blocks; None while it has none.
+        slo: what is expected for it: by its client, else by the run; None: nothing.
         target: length of the prefill it needs: the prompt, and after a recompute
             preemption also what it had generated.
         computed: tokens of `target` that are computed; what hit counts.
@@ -53,6 +54,7 @@ class Job:
     arrival: int
     steps: DecodeSteps
     target: int
+    slo: SLO | None = None
     stage: str = WAITING
     seq: Sequence | None = None
     computed: int = 0

@@ -18,6 +18,7 @@ from kvcore.request import Key
 
 if TYPE_CHECKING:
     from kvcore.cache.pool import CountingPool
+    from kvcore.cache.residency import Residency
     from kvcore.cache.sequence import Sequence
 
 Match: TypeAlias = tuple[Span, int, int, Span | None]
@@ -35,6 +36,7 @@ class PrefixCache(Plugin):
         cached, unpinned: blocks in spans, and those of them that no sequence pins.
         evicted, expired_blocks: blocks evicted for room, and dropped as expired, so far.
         pool, eviction, shape, trace: what it works with, set by `attach`.
+        residency: who is told of hits and evictions; None: nobody.
     """
 
     kind: ClassVar[str] = "prefix"
@@ -43,6 +45,7 @@ class PrefixCache(Plugin):
     unpinned: int = attrs.field(init=False, default=0, repr=False)
     evicted: int = attrs.field(init=False, default=0, repr=False)
     expired_blocks: int = attrs.field(init=False, default=0, repr=False)
+    residency: Residency | None = attrs.field(init=False, default=None, repr=False)
 
     def attach(
         self, pool: CountingPool, eviction: EvictionPolicy, shape: Shape, trace: Recorder | None

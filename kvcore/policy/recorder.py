@@ -11,7 +11,10 @@ class Recorder(Protocol):
     """Somewhere decisions are written down; `kvcore.Trace` is the one that writes JSONL."""
 
     def begin(self, **fields: Any) -> None:
-        """Write the header, with what the cache is made of."""
+        """Take what the cache is made of, for the header."""
+
+    def describe(self, **fields: Any) -> None:
+        """Take more of the header, before the first line is written."""
 
     def request(self, request: Request, now: int) -> None:
         """Write that `request` arrived, the first time it is heard of."""

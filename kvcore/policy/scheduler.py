@@ -77,9 +77,11 @@ class Scheduler(Plugin):
     a completion, a preemption, a time given by `changes_at`), never step by step: k decode
     steps with the same sequences are one event. What is not overridden is never called.
 
-    A job's priority is asked when it queues up. A scheduler that is `preemptive` pauses the
-    running job that is last in its order for a waiting one that is before it; the priority
-    of a running job may then only improve, relative to those that wait.
+    A job's priority is asked when it queues up, and compared with those asked at other times:
+    it must not move with the clock. Return a deadline, not a slack. A scheduler that is
+    `preemptive` pauses the running job that is last in its order for a waiting one that is
+    before it; the priority of a running job may then only improve, relative to those that
+    wait.
 
     When blocks are missing, the running or paused job last in order at that moment is
     preempted: its blocks are given up, and it computes them again later.
@@ -106,7 +108,7 @@ class Scheduler(Plugin):
     def changes_at(self, job: Job, now: int) -> int | None:
         """Return when (ns, after `now`) the priority of a waiting job changes by itself.
 
-        None: it does not, or all change alike. It is then asked again at that time.
+        It is then asked again. None: it does not.
         """
         del job, now
         return None

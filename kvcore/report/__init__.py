@@ -1,5 +1,6 @@
 """Results for people and for other programs: tables, sentences, and CSV."""
 
+from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import ComparisonReport, counted, write_csv
 
-__all__ = ["ComparisonReport", "counted", "write_csv"]
+__all__ = ["ComparisonReport", "SimulationReport", "counted", "write_csv"]

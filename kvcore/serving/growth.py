@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcore.cache import KVCache
+from kvcore.cache import KVCache, Sequence
 from kvcore.cache.lockstep import grows_by_count, reserve, settle
 from kvcore.policy import Job
+from kvcore.request import Request
 from kvcore.serving.decoding import Decoders
 
 
@@ -16,6 +17,10 @@ class Growth:
     Where the cache only counts blocks and enough are free, they are taken in one sum, and
     the sequences are told when they leave (`settle`). Else each sequence that needs a block
     is extended by itself, at the time of its step.
+
+    Attributes:
+        slots: in the whole pool, of a token each.
+        idle: slots that open requests hold without a token in them.
     """
 
     def __init__(self, cache: KVCache, decoders: Decoders) -> None:
@@ -23,6 +28,50 @@ class Growth:
         self._cache = cache
         self._decoders = decoders
         self._by_count = grows_by_count(cache)
+        self._size = cache.geometry.block_size
+        self.slots = cache.pool.blocks * self._size
+        self.idle = 0
+
+    @property
+    def held(self) -> int:
+        """Slots that open requests hold, each counted once."""
+        cache = self._cache
+        return (cache.pool.blocks - cache.room) * self._size
+
+    @property
+    def cached(self) -> int:
+        """Slots of which only the prefix cache keeps the tokens."""
+        return self._cache.prefix.unpinned * self._size
+
+    def unfit(self, request: Request) -> str:
+        """Say why `request` can never have all its slots; nothing if it can."""
+        blocks = -(-(request.prompt + max(request.output - 1, 0)) // self._size)
+        most = self._cache.pool.blocks
+        return f"it needs {blocks} blocks; the pool has {most}" if blocks > most else ""
+
+    def splintered(self, request: Request) -> bool:
+        """Say whether enough is free for `request`, but in pieces: blocks may lie anywhere."""
+        del request
+        return False
+
+    def opened(self, seq: Sequence) -> None:
+        """Learn that `seq` was admitted."""
+        self.idle += self._slots(seq) - seq.computed
+
+    def closing(self, job: Job) -> None:
+        """Learn that `job` gives up its slots; if it generated, it is settled."""
+        assert job.seq is not None
+        self.idle -= self._slots(job.seq) - (job.computed if job.prefill_left else job.length)
+
+    def room_for(self, seq: Sequence) -> bool:
+        """Say whether `seq` can get a slot more."""
+        return seq.tokens < seq.blocks * self._size or self._cache.room > 0
+
+    def extend(self, seq: Sequence, tokens: int, now: int) -> None:
+        """Allocate `tokens` more slots of `seq`."""
+        before = self._slots(seq)
+        self._cache.extend(seq, tokens, now)
+        self.idle += self._slots(seq) - before
 
     @property
     def pending(self) -> bool:
@@ -54,6 +103,7 @@ class Growth:
             need = decoders.growth_between(first, end)
             if need <= cache.pool.free:
                 reserve(cache, need)
+                self.idle += need * self._size
                 decoders.grown = end
                 return steps
         for step in decoders.growing_between(first, end):
@@ -72,6 +122,7 @@ class Growth:
 
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
+        self.idle += len(jobs) * self._size
         if self._by_count and len(jobs) <= self._cache.pool.free:
             reserve(self._cache, len(jobs))
             return
@@ -79,3 +130,7 @@ class Growth:
             assert job.seq is not None
             settle(job.seq, job.length + ahead)
             self._cache.extend(job.seq, 1, now)
+
+    def _slots(self, seq: Sequence) -> int:
+        """Return how many slots `seq` has."""
+        return seq.blocks * self._size

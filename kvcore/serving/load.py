@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 from math import floor
 
 from kvcore.policy import Batch, LatencyModel
@@ -24,7 +25,8 @@ def offered_load(
     - all tokens / `max_tokens`;
     - (decode tokens + prefills, each at least one step) / `max_seqs`;
     - tokens of K/V that decoding requests hold, step by step, but for those that hit, over
-      the tokens that the pool holds.
+      the tokens that the pool holds (requests that compute the same block at the same time
+      hold it once, and are counted twice).
 
     Where prefill and decode do not share steps, either has its own. One average step is
     no longer than the mean of the steps it averages as long as a step's time is a maximum
@@ -40,12 +42,13 @@ def offered_load(
     if not span:
         return None
     misses = [log.prompt[row] - log.hit[row] for row in rows]
-    most = batching.max_tokens if batching.chunked else max(batching.max_tokens, *misses)
+    longest = 0 if batching.chunked else max(misses)
+    most = max(batching.max_tokens, longest)
     prefills = sum(-(-tokens // most) for tokens in misses) + sum(log.recomputes)
     held = 0
     for row, tokens in zip(rows, misses, strict=True):
-        steps = max(log.output[row] - 1, 0)
-        held += steps * tokens + steps * (steps + 1) // 2
+        later = max(log.output[row] - 1, 0)
+        held += later * tokens + later * (later + 1) // 2
     seats, room = batching.max_seqs, Fraction(held, pool_tokens)
     none = [0] * len(log.pairs)
     if batching.steps == "mixed" and seats > 1:
@@ -81,13 +84,14 @@ def _time(
     corner = [floor(part) for part in parts]
     rests = [part - whole for part, whole in zip(parts, corner, strict=True)]
     order = sorted(range(len(parts)), key=rests.__getitem__, reverse=True)
-    time, share = Fraction(0), Fraction(1)
-    split = 2 + len(pairs)
-    for place in order:
-        tokens, sequences, *sums = corner
-        batch = Batch(tokens, tuple(sums[: split - 2]), sequences, tuple(sums[split - 2 :]))
-        if rests[place] < share:
-            time += (share - rests[place]) * latency.duration(batch)
-            share = rests[place]
-        corner[place] += 1
+    levels = [Fraction(1), *(rests[place] for place in order), Fraction(0)]
+    time = Fraction(0)
+    for place, (upper, lower) in zip([None, *order], pairwise(levels), strict=True):
+        if place is not None:
+            corner[place] += 1
+        if upper > lower:
+            tokens, sequences, *sums = corner
+            attended = tuple(sums[: len(pairs)]), tuple(sums[len(pairs) :])
+            batch = Batch(tokens, attended[0], sequences, attended[1])
+            time += (upper - lower) * latency.duration(batch)
     return time * steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from kvcore.policy import Job
+from kvcore.policy import Batch, Job
 from kvcore.request import SLO
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.quantiles import Progressions
@@ -51,8 +51,7 @@ class RunLog:
     def ended(self, job: Job, now: int) -> None:
         """Take in a request that has finished."""
         request = job.request
-        slo = request.slo or self.slo
-        self.verdict.append(UNJUDGED if slo is None else _verdict(job, slo, now))
+        self.verdict.append(UNJUDGED if job.slo is None else _verdict(job, job.slo, now))
         self.ids.append(request.id)
         self.tenants.append(request.tenant)
         self.arrival.append(job.arrival)
@@ -71,6 +70,25 @@ class RunLog:
         self.ended(job, -1)
         if self.verdict[-1] != UNJUDGED:
             self.verdict[-1] = MISSED
+
+    def prefilled(self, batch: Batch, took: int) -> None:
+        """Take in a step that prefills, and the picoseconds it took."""
+        self.steps += 1
+        self.busy += took
+        self.prefill += batch.prefill
+        self.decode += batch.decode
+        for place in range(len(self.pairs)):
+            self.pairs[place] += batch.pairs[place]
+            self.context[place] += batch.context[place]
+
+    def decoded(self, decoders: Decoders, steps: int, took: int) -> None:
+        """Take in `steps` steps of decoding alone, which begin now and take `took` ps."""
+        self.steps += steps
+        self.busy += took
+        self.decode += decoders.jobs * steps
+        rises = steps * (steps - 1) // 2
+        for place, more in enumerate(decoders.growth):
+            self.context[place] += decoders.context[place] * steps + more * rises
 
     def gap(self, time: int) -> None:
         """Take in the picoseconds between two tokens of a request, where they are no step."""

@@ -19,6 +19,7 @@ from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batching import Batching
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.executors import Executor
+from kvcore.serving.fragmentation import Occupancy
 from kvcore.serving.log import RunLog
 from kvcore.serving.seats import Seats
 from kvcore.serving.server import ServiceTimes
@@ -43,7 +44,7 @@ class ServingLoop:
 
     Attributes:
         clock: the time, in picoseconds.
-        steps, decoders, seats, log: its parts.
+        steps, decoders, seats, log, occupancy: its parts.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class ServingLoop:
         scheduler.claim()
         scheduler.attach(server)
         self.seats = Seats(cache, scheduler, batching, self.decoders, server)
-        self.log = RunLog(len(windows), slo)
+        self.log = RunLog(len(windows), cache.pool.blocks, slo)
+        self.occupancy = Occupancy(self.seats.growth)
         self._arrivals = arrivals
         self._cache = cache
         self._scheduler = scheduler
@@ -83,14 +85,14 @@ class ServingLoop:
             InputError: the workload is out of order, or its sessions do not close.
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
-        seats, decoders, log = self.seats, self.decoders, self.log
+        seats, decoders, timeline = self.seats, self.decoders, self.log.pool
         pool, prefix = self._cache.pool, self._cache.prefix
         while True:
             now = self.clock // PICOSECONDS
             if self._arrivals.next_at <= now:
                 self._take_arrivals(now)
-            seats.plan(now)
-            log.pool(now, pool.free, prefix.unpinned)
+            if seats.plan(now):
+                timeline.add(now, pool.free, prefix.unpinned)
             if seats.chunks:
                 self._prefill_step()
             elif decoders.jobs:
@@ -103,7 +105,8 @@ class ServingLoop:
         """ARRIVAL: let each request up to `now` wait for a seat, or reject it."""
         for at, request in self._arrivals.until(now):
             self._serial += 1
-            job = Job(request, self._serial, at, self.steps, request.prompt)
+            slo = request.slo or self.log.slo
+            job = Job(request, self._serial, at, self.steps, request.prompt, slo)
             if self._cache.trace is not None:
                 self._cache.trace.request(request, at)
             why = self._unfit(request)
@@ -116,19 +119,14 @@ class ServingLoop:
         """Say why `request` can never be served; nothing if it can."""
         if not request.prompt:
             return "its prompt is empty"
-        cache = self._cache
-        slots = request.prompt + max(request.output - 1, 0)
-        blocks = -(-slots // cache.geometry.block_size)
-        if blocks > cache.pool.blocks:
-            return f"it needs {blocks} blocks; the pool has {cache.pool.blocks}"
-        return ""
+        return self.seats.growth.unfit(request)
 
     def _reject(self, job: Job, why: str, now: int) -> None:
         job.stage = DONE
         request = job.request
         if self._cache.trace is not None:
             self._cache.trace.line("REJECT", now, request=request.id, why=why)
-        self.log.rejected[request.id] = why
+        self.log.rejected(job, why)
         self._arrivals.ended(request, now)
 
     def _idle(self) -> bool:
@@ -137,7 +135,10 @@ class ServingLoop:
         if self.seats.waiting:
             wake = min(wake, self.seats.next_timer())
         if wake < NEVER:
-            self.clock = max(self.clock, wake * PICOSECONDS)
+            clock = max(self.clock, wake * PICOSECONDS)
+            if self._serial:
+                self.occupancy.passed(clock - self.clock, 0, self.seats.refused)
+            self.clock = clock
             return True
         if self.seats.waiting:
             msg = (
@@ -158,6 +159,10 @@ class ServingLoop:
         self.clock = start + took
         now = self.clock // PICOSECONDS
         self.log.prefilled(batch, took)
+        seats = self.seats
+        self.occupancy.passed(
+            took, len(seats.running), seats.refused, batch.prefill + batch.decode
+        )
         if decodes:
             self.log.tokens(decoders, start, StepTimes([(took, 0)], (0,), (0,)), 1)
             decoders.advance(1, self.clock)
@@ -181,7 +186,8 @@ class ServingLoop:
 
     def _decode_steps(self) -> None:
         """Run decode steps up to the next event: one jump."""
-        decoders = self.decoders
+        decoders, seats = self.decoders, self.seats
+        idle = seats.growth.idle
         if self._jumps:
             lines = self._executor.lines(decoders.jobs)
             times = StepTimes(lines, decoders.context, decoders.growth)
@@ -192,6 +198,10 @@ class ServingLoop:
             took = self._executor.run(batch, (), decoders)
             times = StepTimes([(took, 0)], (0,), (0,))
             steps = 1
+        grown = seats.growth.idle - idle
+        self.occupancy.passed(
+            took, len(seats.running), seats.refused, decoders.jobs * steps, steps, grown
+        )
         self.log.decoded(decoders, steps, took)
         self.log.tokens(decoders, self.clock, times, steps)
         self.clock += took
@@ -251,7 +261,7 @@ class ServingLoop:
             if self._cache.trace is not None and job.seq is not None:
                 self._cache.trace.line("FIRST_TOKEN", now, request=request.id, seq=job.seq.id)
         else:
-            self.log.gaps.append(self.clock - job.last_token)
+            self.log.gap(self.clock - job.last_token)
         job.last_token = self.clock
         job.join(job.target - request.prompt + 1)
         if not job.output_left:
@@ -278,6 +288,7 @@ class ServingLoop:
                 cache.trace.line(
                     "FINISH", now, request=request.id, seq=seq.id, output=request.output
                 )
+            self.seats.growth.closing(job)
             cache.close(seq, now)
             self.seats.leave(job, now)
             self.log.ended(job, now)

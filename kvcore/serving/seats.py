@@ -14,7 +14,7 @@ from kvcore.policy.job import DECODE, PAUSED, PREFILL, WAITING
 from kvcore.serving.arrivals import NEVER
 from kvcore.serving.batching import Batching
 from kvcore.serving.decoding import Decoders
-from kvcore.serving.growth import Growth
+from kvcore.serving.contiguous import growth_in
 from kvcore.serving.server import ServiceTimes
 from kvcore.serving.waiting import Waiting
 
@@ -32,6 +32,7 @@ class Seats:
         chunks: what the next step prefills: jobs and tokens.
         changed: whether anything has happened since the last plan.
         pauses, recomputes: preemptions so far.
+        refused: who was refused a seat last, if nothing has happened since.
         growth: allocates for the jobs that generate.
     """
 
@@ -50,7 +51,7 @@ class Seats:
         self.chunks: list[tuple[Job, int]] = []
         self.changed = True
         self.pauses = self.recomputes = 0
-        self.growth = Growth(cache, decoders)
+        self.growth = growth_in(cache, decoders)
         self._cache = cache
         self._scheduler = scheduler
         self._batching = batching
@@ -59,7 +60,7 @@ class Seats:
         self._size = cache.geometry.block_size
         self._spare = batching.spare(cache.pool.blocks)
         self._prefilling: dict[Job, None] = {}
-        self._refused: Job | None = None
+        self.refused: Job | None = None
         self._victims: set[Job] = set()
         self._timers: list[tuple[int, int, Job]] = []
         self._barren = 0
@@ -78,8 +79,11 @@ class Seats:
             self._call("queued", self._queued, job, now)
         self.changed = True
 
-    def plan(self, now: int) -> None:
-        """Allocate what the next decode step needs, and say who prefills: `chunks`."""
+    def plan(self, now: int) -> bool:
+        """Allocate what the next decode step needs, and say who prefills: `chunks`.
+
+        Returns whether anything has happened since the last plan, growing aside.
+        """
         self.chunks = []
         while self._timers and self._timers[0][0] <= now:
             self._rank_again(heappop(self._timers)[2], now)
@@ -94,9 +98,10 @@ class Seats:
             self._victims.clear()
             if not self.running:
                 self._admit(now)
-        self.changed = False
+        changed, self.changed = self.changed, False
         if not self._decoders.jobs:
             self._decoders.grown = self._decoders.steps.count
+        return changed
 
     def next_timer(self) -> int:
         """Return when (ns) a waiting job's priority changes by itself, or NEVER."""
@@ -112,13 +117,13 @@ class Seats:
 
     def computed(self) -> None:
         """Learn that more is committed: who was refused may hit more now."""
-        self._refused = None
+        self.refused = None
         self.changed = True
 
     def leave(self, job: Job, now: int) -> None:
         """Take the seat of a job that is done."""
         del self.running[job]
-        self._refused = None
+        self.refused = None
         self.changed = True
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
@@ -199,7 +204,7 @@ class Seats:
 
     def _seat(self, job: Job, budget: int, now: int) -> bool:
         """Give `job` a seat if there is one, or one can be taken, and there is room."""
-        if job is self._refused or job in self._victims:
+        if job is self.refused or job in self._victims:
             return False
         while len(self.running) >= self._batching.max_seqs:
             if not (self._ranks and self._scheduler.preemptive):
@@ -207,11 +212,11 @@ class Seats:
             last = max(self.running, key=lambda job: (self._priority(job, now), job.serial))
             if not job.rank < self._priority(last, now):
                 return False
-            self._pause(last, now)
+            self._pause(last, now, job)
         take = self._resume if job.stage == PAUSED else self._open
         while not take(job, budget, now):
             if not self._make_room(job, now):
-                self._refused = job
+                self.refused = job
                 return False
         self.waiting.remove(job)
         self.running[job] = None
@@ -234,6 +239,7 @@ class Seats:
             return False
         job.seq = seq
         job.computed = seq.computed
+        self.growth.opened(seq)
         if not again:
             job.admitted, job.hit = now, seq.computed
         job.stage = PREFILL
@@ -248,7 +254,7 @@ class Seats:
         more = 0
         if not (job.prefill_left or self.growth.pending):
             more = job.length + 1 - seq.tokens
-        if more and seq.tokens == seq.blocks * self._size and not cache.room:
+        if more and not self.growth.room_for(seq):
             return False
         if cache.trace is not None:
             cache.trace.line("RESUME", now, request=job.request.id, seq=seq.id)
@@ -257,13 +263,13 @@ class Seats:
             job.stage = PREFILL
             self._prefilling[job] = None
             return True
-        cache.extend(seq, more, now)
+        self.growth.extend(seq, more, now)
         job.stage = DECODE
         job.join(job.generated)
         self._decoders.add(job)
         return True
 
-    def _pause(self, job: Job, now: int) -> None:
+    def _pause(self, job: Job, now: int, sake: Job | None = None) -> None:
         """Take `job` off the batch; it keeps its blocks."""
         assert job.seq is not None
         self._unseat(job)
@@ -271,10 +277,10 @@ class Seats:
         job.pauses += 1
         self.pauses += 1
         self.paused[job] = None
-        self._record(job, "pause", now)
+        self._record(job, "pause", now, sake)
         self.queue(job, now, front=True)
 
-    def _recompute(self, job: Job, now: int) -> None:
+    def _recompute(self, job: Job, now: int, sake: Job | None = None) -> None:
         """Take all blocks of `job`; it will compute them again."""
         seq = job.seq
         assert seq is not None
@@ -283,14 +289,15 @@ class Seats:
             self.waiting.remove(job)
         else:
             self._unseat(job)
-        self._record(job, "recompute", now)
+        self._record(job, "recompute", now, sake)
+        self.growth.closing(job)
         self._cache.close(seq, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt + job.generated, 0
         job.recomputes += 1
         self.recomputes += 1
         self.queue(job, now, front=True)
-        self._refused = None
+        self.refused = None
         self._victims.add(job)
 
     def _unseat(self, job: Job) -> None:
@@ -317,7 +324,7 @@ class Seats:
             return False
         if last is job or not (stuck or job.rank < self._priority(last, now)):
             return False
-        self._recompute(last, now)
+        self._recompute(last, now, job)
         return True
 
     def _last(self, now: int) -> Job:
@@ -329,12 +336,13 @@ class Seats:
 
         return max(chain(self.running, self.paused), key=order)
 
-    def _record(self, job: Job, how: str, now: int) -> None:
+    def _record(self, job: Job, how: str, now: int, sake: Job | None) -> None:
         """PREEMPT: write it down, and stop if nothing but preemption happens any more."""
         self._barren += 1
         trace, seq = self._cache.trace, job.seq
         if trace is not None and seq is not None:
-            trace.line("PREEMPT", now, request=job.request.id, seq=seq.id, how=how)
+            whom = {} if sake is None else {"for": sake.request.id}
+            trace.line("PREEMPT", now, request=job.request.id, seq=seq.id, how=how, **whom)
         jobs = len(self.running) + len(self.waiting)
         if self._barren > PATIENCE + 10 * jobs:
             pool = self._cache.pool

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from time import perf_counter
+from typing import Literal
 
-from kvcore.cache import KVCache
+from kvcore.cache import KVCache, Residency
 from kvcore.errors import InputError
 from kvcore.plugins import plugin_of
 from kvcore.policy import LatencyModel, Scheduler
 from kvcore.request import SLO, Request
 from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.batching import Batching
+from kvcore.serving.contiguous import contiguous
 from kvcore.serving.executors import SimulatedExecutor
 from kvcore.serving.loop import ServingLoop
+from kvcore.serving.record import record_run
 from kvcore.serving.result import Result
 
 
@@ -25,6 +29,8 @@ def simulate(
     batching: Batching | None = None,
     slo: SLO | None = None,
     rate_scale: float = 1.0,
+    allocation: Literal["paged", "contiguous"] = "paged",
+    max_output: int | None = None,
     jumps: bool = True,
 ) -> Result:
     """Serve `workload` in the time that a latency model gives.
@@ -39,6 +45,13 @@ def simulate(
         batching: the caps of a step; None: `Batching()`.
         slo: what is expected for requests that bring no SLO of their own.
         rate_scale: how many times as fast open-loop requests arrive.
+        allocation: `paged`, or `contiguous`, as servers allocated before paging: memory of
+            the size of `cache` in which a request reserves its prompt and the longest
+            possible output in one piece, and shares nothing. `cache` then says no more than
+            the size, and the result has another one.
+        max_output: for `contiguous`, what the longest possible output is, in tokens; a
+            request that asks for more reserves what it asks for. None: the longest of the
+            workload, which is read once for it.
         jumps: whether decode steps between two events are run as one. Changes nothing but
             the time it takes.
 
@@ -55,13 +68,33 @@ def simulate(
     if cache.sequences or cache.stats.requests:
         msg = "simulate with a cache that has served before: make a new KVCache for each run"
         raise InputError(msg)
+    if allocation == "contiguous":
+        cache = contiguous(cache, workload, max_output)
+    elif allocation != "paged":
+        msg = f"allocation={allocation!r} is not known; there are: paged, contiguous"
+        raise InputError(msg)
+    elif max_output is not None:
+        msg = f"max_output={max_output} with allocation='paged': pages are not reserved; drop it"
+        raise InputError(msg)
     scheduler = plugin_of(Scheduler, scheduler, "fcfs")
     latency = plugin_of(LatencyModel, latency, "roofline")
     latency.claim()
     batching = Batching() if batching is None else batching
     arrivals = Arrivals(workload, rate_scale)
-    loop = ServingLoop(
-        arrivals, cache, scheduler, SimulatedExecutor(latency), batching, jumps=jumps, slo=slo
-    )
+    executor = SimulatedExecutor(latency)
+    loop = ServingLoop(arrivals, cache, scheduler, executor, batching, jumps=jumps, slo=slo)
+    if cache.trace is not None:
+        record_run(
+            cache.trace,
+            workload,
+            scheduler,
+            executor,
+            batching,
+            rate_scale=rate_scale,
+            slo=slo,
+        )
+    cache.prefix.residency = Residency()
+    start = perf_counter()
     loop.run()
-    return Result(loop.log, cache, batching, latency)
+    took = perf_counter() - start
+    return Result(loop.log, cache, batching, latency, loop.occupancy.summary(), took)

@@ -152,7 +152,7 @@ class ToyServer:
     def _arrive(self, request: Request) -> None:
         self._arrived += 1
         arrival, target = request.arrival, request.prompt
-        job = Job(request, self._arrived, arrival, self._steps, target)
+        job = Job(request, self._arrived, arrival, self._steps, target, request.slo)
         self._queue(job)
 
     def _queue(self, job: Job, *, front: bool = False) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
+
+import attrs
+import orjson
 
 from kvcore import KVCache, Request
 from kvcore_plugins.eviction import LRU
@@ -14,6 +19,36 @@ from kvcore_plugins.workloads import Mooncake
 
 POOL = 5_859
 KEY_TOKENS = 512
+
+# The peak of a process includes that of the one it was forked from, so a small process
+# stands between the command and the tests.
+MEASURE = """
+import json, resource, subprocess, sys
+from time import perf_counter
+start = perf_counter()
+done = subprocess.run(sys.argv[1:], stdout=subprocess.PIPE, text=True)
+seconds = perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+peak *= 1 if sys.platform == "darwin" else 1024
+json.dump({"seconds": seconds, "peak_mb": peak / 1e6, "output": done.stdout}, sys.stdout)
+sys.exit(done.returncode)
+"""
+
+
+@attrs.frozen
+class Measured:
+    """What a process took, from start to exit, and what it wrote to stdout."""
+
+    seconds: float
+    peak_mb: float
+    output: str
+
+
+def measured(*command: str) -> Measured:
+    """Run a process and measure it. Raises CalledProcessError if it fails."""
+    program = [sys.executable, "-c", MEASURE, *command]
+    done = subprocess.run(program, check=True, stdout=subprocess.PIPE)
+    return Measured(**orjson.loads(done.stdout))
 
 
 def bundled() -> list[Request]:

@@ -12,15 +12,21 @@ from pathlib import Path
 import pytest
 
 from kvcore import (
+    SLO,
     Batch,
     EvictionPolicy,
+    Job,
     LatencyModel,
+    LoopState,
     PrefixCache,
     Request,
     Retention,
+    Scheduler,
     ScoreEviction,
+    Server,
     Shape,
     Span,
+    StepPlan,
     Workload,
     broken,
     overridden,
@@ -37,10 +43,16 @@ CONTRACTS = (
     Span,
     Shape,
     PrefixCache,
+    Scheduler,
+    Job,
+    LoopState,
+    StepPlan,
+    Server,
     LatencyModel,
     Batch,
     Workload,
     Request,
+    SLO,
     Retention,
 )
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -113,7 +125,9 @@ def test_what_score_eviction_overrides_is_said():
     assert set(re.findall(r"`(\w+)`", sentence)) == overrides
 
 
-@pytest.mark.parametrize("page", ["write-a-policy", "write-a-prefix-cache", "write-a-workload"])
+@pytest.mark.parametrize(
+    "page", ["write-a-policy", "write-a-prefix-cache", "write-a-scheduler", "write-a-workload"]
+)
 def test_the_kit_passes_on_the_how_to(page, tmp_path):
     """A how-to's snippets make one file; pytest collects the kit at its end, which passes."""
     text = (DOCS / "how-to" / f"{page}.md").read_text("utf-8")

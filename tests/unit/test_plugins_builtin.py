@@ -12,6 +12,7 @@ NAMES = {
     "eviction": ["cost", "fifo", "lfu", "lru", "mru", "priority", "random", "slru", "ttl"],
     "latency": ["linear", "roofline", "table", "token-rate"],
     "prefix": ["none", "radix"],
+    "scheduler": ["fair", "fcfs", "lpm", "priority", "sjf", "slo", "srpt"],
     "workload": ["azure", "jsonl", "mooncake", "weka", "zipf"],
 }
 

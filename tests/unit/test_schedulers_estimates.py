@@ -23,7 +23,9 @@ def make(scheduler, **fields):
     ToyServer(scheduler)
     fields = {"id": 1, "prompt": 4 * CHUNK, "output": 10} | fields
     request = Request(key_tokens=16, **fields)
-    return scheduler, Job(request, 1, request.arrival, DecodeSteps(), request.prompt)
+    return scheduler, Job(
+        request, 1, request.arrival, DecodeSteps(), request.prompt, request.slo
+    )
 
 
 def progress(job, computed, generated=0):

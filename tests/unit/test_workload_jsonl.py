@@ -29,6 +29,13 @@ def test_every_field_is_read():
     assert request.output_keys == [9]
 
 
+def test_what_clients_and_predictors_expect_is_read(tmp_path):
+    """An SLO and a predicted length arrive in the request."""
+    row = REQUEST | {"slo": {"ttft": 5, "deadline": 9}, "predicted": 3}
+    (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
+    assert (request.slo, request.predicted) == (SLO(ttft=5, deadline=9), 3)
+
+
 def test_closed_loop_is_read():
     """Session, predecessor and think time arrive in the request."""
     request = list(Jsonl(DATA / "requests.jsonl"))[2]
@@ -98,6 +105,9 @@ def test_trace_without_requests_is_refused(tmp_path):
         ({"key_tokens": 32, "keys": [1]}, "field 'key_tokens': expected 16, as before, got 32"),
         ({"salt": 3}, "field 'salt': expected a text"),
         ({"priority": "high"}, "field 'priority': expected a whole number"),
+        ({"slo": {"ttft": 0}}, "field 'slo': expected an object of ttft, tpot, deadline"),
+        ({"slo": {"tbt": 5}}, "field 'slo': expected an object of ttft, tpot, deadline"),
+        ({"predicted": -1}, "field 'predicted': expected a whole number"),
         ({"retention": 3}, "field 'retention': expected a list"),
         ({"retention": [3]}, r"field 'retention\[0\]': expected \[start, end"),
         (

@@ -117,6 +117,8 @@ class Radix(SpanTree):
                 span = span.parent  # type: ignore[assignment]
             return
         cuts = [] if seq.priorities is None else cut_at_hints(self, seq)
+        if self.residency is not None:
+            self.residency.hit(span, now)
         before = None if self._on_accessed is None else _histories(span, root)
         opener, serial = seq.request.id, seq.admission
         while span is not root:
@@ -202,6 +204,8 @@ class Radix(SpanTree):
                         gone.extend(ids)
                 missing -= count
                 self.evicted += count
+                if self.residency is not None:
+                    self.residency.evicted(span, count, now)
                 if count == span.end - span.start:
                     self._take_out(span, "capacity")
                 else:

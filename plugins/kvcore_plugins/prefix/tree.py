@@ -199,6 +199,8 @@ class SpanTree(PrefixCache):
             ids = None if span.ids is None else span.ids[::-1]
             self._record_eviction(span, ids, now, "expired")
             self.expired_blocks += span.blocks
+            if self.residency is not None:
+                self.residency.evicted(span, span.blocks, now)
             self.pool.give(ids, span.blocks)
             self._take_out(span, "expired")
 

@@ -71,7 +71,7 @@ class LeastSlack(Estimating):
 
     def latest_start(self, job: Job) -> int:
         """Return when (ns) `job` must have a seat, to keep, if it is to meet its deadline."""
-        slo = job.request.slo or UNSAID
+        slo = job.slo or UNSAID
         starts = []
         if slo.deadline is not None:
             starts.append(job.arrival + slo.deadline - self.remaining_ns(job))

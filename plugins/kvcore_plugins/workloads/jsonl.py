@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import InputError, Request, Retention, Workload
+from kvcore import SLO, InputError, Request, Retention, Workload
 from kvcore.trace import SCHEMA
 from kvcore.units import LIMIT
 from kvcore.workloads import file_digest
 from kvcore_plugins.workloads.rows import Row, names, rows
+
+SLO_TIMES = {"ttft", "tpot", "deadline"}
 
 
 @attrs.define(slots=False, eq=False)
@@ -91,6 +93,8 @@ def _request(row: Row, arrival: int) -> Request:
         salt=row.optional(row.text, "salt", None),
         tenant=row.optional(row.text, "tenant", None),
         priority=row.optional(partial(row.natural, least=-LIMIT), "priority", 0),
+        slo=row.optional(partial(_slo, row), "slo", None),
+        predicted=row.optional(row.natural, "predicted", None),
         retention=row.optional(partial(_retention, row), "retention", ()),
         session=row.optional(row.text, "session", None),
         after=row.optional(partial(_id, row), "after", None),
@@ -104,6 +108,14 @@ def _id(row: Row, name: str) -> int | str:
     if type(value) in (int, str):
         return value  # type: ignore[return-value]
     raise row.error(field=name, expected="an integer or a text")
+
+
+def _slo(row: Row, name: str) -> SLO:
+    times = row.fields[name]
+    if type(times) is dict and times.keys() <= SLO_TIMES:
+        with suppress(InputError):
+            return SLO(**times)
+    raise row.error(field=name, expected="an object of ttft, tpot, deadline in ns above 0")
 
 
 def _retention(row: Row, name: str) -> tuple[Retention, ...]:

@@ -1,0 +1,185 @@
+"""What `simulate` runs: its options, and the parts they ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from kvcore.cache import KVCache
+from kvcore.catalogue import MODELS, find_device
+from kvcore.cli.model import find_or_read
+from kvcore.cli.workload import find_workload
+from kvcore.deployment import Deployment
+from kvcore.errors import InputError
+from kvcore.model import KVLayout, PrefillCost
+from kvcore.plugins import Plugins
+from kvcore.policy import LatencyModel, Plugin, Recorder, Scheduler, Workload
+from kvcore.request import SLO
+from kvcore.serving import Batching
+from kvcore.specs import Spec
+from kvcore.trace.fields import plain
+from kvcore.units import format_bytes
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """The options of `kvcore simulate`, by the names of the command line."""
+
+    workload: str | Spec | None
+    eviction: Spec
+    scheduler: Spec
+    prefix: Spec
+    latency: Spec
+    model: str
+    device: str
+    tensor_parallel: int
+    kv_dtype: str
+    blocks: int | None
+    memory: int | None
+    block_size: int
+    max_tokens: int
+    max_seqs: int
+    steps: Literal["mixed", "prefill-first"]
+    chunked: bool
+    watermark: float
+    rate_scale: float
+    slo: SLO
+    seed: int
+    trace: Path | None
+    out: Path | None
+    config: Path | None
+    as_json: bool
+
+
+class Setup:
+    """The parts of a run, of which those that serve once are built for each.
+
+    Args:
+        options: what was asked for.
+        from_file: the names of those that come from the configuration file.
+
+    Attributes:
+        workload, deployment, batching: parts that can be used again.
+        blocks: of the pool.
+        recompute: what it costs to compute a block again.
+        slo: what is expected of requests that bring no SLO; None: nothing.
+
+    Raises:
+        InputError: a part that cannot be built as asked for.
+        PluginError: a plugin that cannot work here.
+    """
+
+    def __init__(self, options: Options, from_file: frozenset[str] = frozenset()) -> None:
+        """Build what can be used again, and look at the rest."""
+        self.options = options
+        self._from_file = from_file
+        self._plugins = Plugins()
+        given = options.workload
+        if isinstance(given, Spec):
+            self.workload: Workload = self._built("workload", given)
+        else:
+            self.workload = find_workload(given, self._plugins, options.seed)
+        self._model, device = find_or_read(options.model), find_device(options.device)
+        self.recompute = PrefillCost.of(self._model, device)
+        layout = KVLayout(self._model, options.kv_dtype, options.block_size)
+        self.deployment = Deployment(layout, device, options.tensor_parallel)
+        self.blocks = self._blocks()
+        self.batching = Batching(
+            max_tokens=options.max_tokens,
+            max_seqs=options.max_seqs,
+            chunked=options.chunked,
+            steps=options.steps,
+            watermark=options.watermark,
+        )
+        self.slo = None if options.slo == SLO() else options.slo
+
+    def cache(self, trace: Recorder | None = None) -> KVCache:
+        """Build a cache for one run."""
+        return KVCache(
+            self.blocks,
+            self.options.block_size,
+            eviction=self._built("eviction", self.options.eviction),
+            prefix=self._built("prefix", self.options.prefix),
+            key_tokens=self.workload.key_tokens,
+            trace=trace,
+            recompute=self.recompute,
+        )
+
+    def scheduler(self) -> Scheduler:
+        """Build a scheduler for one run."""
+        scheduler: Scheduler = self._built("scheduler", self.options.scheduler)
+        return scheduler
+
+    def latency(self) -> LatencyModel:
+        """Build a latency model for one run: of this deployment, unless it says otherwise."""
+        latency: LatencyModel = self._built(
+            "latency",
+            self.options.latency,
+            # A file's model has no name that plugins know.
+            model=self._model.name if self._model.name in MODELS else self._model,
+            device=self.deployment.device.name,
+            tensor_parallel=self.deployment.devices,
+            kv_dtype=self.options.kv_dtype,
+        )
+        return latency
+
+    def header(self) -> dict[str, Any]:
+        """Return what a trace should know besides what the run tells it."""
+        model, device = self.recompute.model, self.recompute.device
+        return {
+            "workload": self.workload,
+            "seed": self.options.seed,
+            "model": {"name": model, "kv_dtype": self.options.kv_dtype},
+            "device": {"name": device, "count": self.deployment.devices},
+            "recompute": {"model": model, "device": device},
+        }
+
+    def config(self, *plugins: Plugin) -> dict[str, Any]:
+        """Return what was run, with the plugins that ran it, as JSON has it."""
+        source = self.workload
+        return {
+            "workload": {
+                "name": source.name,
+                "digest": source.digest,
+                "key_tokens": source.key_tokens,
+                "options": plain(source.options()),
+            },
+            "model": self.recompute.model,
+            "device": self.recompute.device,
+            "tensor_parallel": self.deployment.devices,
+            "kv_dtype": self.options.kv_dtype,
+            "bytes_per_block": self.deployment.bytes_per_block,
+            "plugins": {
+                plugin.kind: {"name": plugin.name, "options": plain(plugin.options())}
+                for plugin in plugins
+            },
+            "batching": attrs.asdict(self.batching),
+            "rate_scale": self.options.rate_scale,
+            "seed": self.options.seed,
+        }
+
+    def _blocks(self) -> int:
+        """Return the blocks of the pool: as given, or what fits into memory."""
+        blocks, memory = self.options.blocks, self.options.memory
+        if blocks is not None:
+            return blocks
+        if memory is None:
+            return self.deployment.blocks()
+        fitting = self.deployment.blocks_in(memory)
+        if not fitting:
+            block = format_bytes(self.deployment.bytes_per_block)
+            msg = f"--memory: {format_bytes(memory)} is less than a block, which takes {block}"
+            raise InputError(msg)
+        return fitting
+
+    def _built(self, kind: str, spec: Spec, **defaults: Any) -> Any:
+        """Build a plugin; an error in one of the configuration file names that."""
+        try:
+            return self._plugins.build(kind, spec, {"seed": self.options.seed, **defaults})
+        except InputError as error:
+            if kind not in self._from_file:
+                raise
+            msg = f"{self.options.config}: {error}"
+            raise InputError(msg) from error

@@ -1,0 +1,198 @@
+"""A simulation for people: what was run, whether it can last, and what came of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore.report.tables import counted
+from kvcore.units import format_bytes, format_number, format_seconds
+
+COLUMNS = ("mean", "p50", "p90", "p95", "p99")
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+"""Columns of the line that shows the pool over time."""
+
+NONE = "–"
+
+TIMES = {
+    "ttft_s": "TTFT",
+    "tpot_s": "TPOT",
+    "itl_s": "ITL",
+    "e2e_s": "E2E",
+    "queue_s": "queueing",
+}
+RESTING = {
+    "age_at_hit_s": "since last use, at a hit",
+    "age_at_eviction_s": "since last use, at eviction",
+    "lifetime_s": "in the cache, at eviction",
+    "hits_at_eviction": "hits, at eviction",
+}
+
+Row = list[str]
+
+
+@attrs.frozen
+class SimulationReport:
+    """A summary of a run for people, the most important first.
+
+    Attributes:
+        summary: the numbers of the run, as `Result.summary()` returns them.
+        config: what was run: see docs/reference/cli.md.
+        refusal: why the first request that was rejected was; None if none was.
+    """
+
+    summary: Mapping[str, Any]
+    config: Mapping[str, Any]
+    refusal: str | None = None
+
+    columns: ClassVar[tuple[str, ...]] = COLUMNS
+
+    @property
+    def warning(self) -> str:
+        """That more is asked for than can be done, and what would do; nothing if it is not."""
+        load = self.summary["offered_load"]
+        if load is None or load <= 1:
+            return ""
+        remedies = [f"--rate-scale {self.config['rate_scale'] / load:.1g}"]
+        devices = self.config["tensor_parallel"]
+        if "tensor_parallel" in self._plugin("latency")["options"]:
+            enough = 1 << (ceil(devices * load) - 1).bit_length()
+            remedies.insert(0, f"--tensor-parallel {max(enough, 2 * devices)}")
+        return (
+            f"OVERLOAD: {self.config['workload']['name']} asks for {load:.2g} times what "
+            f"{self._devices} can do. The queue grows for as long as requests arrive, so the "
+            "times below tell how long the trace is, not how fast the system. Try "
+            f"{' or '.join(remedies)}."
+        )
+
+    @property
+    def headline(self) -> str:
+        """What was run, on what, and how many requests came through."""
+        summary, pool = self.summary, self.summary["pool"]
+        tokens = pool["blocks"] * pool["block_size"]
+        memory = format_bytes(pool["blocks"] * self.config["bytes_per_block"])
+        load = summary["offered_load"]
+        lines = (
+            f"{self.config['workload']['name']}: {counted(summary['requests'], 'request')} "
+            f"to {self.config['model']} on {self._devices}, in "
+            f"{format_number(summary['simulated_s'])} s{self._rate}.",
+            f"Pool: {counted(pool['blocks'], 'block')} of {counted(pool['block_size'], 'token')}"
+            f", {tokens:,} tokens in all, {memory} in {self.config['kv_dtype']}.",
+            f"Plugins: {', '.join(self._plugins())}.",
+            "" if load is None else f"Load: {load:.2f} of what this deployment can do.",
+            self._ended(),
+        )
+        return "\n".join(line for line in lines if line)
+
+    @property
+    def times(self) -> list[Row]:
+        """The rows of the table of times: mean and percentiles."""
+        rows = ((name, self.summary[key]) for key, name in TIMES.items())
+        return [[name, *_cells(spread, format_seconds)] for name, spread in rows]
+
+    @property
+    def amounts(self) -> list[Row]:
+        """The rows of the table of everything that is one number."""
+        return [list(row) for row in self._amounts()]
+
+    @property
+    def resting(self) -> list[Row]:
+        """The rows of the table of blocks in the cache; none if nothing is known of them."""
+        seen = self.summary["residency"] or {}
+        return [
+            [name, *_cells(seen[key], format_seconds if key.endswith("_s") else format_number)]
+            for key, name in RESTING.items()
+            if seen.get(key)
+        ]
+
+    @property
+    def closing(self) -> str:
+        """How long it took."""
+        steps, seconds = self.summary["steps"], self.summary["wall_s"]
+        return f"{counted(steps, 'step')}, simulated in {format_seconds(seconds)}."
+
+    @property
+    def _devices(self) -> str:
+        return f"{self.config['tensor_parallel']} x {self.config['device']}"
+
+    @property
+    def _rate(self) -> str:
+        scale = self.config["rate_scale"]
+        return "" if scale == 1 else f", {format_number(scale)} times as fast as recorded"
+
+    def _plugin(self, kind: str) -> Mapping[str, Any]:
+        plugin: Mapping[str, Any] = self.config["plugins"][kind]
+        return plugin
+
+    def _plugins(self) -> Iterator[str]:
+        for kind in ("scheduler", "eviction", "prefix", "latency"):
+            yield f"{kind} {self._plugin(kind)['name']}"
+
+    def _ended(self) -> str:
+        completed, rejected = self.summary["completed"], self.summary["rejected"]
+        if not rejected:
+            return f"{completed:,} completed, none rejected."
+        return f"{completed:,} completed, {rejected:,} rejected; the first: {self.refusal}."
+
+    def _amounts(self) -> Iterator[tuple[str, str]]:
+        summary, hit, pool = self.summary, self.summary["hit"], self.summary["pool"]
+        speed = summary["throughput_tokens_s"]
+        if speed is not None:
+            yield "throughput", f"{format_number(speed)} generated tokens/s"
+        if summary["goodput"] is not None:
+            yield "goodput", f"{format_number(summary['goodput'])} requests/s within the SLO"
+            yield "within the SLO", f"{_share(summary['slo']['met'])} of all ({self._slo()})"
+        if hit["lookup_blocks"]:
+            ratio = hit["ratio"]
+            yield "prefix hits", f"{_share(ratio['block'])} of {hit['lookup_blocks']:,} blocks"
+            yield (
+                "",
+                f"{_share(ratio['token'])} of tokens, {_share(ratio['request'])} a request",
+            )
+        if hit["self_hit_blocks"]:
+            yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
+        counts = summary["preemptions"]
+        yield "preemptions", f"{counts['pause']:,} paused, {counts['recompute']:,} recomputed"
+        yield "evicted", counted(summary["evicted_blocks"], "block")
+        blocks, active = pool["blocks"], pool["active"]
+        if active["mean"] is not None:
+            cached = pool["cached"]["mean"]
+            yield (
+                "pool in use",
+                f"{_share(active['mean'] / blocks)}, {_share(cached / blocks)} cached",
+            )
+        yield "at its peak", f"{_share(active['peak'] / blocks)}"
+        shares = [count / blocks for count in pool["timeline"]["active"]]
+        yield "over time", sparkline(pool["timeline"]["t_s"], shares)
+
+    def _slo(self) -> str:
+        slo = self.summary["slo"]
+        expected = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("deadline_s", "E2E"))
+        given = [f"{name} {slo[key]:g} s" for key, name in expected if slo[key] is not None]
+        return ", ".join(given) or "their own"
+
+
+def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDTH) -> str:
+    """Draw what is `shares[i]` from `times[i]` on: one bar for each of `width` equal times.
+
+    A bar of full height is a share of 1.
+    """
+    if not times:
+        return ""
+    first, step = times[0], (times[-1] - times[0]) / width
+    moments = (first + (place + 0.5) * step for place in range(width))
+    seen = (shares[bisect_right(times, moment) - 1] for moment in moments)
+    return "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in seen)
+
+
+def _cells(spread: Mapping[str, float] | None, write: Any) -> Row:
+    return [NONE if spread is None else write(spread[column]) for column in COLUMNS]
+
+
+def _share(share: float | None) -> str:
+    return NONE if share is None else f"{share:.1%}"

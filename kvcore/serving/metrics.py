@@ -1,0 +1,99 @@
+"""The summary of a run: every number of its JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvcore.cache import KVCache, Residency
+from kvcore.policy import LatencyModel
+from kvcore.request import SLO
+from kvcore.serving.batching import Batching
+from kvcore.serving.load import offered_load
+from kvcore.serving.log import MET, UNJUDGED, RunLog, time_per_token
+from kvcore.serving.quantiles import distribution, weighted_distribution
+from kvcore.units import NANOSECONDS, PICOSECONDS
+
+SCHEMA = 1
+SECOND = NANOSECONDS * PICOSECONDS
+
+
+def summary(
+    log: RunLog, cache: KVCache, batching: Batching, latency: LatencyModel, wall_s: float
+) -> dict[str, Any]:
+    """Return the numbers of a run, as docs/reference/simulate-result.md explains them."""
+    stats, prefix, geometry = cache.stats, cache.prefix, cache.geometry
+    tokens = cache.pool.blocks * geometry.block_size
+    span = simulated(log)
+    seconds = span / NANOSECONDS
+    generated = sum(o for o, finish in zip(log.output, log.finish, strict=True) if finish >= 0)
+    judged = sum(verdict != UNJUDGED for verdict in log.verdict)
+    met = sum(verdict == MET for verdict in log.verdict)
+    tpot = (
+        time_per_token(first, finish, output)
+        for first, finish, output in zip(log.first_token, log.finish, log.output, strict=True)
+        if finish >= 0 and output > 1
+    )
+    return {
+        "schema": SCHEMA,
+        "count": geometry.count,
+        "requests": len(log.ids),
+        "completed": len(log.ids) - len(log.reasons),
+        "rejected": len(log.reasons),
+        "offered_load": offered_load(log, batching, latency, tokens),
+        "simulated_s": seconds,
+        "wall_s": wall_s,
+        "steps": log.steps,
+        "ttft_s": distribution(_between(log.arrival, log.first_token), NANOSECONDS),
+        "tpot_s": distribution(tpot, SECOND),
+        "itl_s": log.itl.distribution(SECOND),
+        "e2e_s": distribution(_between(log.arrival, log.finish), NANOSECONDS),
+        "queue_s": distribution(_between(log.arrival, log.admitted), NANOSECONDS),
+        "throughput_tokens_s": generated / seconds if span else None,
+        "goodput": met / seconds if span and judged else None,
+        "slo": _slo(log.slo or SLO()) | {"met": met / judged if judged else None},
+        "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
+        "evicted_blocks": prefix.evicted + prefix.expired_blocks,
+        "hit": {
+            "lookup_blocks": stats.lookup_blocks,
+            "hit_blocks": stats.hit_blocks,
+            "self_hit_blocks": stats.self_hit_blocks,
+            "lookup_tokens": stats.lookup_tokens,
+            "hit_tokens": stats.hit_tokens,
+            "ratio": stats.ratios(),
+        },
+        "lost_tokens": stats.lost_tokens,
+        "residency": _residency(prefix.residency),
+        "pool": {"block_size": geometry.block_size} | log.pool.summary(span),
+    }
+
+
+def simulated(log: RunLog) -> int:
+    """Return the nanoseconds from the first arrival to the last finish, or arrival."""
+    first = min(log.arrival, default=0)
+    return max(max(log.arrival, default=0), max(log.finish, default=0)) - first
+
+
+def _between(begin: Sequence[int], end: Sequence[int]) -> Iterator[int]:
+    """Yield the times from `begin` to `end`, where there is an end."""
+    return (b - a for a, b in zip(begin, end, strict=True) if b >= 0)
+
+
+def _slo(slo: SLO) -> dict[str, float | None]:
+    return {
+        f"{name}_s": None if time is None else time / NANOSECONDS
+        for name, time in (("ttft", slo.ttft), ("tpot", slo.tpot), ("deadline", slo.deadline))
+    }
+
+
+def _residency(seen: Residency | None) -> dict[str, Any] | None:
+    """Return how long blocks rested, by block; None where nothing was told."""
+    if seen is None or not (seen.hit_blocks or seen.evicted_blocks):
+        return None
+    gone = seen.evicted_blocks
+    return {
+        "age_at_hit_s": weighted_distribution(seen.hit_age, seen.hit_blocks, NANOSECONDS),
+        "age_at_eviction_s": weighted_distribution(seen.idle, gone, NANOSECONDS),
+        "lifetime_s": weighted_distribution(seen.lifetime, gone, NANOSECONDS),
+        "hits_at_eviction": weighted_distribution(seen.hits, gone, 1),
+    }

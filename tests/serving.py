@@ -1,0 +1,351 @@
+"""Short ways to say what a server goes through, and random servers to try things on.
+
+Steps take nanoseconds here, and a block is 4 tokens.
+"""
+
+from collections import Counter
+from io import BytesIO
+from typing import Any, ClassVar
+
+import attrs
+import hypothesis.strategies as st
+import orjson
+from policies import POLICIES, build
+
+from kvcore import SLO, KVCache, LatencyModel, Plugins, Request, Scheduler, StepPlan, Trace
+from kvcore.serving import Batching, simulate
+from kvcore_plugins.eviction import LRU
+
+BLOCK = 4
+STEP = 10
+"""Nanoseconds that `Even` takes for a step."""
+
+
+@attrs.define(slots=False, eq=False)
+class Even(LatencyModel):
+    """Every step takes 10 ns."""
+
+    name: ClassVar[str] = "even"
+
+    def pieces(self, batch):
+        """Return one flat line."""
+        del batch
+        return [(STEP * 1000, 0)]
+
+
+@attrs.define(slots=False, eq=False)
+class Bent(LatencyModel):
+    """Three lines, each the longest somewhere; a step takes a few ns, never a whole number."""
+
+    name: ClassVar[str] = "bent"
+
+    reach: tuple[int | None, ...] = (None,)
+
+    @property
+    def windows(self):
+        """The windows it was made with."""
+        return self.reach
+
+    def pieces(self, batch):
+        """Return the lines, with a slope for each window."""
+        work = 300 * batch.prefill + sum(batch.pairs) + 50 * batch.decode
+        lines = ((1_000 + work, 7), (4_000 + 100 * batch.prefill, 19), (9_000, 3))
+        return [(a, *(b for _ in batch.context)) for a, b in lines]
+
+
+@attrs.define(slots=False, eq=False)
+class Single(Bent):
+    """The same times, of which nothing may be foreseen."""
+
+    name: ClassVar[str] = "single"
+    jumps: ClassVar[bool] = False
+
+
+@attrs.define(slots=False, eq=False)
+class Urgent(Scheduler):
+    """Preemptive, by the priority of requests; many are equal."""
+
+    name: ClassVar[str] = "urgent"
+
+    preemptive: bool = True
+
+    def priority(self, job, now):
+        """Return it; 0 goes first."""
+        del now
+        return job.request.priority
+
+
+@attrs.define(slots=False, eq=False)
+class Latest(Scheduler):
+    """Preemptive: who came last goes first."""
+
+    name: ClassVar[str] = "latest"
+
+    preemptive: bool = True
+
+    def priority(self, job, now):
+        """Return the order of arrival, backwards."""
+        del now
+        return -job.serial
+
+
+@attrs.define(slots=False, eq=False)
+class Impatient(Scheduler):
+    """Who has waited for 300 ns goes last."""
+
+    name: ClassVar[str] = "impatient"
+
+    def priority(self, job, now):
+        """Return whether it has, then its output."""
+        return now > job.arrival + 300, job.request.output
+
+    def changes_at(self, job, now):
+        """Return when it has."""
+        return job.arrival + 301 if now <= job.arrival + 300 else None
+
+
+@attrs.define(slots=False, eq=False)
+class Planning(Scheduler):
+    """Plans for itself: what hits goes first, and in a crowd whoever came last is paused."""
+
+    name: ClassVar[str] = "planning"
+
+    def priority(self, job, now):
+        """Return the order of arrival."""
+        del now
+        return job.serial
+
+    def plan(self, state):
+        """Sort by what would hit."""
+        hits = {job: state.server.probe(job.request, state.now) for job in state.waiting}
+        crowd = len(hits) > 3 and len(state.running) > 2
+        order = sorted(hits, key=lambda job: (-hits[job], job.serial))
+        return StepPlan(iter(order), state.running[-1:] if crowd else ())
+
+
+STAND_INS = {cls.name: cls for cls in (Urgent, Latest, Impatient, Planning)}
+
+SCHEDULERS = (
+    "fair",
+    "fcfs",
+    "lpm:sample=3",
+    "priority:preemptive=true",
+    "priority:ageing=1e-7,preemptive=true",
+    "sjf",
+    "slo:ttft=4e-7,tpot=1e-8",
+    "slo:ttft=4e-7,tpot=1e-8,preemptive=true",
+    "srpt",
+    "srpt:length=predicted,error=1",
+    "srpt:preemptive=false",
+    *STAND_INS,
+)
+"""Schedulers under test, with options that suit servers whose steps take nanoseconds."""
+
+EVICTIONS = (*POLICIES, "lfu:half_life=1e-6", "ttl:ttl=3e-7")
+
+_PLUGINS = Plugins()
+
+
+def scheduler_of(spec):
+    """Return a new scheduler."""
+    return STAND_INS[spec]() if spec in STAND_INS else _PLUGINS.build("scheduler", spec)
+
+
+def ask(name, at=0, prompt=BLOCK, output=1, **fields):
+    """Return a request that shares nothing; it arrives at `at` ns."""
+    fields = {"key_tokens": BLOCK} | fields
+    return Request(id=name, arrival=at, prompt=prompt, output=output, **fields)
+
+
+@attrs.frozen
+class Run:
+    """What became of some requests.
+
+    Attributes:
+        result: of the simulation.
+        trace: the bytes of its trace; None without one.
+        rows: a dict for each request that finished, by id: its times (ns) and numbers.
+    """
+
+    result: Any
+    trace: bytes | None
+    rows: dict[Any, dict[str, int]]
+
+    @property
+    def lines(self):
+        """The lines of the trace, between HEADER and END."""
+        return [orjson.loads(line) for line in self.trace.splitlines()[1:-1]]
+
+    @property
+    def rejected(self):
+        """Why each request was rejected that was, by id."""
+        log = self.result.log
+        return {log.ids[row]: why for row, why in log.reasons.items()}
+
+    def of(self, event):
+        """Return (time, request) for each line of `event`."""
+        return [(line["t"], line["request"]) for line in self.lines if line["event"] == event]
+
+    def count(self):
+        """Return how many lines there are of each event."""
+        return Counter(line["event"] for line in self.lines)
+
+    def sum(self, column):
+        """Return the sum of a column."""
+        return sum(row[column] for row in self.rows.values())
+
+
+COLUMNS = (
+    *("arrival", "admitted", "first_token", "finish", "prompt", "output", "hit"),
+    *("pauses", "recomputes"),
+)
+
+
+def serve(
+    requests,
+    *,
+    blocks=1000,
+    block_size=BLOCK,
+    key_tokens=None,
+    eviction=None,
+    scheduler=None,
+    latency=None,
+    trace=True,
+    jumps=True,
+    rate_scale=1.0,
+    **batching,
+):
+    """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`."""
+    out = BytesIO()
+    writer = Trace(out, mode="model") if trace else None
+    cache = KVCache(
+        blocks,
+        block_size,
+        eviction=LRU() if eviction is None else eviction,
+        count="tokens",
+        key_tokens=block_size if key_tokens is None else key_tokens,
+        trace=writer,
+    )
+    result = simulate(
+        requests,
+        cache=cache,
+        scheduler=scheduler_of("fcfs") if scheduler is None else scheduler,
+        latency=Even() if latency is None else latency,
+        batching=Batching(**{"watermark": 0} | batching),
+        rate_scale=rate_scale,
+        jumps=jumps,
+    )
+    if writer is not None:
+        writer.close()
+    cache.check_integrity()
+    assert not cache.sequences
+    assert cache.pool.free + cache.prefix.cached == blocks
+    log = result.log
+    columns = [getattr(log, column) for column in COLUMNS]
+    rows = {
+        name: dict(zip(COLUMNS, row, strict=True))
+        for number, (name, *row) in enumerate(zip(log.ids, *columns, strict=True))
+        if number not in log.reasons
+    }
+    assert len(rows) + len(log.reasons) == len(log.ids)
+    return Run(result, out.getvalue() if trace else None, rows)
+
+
+@attrs.frozen
+class Server:
+    """A server and what it is to serve, as data."""
+
+    requests: list[Request]
+    eviction: str
+    windows: tuple[int | None, ...]
+    options: dict[str, Any]
+
+    def run(self, scheduler, **options):
+        """Serve the requests with a new scheduler of this name, and all else new."""
+        options = {"latency": Bent(reach=self.windows)} | options
+        return serve(
+            self.requests,
+            scheduler=scheduler_of(scheduler),
+            eviction=build(self.eviction),
+            **self.options,
+            **options,
+        )
+
+
+@st.composite
+def servers(draw, most=24):
+    """Draw a server: its pool is small for what comes, and what comes shares prefixes."""
+    size = draw(st.sampled_from((1, 2, 4, 16)))
+    key_tokens = size * draw(st.sampled_from((1, 1, 2, 4)))
+    max_seqs = draw(st.sampled_from((1, 2, 4)))
+    options = {
+        "blocks": draw(st.sampled_from((12, 20, 40, 8, 1000))),
+        "block_size": size,
+        "key_tokens": key_tokens,
+        "max_seqs": max_seqs,
+        "max_tokens": draw(st.sampled_from((256, 16, 64, 4))),
+        "chunked": draw(st.sampled_from((True, True, False))),
+        "steps": draw(st.sampled_from(("mixed", "mixed", "prefill-first"))),
+        "watermark": draw(st.sampled_from((0, 0.01, 0.2))),
+    }
+    return Server(
+        requests=draw(workloads(key_tokens, most, draw(st.sampled_from((0, 0, 2))))),
+        eviction=draw(st.sampled_from(EVICTIONS)),
+        windows=draw(st.sampled_from(((None,), (None,), (None, 8), (5, None, 20)))),
+        options=options,
+    )
+
+
+def workloads(key_tokens, most=24, followers=0):
+    """Draw up to `most` requests, about `followers` in 5 of which come after another."""
+    wait = st.sampled_from((0, 0, 3, 20, 150, 800))
+    length = st.integers(1, 12) | st.integers(1, 90)
+    asked = st.tuples(
+        st.tuples(wait, length | st.integers(0, 1), st.integers(0, 30) | st.integers(0, 3)),
+        st.tuples(st.integers(0, 30), st.integers(0, 2), st.booleans()),
+        st.tuples(st.integers(0, 4), st.integers(0, 10), st.integers(0, 300)),
+        st.tuples(st.integers(0, 2), st.none() | st.integers(1, 40), st.integers(0, 400)),
+    )
+    few, many = st.lists(asked, max_size=most), st.lists(asked, min_size=most // 2)
+    return (few | many).map(lambda rows: _requests(rows[:most], key_tokens, followers))
+
+
+def _requests(rows, key_tokens, followers):
+    requests: list[Request] = []
+    now = 0
+    for number, (size, keys, follows, wants) in enumerate(rows):
+        wait, prompt, output = size
+        now += wait
+        after = requests[follows[1] % number].id if number and follows[0] < followers else None
+        prompt_keys, output_keys = _keys(number, prompt, output, key_tokens, *keys)
+        requests.append(
+            ask(
+                number,
+                now,
+                prompt,
+                output,
+                keys=prompt_keys,
+                output_keys=output_keys,
+                key_tokens=key_tokens,
+                priority=wants[0],
+                predicted=wants[1],
+                slo=SLO(deadline=wants[2]) if wants[2] else None,
+                tenant=f"tenant {wants[0]}",
+                session="session" if followers else None,
+                after=after,
+                think=follows[2] if after is not None else 0,
+            )
+        )
+    return requests
+
+
+def _keys(number, prompt, output, key_tokens, shared, root, generated):
+    """Return the keys of a prompt whose first `shared` are those of a common one."""
+    full = prompt // key_tokens
+    count = full if generated else -(-prompt // key_tokens)
+    own = (number + 1) * 10_000
+    keys = [
+        root * 1000 + place if place < shared else own + place for place in range(count)
+    ]
+    end = (prompt + max(output - 1, 0)) // key_tokens if generated else full
+    return keys, [own + place for place in range(full, end)]
