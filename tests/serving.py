@@ -5,6 +5,7 @@ Steps take nanoseconds here, and a block is 4 tokens.
 
 from collections import Counter
 from io import BytesIO
+from random import Random
 from typing import Any, ClassVar
 
 import attrs
@@ -272,52 +273,46 @@ class Server:
         )
 
 
-@st.composite
-def servers(draw, most=24):
-    """Draw a server: its pool is small for what comes, and what comes shares prefixes."""
-    size = draw(st.sampled_from((1, 2, 4, 16)))
-    key_tokens = size * draw(st.sampled_from((1, 1, 2, 4)))
-    max_seqs = draw(st.sampled_from((1, 2, 4)))
+def random_server(draw):
+    """Make a server with `draw(low, high)`: a pool that is small for what comes at once."""
+
+    def one_of(*values):
+        return values[draw(0, len(values) - 1)]
+
+    size = one_of(4, 1, 2, 16)
+    key_tokens = size * one_of(1, 1, 2, 4)
+    requests = _requests(draw, draw(0, 24), key_tokens, one_of(0, 0, 2))
+    needs = [-(-(r.prompt + max(r.output - 1, 0)) // size) for r in requests]
+    blocks = max(needs, default=1) * one_of(10, 15, 20, 40, 9, 1000) // 10
     options = {
-        "blocks": draw(st.sampled_from((12, 20, 40, 8, 1000))),
+        "blocks": max(blocks, 1),
         "block_size": size,
         "key_tokens": key_tokens,
-        "max_seqs": max_seqs,
-        "max_tokens": draw(st.sampled_from((256, 16, 64, 4))),
-        "chunked": draw(st.sampled_from((True, True, False))),
-        "steps": draw(st.sampled_from(("mixed", "mixed", "prefill-first"))),
-        "watermark": draw(st.sampled_from((0, 0.01, 0.2))),
+        "max_seqs": one_of(4, 1, 2, 8),
+        "max_tokens": one_of(256, 8, 16, 64),
+        "chunked": draw(0, 2) > 0,
+        "steps": one_of("mixed", "mixed", "prefill-first"),
+        "watermark": one_of(0, 0.01, 0.2),
     }
+    eviction = EVICTIONS[draw(0, len(EVICTIONS) - 1)]
     return Server(
-        requests=draw(workloads(key_tokens, most, draw(st.sampled_from((0, 0, 2))))),
-        eviction=draw(st.sampled_from(EVICTIONS)),
-        windows=draw(st.sampled_from(((None,), (None,), (None, 8), (5, None, 20)))),
-        options=options,
+        requests, eviction, one_of((None,), (None,), (None, 8), (5, None, 20)), options
     )
 
 
-def workloads(key_tokens, most=24, followers=0):
-    """Draw up to `most` requests, about `followers` in 5 of which come after another."""
-    wait = st.sampled_from((0, 0, 3, 20, 150, 800))
-    length = st.integers(1, 12) | st.integers(1, 90)
-    asked = st.tuples(
-        st.tuples(wait, length | st.integers(0, 1), st.integers(0, 30) | st.integers(0, 3)),
-        st.tuples(st.integers(0, 30), st.integers(0, 2), st.booleans()),
-        st.tuples(st.integers(0, 4), st.integers(0, 10), st.integers(0, 300)),
-        st.tuples(st.integers(0, 2), st.none() | st.integers(1, 40), st.integers(0, 400)),
-    )
-    few, many = st.lists(asked, max_size=most), st.lists(asked, min_size=most // 2)
-    return (few | many).map(lambda rows: _requests(rows[:most], key_tokens, followers))
-
-
-def _requests(rows, key_tokens, followers):
+def _requests(draw, count, key_tokens, followers):
+    """Make requests; about `followers` in 5 of them come after another."""
     requests: list[Request] = []
+    longest, spread = (8, 30, 90)[draw(0, 2)], (3, 30, 300)[draw(0, 2)]
     now = 0
-    for number, (size, keys, follows, wants) in enumerate(rows):
-        wait, prompt, output = size
-        now += wait
-        after = requests[follows[1] % number].id if number and follows[0] < followers else None
-        prompt_keys, output_keys = _keys(number, prompt, output, key_tokens, *keys)
+    for number in range(count):
+        now += draw(0, spread) * draw(0, 1)
+        prompt, output = (
+            draw(min(draw(0, 20), 1), longest),
+            draw(0, 40) * draw(0, 1) + draw(0, 2),
+        )
+        follows = number and draw(0, 4) < followers
+        prompt_keys, output_keys = _keys(draw, number, prompt, output, key_tokens)
         requests.append(
             ask(
                 number,
@@ -327,25 +322,35 @@ def _requests(rows, key_tokens, followers):
                 keys=prompt_keys,
                 output_keys=output_keys,
                 key_tokens=key_tokens,
-                priority=wants[0],
-                predicted=wants[1],
-                slo=SLO(deadline=wants[2]) if wants[2] else None,
-                tenant=f"tenant {wants[0]}",
+                priority=draw(0, 2),
+                predicted=draw(1, 40) if draw(0, 1) else None,
+                slo=SLO(deadline=draw(1, 900)) if draw(0, 1) else None,
+                tenant=f"tenant {draw(0, 2)}",
                 session="session" if followers else None,
-                after=after,
-                think=follows[2] if after is not None else 0,
+                after=draw(0, number - 1) if follows else None,
+                think=draw(0, 300) if follows else 0,
             )
         )
     return requests
 
 
-def _keys(number, prompt, output, key_tokens, shared, root, generated):
-    """Return the keys of a prompt whose first `shared` are those of a common one."""
+def _keys(draw, number, prompt, output, key_tokens):
+    """Return keys of a prompt, which begins as others do, and of what it generates."""
+    generated = draw(0, 3) == 3
     full = prompt // key_tokens
     count = full if generated else -(-prompt // key_tokens)
-    own = (number + 1) * 10_000
-    keys = [
-        root * 1000 + place if place < shared else own + place for place in range(count)
-    ]
+    own, shared, root = (number + 1) * 10_000, draw(0, 2) * draw(0, 8), draw(0, 1) * 1000
+    keys = [root + place if place < shared else own + place for place in range(count)]
     end = (prompt + max(output - 1, 0)) // key_tokens if generated else full
     return keys, [own + place for place in range(full, end)]
+
+
+@st.composite
+def _drawn(draw):
+    return random_server(lambda low, high: draw(st.integers(low, high)))
+
+
+def servers():
+    """Draw a server: half of them by hypothesis, which shrinks; half at random, for breadth."""
+    seeds = st.integers(0, 2**32)
+    return _drawn() | seeds.map(lambda seed: random_server(Random(seed).randint))  # noqa: S311

@@ -1,4 +1,4 @@
-"""Sequences that grow in step with one another: their blocks are counted, and told apart late."""
+"""Sequences that grow in step: their blocks are counted, and told apart when they leave."""
 
 from __future__ import annotations
 

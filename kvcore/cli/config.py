@@ -72,17 +72,20 @@ class ConfigFile:
             InputError: no such file, no TOML, an unknown key, or a value that its option
                 does not take; names the file and the key.
         """
-        found: dict[str, Value] = {}
         try:
-            for key, value in self._entries():
-                option = _known(key, self.options, "there is no option")
-                if option.name in found:
-                    msg = f"{key!r} is given twice"
-                    raise InputError(msg)
-                found[str(option.name)] = self._tried(ctx, key, option, value)
+            return self._defaults(ctx)
         except InputError as error:
             msg = f"{self.path}: {error}"
             raise InputError(msg) from error
+
+    def _defaults(self, ctx: click.Context) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        for key, value in self._entries():
+            option = _known(key, self.options, "there is no option")
+            if option.name in found:
+                msg = f"{key!r} is given twice"
+                raise InputError(msg)
+            found[option.name] = self._tried(ctx, key, option, value)
         return found
 
     def _entries(self) -> Iterator[tuple[str, Any]]:
@@ -178,6 +181,6 @@ def _text(value: Any) -> str:
     """Return a value of TOML as the command line would take it."""
     if isinstance(value, (str, bool, int, float)):
         return as_text(value)
-    kind = {dict: "a table", list: "a list"}.get(type(value), f"a {type(value).__name__}")
-    msg = f"expected text, a number, true or false, not {kind}"
+    kind = {"dict": "table", "list": "list"}.get(type(value).__name__, "date or time")
+    msg = f"expected text, a number, true or false, not a {kind}"
     raise InputError(msg)

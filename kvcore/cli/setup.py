@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from decimal import ROUND_FLOOR, Context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +20,14 @@ from kvcore.model import KVLayout, PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.policy import LatencyModel, Plugin, Recorder, Scheduler, Workload
 from kvcore.request import SLO
-from kvcore.serving import Batching
+from kvcore.serving import Batching, Result
+from kvcore.serving.contiguous import Allocation
+from kvcore.serving.load import offered_load
 from kvcore.specs import Spec
 from kvcore.trace.fields import plain
 from kvcore.units import format_bytes
+
+DOUBLINGS = 5
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +50,7 @@ class Options:
     max_seqs: int
     steps: Literal["mixed", "prefill-first"]
     chunked: bool
+    allocation: Allocation
     watermark: float
     rate_scale: float
     slo: SLO
@@ -80,7 +88,8 @@ class Setup:
         if isinstance(given, Spec):
             self.workload: Workload = self._built("workload", given)
         else:
-            self.workload = find_workload(given, self._plugins, options.seed)
+            with self._naming_file("workload"):
+                self.workload = find_workload(given, self._plugins, options.seed)
         self._model, device = find_or_read(options.model), find_device(options.device)
         self.recompute = PrefillCost.of(self._model, device)
         layout = KVLayout(self._model, options.kv_dtype, options.block_size)
@@ -112,15 +121,18 @@ class Setup:
         scheduler: Scheduler = self._built("scheduler", self.options.scheduler)
         return scheduler
 
-    def latency(self) -> LatencyModel:
-        """Build a latency model for one run: of this deployment, unless it says otherwise."""
+    def latency(self, devices: int | None = None) -> LatencyModel:
+        """Build a latency model for one run: of this deployment, unless it says otherwise.
+
+        `devices` is how many there are; None: as many as asked for.
+        """
         latency: LatencyModel = self._built(
             "latency",
             self.options.latency,
             # A file's model has no name that plugins know.
             model=self._model.name if self._model.name in MODELS else self._model,
             device=self.deployment.device.name,
-            tensor_parallel=self.deployment.devices,
+            tensor_parallel=devices or self.deployment.devices,
             kv_dtype=self.options.kv_dtype,
         )
         return latency
@@ -156,9 +168,38 @@ class Setup:
                 for plugin in plugins
             },
             "batching": attrs.asdict(self.batching),
+            "allocation": self.options.allocation,
             "rate_scale": self.options.rate_scale,
             "seed": self.options.seed,
         }
+
+    def remedies(self, result: Result) -> Iterator[str]:
+        """Yield options with which a workload that is too much for this run would not be.
+
+        Each is tried on the work that the run came to: a larger pool where its size was
+        given, more devices, fewer requests.
+        """
+        size, devices = self.options.block_size, self.deployment.devices
+        sized = self.options.blocks is not None or self.options.memory is not None
+
+        def carries(latency: LatencyModel, blocks: int) -> bool:
+            load = offered_load(result.log, self.batching, latency, blocks * size)
+            return load is not None and load <= 1
+
+        if sized:
+            larger = (self.blocks << doubling for doubling in range(1, DOUBLINGS))
+            enough = next((b for b in larger if carries(result.latency, b)), None)
+            if enough:
+                yield f"--blocks {enough}"
+        for more in (devices << doubling for doubling in range(1, DOUBLINGS)):
+            blocks = self.blocks
+            if not sized:
+                blocks = attrs.evolve(self.deployment, devices=more).blocks()
+            if carries(self.latency(more), blocks):
+                yield f"--tensor-parallel {more}"
+                break
+        load = result.summary()["offered_load"]
+        yield f"--rate-scale {_below(self.options.rate_scale / load)}"
 
     def _blocks(self) -> int:
         """Return the blocks of the pool: as given, or what fits into memory."""
@@ -175,11 +216,22 @@ class Setup:
         return fitting
 
     def _built(self, kind: str, spec: Spec, **defaults: Any) -> Any:
-        """Build a plugin; an error in one of the configuration file names that."""
-        try:
+        with self._naming_file(kind):
             return self._plugins.build(kind, spec, {"seed": self.options.seed, **defaults})
+
+    @contextmanager
+    def _naming_file(self, option: str) -> Iterator[None]:
+        """Let an error name the configuration file, if `option` comes from there."""
+        try:
+            yield
         except InputError as error:
-            if kind not in self._from_file:
+            if option not in self._from_file:
                 raise
             msg = f"{self.options.config}: {error}"
             raise InputError(msg) from error
+
+
+def _below(number: float) -> str:
+    """Write a number with two digits, rounded down."""
+    rounded = Context(prec=2, rounding=ROUND_FLOOR).create_decimal(number)
+    return f"{rounded.normalize():f}"

@@ -21,12 +21,13 @@ from kvcore.cli.output import (
     watched,
 )
 from kvcore.cli.setup import Options, Setup
-from kvcore.cli.values import OBJECTIVE, PLUGIN, SIZE
+from kvcore.cli.values import plugin_option, size_option, slo_option
 from kvcore.errors import InputError
 from kvcore.model import KV_DTYPES
-from kvcore.report import SimulationReport
+from kvcore.report import PagingReport, SimulationReport
 from kvcore.serving import Batching, Result
 from kvcore.serving import simulate as run_simulation
+from kvcore.serving.contiguous import Allocation, ContiguousCache
 from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.trace import Trace
 from kvcore.workloads import spare
@@ -41,16 +42,16 @@ TRACE = "trace.jsonl.gz"
 
 @click.command(context_settings={"show_default": True})
 @click.argument("workload", required=False, type=click.UNPROCESSED)
-@click.option("--eviction", type=PLUGIN, default="lru", help="Who dies when the pool is full.")
-@click.option("--scheduler", type=PLUGIN, default="fcfs", help="Who runs in the next step.")
-@click.option("--prefix", type=PLUGIN, default="radix", help="What can be reused.")
-@click.option("--latency", type=PLUGIN, default="roofline", help="How long a step takes.")
+@plugin_option("--eviction", default="lru", help="Who dies when the pool is full.")
+@plugin_option("--scheduler", default="fcfs", help="Who runs in the next step.")
+@plugin_option("--prefix", default="radix", help="What can be reused.")
+@plugin_option("--latency", default="roofline", help="How long a step takes.")
 @click.option("--model", default="llama-3-8b", help="What is served, as for `size`.")
 @click.option("--device", default="h100", help="On what.")
 @click.option("--tensor-parallel", type=int, default=4, help="On how many of them.")
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Of the K/V.")
 @click.option("--blocks", type=int, help="Of the pool.  [default: as many as fit]")
-@click.option("--memory", type=SIZE, help="Of the pool, such as 40GiB, instead of --blocks.")
+@size_option("--memory", help="Of the pool, such as 40GiB, instead of --blocks.")
 @click.option("--block-size", type=int, default=16, help="Tokens in a block.")
 @click.option("--max-tokens", type=int, default=CAPS.max_tokens, help="Tokens of a step.")
 @click.option("--max-seqs", type=int, default=CAPS.max_seqs, help="Sequences of a step.")
@@ -66,8 +67,14 @@ TRACE = "trace.jsonl.gz"
 @click.option(
     "--watermark", type=float, default=CAPS.watermark, help="Share of blocks kept for growth."
 )
+@click.option(
+    "--allocation",
+    type=click.Choice(["paged", "contiguous"]),
+    default="paged",
+    help="In blocks, or beside that as before paging, in pieces.",
+)
 @click.option("--rate-scale", type=float, default=1.0, help="Times as fast as recorded.")
-@click.option("--slo", type=OBJECTIVE, default=SLO, help="Seconds, or `none`.")
+@slo_option("--slo", default=SLO, help="Seconds, or `none`.")
 @click.option("--seed", type=int, default=0, help="Of plugins that draw random numbers.")
 @config_option
 @click.option(
@@ -81,7 +88,7 @@ TRACE = "trace.jsonl.gz"
 )
 @json_option
 @click.pass_context
-def simulate(ctx: click.Context, **given: Any) -> None:
+def simulate(ctx: click.Context, /, **given: Any) -> None:
     """Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
@@ -98,18 +105,27 @@ def simulate(ctx: click.Context, **given: Any) -> None:
     options = Options(**given)
     setup = Setup(options, frozenset(from_file))
     with _outputs(options, setup) as trace:
-        result, document = _run(setup, trace)
+        result, document = _run(setup, trace, options.allocation)
+        if options.allocation == "contiguous":
+            paged, asked = _run(setup, None, "paged")
+            document |= {"config": asked["config"], "paged": paged.summary()}
         if options.out is not None:
-            result.write(options.out, config=document["config"])
+            more = {name: document[name] for name in ("config", "paged") if name in document}
+            result.write(options.out, **more)
     if options.as_json:
         emit_json(document)
     else:
-        _print(document, result)
+        _print(setup, result, document)
 
 
-def _run(setup: Setup, trace: Trace | None) -> tuple[Result, dict[str, Any]]:
+def _run(
+    setup: Setup, trace: Trace | None, allocation: Allocation
+) -> tuple[Result, dict[str, Any]]:
     """Return the result of a run, and what there is to say of it in JSON."""
     source, scheduler = setup.workload, setup.scheduler()
+    longest = None
+    if allocation == "contiguous":
+        longest = max((request.output for request in source), default=0)
     with progress(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
             watched(source, tick),
@@ -119,26 +135,49 @@ def _run(setup: Setup, trace: Trace | None) -> tuple[Result, dict[str, Any]]:
             batching=setup.batching,
             slo=setup.slo,
             rate_scale=setup.options.rate_scale,
+            allocation=allocation,
+            max_output=longest,
         )
     cache = result.cache
     config = setup.config(scheduler, cache.eviction, cache.prefix, result.latency)
     return result, {**result.summary(), "config": config}
 
 
-def _print(document: dict[str, Any], result: Result) -> None:
-    reasons = result.log.reasons
-    report = SimulationReport(document, document["config"], next(iter(reasons.values()), None))
+def _print(setup: Setup, result: Result, document: dict[str, Any]) -> None:
+    load = document["offered_load"]
+    report = SimulationReport(
+        document,
+        document["config"],
+        refusal=next(iter(result.log.reasons.values()), None),
+        remedies=[] if load is None or load <= 1 else list(setup.remedies(result)),
+    )
     if report.warning:
-        print_text(f"{report.warning}\n ")
+        print_text(report.warning)
+        click.echo()
     print_text(report.headline)
     click.echo()
-    print_table(["seconds", *report.columns], report.times, right=report.columns)
+    if "paged" in document:
+        _print_paging(result, document)
+        return
+    print_table(["time", *report.columns], report.times, right=report.columns)
     click.echo()
-    print_table(["", ""], report.amounts)
+    print_table(["quantity", "amount"], report.amounts)
     if report.resting:
         click.echo()
-        print_table(["blocks", *report.columns], report.resting, right=report.columns)
-    print_text(f"\n{report.closing}")
+        print_table(["time of blocks", *report.columns], report.resting, right=report.columns)
+    click.echo()
+    print_text(report.closing)
+
+
+def _print_paging(result: Result, document: dict[str, Any]) -> None:
+    """Print what paging buys."""
+    assert isinstance(result.cache, ContiguousCache)
+    report = PagingReport(document, document["paged"], result.cache.max_output)
+    print_text(report.headline)
+    click.echo()
+    print_table(report.headers, report.rows, right=report.headers[1:])
+    click.echo()
+    print_text(report.reading)
 
 
 @contextmanager
@@ -147,15 +186,17 @@ def _outputs(options: Options, setup: Setup) -> Iterator[Trace | None]:
 
     If the body raises, no file is left of it, nor a directory that was made for it.
     """
-    written = [] if options.trace is None else [options.trace]
+    path, others = options.trace, []
     if options.out is not None:
-        written = [options.out / name for name in (TRACE, SUMMARY, REQUESTS)]
-    for path in written:
-        spare(setup.workload, path)
+        path, *others = (options.out / name for name in (TRACE, SUMMARY, REQUESTS))
+        if options.allocation == "contiguous":
+            path = None
+    for written in filter(None, (path, *others)):
+        spare(setup.workload, written)
     with ExitStack() as stack:
         if options.out is not None:
             stack.enter_context(_directory(options.out))
-        yield stack.enter_context(Trace(written[0], **setup.header())) if written else None
+        yield None if path is None else stack.enter_context(Trace(path, **setup.header()))
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""Values of options that are more than text or a number: a plugin, a size, an SLO."""
+"""Options that are more than text or a number: a plugin, a size, an SLO."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -15,47 +17,8 @@ EXPECTATIONS = ("ttft", "tpot", "deadline")
 """What an SLO may expect, in seconds."""
 
 
-class PluginType(click.ParamType):
-    """One plugin with its options, such as `lfu:half_life=300`."""
-
-    name = "plugin"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Spec:
-        """Read the text; a plugin that is read already is as good."""
-        del param, ctx
-        return value if isinstance(value, Spec) else read_plugin(value)
-
-
-class SizeType(click.ParamType):
-    """Bytes, such as `40GiB`."""
-
-    name = "size"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        """Read the text."""
-        del param, ctx
-        return value if isinstance(value, int) else parse_bytes(value)
-
-
-class SLOType(click.ParamType):
-    """What clients expect, such as `ttft=30,tpot=0.1`, or `none`."""
-
-    name = "slo"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> SLO:
-        """Read the text."""
-        del param, ctx
-        return value if isinstance(value, SLO) else read_slo(value)
-
-
 def read_plugin(text: str) -> Spec:
-    """Read one plugin with its options.
+    """Read one plugin with its options, such as `lfu:half_life=300`.
 
     Raises:
         InputError: none, or several.
@@ -68,7 +31,7 @@ def read_plugin(text: str) -> Spec:
 
 
 def read_slo(text: str) -> SLO:
-    """Read seconds by name; `none` is an SLO that expects nothing.
+    """Read what clients expect, such as `ttft=30,tpot=0.1`; `none` is nothing.
 
     Raises:
         InputError: another name than those of `EXPECTATIONS`, or no seconds above 0.
@@ -79,12 +42,26 @@ def read_slo(text: str) -> SLO:
     for name, seconds in read_plugin(f"slo:{text}").options.items():
         if name not in EXPECTATIONS:
             known = ", ".join(EXPECTATIONS)
-            msg = (
-                f"{name!r} is nothing an SLO says{nearest(name, EXPECTATIONS)}; it says {known}"
-            )
+            msg = f"an SLO has no {name!r}{nearest(name, EXPECTATIONS)}; it may have {known}"
             raise InputError(msg)
         expected[name] = parse_seconds(seconds)
     return SLO(**expected)
 
 
-PLUGIN, SIZE, OBJECTIVE = PluginType(), SizeType(), SLOType()
+def _reading(read: Callable[[str], Any]) -> Callable[..., Any]:
+    """Return a callback that reads the text of an option; what is read already stays."""
+
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            return read(value) if isinstance(value, str) else value
+        except InputError as error:
+            raise click.BadParameter(str(error), ctx, param) from None
+
+    return callback
+
+
+_option = partial(click.option, type=click.UNPROCESSED)
+
+plugin_option = partial(_option, callback=_reading(read_plugin), metavar="PLUGIN")
+size_option = partial(_option, callback=_reading(parse_bytes), metavar="SIZE")
+slo_option = partial(_option, callback=_reading(read_slo), metavar="SLO")

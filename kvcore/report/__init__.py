@@ -1,6 +1,7 @@
 """Results for people and for other programs: tables, sentences, and CSV."""
 
+from kvcore.report.paging import PagingReport
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import ComparisonReport, counted, write_csv
 
-__all__ = ["ComparisonReport", "SimulationReport", "counted", "write_csv"]
+__all__ = ["ComparisonReport", "PagingReport", "SimulationReport", "counted", "write_csv"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil
 from typing import Any, ClassVar
 
 import attrs
@@ -44,11 +43,13 @@ class SimulationReport:
         summary: the numbers of the run, as `Result.summary()` returns them.
         config: what was run: see docs/reference/cli.md.
         refusal: why the first request that was rejected was; None if none was.
+        remedies: options that would carry what is too much.
     """
 
     summary: Mapping[str, Any]
     config: Mapping[str, Any]
     refusal: str | None = None
+    remedies: Sequence[str] = ()
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
 
@@ -58,36 +59,32 @@ class SimulationReport:
         load = self.summary["offered_load"]
         if load is None or load <= 1:
             return ""
-        remedies = [f"--rate-scale {self.config['rate_scale'] / load:.1g}"]
-        devices = self.config["tensor_parallel"]
-        if "tensor_parallel" in self._plugin("latency")["options"]:
-            enough = 1 << (ceil(devices * load) - 1).bit_length()
-            remedies.insert(0, f"--tensor-parallel {max(enough, 2 * devices)}")
         return (
-            f"OVERLOAD: {self.config['workload']['name']} asks for {load:.2g} times what "
+            f"OVERLOAD: {self.config['workload']['name']} asks for {load:.2f} times what "
             f"{self._devices} can do. The queue grows for as long as requests arrive, so the "
-            "times below tell how long the trace is, not how fast the system. Try "
-            f"{' or '.join(remedies)}."
+            "times below tell how long the trace is, not how fast the system. This would "
+            f"carry it: {' or '.join(self.remedies)}."
         )
 
     @property
     def headline(self) -> str:
         """What was run, on what, and how many requests came through."""
-        summary, pool = self.summary, self.summary["pool"]
-        tokens = pool["blocks"] * pool["block_size"]
-        memory = format_bytes(pool["blocks"] * self.config["bytes_per_block"])
-        load = summary["offered_load"]
-        lines = (
-            f"{self.config['workload']['name']}: {counted(summary['requests'], 'request')} "
-            f"to {self.config['model']} on {self._devices}, in "
-            f"{format_number(summary['simulated_s'])} s{self._rate}.",
-            f"Pool: {counted(pool['blocks'], 'block')} of {counted(pool['block_size'], 'token')}"
-            f", {tokens:,} tokens in all, {memory} in {self.config['kv_dtype']}.",
-            f"Plugins: {', '.join(self._plugins())}.",
-            "" if load is None else f"Load: {load:.2f} of what this deployment can do.",
-            self._ended(),
+        summary, config, load = self.summary, self.config, self.summary["offered_load"]
+        blocks, size = summary["pool"]["blocks"], summary["pool"]["block_size"]
+        memory = format_bytes(blocks * config["bytes_per_block"])
+        requests = counted(summary["requests"], "request")
+        run = (
+            f"{config['workload']['name']}: {requests} to {config['model']} on {self._devices},"
+            f"{self._rate} in {format_number(summary['simulated_s'])} simulated seconds."
         )
-        return "\n".join(line for line in lines if line)
+        pool = (
+            f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
+            f"{blocks * size:,} tokens in all, {memory} in {config['kv_dtype']}."
+        )
+        lines = [run, pool, f"Plugins: {', '.join(self._plugins())}."]
+        if load is not None:
+            lines.append(f"Load: at least {load:.2f} of what this deployment can do.")
+        return "\n".join([*lines, self._ended()])
 
     @property
     def times(self) -> list[Row]:
@@ -123,7 +120,7 @@ class SimulationReport:
     @property
     def _rate(self) -> str:
         scale = self.config["rate_scale"]
-        return "" if scale == 1 else f", {format_number(scale)} times as fast as recorded"
+        return "" if scale == 1 else f" {format_number(scale)} times as fast as recorded,"
 
     def _plugin(self, kind: str) -> Mapping[str, Any]:
         plugin: Mapping[str, Any] = self.config["plugins"][kind]
@@ -146,7 +143,7 @@ class SimulationReport:
             yield "throughput", f"{format_number(speed)} generated tokens/s"
         if summary["goodput"] is not None:
             yield "goodput", f"{format_number(summary['goodput'])} requests/s within the SLO"
-            yield "within the SLO", f"{_share(summary['slo']['met'])} of all ({self._slo()})"
+            yield "within the SLO", f"{_share(summary['slo']['met'])} ({self._slo()})"
         if hit["lookup_blocks"]:
             ratio = hit["ratio"]
             yield "prefix hits", f"{_share(ratio['block'])} of {hit['lookup_blocks']:,} blocks"

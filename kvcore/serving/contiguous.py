@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias
 
 from kvcore.cache import KVCache, Sequence
 from kvcore.errors import InputError, OutOfBlocks
@@ -12,6 +13,8 @@ from kvcore.policy import PrefixCache
 from kvcore.request import Request
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.growth import Growth
+
+Allocation: TypeAlias = Literal["paged", "contiguous"]
 
 
 class AddressSpace:
@@ -55,8 +58,8 @@ class AddressSpace:
                 self.free -= length
                 return start
         msg = (
-            f"a piece of {length} slots was asked for; {self.free} of {self.size} are free, the "
-            f"longest hole has {self.largest}"
+            f"a piece of {length} slots was asked for; {self.free} of {self.size} are free, "
+            f"the longest hole has {self.largest}"
         )
         raise OutOfBlocks(msg)
 
@@ -91,8 +94,8 @@ class ContiguousCache(KVCache):
         space: which slots are lent.
         max_output: as given.
 
-    Source: Yu et al., "Orca", OSDI 2022, section 4.2: K/V slots for the longest possible
-    output are reserved on admission.
+    Source: Yu et al., "Orca", OSDI 2022, algorithm 1, which reserves a request's most tokens
+    on admission.
     """
 
     def __init__(
@@ -166,8 +169,8 @@ class ContiguousCache(KVCache):
         length = self.piece(seq)[1]
         if not 0 <= tokens <= length - seq.tokens:
             msg = (
-                f"extend of sequence {seq.id} by {tokens} tokens: its piece has {length} slots, "
-                f"of which {seq.tokens} are in use; give 0 to {length - seq.tokens}"
+                f"extend of sequence {seq.id} by {tokens} tokens: its piece has {length} "
+                f"slots, of which {seq.tokens} are in use; give 0 to {length - seq.tokens}"
             )
             raise InputError(msg)
         seq.tokens += tokens
@@ -185,12 +188,15 @@ class ContiguousCache(KVCache):
 
     def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
         """Refuse: pieces are not shared."""
-        raise self._paged_only("fork", seq, now)
+        del now
+        msg = f"fork of sequence {seq.id}: contiguous memory shares nothing; use KVCache"
+        raise InputError(msg)
 
     def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Refuse: a piece does not shrink."""
-        del tokens
-        raise self._paged_only("rollback", seq, now)
+        del now
+        msg = f"rollback of {tokens} tokens of sequence {seq.id}: use KVCache for that"
+        raise InputError(msg)
 
     def check_integrity(self) -> None:
         """Check that pieces and holes tile the address space. O(pieces · log pieces).
@@ -214,19 +220,13 @@ class ContiguousCache(KVCache):
             or self._pieces.keys() ^ self.sequences
         ):
             msg = (
-                f"{len(pieces)} pieces of {len(self.sequences)} sequences and {free} free slots "
-                f"({self.space.free} counted) end at {end} of {self.space.size}"
+                f"{len(pieces)} pieces of {len(self.sequences)} sequences, and {free} free "
+                f"slots ({self.space.free} counted), end at {end} of {self.space.size}"
             )
             raise AssertionError(msg)
 
     def _recount(self) -> None:
         self.pool.free = self.space.free // self.geometry.block_size
-
-    def _paged_only(self, what: str, seq: Sequence, now: int | None) -> InputError:
-        del now
-        return InputError(
-            f"{what} of sequence {seq.id}: contiguous memory has none; use KVCache"
-        )
 
 
 class Reserved(Growth):
@@ -237,10 +237,9 @@ class Reserved(Growth):
         super().__init__(cache, decoders)
         self._memory = cache
 
-    @property
-    def held(self) -> int:
-        """Slots that open requests hold."""
-        return self._memory.space.size - self._memory.space.free
+    def held(self) -> tuple[int, int]:
+        """Return the slots that open requests hold; none are cached."""
+        return self._memory.space.size - self._memory.space.free, 0
 
     def unfit(self, request: Request) -> str:
         """Say why no piece can be long enough for `request`; nothing if one can."""

@@ -21,6 +21,7 @@ class Growth:
     Attributes:
         slots: in the whole pool, of a token each.
         idle: slots that open requests hold without a token in them.
+        uncomputed: those of them that prefill has yet to reach.
     """
 
     def __init__(self, cache: KVCache, decoders: Decoders) -> None:
@@ -30,18 +31,12 @@ class Growth:
         self._by_count = grows_by_count(cache)
         self._size = cache.geometry.block_size
         self.slots = cache.pool.blocks * self._size
-        self.idle = 0
+        self.idle = self.uncomputed = 0
 
-    @property
-    def held(self) -> int:
-        """Slots that open requests hold, each counted once."""
-        cache = self._cache
-        return (cache.pool.blocks - cache.room) * self._size
-
-    @property
-    def cached(self) -> int:
-        """Slots of which only the prefix cache keeps the tokens."""
-        return self._cache.prefix.unpinned * self._size
+    def held(self) -> tuple[int, int]:
+        """Return the slots that open requests hold, and those only the prefix cache does."""
+        cached = self._cache.prefix.unpinned * self._size
+        return self.slots - self._cache.pool.free * self._size - cached, cached
 
     def unfit(self, request: Request) -> str:
         """Say why `request` can never have all its slots; nothing if it can."""
@@ -57,11 +52,14 @@ class Growth:
     def opened(self, seq: Sequence) -> None:
         """Learn that `seq` was admitted."""
         self.idle += self._slots(seq) - seq.computed
+        self.uncomputed += seq.tokens - seq.computed
 
     def closing(self, job: Job) -> None:
         """Learn that `job` gives up its slots; if it generated, it is settled."""
         assert job.seq is not None
-        self.idle -= self._slots(job.seq) - (job.computed if job.prefill_left else job.length)
+        left = job.prefill_left
+        self.idle -= self._slots(job.seq) - (job.computed if left else job.length)
+        self.uncomputed -= left
 
     def room_for(self, seq: Sequence) -> bool:
         """Say whether `seq` can get a slot more."""

@@ -93,6 +93,7 @@ class ServingLoop:
                 self._take_arrivals(now)
             if seats.plan(now):
                 timeline.add(now, pool.free, prefix.unpinned)
+                self.occupancy.event(len(seats.running), seats.refused)
             if seats.chunks:
                 self._prefill_step()
             elif decoders.jobs:
@@ -137,7 +138,7 @@ class ServingLoop:
         if wake < NEVER:
             clock = max(self.clock, wake * PICOSECONDS)
             if self._serial:
-                self.occupancy.passed(clock - self.clock, 0, self.seats.refused)
+                self.occupancy.passed(clock - self.clock, steps=0)
             self.clock = clock
             return True
         if self.seats.waiting:
@@ -159,10 +160,7 @@ class ServingLoop:
         self.clock = start + took
         now = self.clock // PICOSECONDS
         self.log.prefilled(batch, took)
-        seats = self.seats
-        self.occupancy.passed(
-            took, len(seats.running), seats.refused, batch.prefill + batch.decode
-        )
+        self.occupancy.passed(took, batch.prefill, batch.decode)
         if decodes:
             self.log.tokens(decoders, start, StepTimes([(took, 0)], (0,), (0,)), 1)
             decoders.advance(1, self.clock)
@@ -186,8 +184,7 @@ class ServingLoop:
 
     def _decode_steps(self) -> None:
         """Run decode steps up to the next event: one jump."""
-        decoders, seats = self.decoders, self.seats
-        idle = seats.growth.idle
+        decoders = self.decoders
         if self._jumps:
             lines = self._executor.lines(decoders.jobs)
             times = StepTimes(lines, decoders.context, decoders.growth)
@@ -198,10 +195,7 @@ class ServingLoop:
             took = self._executor.run(batch, (), decoders)
             times = StepTimes([(took, 0)], (0,), (0,))
             steps = 1
-        grown = seats.growth.idle - idle
-        self.occupancy.passed(
-            took, len(seats.running), seats.refused, decoders.jobs * steps, steps, grown
-        )
+        self.occupancy.passed(took, 0, decoders.jobs * steps, steps)
         self.log.decoded(decoders, steps, took)
         self.log.tokens(decoders, self.clock, times, steps)
         self.clock += took

@@ -78,12 +78,14 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them. Costs O(events · log events)."""
-        return summary(self.log, self.cache, self.batching, self.latency, self.wall_s)
+        document = summary(self.log, self.cache, self.batching, self.latency, self.wall_s)
+        return document | {"fragmentation": attrs.asdict(self.fragmentation)}
 
-    def write(self, directory: Path | str) -> None:
+    def write(self, directory: Path | str, **more: Any) -> None:
         """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
 
-        Both appear when both are whole; what had these names before is replaced.
+        Both appear when both are whole; what had these names before is replaced. The
+        summary has the entries `more` besides its own.
 
         Raises:
             InputError: the directory cannot be made, or a file not be opened.
@@ -103,7 +105,7 @@ class Result:
             for row in zip(*self.requests.values(), strict=True):
                 line = orjson.dumps(dict(zip(names, row, strict=True)))
                 lines.write(f"{line.decode()}\n")
-            text = orjson.dumps(self.summary(), option=orjson.OPT_INDENT_2)
+            text = orjson.dumps(self.summary() | more, option=orjson.OPT_INDENT_2)
             document.write(f"{text.decode()}\n")
 
 

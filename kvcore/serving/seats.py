@@ -13,8 +13,8 @@ from kvcore.policy import Job, LoopState, Scheduler, StepPlan, broken, overridde
 from kvcore.policy.job import DECODE, PAUSED, PREFILL, WAITING
 from kvcore.serving.arrivals import NEVER
 from kvcore.serving.batching import Batching
-from kvcore.serving.decoding import Decoders
 from kvcore.serving.contiguous import growth_in
+from kvcore.serving.decoding import Decoders
 from kvcore.serving.server import ServiceTimes
 from kvcore.serving.waiting import Waiting
 

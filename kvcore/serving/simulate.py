@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from time import perf_counter
-from typing import Literal
 
 from kvcore.cache import KVCache, Residency
 from kvcore.errors import InputError
@@ -13,7 +12,7 @@ from kvcore.policy import LatencyModel, Scheduler
 from kvcore.request import SLO, Request
 from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.batching import Batching
-from kvcore.serving.contiguous import contiguous
+from kvcore.serving.contiguous import Allocation, contiguous
 from kvcore.serving.executors import SimulatedExecutor
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.record import record_run
@@ -29,7 +28,7 @@ def simulate(
     batching: Batching | None = None,
     slo: SLO | None = None,
     rate_scale: float = 1.0,
-    allocation: Literal["paged", "contiguous"] = "paged",
+    allocation: Allocation = "paged",
     max_output: int | None = None,
     jumps: bool = True,
 ) -> Result:
@@ -74,7 +73,7 @@ def simulate(
         msg = f"allocation={allocation!r} is not known; there are: paged, contiguous"
         raise InputError(msg)
     elif max_output is not None:
-        msg = f"max_output={max_output} with allocation='paged': pages are not reserved; drop it"
+        msg = f"max_output={max_output} is for allocation='contiguous' alone; leave it out"
         raise InputError(msg)
     scheduler = plugin_of(Scheduler, scheduler, "fcfs")
     latency = plugin_of(LatencyModel, latency, "roofline")

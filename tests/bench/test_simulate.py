@@ -121,7 +121,12 @@ def _peer_command(trace: Path, report: Path, block_size: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("source", "block_size", "promised", "runs"),
-    [(_mooncake, 512, 3, 3), (_mooncake, 16, 30, 1), (_azure, 16, 2, 3), (_azure, 512, None, 3)],
+    [
+        (_mooncake, 512, 3, 3),
+        (_mooncake, 16, 30, 1),
+        (_azure, 16, 2, 3),
+        (_azure, 512, None, 3),
+    ],
     ids=["mooncake, block 512", "mooncake, block 16", "azure, block 16", "azure, block 512"],
 )
 def test_dynamo(source, block_size, promised, runs, request, tmp_path):
@@ -227,7 +232,8 @@ def test_tracing(block_size, tmp_path):
 def test_a_million_requests():
     """Time grows in proportion to the requests, and a million streamed stay under 1.5 GB."""
     quarter, million = (
-        measured(*_command(f"zipf:requests={requests}", 16)) for requests in (250_000, 1_000_000)
+        measured(*_command(f"zipf:requests={requests}", 16))
+        for requests in (250_000, 1_000_000)
     )
     growth = million.seconds / quarter.seconds
     print(

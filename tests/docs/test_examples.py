@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-COMPOSE = Path(__file__).parents[2] / "examples" / "compose.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMPOSE = EXAMPLES / "compose.py"
 
 
 def test_compose_prints_a_line_a_policy(tmp_path):
@@ -21,3 +22,18 @@ def test_compose_prints_a_line_a_policy(tmp_path):
     assert cost.startswith("cost ")
     assert lfu.endswith("%")
     assert cost.endswith("%")
+
+
+def test_simulate_prints_a_line_a_scheduler(tmp_path):
+    """`python examples/simulate.py` serves requests under three schedulers."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "simulate.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["fcfs", "sjf", "slo"]
+    assert all(line.endswith("% in time") for line in lines)

@@ -15,6 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SNIPPET = re.compile(
+    r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
+)
 
 
 def blocks(page, language):
@@ -47,12 +50,17 @@ WITH_KVCORE = [
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
-def test_python_snippets_run(page, tmp_path, monkeypatch):
-    """The Python blocks of a page run one after the other, as a reader would type them."""
+def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
+    """The Python blocks of a page run one after the other, as a reader would type them.
+
+    What one prints is the text block right below it, if there is one.
+    """
     monkeypatch.chdir(tmp_path)
     space = {"__name__": "__snippet__"}
-    for number, body in enumerate(blocks(page, "python")):
+    for number, (body, shown) in enumerate(SNIPPET.findall(page.read_text())):
         exec(compile(body, f"{name(page)}[{number}]", "exec", dont_inherit=True), space)  # noqa: S102
+        printed = capsys.readouterr().out
+        assert not shown or printed == shown
 
 
 @pytest.mark.parametrize("page", WITH_KVCORE, ids=name)

@@ -1,4 +1,4 @@
-"""Whatever a server is made of: jumps change nothing, traces change nothing, nothing is lost."""
+"""Whatever a server is made of: jumps and traces change nothing, and nothing is lost."""
 
 import attrs
 import pytest
@@ -18,7 +18,14 @@ def outcome(run):
     log = run.result.log
     columns = {column: getattr(log, column) for column in COLUMNS}
     work = (log.steps, log.busy, log.prefill, log.pairs, log.decode, log.context)
-    return log.ids, log.reasons, columns, work, log.itl.distribution(1), attrs.asdict(run.result.cache.stats)
+    return (
+        log.ids,
+        log.reasons,
+        columns,
+        work,
+        log.itl.distribution(1),
+        attrs.asdict(run.result.cache.stats),
+    )
 
 
 @every_scheduler

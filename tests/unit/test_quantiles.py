@@ -34,7 +34,8 @@ def stored(pieces):
 
 
 @pytest.mark.parametrize(
-    ("percent", "count", "rank"), [(50, 1, 1), (50, 4, 2), (50, 5, 3), (90, 10, 9), (99, 10, 10)]
+    ("percent", "count", "rank"),
+    [(50, 1, 1), (50, 4, 2), (50, 5, 3), (90, 10, 9), (99, 10, 10)],
 )
 def test_a_percentile_is_the_nearest_rank(percent, count, rank):
     """At least p % of the samples are at or below it, and it is the first such one."""

@@ -63,7 +63,7 @@ def test_an_eviction_has_age_lifetime_and_hits():
     """Stored at 0, hit at 10, evicted at 40, tail first; the tail was never hit."""
     cache, seen = watched(4)
     serve(cache, "abc", now=0)
-    serve(cache, "abx", 9, now=10)
+    cache.close(start(cache, "abx", 9, now=10), 10)
     serve(cache, "uvwx", now=40)
     assert evictions(seen) == [(40, 40, 0, 1), (30, 40, 1, 2)]
 

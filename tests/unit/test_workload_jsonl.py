@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.request import Retention
+from kvcore.request import SLO, Retention
 from kvcore_plugins.workloads import Jsonl
 
 DATA = Path(__file__).parents[1] / "data"

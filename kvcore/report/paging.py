@@ -1,0 +1,77 @@
+"""What paging buys: a run in contiguous memory beside a paged one of the same size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from kvcore.units import format_number, format_seconds
+
+NONE = "-"
+
+
+@attrs.frozen
+class PagingReport:
+    """Two runs of the same requests for people.
+
+    Attributes:
+        contiguous, paged: the summaries of the runs.
+        max_output: what a request in contiguous memory reserves for its output, in tokens.
+    """
+
+    contiguous: Mapping[str, Any]
+    paged: Mapping[str, Any]
+    max_output: int
+
+    @property
+    def headline(self) -> str:
+        """What is compared."""
+        tokens = self.paged["pool"]["blocks"] * self.paged["pool"]["block_size"]
+        return (
+            f"The same memory of {tokens:,} tokens, contiguous: a request reserves its prompt "
+            f"and {self.max_output:,} tokens of output in one piece, and shares nothing."
+        )
+
+    @property
+    def headers(self) -> list[str]:
+        """The headers of the table."""
+        return ["", "contiguous", "paged"]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The rows of the table, the most important first."""
+        runs = zip(_cells(self.contiguous), _cells(self.paged), strict=True)
+        return [[name, before, after] for (name, before), (_, after) in runs]
+
+    @property
+    def reading(self) -> str:
+        """What the table's words mean, and what paging bought."""
+        more = [run["fragmentation"]["running"] for run in (self.paged, self.contiguous)]
+        bought = (
+            f"Paging runs {more[0] / more[1]:.2f} times as many at a time. " if more[1] else ""
+        )
+        return (
+            f"{bought}Splintered is the time in which the next request waited although enough "
+            "was free in sum, in holes too short for it."
+        )
+
+
+def _cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of one run: what it is, and how much."""
+    seen, ttft = summary["fragmentation"], summary["ttft_s"]
+    yield "running at a time", format_number(seen["running"])
+    yield "completed", f"{summary['completed']:,}"
+    yield "rejected", f"{summary['rejected']:,}"
+    speed = summary["throughput_tokens_s"]
+    yield "generated tokens/s", NONE if speed is None else format_number(speed)
+    for kind in ("mean", "p99"):
+        yield f"TTFT, {kind}", NONE if ttft is None else format_seconds(ttft[kind])
+    yield "memory: tokens of open requests", f"{seen['used']:.1%}"
+    yield "memory: cached for later ones", f"{seen['cached']:.1%}"
+    yield "memory: reserved, no token yet", f"{seen['internal']:.1%}"
+    yield "of this, prompts in prefill", f"{seen['uncomputed']:.1%}"
+    yield "time splintered", f"{seen['external']:.1%}"
+    free = seen["external_free"]
+    yield "free at such times", NONE if free is None else f"{free:.1%}"

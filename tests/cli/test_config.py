@@ -1,0 +1,161 @@
+"""`kvcore simulate --config`: options in TOML, and which of two that contradict wins."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvcore.cli import main as frame
+
+SMALL = 'workload = "zipf:requests=20,prefix_tokens=64,suffix_tokens=32,output_tokens=8"\n'
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+
+
+@pytest.fixture
+def run(capsys, tmp_path):
+    """Return a function that runs a TOML text, with flags: code, stdout, stderr."""
+
+    def command(toml, *flags):
+        path = tmp_path / "run.toml"
+        path.write_text(toml)
+        code = frame.run(["simulate", "--config", str(path), "--json", *map(str, flags)])
+        return code, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def document(run):
+    """Return a function that runs a TOML text and returns the JSON."""
+
+    def command(toml, *flags):
+        code, out, err = run(toml, *flags)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return command
+
+
+@pytest.fixture
+def refusal(run):
+    """Return a function that returns what is wrong with a TOML text; it names the file."""
+
+    def command(toml, *flags):
+        code, out, err = run(toml, *flags)
+        assert (code, out) == (2, "")
+        assert "run.toml: " in err
+        return err
+
+    return command
+
+
+def test_keys_are_the_names_of_the_flags(document):
+    """With `-` or `_` in them."""
+    toml = f'{SMALL}max-seqs = 4\nblock_size = 32\nchunked = false\nslo = "ttft=2"\n'
+    found = document(toml)
+    assert found["config"]["batching"]["max_seqs"] == 4
+    assert found["config"]["batching"]["chunked"] is False
+    assert (found["pool"]["block_size"], found["slo"]["ttft_s"]) == (32, 2)
+
+
+def test_flags_win(document):
+    """What stands on the command line is what is run."""
+    found = document(f'{SMALL}max_seqs = 4\neviction = "fifo"\n', "--max-seqs", 7)
+    assert found["config"]["batching"]["max_seqs"] == 7
+    assert found["config"]["plugins"]["eviction"]["name"] == "fifo"
+
+
+def test_a_flag_wins_over_what_excludes_it(document):
+    """`--blocks` on the command line is not refused for the file's `memory`."""
+    assert document(f'{SMALL}memory = "40MiB"\n', "--blocks", 33)["pool"]["blocks"] == 33
+
+
+def test_both_of_two_that_exclude_one_another_are_refused(run):
+    """In the same file they contradict."""
+    code, _, err = run(f'{SMALL}memory = "40MiB"\nblocks = 33\n')
+    assert code == 2
+    assert "both say how large the pool is" in err
+
+
+def test_a_plugin_may_be_a_table(document):
+    """Of its name and options, in types of TOML."""
+    toml = """[workload]
+name = "zipf"
+requests = 9
+[scheduler]
+name = "srpt"
+preemptive = false
+"""
+    config = document(toml)["config"]
+    assert config["workload"]["options"]["requests"] == 9
+    assert config["plugins"]["scheduler"]["options"]["preemptive"] is False
+
+
+def test_caps_and_slo_may_be_tables(document):
+    """`[batching]` and `[slo]` have the keys of their options."""
+    found = document(f"{SMALL}[batching]\nmax_tokens = 512\n[slo]\nttft = 1.5\ndeadline = 9\n")
+    assert found["config"]["batching"]["max_tokens"] == 512
+    assert found["slo"]["ttft_s"] == 1.5
+    assert (found["slo"]["tpot_s"], found["slo"]["deadline_s"]) == (None, 9)
+
+
+def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
+    """Of the workload, of a plugin's files and of what is written, wherever one stands."""
+    row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row))
+    columns = "prefill_tokens,decode_sequences,context_tokens,seconds"
+    (tmp_path / "grid.csv").write_text(f"{columns}\n0,0,0,0.5\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    document('workload = "mine.jsonl"\nlatency = "table:path=grid.csv"\nout = "results"\n')
+    assert (tmp_path / "results" / "summary.json").exists()
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("toml", "reason"),
+    [
+        ("bloks = 3", "there is no option 'bloks' (did you mean 'blocks'?)"),
+        ("config = 'a.toml'", "there is no option 'config'"),
+        ("[batching]\nmax_token = 3", "[batching] has no key 'max_token' (did you mean"),
+        ("[slo]\ntft = 3", "[slo] has no key 'tft' (did you mean 'ttft'?)"),
+        ("max_tokens = 3.5", "max_tokens: '3.5' is not a valid integer"),
+        ("max_tokens = true", "max_tokens: 'true' is not a valid integer"),
+        ("steps = 'mixt'", "steps: 'mixt' is not one of"),
+        ("memory = 40", "memory: size '40': expected a number followed by"),
+        ("slo = 'ttft=0'", "slo: SLO ttft must be"),
+        ("model = ['a', 'b']", "model: expected text, a number, true or false, not a list"),
+        ("seed = 2024-01-01", "seed: expected text, a number, true or false, not a date"),
+        ("max_seqs = 3\n[batching]\nmax-seqs = 3", "'max_seqs' is given twice"),
+        ("[eviction]\nhalf_life = 3", "eviction: the table needs a name"),
+        ("eviction = 'lrux'", "eviction: no eviction plugin is named 'lrux'"),
+        ("eviction = 'lfu:half=3'", "eviction plugin 'lfu' has no option 'half'"),
+        ("[scheduler]\nname = 'srpt'\nerror = 'big'", "option 'error' of scheduler plugin"),
+        ("workload = 'nowhere.jsonl'", "there is no such file"),
+        ("trace = ''", "trace: empty path"),
+        ("blocks = ", "is not TOML: "),
+    ],
+)
+def test_what_cannot_be_is_refused(refusal, toml, reason):
+    """The message names the file, the key, and what there is or what is nearest."""
+    assert reason in refusal(toml)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
+    """Bytes that are no UTF-8 are no TOML."""
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe")
+    assert frame.run(["simulate", "--config", str(path)]) == 2
+    assert "run.toml: is not TOML: " in capsys.readouterr().err
+
+
+def test_the_documented_file_runs(document):
+    """The example in the reference is a file that works."""
+    (example,) = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    config = document(example)["config"]
+    assert config["workload"]["name"] == "zipf"
+    assert config["plugins"]["scheduler"]["name"] == "srpt"

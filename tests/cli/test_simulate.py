@@ -1,0 +1,348 @@
+"""`kvcore simulate`: what it runs, prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvcore.cli import main as frame
+
+SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
+FIELDS = [
+    *("schema", "count", "requests", "completed", "rejected", "offered_load", "simulated_s"),
+    *("wall_s", "steps", "ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s"),
+    *("throughput_tokens_s", "goodput", "preemptions", "evicted_blocks", "hit"),
+]
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command line and returns stdout; it must succeed."""
+
+    def command(*arguments):
+        code = frame.run(["simulate", *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, "")
+        return captured.out
+
+    return command
+
+
+@pytest.fixture
+def report(run):
+    """Return a function that runs the command line and returns its JSON."""
+    return lambda *arguments: json.loads(run(*arguments, "--json"))
+
+
+@pytest.fixture
+def refused(capsys):
+    """Return a function that runs what cannot be done, with code 2, and returns the error."""
+
+    def command(*arguments):
+        code = frame.run(["simulate", *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, "")
+        return captured.err
+
+    return command
+
+
+def but_for_wall_time(document):
+    """Return a document without what differs from run to run."""
+    return {key: value for key, value in document.items() if key != "wall_s"}
+
+
+def header(path):
+    """Return the first line of a trace."""
+    return json.loads(path.read_text().partition("\n")[0])
+
+
+def test_json_is_alone_on_stdout():
+    """As a process: one document on stdout, nothing on stderr, the same each time."""
+    documents = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvcore", "simulate", SMALL, "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        documents.append(but_for_wall_time(json.loads(done.stdout)))
+    assert documents[0] == documents[1]
+
+
+def test_json_has_these_fields(report):
+    """The document has what programs were promised, and the configuration that was run."""
+    document = report(SMALL)
+    assert set(FIELDS) < set(document)
+    assert list(document["ttft_s"]) == ["mean", "p50", "p90", "p95", "p99"]
+    assert list(document["preemptions"]) == ["pause", "recompute"]
+    assert list(document["hit"]["ratio"]) == ["block", "token", "request"]
+    assert list(document["config"]) == [
+        *("workload", "model", "device", "tensor_parallel", "kv_dtype", "bytes_per_block"),
+        *("plugins", "batching", "allocation", "rate_scale", "seed"),
+    ]
+    assert (document["schema"], document["requests"], document["completed"]) == (1, 40, 40)
+
+
+@pytest.mark.slow
+def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace(run):
+    """A report on all requests: none rejected, no overload, 80 columns at most."""
+    out = run()
+    lines = out.splitlines()
+    assert lines[0].startswith("mooncake: 12,031 requests to llama-3-8b on 4 x h100")
+    assert "12,031 completed, none rejected." in lines
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.slow
+def test_one_device_is_too_few_for_the_bundled_trace(run):
+    """What asks for more than can be done says so before anything else, and what would do."""
+    out = run("--tensor-parallel", 1)
+    assert out.startswith("OVERLOAD: mooncake asks for ")
+    assert "--tensor-parallel 4" in out[: out.index("\n\n")]
+
+
+def test_the_report_names_what_was_run(run):
+    """Plugins, pool and outcome stand at the top."""
+    lines = run(SMALL, "--blocks", 50, "--scheduler", "srpt", "--eviction", "fifo").splitlines()
+    assert lines[1] == "Pool: 50 blocks of 16 tokens, 800 tokens in all, 100 MiB in fp16."
+    assert lines[2] == "Plugins: scheduler srpt, eviction fifo, prefix radix, latency roofline."
+    assert lines[4] == "40 completed, none rejected."
+
+
+@pytest.mark.parametrize(
+    ("rate", "given", "option"),
+    [
+        (50, ["--blocks", 300], "--blocks"),
+        (300, [], "--tensor-parallel"),
+        (300, [], "--rate-scale"),
+    ],
+)
+def test_what_would_carry_an_overload_does(run, report, rate, given, option):
+    """Each option that the warning offers brings the load to 1 at most."""
+    crowd = f"zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate={rate}"
+    warning, _, _ = run(crowd, *given).partition("\n\n")
+    assert warning.startswith("OVERLOAD: ")
+    words = warning.rstrip(".").split()
+    advised = words[words.index(option) + 1]
+    assert report(crowd, option, advised)["offered_load"] <= 1
+
+
+def test_a_rejected_request_is_counted_and_explained(run):
+    """What no pool of that size can hold is rejected, with the reason."""
+    out = run(SMALL, "--blocks", 5)
+    assert "0 completed, 40 rejected; the first: it needs 7 blocks; the pool has 5." in out
+
+
+def test_without_an_slo_there_is_no_goodput(report):
+    """`--slo none` expects nothing, so nothing is met."""
+    document = report(SMALL, "--slo", "none")
+    assert (document["goodput"], document["slo"]["met"]) == (None, None)
+
+
+def test_the_slo_is_in_seconds(report):
+    """Nobody meets a nanosecond; the default is Mooncake's 30 s and 0.1 s."""
+    assert report(SMALL, "--slo", "ttft=0.000000001")["goodput"] == 0
+    slo = report(SMALL)["slo"]
+    assert (slo["ttft_s"], slo["tpot_s"], slo["met"]) == (30, 0.1, 1)
+
+
+def test_the_pool_is_what_the_devices_leave(report):
+    """Nine tenths of four times 80 GB, less the weights, in blocks of 2 MiB."""
+    left = 9 * 4 * 80 * 10**9 // 10 - 2 * 8_030_261_248
+    assert report(SMALL)["pool"]["blocks"] == left // 2**21
+
+
+def test_memory_is_that_of_the_pool(report):
+    """40 MiB are 20 blocks in fp16, and 40 in fp8."""
+    pools = [
+        report(SMALL, "--memory", "40MiB", "--kv-dtype", dtype)["pool"]["blocks"]
+        for dtype in ("fp16", "fp8")
+    ]
+    assert pools == [20, 40]
+
+
+def test_model_device_and_devices_set_the_time_as_well(report):
+    """The roofline is that of the deployment, where it does not say otherwise."""
+    where = ["--model", "llama-3-70b", "--device", "h200", "--tensor-parallel", 8]
+    options = report(SMALL, *where, "--kv-dtype", "fp8")["config"]["plugins"]["latency"][
+        "options"
+    ]
+    assert options["model"] == "llama-3-70b"
+    assert (options["device"], options["tensor_parallel"]) == ("h200", 8)
+    assert options["kv_dtype"] == "fp8"
+
+
+def test_what_the_latency_model_says_itself_wins(report):
+    """`roofline:device=a100-80g` is timed on that, in the memory of an H100."""
+    document = report(SMALL, "--latency", "roofline:device=a100-80g")
+    assert document["config"]["device"] == "h100"
+    assert document["config"]["plugins"]["latency"]["options"]["device"] == "a100-80g"
+
+
+def test_a_model_can_be_a_file(report, tmp_path):
+    """A config.json sets memory and time, without a name that anybody knows."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 1000,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    small, large = (report(SMALL, "--model", model) for model in (path, "llama-3-8b"))
+    assert small["config"]["bytes_per_block"] == 2 * 2 * 256 * 2 * 16
+    assert small["ttft_s"]["mean"] < large["ttft_s"]["mean"]
+
+
+def test_the_seed_reaches_every_plugin_that_draws(report):
+    """Workload, scheduler and eviction get it, but for those that have one of their own."""
+    plugins = ["--eviction", "random:seed=3", "--scheduler", "srpt"]
+    config = report(SMALL, "--seed", 8, *plugins)["config"]
+    assert config["workload"]["options"]["seed"] == 8
+    assert config["plugins"]["scheduler"]["options"]["seed"] == 8
+    assert config["plugins"]["eviction"]["options"]["seed"] == 3
+    assert config["seed"] == 8
+
+
+def test_rate_scale_makes_requests_come_faster(report):
+    """Ten times the rate is ten times the load, as long as steps do not grow."""
+    loads = [report(SMALL, "--rate-scale", s)["config"]["rate_scale"] for s in (1, 10)]
+    assert loads == [1, 10]
+    spans = [report(SMALL, "--rate-scale", scale)["simulated_s"] for scale in (1, 10)]
+    assert spans[0] > 5 * spans[1]
+
+
+def test_the_caps_of_a_step_are_set(report):
+    """What goes into a step is the run's."""
+    caps = ["--max-tokens", 64, "--max-seqs", 2, "--steps", "prefill-first", "--no-chunked"]
+    assert report(SMALL, *caps, "--watermark", 0)["config"]["batching"] == {
+        "max_tokens": 64,
+        "max_seqs": 2,
+        "chunked": False,
+        "steps": "prefill-first",
+        "watermark": 0,
+    }
+
+
+def test_the_trace_replays(run, tmp_path):
+    """`kvcore replay` finds every line of it right."""
+    path = tmp_path / "run.jsonl"
+    run(SMALL, "--blocks", 30, "--scheduler", "srpt", "--trace", path)
+    assert frame.run(["replay", str(path), "--json"]) == 0
+
+
+def test_the_trace_says_how_to_make_it_again(run, tmp_path):
+    """Its header has the whole configuration; an equal run writes equal bytes."""
+    paths = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
+    for path in paths:
+        run(SMALL, "--blocks", 30, "--rate-scale", 2, "--seed", 5, "--trace", path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    head = header(paths[0])
+    assert (head["mode"], head["executor"], head["seed"]) == ("model", "simulate", 5)
+    assert set(head["plugins"]) == {"eviction", "prefix", "scheduler", "latency"}
+    assert head["plugins"]["latency"]["options"]["tensor_parallel"] == 4
+    assert head["latency"]["overhead_ps"] == 2 * 10**9
+    assert head["batching"]["max_seqs"] == 256
+    assert head["slo"] == {"ttft": 30 * 10**9, "tpot": 10**8}
+    assert (head["rate_scale"], head["workload"]["name"]) == (2, "zipf")
+    assert head["model"] == {"name": "llama-3-8b", "kv_dtype": "fp16"}
+    assert head["device"] == {"name": "h100", "count": 4}
+
+
+def test_out_has_three_files(report, tmp_path):
+    """What is printed, a line a request, and the trace; the directory is made."""
+    out = tmp_path / "deep" / "run"
+    document = report(SMALL, "--out", out)
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("requests.jsonl", "summary.json", "trace.jsonl.gz"),
+    ]
+    written = json.loads((out / "summary.json").read_text())
+    assert but_for_wall_time(written) == but_for_wall_time(document)
+    assert len((out / "requests.jsonl").read_text().splitlines()) == 40
+    assert frame.run(["replay", str(out / "trace.jsonl.gz"), "--json"]) == 0
+
+
+def test_out_replaces_an_earlier_run(report, tmp_path):
+    """The files of the run before make way; others stay."""
+    (tmp_path / "notes").write_text("mine")
+    report(SMALL, "--out", tmp_path)
+    report("zipf:requests=7", "--out", tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["requests"] == 7
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 7
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_a_run_that_fails_leaves_nothing(refused, tmp_path):
+    """A bad row of the workload: no file, no directory, and the row is named."""
+    rows = [
+        {"timestamp": t, "input_length": 5, "output_length": 1, "hash_ids": [t]} for t in (9, 1)
+    ]
+    source = tmp_path / "trace.jsonl"
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    out = tmp_path / "run"
+    assert "trace.jsonl:2" in refused(source, "--block-size", 512, "--out", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
+
+
+def test_a_failed_run_leaves_the_one_before(refused, report, tmp_path):
+    """What an earlier run wrote is still there, whole."""
+    report(SMALL, "--out", tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    refused(SMALL, "--out", tmp_path, "--max-tokens", 1)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--blocks", 9, "--memory", "1GiB"], "--blocks and --memory both say how large"),
+        (["--trace", "t.jsonl", "--out", "o"], "--trace and --out both write a trace"),
+        (["--memory", "1MiB"], "1 MiB is less than a block, which takes 2 MiB"),
+        (["--slo", "tft=3"], "an SLO has no 'tft' (did you mean 'ttft'?)"),
+        (["--slo", "ttft=0"], "must be whole nanoseconds above 0"),
+        (["--eviction", "lru,lfu"], "names 2 plugins where one is needed"),
+        (["--scheduler", "fcfx"], "(did you mean 'fcfs'?)"),
+        (["--eviction", "optimum"], "it is no policy but a bound"),
+        (["--device", "l4", "--model", "llama-3-70b"], "It fits on 7 x l4, 4 x a40"),
+        (["--tensor-parallel", 0], "give at least 1 device"),
+        (["--block-size", 24], "one must divide the other"),
+        (["--rate-scale", "nan"], "above 0"),
+        (["--config", "none.toml"], "none.toml: cannot be read: No such file"),
+        (["--out", ""], "empty path"),
+    ],
+)
+def test_what_cannot_be_is_refused(refused, tmp_path, monkeypatch, arguments, reason):
+    """Bad input is one message that says what is wrong; nothing is printed or written."""
+    monkeypatch.chdir(tmp_path)
+    error = refused(SMALL, *arguments)
+    assert error.startswith("kvcore: error: ")
+    assert reason in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_is_a_file_is_refused(refused, tmp_path):
+    """`--out` names a directory."""
+    path = tmp_path / "file"
+    path.write_text("mine")
+    assert "it is a file; name another one" in refused(SMALL, "--out", path)
+    assert path.read_text() == "mine"
+
+
+def test_the_workload_is_not_written_over(refused, tmp_path):
+    """A trace cannot go to the file that the requests come from."""
+    row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(row))
+    assert "the requests come from" in refused(path, "--trace", path)
+    assert json.loads(path.read_text()) == row

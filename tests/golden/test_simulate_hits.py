@@ -1,0 +1,82 @@
+"""What hits under a clock, against what hits without one, on the bundled trace."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from serving import SCHEDULERS, ask, scheduler_of, serve
+
+from kvcore import KVCache
+from kvcore.lab import compare, replay
+from kvcore.serving import simulate
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.latency import Linear, Roofline
+from kvcore_plugins.workloads import Mooncake
+
+SIZES = (3_000, 10_000, 30_000, 100_000)
+TOLERANCE = 0.015
+INFINITE = 105_592
+
+MODELS = {
+    "default": Roofline,
+    "lighter": lambda: Linear(step=5e-4, prefill=1e-6, decode=1e-6, context=1e-9),
+}
+
+
+@pytest.fixture(scope="module")
+def untimed():
+    """Return the hit blocks of untimed LRU replay by pool size."""
+    rows = compare(Mooncake(), ["lru"], SIZES, count="tokens").rows
+    return {row.blocks: row.hit_blocks for row in rows}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("blocks", SIZES)
+def test_a_clock_hardly_changes_what_hits(untimed, blocks, model):
+    """Served in time, as many blocks hit as one after another, within 1.5 points of all."""
+    cache = KVCache(blocks, 512, eviction=LRU(), count="tokens")
+    simulate(Mooncake(), cache=cache, latency=MODELS[model]())
+    stats = cache.stats
+    assert (stats.requests, stats.lookup_blocks) == (12_031, 276_491)
+    assert stats.hit_blocks <= INFINITE
+    assert abs(stats.hit_blocks - untimed[blocks]) / stats.lookup_blocks < TOLERANCE
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_where_nothing_is_shared_nothing_hits(scheduler):
+    """A preempted request that finds its own blocks again has hit nothing."""
+    requests = [
+        ask(
+            number,
+            at=3 * number,
+            prompt=20 + number % 30,
+            output=10 + number % 40,
+            keys=[number * 100 + place for place in range(12)],
+            priority=number % 3,
+            tenant=f"tenant {number % 3}",
+        )
+        for number in range(150)
+    ]
+    run = serve(requests, blocks=30, scheduler=scheduler_of(scheduler), max_seqs=8)
+    stats = run.result.cache.stats
+    assert run.sum("recomputes") > 100
+    assert stats.self_hit_blocks > 0
+    assert (stats.requests, stats.lookup_blocks > 0, stats.hit_blocks) == (150, True, 0)
+    assert run.sum("hit") == stats.hit_tokens == 0
+
+
+def test_preempted_requests_count_once():
+    """What others share counts at first admission alone, however often it is repeated."""
+    shared = [7, 8, 9]
+    requests = [
+        ask(number, prompt=12 + number % 5, output=30, keys=shared) for number in range(40)
+    ]
+    run = serve(requests, blocks=20, max_seqs=4)
+    alone = KVCache(1000, 4, eviction=LRU(), count="tokens")
+    bound = replay([attrs.evolve(each, arrival=0) for each in requests], alone)
+    stats = run.result.cache.stats
+    assert run.sum("recomputes") > 10
+    assert stats.requests == 40
+    assert stats.lookup_blocks == bound.lookup_blocks
+    assert stats.hit_blocks <= bound.hit_blocks
+    assert run.sum("hit") == stats.hit_tokens

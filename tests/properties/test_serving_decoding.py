@@ -1,0 +1,129 @@
+"""The jobs that generate, counted by residue class, against a model that counts each."""
+
+from itertools import count
+from types import SimpleNamespace
+
+import attrs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import DecodeSteps, Job, Request
+from kvcore.serving.decoding import Decoders
+
+WINDOWS = (None, 1, 7)
+
+actions = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 20), st.integers(2, 30), st.booleans()),
+    st.tuples(st.just("run"), st.integers(1, 9)),
+    st.tuples(st.just("remove"), st.integers(0, 99)),
+)
+histories = st.lists(actions, max_size=25) | st.lists(actions, min_size=12, max_size=25)
+
+
+@attrs.define
+class Model:
+    """Jobs with their lengths, and nothing clever."""
+
+    size: int
+    steps: DecodeSteps = attrs.field(factory=DecodeSteps)
+    lengths: dict = attrs.field(factory=dict)
+    removed: bool = False
+
+    def context(self, after=0):
+        """Return what the next step, or one `after` steps later, attends to."""
+        return [
+            sum(min(length + after + 1, window or 10**9) for length in self.lengths.values())
+            for window in WINDOWS
+        ]
+
+    def rise(self, after=0):
+        """Return by how much the context then rises."""
+        now, then = self.context(after), self.context(after + 1)
+        return [b - a for a, b in zip(now, then, strict=True)]
+
+    def growing(self, step):
+        """Return the jobs whose last block is full at `step`, in order of admission."""
+        ahead = step - self.steps.count
+        full = [job for job, n in self.lengths.items() if (n + ahead) % self.size == 0]
+        return sorted(full, key=lambda job: job.seq.admission)
+
+    def publishers(self):
+        """Return those of them now whose output has keys."""
+        return [job for job in self.growing(self.steps.count) if job.request.output_keys]
+
+    def until_change(self):
+        """Return after how many steps a job is done, a window full, a keyed block full."""
+        keyed = [n for job, n in self.lengths.items() if job.request.output_keys]
+        return next(
+            steps
+            for steps in count(1)
+            if min(job.output_left for job in self.lengths) <= steps
+            or self.rise(steps) != self.rise(steps - 1)
+            or any((length + steps) % self.size == 0 for length in keyed)
+        )
+
+
+@given(histories, st.integers(1, 5))
+def test_decoders(history, size):
+    """After any history the counts are those of the jobs, one by one."""
+    model = Model(size)
+    decoders = Decoders(model.steps, size, WINDOWS)
+    for number, (action, *arguments) in enumerate(history):
+        if action == "add":
+            _add(model, decoders, number, *arguments)
+        elif model.lengths and action == "run":
+            _run(model, decoders, *arguments)
+        elif model.lengths:
+            job = list(model.lengths)[arguments[0] % len(model.lengths)]
+            _remove(model, decoders, job)
+            model.removed = True
+        _check(model, decoders)
+
+
+def _add(model, decoders, number, prompt, output, keyed):
+    keys = (1,) if keyed else ()
+    request = Request(id=number, prompt=prompt, output=output, key_tokens=1, output_keys=keys)
+    job = Job(request, number, 0, model.steps, prompt)
+    # Sequences may join in another order than that in which they were admitted.
+    job.seq = SimpleNamespace(admission=number * 7 % 25)
+    job.join(1)
+    decoders.add(job)
+    model.lengths[job] = prompt
+
+
+def _run(model, decoders, most):
+    steps = min(most, decoders.until_change())
+    decoders.advance(steps, 0)
+    for job in model.lengths:
+        model.lengths[job] += steps
+    assert decoders.publishers() == model.publishers()
+    done = [job for job in model.lengths if not job.output_left]
+    assert sorted(decoders.finished(), key=id) == sorted(done, key=id)
+    for job in done:
+        _remove(model, decoders, job)
+
+
+def _remove(model, decoders, job):
+    decoders.remove(job)
+    job.leave()
+    del model.lengths[job]
+
+
+def _check(model, decoders):
+    now, size = model.steps.count, model.size
+    assert decoders.jobs == len(model.lengths)
+    assert list(decoders) == list(model.lengths)
+    assert {job: job.length for job in decoders} == model.lengths
+    assert decoders.context == model.context()
+    assert decoders.growth == model.rise()
+    for step in range(now, now + 2 * size):
+        assert decoders.growing(step) == model.growing(step)
+    for end in (now + 1, now + 2, now + size + 1, now + 40):
+        steps = [step for step in range(now, end) if model.growing(step)]
+        assert list(decoders.growing_between(now, end)) == steps
+        blocks = sum(len(model.growing(step)) for step in steps)
+        assert decoders.growth_between(now, end) == blocks
+    if model.lengths:
+        # A window that a job would have filled that has left may cut a jump short.
+        assert 1 <= decoders.until_change() <= model.until_change()
+        assert model.removed or decoders.until_change() == model.until_change()

@@ -1,0 +1,95 @@
+"""Which scheduler is better where, and by how much: long and short jobs on a loaded server."""
+
+from random import Random
+from statistics import mean
+
+import attrs
+import pytest
+from serving import ask, serve
+
+from kvcore import SLO
+from kvcore_plugins.latency import TokenRate
+from kvcore_plugins.scheduling import FCFS, SRPT, LeastSlack
+
+SEATS = 4
+RATE = 10
+"""Tokens a millisecond, of all seats together."""
+
+SECOND = 10**9
+
+
+@attrs.frozen
+class Class:
+    """A class of jobs: their output in tokens, their deadline in seconds, their weight."""
+
+    output: int
+    deadline: float
+    weight: int = 1
+
+
+LONG, SHORT = 1000, 50
+ALONE = LONG * SEATS / RATE / 1000
+"""Seconds that a long job takes if all seats are taken."""
+
+TIGHT_AND_LOOSE = Class(LONG, 2 * ALONE), Class(SHORT, 20)
+ALL_ALIKE = Class(LONG, 5 * ALONE), Class(SHORT, 5 * ALONE, weight=4)
+
+
+def traffic(load, classes, requests=3000):
+    """Yield jobs of `classes` at random: `load` times what the server can do."""
+    random, now = Random(0), 0.0
+    weights = [each.weight for each in classes]
+    tokens = sum(each.weight * each.output for each in classes) / sum(weights)
+    for number in range(requests):
+        now += random.expovariate(load * RATE * 1000 / tokens)
+        (job,) = random.choices(classes, weights)
+        slo = SLO(deadline=int(job.deadline * SECOND))
+        yield ask(number, int(now * SECOND), prompt=10, output=job.output, slo=slo)
+
+
+def outcome(load, classes, scheduler):
+    """Return the share of jobs that meet their deadline, and the mean seconds they take."""
+    latency = TokenRate(prefill=10_000, decode=RATE)
+    requests = list(traffic(load, classes))
+    run = serve(
+        requests,
+        scheduler=scheduler,
+        latency=latency,
+        max_seqs=SEATS,
+        trace=False,
+    )
+    took = [run.rows[each.id]["finish"] - each.arrival for each in requests]
+    met = [time <= each.slo.deadline for time, each in zip(took, requests, strict=True)]
+    return mean(met), mean(took) / SECOND
+
+
+def goodput(load, classes, scheduler):
+    """Return the share of jobs that meet their deadline."""
+    return outcome(load, classes, scheduler)[0]
+
+
+@pytest.mark.parametrize(("load", "margin"), [(0.9, 1.6), (1.05, 1.6)])
+def test_srpt_beats_fcfs_on_mean_time(load, margin):
+    """Short jobs first: the mean time from arrival to last token is lower by a third, at least."""
+    _, fcfs = outcome(load, ALL_ALIKE, FCFS())
+    _, srpt = outcome(load, ALL_ALIKE, SRPT())
+    assert fcfs > margin * srpt
+
+
+@pytest.mark.parametrize("load", [1.05, 1.1, 1.2])
+@pytest.mark.parametrize("preemptive", [False, True])
+def test_slo_beats_both_where_long_jobs_are_tight(load, preemptive):
+    """Long jobs first as long as short ones can wait: over 1.6 times as many are in time."""
+    slo = goodput(load, TIGHT_AND_LOOSE, LeastSlack(preemptive=preemptive))
+    fcfs, srpt = (goodput(load, TIGHT_AND_LOOSE, other) for other in (FCFS(), SRPT()))
+    assert slo > 0.88
+    assert slo > 1.6 * max(fcfs, srpt)
+
+
+def test_srpt_beats_slo_where_all_deadlines_are_alike():
+    """At twice what can be done, who begins with the long jobs has begun with the wrong ones."""
+    slo, srpt, fcfs = (
+        goodput(2, ALL_ALIKE, each) for each in (LeastSlack(), SRPT(), FCFS())
+    )
+    assert srpt > 1.4 * slo
+    assert slo > 3 * fcfs

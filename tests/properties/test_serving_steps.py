@@ -1,0 +1,79 @@
+"""Times of many steps at once against a loop over single ones."""
+
+from itertools import accumulate
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvcore.serving.steps import StepTimes
+
+MOST = 60
+
+
+@st.composite
+def decodings(draw):
+    """Draw lines, the context of a first step, and what each step adds: a window or more."""
+    windows = draw(st.integers(1, 3))
+    slopes = st.integers(0, 3) | st.just(0)
+    line = st.tuples(st.integers(0, 200), *(slopes for _ in range(windows)))
+    some = st.lists(st.integers(0, 20), min_size=windows, max_size=windows)
+    return draw(st.lists(line, min_size=1, max_size=5)), draw(some), draw(some)
+
+
+def one_by_one(lines, context, growth, steps):
+    """Return the time of each step: the longest line at its context."""
+    return [
+        max(
+            a + sum(b * (c + g * step) for b, c, g in zip(slopes, context, growth, strict=True))
+            for a, *slopes in lines
+        )
+        for step in range(steps)
+    ]
+
+
+@given(decodings(), st.integers(0, MOST))
+@example(([(5, 0), (5, 0)], [0], [0]), 7)
+@example(([(9, 0), (0, 1), (3, 1)], [0], [2]), 40)
+def test_total(decoding, steps):
+    """The sum of the first steps is their sum, exactly."""
+    assert StepTimes(*decoding).total(steps) == sum(one_by_one(*decoding, steps))
+
+
+@given(decodings(), st.integers(1, MOST))
+def test_segments(decoding, steps):
+    """Straight parts say the time of each step, and no part is empty."""
+    parts = list(StepTimes(*decoding).segments(steps))
+    assert all(count > 0 for _, _, count in parts)
+    times = [first + slope * step for first, slope, count in parts for step in range(count)]
+    assert times == one_by_one(*decoding, steps)
+
+
+@given(decodings())
+def test_segments_are_few(decoding):
+    """Each line is the longest at most once: there are no more parts than lines."""
+    lines, *_ = decoding
+    slopes = [slope for _, slope, _ in StepTimes(*decoding).segments(10**9)]
+    assert len(slopes) <= len(lines)
+    assert slopes == sorted(set(slopes))
+
+
+@given(decodings(), st.integers(-5, 5000), st.integers(1, MOST))
+@example(([(10, 0)], [0], [0]), 30, MOST)
+@example(([(10, 0)], [0], [0]), 31, MOST)
+@example(([(0, 1)], [0], [1]), 1, MOST)
+@example(([(0, 0)], [0], [0]), 1, MOST)
+def test_reach(decoding, time, most):
+    """The fewest steps whose sum reaches a time: at least 1, and no more than asked for."""
+    ends = accumulate(one_by_one(*decoding, most))
+    expected = next((step for step, end in enumerate(ends, 1) if end >= time), most)
+    assert StepTimes(*decoding).reach(time, most) == expected
+
+
+@given(decodings(), st.integers(1, 10**12), st.integers(0, 10**30))
+def test_reach_far(decoding, most, time):
+    """However far: one step less does not reach the time, unless there was no more to ask."""
+    times = StepTimes(*decoding)
+    steps = times.reach(time, most)
+    assert 1 <= steps <= most
+    assert steps == 1 or times.total(steps - 1) < time
+    assert steps == most or times.total(steps) >= time

@@ -1,0 +1,62 @@
+"""The queue in scheduler order against a sorted list."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import DecodeSteps, Job, Request
+from kvcore.policy.job import PAUSED
+from kvcore.serving.waiting import SLACK, Waiting
+
+STEPS = DecodeSteps()
+JOBS = 8
+
+pushes = st.tuples(
+    st.just("push"), st.integers(0, JOBS - 1), st.integers(0, 3), st.booleans(), st.booleans()
+)
+histories = st.lists(pushes | st.tuples(st.just("remove"), st.integers(0, JOBS)), max_size=80)
+
+
+def jobs():
+    """Return new jobs."""
+    requests = (Request(id=number, prompt=1, key_tokens=1) for number in range(JOBS))
+    return [Job(request, number, 0, STEPS, 1) for number, request in enumerate(requests)]
+
+
+@given(histories)
+def test_waiting(history):
+    """The head is always the first by rank, then the paused, then those who came first."""
+    everybody, waiting, queue = jobs(), Waiting(), []
+    for action, which, *how in history:
+        if action == "push":
+            job = everybody[which]
+            rank, paused, front = how
+            job.rank, job.stage = rank, PAUSED if paused else "waiting"
+            waiting.push(job, front=front)
+            if front:
+                queue = [job, *(other for other in queue if other is not job)]
+            elif job not in queue:
+                queue.append(job)
+        elif queue:
+            # The head leaves, unless another is asked for.
+            job = min(queue, key=_order) if which == JOBS else queue[which % len(queue)]
+            waiting.remove(job)
+            queue.remove(job)
+        assert list(waiting) == queue
+        assert len(waiting) == len(queue)
+        assert [job in waiting for job in everybody] == [job in queue for job in everybody]
+        assert waiting.head() is (min(queue, key=_order) if queue else None)
+
+
+def _order(job):
+    return job.rank, job.stage != PAUSED, job.serial
+
+
+def test_what_was_ranked_again_does_not_pile_up():
+    """A job that is ranked anew a thousand times leaves a heap of a few entries."""
+    waiting = Waiting()
+    first, second, *_ = jobs()
+    for turn in range(1000):
+        for job in (first, second):
+            job.rank = turn
+            waiting.push(job)
+        assert len(waiting._heap) <= SLACK * (len(waiting) + SLACK) + 1

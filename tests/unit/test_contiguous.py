@@ -1,0 +1,274 @@
+"""Memory before paging: first fit in one address space, a piece for each request."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import BLOCK, Even, Urgent, ask, scheduler_of, servers
+
+from kvcore import InputError, KVCache, OutOfBlocks, Trace
+from kvcore.serving import Batching, simulate
+from kvcore.serving.contiguous import AddressSpace, ContiguousCache
+
+
+def taken(size, *lengths):
+    """Return an address space with pieces of these lengths, from slot 0 on."""
+    space = AddressSpace(size)
+    for length in lengths:
+        space.take(length)
+    return space
+
+
+def memory(blocks=5, max_output=4):
+    """Return contiguous memory of 20 slots for outputs of up to 4 tokens."""
+    return ContiguousCache(blocks, BLOCK, max_output)
+
+
+def run(requests, *, blocks=5, scheduler=None, trace=None, max_seqs=8, **options):
+    """Serve `requests` in contiguous memory of 20 slots, unless told otherwise."""
+    options = {"allocation": "contiguous"} | options
+    return simulate(
+        requests,
+        cache=KVCache(blocks, BLOCK, trace=trace),
+        scheduler=scheduler_of("fcfs") if scheduler is None else scheduler,
+        latency=Even(),
+        batching=Batching(max_seqs=max_seqs, watermark=0),
+        **options,
+    )
+
+
+def test_the_first_hole_that_fits():
+    """A piece goes to the lowest hole that is long enough, and to its lower end."""
+    space = taken(20, 4, 3, 5, 2)
+    space.give(0, 4)
+    space.give(7, 5)
+    assert space.holes == [(0, 4), (7, 12), (14, 20)]
+    assert [space.take(length) for length in (5, 3, 6, 1)] == [7, 0, 14, 3]
+    assert space.holes == []
+    assert space.free == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "holes"),
+    [
+        (0, [(0, 2), (4, 6), (10, 12)]),
+        (2, [(2, 6), (10, 12)]),
+        (6, [(4, 8), (10, 12)]),
+        (8, [(4, 6), (8, 12)]),
+    ],
+    ids=["alone", "below one", "above one", "below the last"],
+)
+def test_holes_that_touch_become_one(start, holes):
+    """What comes back joins the hole before it and the hole after it, if they touch."""
+    space = taken(12, 2, 2, 2, 2, 2)
+    space.give(4, 2)
+    space.give(start, 2)
+    assert space.holes == holes
+
+
+def test_a_piece_between_two_holes():
+    """A piece whose neighbours are both free makes one hole of the three."""
+    space = taken(12, 4, 4, 4)
+    space.give(0, 4)
+    space.give(8, 4)
+    space.give(4, 4)
+    assert space.holes == [(0, 12)]
+
+
+def test_no_hole_is_long_enough():
+    """Free slots in holes that are too short are of no use, and nothing changes."""
+    space = taken(12, 4, 4, 4)
+    space.give(0, 4)
+    space.give(8, 4)
+    with pytest.raises(OutOfBlocks, match=r"of 6 slots .* 8 of 12 are free, the longest .* 4"):
+        space.take(6)
+    assert space.holes == [(0, 4), (8, 12)]
+    assert space.free == 8
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=60))
+def test_pieces_and_holes_tile_the_space(turns):
+    """Whatever comes and goes, no slot is lent twice or lost, and no two holes touch."""
+    cache = ContiguousCache(25, BLOCK, 0)
+    for number, (length, leaving) in enumerate(turns):
+        try:
+            cache.open(ask(number, prompt=length, output=0))
+        except OutOfBlocks:
+            assert cache.space.largest < length
+        if leaving < len(cache.sequences):
+            cache.close(list(cache.sequences.values())[leaving])
+        cache.check_integrity()
+        held = sum(cache.piece(seq)[1] for seq in cache.sequences.values())
+        assert cache.space.free == 100 - held
+        assert cache.pool.free == cache.space.free // BLOCK
+
+
+def test_a_request_reserves_the_longest_output():
+    """A piece has the prompt and the longest output, or its own output if that is longer."""
+    cache = memory(max_output=4)
+    short, long = cache.open(ask("short", output=1)), cache.open(ask("long", output=6))
+    assert [cache.piece(seq) for seq in (short, long)] == [(0, 8), (8, 10)]
+
+
+def test_nothing_is_shared():
+    """A prompt that was computed before, and still is, does not hit."""
+    cache = memory()
+    first = cache.open(ask("a", keys="x"))
+    cache.commit(first, BLOCK)
+    again = ask("b", keys="x")
+    assert cache.probe(again) == 0
+    assert cache.open(again).computed == 0
+    assert (cache.stats.lookup_blocks, cache.stats.hit_blocks) == (2, 0)
+
+
+def test_a_refused_admission_changes_nothing():
+    """Without a hole that is long enough there is no sequence, and no access is counted."""
+    cache = memory()
+    cache.open(ask("a", prompt=10))
+    with pytest.raises(OutOfBlocks, match="request b: a piece of 8 slots"):
+        cache.open(ask("b"))
+    assert (len(cache.sequences), cache.space.free, cache.stats.requests) == (1, 6, 1)
+
+
+def test_growth_stays_in_the_piece():
+    """A sequence may use all it reserved, and not a slot more."""
+    cache = memory()
+    seq = cache.open(ask("a"))
+    cache.extend(seq, 4)
+    assert cache.space.free == 12
+    with pytest.raises(InputError, match="has 8 slots, of which 8 are in use; give 0 to 0"):
+        cache.extend(seq, 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache, seq: cache.fork(seq),
+        lambda cache, seq: cache.rollback(seq, 1),
+    ],
+    ids=["fork", "rollback"],
+)
+def test_what_only_paging_can_do(call):
+    """To fork or roll back is refused, naming what can do it."""
+    cache = memory()
+    with pytest.raises(InputError, match="use KVCache"):
+        call(cache, cache.open(ask("a")))
+
+
+@pytest.mark.parametrize("call", ["extend", "commit", "close"])
+def test_a_closed_sequence(call):
+    """A piece that was given back cannot be used, nor given back again."""
+    cache = memory()
+    seq = cache.open(ask("a"))
+    cache.close(seq)
+    with pytest.raises(InputError, match=r"sequence 1 \(request a\) is closed"):
+        getattr(cache, call)(*[seq, 1][: 1 if call == "close" else 2])
+
+
+def test_lost_slots_are_noticed():
+    """A piece that no sequence has, or that overlaps a hole, breaks integrity."""
+    lost, overlapping = memory(), memory()
+    lost.space.take(4)
+    with pytest.raises(AssertionError, match="slots 4 to 19 follow slot -1"):
+        lost.check_integrity()
+    overlapping.open(ask("a"))
+    overlapping.space.give(0, 4)
+    with pytest.raises(AssertionError, match="follow slot"):
+        overlapping.check_integrity()
+
+
+def test_the_longest_output_of_the_workload():
+    """Unless it is given, the longest output is what the workload has."""
+    requests = [ask("a", output=2), ask("b", output=7)]
+    assert run(requests).cache.max_output == 7
+    assert run(requests, max_output=3).cache.max_output == 3
+
+
+def test_what_can_never_fit_is_rejected():
+    """A request longer than the memory is rejected with the arithmetic; others are served."""
+    log = run([ask("huge", prompt=17), ask("small", output=4)]).log
+    assert log.ids == ["huge", "small"]
+    assert log.reasons == {
+        0: "it needs a piece of 21 slots, 17 for its prompt and 4 for the longest output; "
+        "the memory has 20"
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allocation": "piecewise"}, "allocation='piecewise' is not known; .* paged, cont"),
+        ({"max_output": -1}, "max_output=-1 must be a number of tokens, 0 or more"),
+        ({"max_output": 1.5}, "max_output=1.5 must be a number of tokens"),
+        ({"allocation": "paged", "max_output": 4}, "is for allocation='contiguous' alone"),
+    ],
+)
+def test_arguments_are_checked(options, message):
+    """An argument that cannot be used is refused, with what can."""
+    with pytest.raises(InputError, match=message):
+        run([ask("a")], **options)
+
+
+def test_a_workload_that_is_read_once():
+    """Requests that cannot be read twice need a `max_output`; with one they are served."""
+    with pytest.raises(InputError, match="can be read but once: give max_output, or a list"):
+        run(iter([ask("a")]))
+    assert run(iter([ask("a")]), max_output=1).log.ids == ["a"]
+
+
+def test_there_is_no_trace(tmp_path):
+    """Traces are of blocks: one is refused, and the file left as it would be without a run."""
+    path = tmp_path / "trace.jsonl"
+    with pytest.raises(InputError, match="trace of contiguous alloc"), Trace(path) as trace:
+        run([ask("a")], trace=trace)
+    assert not path.exists()
+
+
+def test_growth_never_fails():
+    """In memory that is full to the last slot nobody gives way: all had room from the start."""
+    result = run([ask(name, output=6) for name in "abc"])
+    assert result.summary()["preemptions"] == {"pause": 0, "recompute": 0}
+    assert list(result.log.admitted) == [0, 0, 60]
+
+
+def test_a_paused_request_keeps_its_piece():
+    """A job that loses its seat computes nothing twice, and needs no room to go on."""
+    requests = [ask("slow", output=6, priority=1), ask("quick", at=20)]
+    result = run(requests, scheduler=Urgent(), max_seqs=1)
+    assert result.log.ids == ["quick", "slow"]
+    assert result.summary()["preemptions"] == {"pause": 1, "recompute": 0}
+    assert (result.log.prefill, list(result.log.finish)) == (2 * BLOCK, [30, 70])
+
+
+@given(servers(), st.sampled_from(("fcfs", "srpt", "sjf", "urgent", "planning")))
+def test_every_request_ends_once(server, scheduler):
+    """What fits is served, the rest rejected; then all memory is one hole again."""
+    options = {name: server.options[name] for name in ("max_seqs", "max_tokens", "chunked")}
+    size, blocks = server.options["block_size"], server.options["blocks"]
+    result = simulate(
+        server.requests,
+        cache=KVCache(blocks, size, key_tokens=server.options["key_tokens"]),
+        scheduler=scheduler_of(scheduler),
+        latency=Even(),
+        batching=Batching(steps=server.options["steps"], **options),
+        allocation="contiguous",
+    )
+    cache, log = result.cache, result.log
+    assert sorted(log.ids) == [request.id for request in server.requests]
+    assert {log.ids[row] for row in log.reasons} == {
+        request.id
+        for request in server.requests
+        if not 0 < request.prompt <= blocks * size - cache.max_output
+    }
+    assert cache.space.holes == [(0, blocks * size)]
+    cache.check_integrity()
+
+
+def test_paging_admits_more_at_a_time():
+    """Reserving what may come lets three run where paging lets eight; both serve them all."""
+    requests = [ask(number, output=4 if number % 4 else 28) for number in range(16)]
+    pieces = run(requests, blocks=24)
+    pages = run(requests, blocks=24, allocation="paged")
+    assert sorted(pieces.log.ids) == sorted(pages.log.ids) == list(range(16))
+    assert pieces.log.admitted.tolist().count(0) == 3
+    assert pages.log.admitted.tolist().count(0) == 8
+    assert pieces.fragmentation.running < pages.fragmentation.running

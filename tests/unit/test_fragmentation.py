@@ -1,0 +1,148 @@
+"""What memory was used for, paged and contiguous, in the same units."""
+
+import attrs
+import pytest
+from hypothesis import given
+from serving import BLOCK, Even, ask, scheduler_of, servers
+
+from kvcore import KVCache
+from kvcore.serving import Batching, simulate
+from kvcore.serving.fragmentation import Fragmentation
+
+
+def run(requests, blocks=5, **options):
+    """Serve `requests`, a step every 10 ns, in 20 slots unless told otherwise."""
+    return simulate(
+        requests,
+        cache=KVCache(blocks, BLOCK),
+        latency=Even(),
+        batching=Batching(watermark=0),
+        **options,
+    ).fragmentation
+
+
+def test_one_request_in_one_piece():
+    """A prompt of 4 and 4 of at most 8 tokens: 12 slots for 4 steps, with 0, 4, 5, 6 filled."""
+    seen = run([ask("a", output=4)], allocation="contiguous", max_output=8)
+    assert attrs.asdict(seen) == pytest.approx(
+        {
+            "running": 1,
+            "used": 15 / 80,
+            "cached": 0,
+            "internal": (48 - 15) / 80,
+            "uncomputed": 4 / 80,
+            "internal_peak": 12 / 20,
+            "external": 0,
+            "external_free": None,
+        }
+    )
+    assert seen.filled == pytest.approx(15 / 48)
+
+
+def test_one_request_in_pages():
+    """The same in blocks of 4: 4, 8, 8, 8 slots, of which the same are filled."""
+    seen = run([ask("a", output=4)])
+    assert attrs.asdict(seen) == pytest.approx(
+        {
+            "running": 1,
+            "used": 15 / 80,
+            "cached": 0,
+            "internal": (28 - 15) / 80,
+            "uncomputed": 4 / 80,
+            "internal_peak": 4 / 20,
+            "external": 0,
+            "external_free": None,
+        }
+    )
+
+
+def test_holes_that_are_too_short():
+    """Between 10 and 40 ns 12 slots are free, and d could not get 10: they lie in two holes."""
+    requests = [
+        ask("a", output=4),
+        ask("b"),
+        ask("c", output=4),
+        ask("d", prompt=6),
+    ]
+    seen = run(requests, blocks=7, allocation="contiguous")
+    assert (seen.external, seen.external_free) == pytest.approx((30 / 50, 12 / 28))
+
+
+def test_too_little_in_sum_is_no_fragmentation():
+    """Who would not fit in all holes together waits for memory, not for a longer hole."""
+    requests = [ask("a", output=4), ask("b"), ask("c", output=4), ask("d", prompt=9)]
+    assert run(requests, blocks=7, allocation="contiguous").external == 0
+
+
+def test_what_is_shared_counts_once():
+    """Two open requests with the same prompt of two blocks, one token more each."""
+    requests = [ask(name, at, 9, 2, keys="xy") for name, at in (("a", 0), ("b", 20))]
+    seen = run(requests)
+    # Four steps: a holds 0, then 9 tokens; b, which hits 8 of them, 8, then 9.
+    assert seen.used == pytest.approx((0 + 9 + 8 + 9) / 80)
+    assert seen.cached == 0
+
+
+def test_what_rests_is_neither_used_nor_wasted():
+    """Between two requests the first one's block is cached: 1 of 5, for 80 of 100 ns."""
+    seen = run([ask("a", keys="x"), ask("b", at=90)])
+    assert seen.used + seen.internal == pytest.approx(2 * 4 / 200)
+    assert seen.cached == pytest.approx(90 / 100 * 1 / 5)
+
+
+def test_time_before_the_first_arrival():
+    """A trace that begins late has no idle time before its first request."""
+    late, early = ([ask("a", at, output=4)] for at in (1000, 0))
+    assert run(late) == run(early)
+
+
+def test_nothing_was_served():
+    """Without requests nothing is used, and there is no share of it."""
+    seen = run([])
+    assert (seen.used, seen.internal, seen.external, seen.running) == (0, 0, 0, 0)
+    assert seen.filled is None
+
+
+def test_it_is_in_the_summary():
+    """The JSON of a run has every number."""
+    result = simulate([ask("a")], cache=KVCache(5, BLOCK), latency=Even())
+    assert result.summary()["fragmentation"] == attrs.asdict(result.fragmentation)
+
+
+@given(servers())
+def test_jumps_measure_the_same(server):
+    """Many decode steps at once count exactly as one by one."""
+    for allocation in ("contiguous", "paged"):
+        steps = measured(server, allocation, jumps=False)
+        assert measured(server, allocation) == steps
+
+
+@given(servers())
+def test_shares_are_shares(server):
+    """No share is negative, and what is not free is no more than the pool."""
+    for allocation in ("contiguous", "paged"):
+        seen = measured(server, allocation)
+        shares = seen.used, seen.cached, seen.internal
+        assert min(shares) >= 0
+        assert sum(shares) <= 1 + 1e-9
+        assert 0 <= seen.uncomputed <= seen.internal + 1e-9
+        assert 0 <= seen.external <= (allocation == "contiguous")
+
+
+def measured(server, allocation, *, jumps=True) -> Fragmentation:
+    """Serve what `server` has to, in steps of 10 ns, some preempting others."""
+    options = {
+        name: value
+        for name, value in server.options.items()
+        if name not in {"blocks", "block_size", "key_tokens"}
+    }
+    sizes = server.options["blocks"], server.options["block_size"]
+    return simulate(
+        server.requests,
+        cache=KVCache(*sizes, key_tokens=server.options["key_tokens"]),
+        scheduler=scheduler_of("urgent"),
+        latency=Even(),
+        batching=Batching(**options),
+        allocation=allocation,
+        jumps=jumps,
+    ).fragmentation

@@ -1,0 +1,42 @@
+"""Options that a program fills in where the text leaves them out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.errors import InputError
+from kvcore.plugins import Plugins
+from kvcore.specs import takes_path
+
+
+@pytest.fixture(scope="module")
+def plugins():
+    """Return the installed plugins."""
+    return Plugins()
+
+
+def test_a_default_is_used_where_the_text_says_nothing(plugins):
+    """And not where it does."""
+    assert plugins.build("eviction", "random", {"seed": 7}).seed == 7
+    assert plugins.build("eviction", "random:seed=3", {"seed": 7}).seed == 3
+
+
+def test_a_default_without_such_an_option_is_left_out(plugins):
+    """`lru` draws nothing, so it has no seed."""
+    assert plugins.build("eviction", "lru", {"seed": 7}).options() == {}
+
+
+def test_a_default_may_be_what_has_no_text(plugins):
+    """It is a value as in code, and can stand for an option that must be given."""
+    with pytest.raises(InputError, match="needs a value for option 'path'"):
+        plugins.build("latency", "table", {"seed": 7})
+    with pytest.raises(InputError, match=r"nowhere\.csv"):
+        plugins.build("latency", "table", {"path": "nowhere.csv"})
+
+
+def test_options_that_are_paths_are_known(plugins):
+    """Also those that may be something else, or nothing."""
+    assert takes_path(plugins.get("latency", "table"), "path")
+    assert takes_path(plugins.get("workload", "mooncake"), "path")
+    assert not takes_path(plugins.get("workload", "zipf"), "skew")
+    assert not takes_path(plugins.get("workload", "zipf"), "path")

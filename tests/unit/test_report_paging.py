@@ -1,0 +1,62 @@
+"""The table of a contiguous run beside a paged one."""
+
+from kvcore.report import PagingReport
+
+TIMES = {"mean": 1.5, "p99": 2.0}
+
+
+def summary(*, running=2.0, **changes):
+    """Return the numbers of a run, some of them changed."""
+    return {
+        "completed": 1200,
+        "rejected": 0,
+        "throughput_tokens_s": 12.0,
+        "ttft_s": TIMES,
+        "pool": {"blocks": 100, "block_size": 16},
+        "fragmentation": {
+            "running": running,
+            "used": 0.5,
+            "cached": 0.25,
+            "internal": 0.125,
+            "uncomputed": 0.0625,
+            "internal_peak": 0.2,
+            "external": 0.3,
+            "external_free": 0.4,
+        },
+    } | changes
+
+
+def test_rows_are_side_by_side():
+    """A row has its name, the contiguous run's number, and the paged one's."""
+    rows = PagingReport(summary(), summary(running=3.0, completed=7), 8).rows
+    assert rows[:2] == [["running at a time", "2", "3"], ["completed", "1,200", "7"]]
+    assert [row[1] for row in rows[-4:]] == ["12.5%", "6.2%", "30.0%", "40.0%"]
+
+
+def test_what_was_not_measured_is_a_dash():
+    """A run in which nothing was served has no times, and no time in which memory was short."""
+    nothing = summary(throughput_tokens_s=None, ttft_s=None)
+    nothing["fragmentation"]["external_free"] = None
+    rows = PagingReport(nothing, summary(), 8).rows
+    assert [name for name, before, _ in rows if before == "-"] == [
+        "generated tokens/s",
+        "TTFT, mean",
+        "TTFT, p99",
+        "free at such times",
+    ]
+
+
+def test_what_paging_bought():
+    """The sentence below compares how many run at a time, unless nothing ran."""
+    assert PagingReport(summary(), summary(running=3.0), 8).reading.startswith(
+        "Paging runs 1.50 times as many at a time."
+    )
+    idle = PagingReport(summary(running=0.0), summary(running=0.0), 8)
+    assert idle.reading.startswith("Splintered is")
+
+
+def test_the_headline_has_the_size():
+    """It says how much memory both have, and what a request reserves in one of them."""
+    headline = PagingReport(summary(), summary(), 2000).headline
+    assert headline.startswith("The same memory of 1,600 tokens")
+    assert "2,000 tokens of output" in headline

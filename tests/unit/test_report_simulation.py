@@ -1,0 +1,173 @@
+"""The report of a simulation: what it says first, and what it leaves out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.report import SimulationReport
+from kvcore.report.simulation import sparkline
+
+SPREAD = {"mean": 1.5, "p50": 1.0, "p90": 2.0, "p95": 2.5, "p99": 0.0125}
+CONFIG = {
+    "workload": {"name": "mine"},
+    "model": "llama-3-8b",
+    "device": "h100",
+    "tensor_parallel": 2,
+    "kv_dtype": "fp16",
+    "bytes_per_block": 2**21,
+    "plugins": {
+        kind: {"name": name, "options": {}}
+        for kind, name in [
+            ("scheduler", "fcfs"),
+            ("eviction", "lru"),
+            ("prefix", "radix"),
+            ("latency", "linear"),
+        ]
+    },
+    "rate_scale": 1.0,
+}
+
+
+def summary(**changes):
+    """Return the numbers of a run, some of them changed."""
+    timeline = {"t_s": [0.0, 1.0], "active": [0, 5], "cached": [0, 2], "free": [10, 3]}
+    return {
+        "requests": 3,
+        "completed": 3,
+        "rejected": 0,
+        "offered_load": 0.5,
+        "simulated_s": 10.0,
+        "wall_s": 0.002,
+        "steps": 1,
+        **dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s"), SPREAD),
+        "throughput_tokens_s": 12.0,
+        "goodput": 0.25,
+        "slo": {"ttft_s": 30.0, "tpot_s": None, "deadline_s": 60.0, "met": 0.75},
+        "preemptions": {"pause": 1, "recompute": 2},
+        "evicted_blocks": 1,
+        "hit": {
+            "lookup_blocks": 4,
+            "hit_blocks": 1,
+            "self_hit_blocks": 0,
+            "ratio": {"block": 0.25, "token": 0.2, "request": 0.5},
+        },
+        "residency": None,
+        "pool": {
+            "block_size": 16,
+            "blocks": 10,
+            "active": {"mean": 2.5, "peak": 5},
+            "cached": {"mean": 1.0},
+            "timeline": timeline,
+        },
+        **changes,
+    }
+
+
+def amounts(**changes):
+    """Return the amounts of a run, by name."""
+    report = SimulationReport(summary(**changes), CONFIG)
+    return {name: amount for name, amount in report.amounts if name}
+
+
+@pytest.mark.parametrize("load", [None, 0.5, 1.0])
+def test_there_is_no_warning_up_to_a_load_of_one(load):
+    """Nor where no load is known."""
+    assert SimulationReport(summary(offered_load=load), CONFIG).warning == ""
+
+
+def test_a_load_above_one_is_warned_of():
+    """With how much is asked for, and what would carry it."""
+    remedies = ["--tensor-parallel 4", "--rate-scale 0.6"]
+    warning = SimulationReport(summary(offered_load=1.6), CONFIG, remedies=remedies).warning
+    assert warning.startswith("OVERLOAD: mine asks for 1.60 times what 2 x h100 can do.")
+    assert warning.endswith("--tensor-parallel 4 or --rate-scale 0.6.")
+
+
+def test_the_headline_says_what_was_run():
+    """Workload, model, devices, pool, plugins, load and outcome."""
+    assert SimulationReport(summary(), CONFIG).headline.splitlines() == [
+        "mine: 3 requests to llama-3-8b on 2 x h100, in 10 simulated seconds.",
+        "Pool: 10 blocks of 16 tokens, 160 tokens in all, 20 MiB in fp16.",
+        "Plugins: scheduler fcfs, eviction lru, prefix radix, latency linear.",
+        "Load: at least 0.50 of what this deployment can do.",
+        "3 completed, none rejected.",
+    ]
+
+
+def test_the_headline_says_how_fast_requests_came():
+    """If not as recorded."""
+    report = SimulationReport(summary(), CONFIG | {"rate_scale": 2.5})
+    assert "2.5 times as fast as recorded" in report.headline
+
+
+def test_rejections_have_a_reason():
+    """That of the first."""
+    report = SimulationReport(
+        summary(completed=1, rejected=2), CONFIG, refusal="it is too long"
+    )
+    assert report.headline.endswith("1 completed, 2 rejected; the first: it is too long.")
+
+
+def test_times_have_a_unit_each():
+    """Three digits, in the unit that suits."""
+    rows = SimulationReport(summary(), CONFIG).times
+    assert rows[0] == ["TTFT", "1.5 s", "1 s", "2 s", "2.5 s", "12.5 ms"]
+    assert [name for name, *_ in rows] == ["TTFT", "TPOT", "ITL", "E2E", "queueing"]
+
+
+def test_a_time_without_samples_is_a_dash():
+    """Nothing generated a second token, say."""
+    rows = SimulationReport(summary(tpot_s=None), CONFIG).times
+    assert rows[1] == ["TPOT", *["–"] * 5]
+
+
+def test_amounts():
+    """What is generated, met, hit, preempted, evicted and used."""
+    found = amounts()
+    assert found["goodput"] == "0.25 requests/s within the SLO"
+    assert found["within the SLO"] == "75.0% (TTFT 30 s, E2E 60 s)"
+    assert found["prefix hits"] == "25.0% of 4 blocks"
+    assert found["preemptions"] == "1 paused, 2 recomputed"
+    assert found["evicted"] == "1 block"
+    assert found["pool in use"] == "25.0%, 10.0% cached"
+    assert found["at its peak"] == "50.0%"
+
+
+def test_amounts_that_are_not_known_are_left_out():
+    """Goodput without an SLO, hits without a look-up, throughput in no time."""
+    hit = summary()["hit"] | {"lookup_blocks": 0}
+    pool = summary()["pool"] | {"active": {"mean": None, "peak": 0}}
+    found = amounts(goodput=None, throughput_tokens_s=None, hit=hit, pool=pool)
+    assert not {"goodput", "within the SLO", "throughput", "prefix hits", "pool in use"} & {
+        *found
+    }
+
+
+def test_own_blocks_are_told_apart():
+    """What preempted requests find again of their own is no prefix hit."""
+    hit = summary()["hit"] | {"self_hit_blocks": 7}
+    assert amounts(hit=hit)["own blocks again"] == "7 found after preemption"
+
+
+def test_an_slo_of_the_requests_own_is_named():
+    """Where the run expects nothing, they do."""
+    slo = {"ttft_s": None, "tpot_s": None, "deadline_s": None, "met": 0.5}
+    assert amounts(slo=slo)["within the SLO"] == "50.0% (their own)"
+
+
+def test_blocks_at_rest():
+    """Times in seconds, hits as numbers; nothing where nothing is known."""
+    residency = {"age_at_hit_s": SPREAD, "hits_at_eviction": SPREAD, "lifetime_s": None}
+    rows = SimulationReport(summary(residency=residency), CONFIG).resting
+    assert rows == [
+        ["since last use, at a hit", "1.5 s", "1 s", "2 s", "2.5 s", "12.5 ms"],
+        ["hits, at eviction", "1.5", "1", "2", "2.5", "0.01"],
+    ]
+    assert SimulationReport(summary(), CONFIG).resting == []
+
+
+def test_a_sparkline_is_a_step_function():
+    """Each bar is what holds in the middle of its time; a full bar is all of it."""
+    assert sparkline([0.0, 2.0, 4.0], [0.0, 1.0, 0.5], 4) == "▁▁██"
+    assert sparkline([5.0], [0.5], 3) == "▅▅▅"
+    assert sparkline([], [], 3) == ""

@@ -1,0 +1,338 @@
+"""What a run came to: numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from serving import BLOCK, SCHEDULERS, Even, ask, serve, servers
+
+import kvcore
+from kvcore import SLO, InputError, KVCache
+from kvcore.serving import Batching, Result, simulate
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.latency import Linear
+from kvcore_plugins.prefix import NoPrefix
+
+NS = 10**9
+
+
+def run(requests, *, blocks=1000, slo=None, latency=None, **batching):
+    """Serve requests that share nothing; a step takes 10 ns."""
+    return simulate(
+        requests,
+        cache=KVCache(blocks, BLOCK, eviction=LRU(), prefix=NoPrefix()),
+        latency=Even() if latency is None else latency,
+        batching=Batching(**{"watermark": 0} | batching),
+        slo=slo,
+    )
+
+
+def three(**options):
+    """Return the result of three requests, the second of which is rejected.
+
+    Steps end at 10, 20 and 30 ns. The first request prefills in the first step and decodes
+    in the other two; the third arrives in the first step and prefills in the second.
+    """
+    requests = [
+        ask("long", at=0, output=3),
+        ask("huge", at=5, prompt=4001),
+        ask("short", at=5, output=1, tenant="t"),
+    ]
+    return run(requests, **options)
+
+
+def rows(result):
+    """Return the requests as a dict each, by id."""
+    columns = result.requests
+    names = list(columns)
+    return {
+        row[0]: dict(zip(names, row, strict=True))
+        for row in zip(*columns.values(), strict=True)
+    }
+
+
+def evenly(nanoseconds):
+    """Return the distribution of samples that are all the same."""
+    return dict.fromkeys(("mean", "p50", "p90", "p95", "p99"), nanoseconds / NS)
+
+
+def test_the_columns_of_a_request():
+    """Times are seconds, and count from the arrival."""
+    assert rows(three())["long"] == {
+        "id": "long",
+        "status": "finished",
+        "reason": None,
+        "tenant": None,
+        "arrival_s": 0.0,
+        "admitted_s": 0.0,
+        "finish_s": 30 / NS,
+        "queue_s": 0.0,
+        "ttft_s": 10 / NS,
+        "tpot_s": 10 / NS,
+        "e2e_s": 30 / NS,
+        "prompt": 4,
+        "output": 3,
+        "hit_tokens": 0,
+        "pauses": 0,
+        "recomputes": 0,
+        "met_slo": None,
+    }
+
+
+def test_requests_stand_in_the_order_in_which_they_ended():
+    """All columns are as long as there are requests, rejected ones too."""
+    result = three()
+    assert result.requests["id"] == ["huge", "short", "long"]
+    assert {len(column) for column in result.requests.values()} == {3}
+
+
+def test_a_rejected_request_has_a_reason_and_no_times():
+    """It arrived, and that is all."""
+    row = rows(three())["huge"]
+    assert (row["status"], row["arrival_s"]) == ("rejected", 5 / NS)
+    assert row["reason"] == "it needs 1001 blocks; the pool has 1000"
+    times = ("admitted_s", "finish_s", "queue_s", "ttft_s", "tpot_s", "e2e_s")
+    assert {row[name] for name in times} == {None}
+
+
+def test_one_token_has_no_time_per_token():
+    """TPOT is the mean time of the tokens after the first."""
+    row = rows(three())["short"]
+    assert (row["queue_s"], row["ttft_s"], row["tpot_s"]) == (5 / NS, 15 / NS, None)
+
+
+def test_a_request_without_output_has_no_first_token():
+    """It is done when its prompt is computed."""
+    result = run([ask("none", output=0)])
+    row = rows(result)["none"]
+    assert (row["ttft_s"], row["tpot_s"], row["e2e_s"]) == (None, None, 10 / NS)
+    assert result.summary()["ttft_s"] is None
+
+
+def test_the_summary_of_three_requests():
+    """Counts, rates and distributions of a run that was worked out by hand."""
+    summary = three().summary()
+    assert summary["schema"] == 1
+    assert summary["count"] == "tokens"
+    assert (summary["requests"], summary["completed"], summary["rejected"]) == (3, 2, 1)
+    assert (summary["simulated_s"], summary["steps"]) == (30 / NS, 3)
+    assert summary["throughput_tokens_s"] == pytest.approx(4 / (30 / NS))
+    assert summary["ttft_s"] == {
+        "mean": 12.5 / NS,
+        "p50": 10 / NS,
+        "p90": 15 / NS,
+        "p95": 15 / NS,
+        "p99": 15 / NS,
+    }
+    assert summary["tpot_s"] == summary["itl_s"] == evenly(10)
+    assert summary["e2e_s"]["mean"] == 22.5 / NS
+    assert summary["queue_s"]["mean"] == 2.5 / NS
+    assert summary["preemptions"] == {"pause": 0, "recompute": 0}
+    assert summary["evicted_blocks"] == 0
+    assert summary["residency"] is None
+
+
+def test_the_pool_over_time():
+    """1 block for 10 ns, 3 for the next 10 (the long request grows), and then 2."""
+    pool = three().summary()["pool"]
+    assert (pool["blocks"], pool["block_size"]) == (1000, BLOCK)
+    assert pool["active"] == {"mean": 2, "peak": 3}
+    assert pool["cached"] == {"mean": 0}
+    assert pool["timeline"] == {
+        "t_s": [0.0, 10 / NS, 20 / NS, 30 / NS],
+        "active": [1, 3, 2, 0],
+        "cached": [0, 0, 0, 0],
+        "free": [999, 997, 998, 1000],
+    }
+
+
+def test_a_run_without_requests():
+    """There is nothing to count: numbers are 0, rates and distributions null."""
+    summary = run([]).summary()
+    assert (summary["requests"], summary["simulated_s"], summary["steps"]) == (0, 0, 0)
+    names = ("offered_load", "ttft_s", "itl_s", "throughput_tokens_s", "goodput", "residency")
+    assert {summary[name] for name in names} == {None}
+
+
+@pytest.mark.parametrize(
+    ("slo", "met"),
+    [
+        (SLO(ttft=15), [False, True, True]),
+        (SLO(ttft=14), [False, False, True]),
+        (SLO(tpot=10), [False, True, True]),
+        (SLO(tpot=9), [False, True, False]),
+        (SLO(deadline=29), [False, True, False]),
+        (SLO(ttft=14, deadline=30), [False, False, True]),
+    ],
+)
+def test_who_meets_the_slo(slo, met):
+    """All that it says has to hold; one token has no TPOT; rejected is not met."""
+    result = three(slo=slo)
+    assert result.requests["met_slo"] == met
+    assert result.summary()["slo"]["met"] == sum(met) / 3
+
+
+def test_goodput_is_what_met_its_slo_over_time():
+    """Two requests in 30 ns; what is expected is in the summary."""
+    summary = three(slo=SLO(ttft=15)).summary()
+    assert summary["goodput"] == pytest.approx(2 / (30 / NS))
+    assert summary["slo"] == {
+        "ttft_s": 15 / NS,
+        "tpot_s": None,
+        "deadline_s": None,
+        "met": 2 / 3,
+    }
+
+
+def test_the_slo_of_a_request_goes_first():
+    """What the run expects holds for those that bring no SLO of their own."""
+    requests = [ask("patient", slo=SLO(ttft=10)), ask("usual")]
+    met = run(requests, slo=SLO(ttft=9)).requests["met_slo"]
+    assert met == [True, False]
+
+
+def test_without_any_slo_there_is_no_goodput():
+    """Nobody expected anything."""
+    summary = three().summary()
+    assert (summary["goodput"], summary["slo"]["met"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("load", "options"),
+    [
+        # 1 step to prefill and 2 to decode, 12 in all, two at a time
+        (0.75, {"max_seqs": 2}),
+        # 24 tokens, two at a time
+        (1.5, {"max_seqs": 2, "max_tokens": 2}),
+        # K/V of 5 + 6 tokens, four times, in 8
+        (0.6875, {"max_seqs": 4, "blocks": 2}),
+        # 4 steps of prefill and 8 of decoding, two at a time, either by itself
+        (0.75, {"max_seqs": 2, "steps": "prefill-first"}),
+        # 16 prompt tokens in steps of 2, and 8 steps of decoding
+        (1.5, {"max_seqs": 2, "max_tokens": 2, "steps": "prefill-first"}),
+        # prompts are not cut: a step of 4 tokens there may be
+        (0.75, {"max_seqs": 2, "max_tokens": 2, "chunked": False}),
+        (1.5, {"max_seqs": 1}),
+    ],
+)
+def test_the_offered_load_is_a_share_of_the_time_between_arrivals(load, options):
+    """Every 20 ns comes a request that needs 10 ns for each of its steps."""
+    requests = [ask(number, at=20 * number, output=3) for number in range(4)]
+    assert run(requests, **options).summary()["offered_load"] == load
+
+
+def test_one_at_a_time_the_offered_load_is_that_of_queueing_theory():
+    """Arrival rate x mean service time, as it is in M/G/1."""
+    requests = [
+        ask(number, at=number * 40_000_000, prompt=1 + number * 37 % 100, output=number % 7)
+        for number in range(50)
+    ]
+    result = run(requests, latency=Linear(), max_seqs=1, max_tokens=16)
+    service = Fraction(result.log.busy, 50)
+    rate = Fraction(49, (requests[-1].arrival - requests[0].arrival) * 1000)
+    assert result.summary()["offered_load"] == pytest.approx(float(rate * service), rel=1e-12)
+
+
+@pytest.mark.parametrize("ats", [[0], [0, 0], [7, 7, 7]])
+def test_arrivals_at_one_time_have_no_rate(ats):
+    """Then no load was offered over time."""
+    requests = [ask(number, at=at) for number, at in enumerate(ats)]
+    assert run(requests).summary()["offered_load"] is None
+
+
+def test_littles_law_for_requests():
+    """Requests in the server, in the mean = completions per second x mean time in it."""
+    requests = [ask(n, at=n * n, prompt=1 + n % 9, output=n % 5) for n in range(40)]
+    served = serve(requests, max_seqs=3)
+    here, since, area = 0, 0, 0
+    for line in served.lines:
+        if line["event"] in ("REQUEST", "FINISH"):
+            area += here * (line["t"] - since)
+            since = line["t"]
+            here += 1 if line["event"] == "REQUEST" else -1
+    summary = served.result.summary()
+    rate = summary["completed"] / summary["simulated_s"]
+    mean = area / NS / summary["simulated_s"]
+    assert mean == pytest.approx(rate * summary["e2e_s"]["mean"])
+
+
+def test_littles_law_for_blocks():
+    """Active blocks, in the mean = blocks a request holds x time for which it does."""
+    requests = [ask(n, at=n * n, prompt=1 + n % 3, output=1 + n % 2) for n in range(40)]
+    result = run(requests, max_seqs=3)
+    log = result.log
+    held = sum(end - begin for begin, end in zip(log.admitted, log.finish, strict=True))
+    mean = result.summary()["pool"]["active"]["mean"]
+    assert mean == pytest.approx(held / (max(log.finish) - min(log.arrival)))
+
+
+@given(servers())
+def test_every_token_after_the_first_is_one_gap(server):
+    """Inter-token latencies are as many, whatever is preempted, and add up to the time."""
+    result = server.run("fcfs", trace=False).result
+    log = result.log
+    finished = [row for row in range(len(log.ids)) if row not in log.reasons]
+    count = sum(max(log.output[row] - 1, 0) for row in finished)
+    assert log.itl.count == count
+    if count:
+        times = [log.finish[r] - log.first_token[r] for r in finished if log.output[r]]
+        total = result.summary()["itl_s"]["mean"] * count * NS
+        assert sum(times) == pytest.approx(total, abs=len(times) + 1e-6)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
+@given(server=servers())
+def test_jumps_change_no_number(scheduler, server):
+    """Requests and summary are equal, to the last bit, when every step is run by itself."""
+    jumped, stepped = (
+        server.run(scheduler, trace=False, jumps=jumps).result for jumps in (True, False)
+    )
+    assert jumped.requests == stepped.requests
+    assert jumped.summary() | {"wall_s": 0} == stepped.summary() | {"wall_s": 0}
+
+
+def test_both_files_are_written(tmp_path):
+    """The summary is one document, and a line a request has the columns as fields."""
+    result = three()
+    result.write(tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    assert sorted(path.name for path in folder.iterdir()) == ["requests.jsonl", "summary.json"]
+    assert json.loads((folder / "summary.json").read_text()) == result.summary()
+    lines = (folder / "requests.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == list(rows(result).values())
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    """Neither file is there by halves, and an older one stays."""
+    (tmp_path / "requests.jsonl").write_text("older")
+
+    def fail(_):
+        raise RuntimeError
+
+    monkeypatch.setattr(Result, "summary", fail)
+    with pytest.raises(RuntimeError):
+        three().write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["requests.jsonl"]
+    assert (tmp_path / "requests.jsonl").read_text() == "older"
+
+
+def test_a_file_is_no_directory(tmp_path):
+    """The error says what cannot be written, and why."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"directory .*file: File exists"):
+        three().write(tmp_path / "file")
+
+
+def test_the_wall_time_is_measured():
+    """It is the only number that another run may not repeat."""
+    first, second = three(), three()
+    assert first.wall_s > 0
+    assert first.summary() | {"wall_s": 0} == second.summary() | {"wall_s": 0}
+
+
+def test_the_public_names():
+    """What a simulation takes is found where the cache is."""
+    assert (kvcore.simulate, kvcore.Batching, kvcore.Result) == (simulate, Batching, Result)
