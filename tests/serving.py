@@ -3,7 +3,6 @@
 Steps take nanoseconds here, and a block is 4 tokens.
 """
 
-from collections import Counter
 from io import BytesIO
 from random import Random
 from typing import Any, ClassVar
@@ -187,9 +186,21 @@ class Run:
         """Return (time, request) for each line of `event`."""
         return [(line["t"], line["request"]) for line in self.lines if line["event"] == event]
 
-    def count(self):
-        """Return how many lines there are of each event."""
-        return Counter(line["event"] for line in self.lines)
+    def story(self, *events):
+        """Return "time EVENT request" for each line of `events`; none: of all there are."""
+        names = {
+            line["seq"]: line["request"]
+            for line in self.lines
+            if "request" in line and "seq" in line
+        }
+        told = []
+        for line in self.lines:
+            name = (
+                line["id"] if "id" in line else line.get("request", names.get(line.get("seq")))
+            )
+            if not events or line["event"] in events:
+                told.append(f"{line['t']} {line['event']} {name}")
+        return told
 
     def sum(self, column):
         """Return the sum of a column."""

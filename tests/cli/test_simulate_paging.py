@@ -6,7 +6,9 @@ import pytest
 
 from kvcore.cli import main as frame
 
-SMALL = "zipf:requests=40,rate=2000,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
+SMALL = (
+    "zipf:requests=40,rate=2000,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
+)
 COMMAND = ["simulate", SMALL, "--allocation", "contiguous", "--blocks", "20"]
 
 
@@ -39,7 +41,8 @@ def test_both_are_run(run, capsys):
 def test_the_table_is_readable(run):
     """The runs stand side by side, in 80 columns."""
     _, out, _ = run()
-    assert "320 tokens, contiguous: a request reserves its prompt and 8 tokens of" in out
+    text = " ".join(out.split())
+    assert "320 tokens, contiguous: a request reserves its prompt and 8 tokens of" in text
     (header,) = [line for line in out.splitlines() if line.split() == ["contiguous", "paged"]]
     assert f"\n{header}\n" in out
     assert max(map(len, out.splitlines())) <= 80

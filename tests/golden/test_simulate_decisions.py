@@ -5,16 +5,43 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from serving import serve
+from serving import scheduler_of, serve
 
-from kvcore import SLO
 from kvcore_plugins.latency import Linear
-from kvcore_plugins.scheduling import FCFS, SRPT, LeastSlack
 from kvcore_plugins.workloads import Mooncake
 
-SECOND = 10**9
+REQUESTS = 300
 
+# Steps; preemptions by pause and by recompute; blocks that hit, that preempted requests found
+# of their own, and that were evicted; nanoseconds to the first tokens, and to the last.
 GOLDEN = {
+    "fcfs": (10_709, 0, 12, 298, 235, 7_514, 5_927_673_001_656, 7_009_681_565_508),
+    "srpt": (12_701, 111, 23, 381, 123, 7_929, 1_956_561_212_884, 3_167_463_933_968),
+    "slo": (10_411, 0, 2, 299, 2, 7_552, 6_059_587_061_720, 7_216_320_206_516),
 }
-"""Steps, pauses, recomputations, hit and self-hit blocks, evicted blocks; means of TTFT and E2E
-in ms, and the digest of the trace's lines."""
+
+
+@pytest.mark.parametrize("scheduler", GOLDEN)
+def test_a_small_run(scheduler):
+    """Twice as fast as it was recorded, with 16 seats and too few blocks for them."""
+    run = serve(
+        islice(Mooncake(), REQUESTS),
+        blocks=400,
+        block_size=512,
+        scheduler=scheduler_of(scheduler),
+        latency=Linear(step=0.0035, prefill=1e-5, decode=1e-5, context=1.2e-8),
+        max_seqs=16,
+        rate_scale=2,
+    )
+    cache = run.result.cache
+    assert len(run.rows) == REQUESTS
+    assert GOLDEN[scheduler] == (
+        run.result.log.steps,
+        run.sum("pauses"),
+        run.sum("recomputes"),
+        cache.stats.hit_blocks,
+        cache.stats.self_hit_blocks,
+        cache.prefix.evicted,
+        run.sum("first_token") - run.sum("arrival"),
+        run.sum("finish") - run.sum("arrival"),
+    )

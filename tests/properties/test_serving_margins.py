@@ -37,7 +37,7 @@ ALL_ALIKE = Class(LONG, 5 * ALONE), Class(SHORT, 5 * ALONE, weight=4)
 
 def traffic(load, classes, requests=3000):
     """Yield jobs of `classes` at random: `load` times what the server can do."""
-    random, now = Random(0), 0.0
+    random, now = Random(0), 0.0  # noqa: S311
     weights = [each.weight for each in classes]
     tokens = sum(each.weight * each.output for each in classes) / sum(weights)
     for number in range(requests):
@@ -68,12 +68,12 @@ def goodput(load, classes, scheduler):
     return outcome(load, classes, scheduler)[0]
 
 
-@pytest.mark.parametrize(("load", "margin"), [(0.9, 1.6), (1.05, 1.6)])
-def test_srpt_beats_fcfs_on_mean_time(load, margin):
-    """Short jobs first: the mean time from arrival to last token is lower by a third, at least."""
+@pytest.mark.parametrize("load", [0.9, 1.05])
+def test_srpt_beats_fcfs_on_mean_time(load):
+    """Short jobs first: FCFS takes over 1.6 times as long, in the mean, to the last token."""
     _, fcfs = outcome(load, ALL_ALIKE, FCFS())
     _, srpt = outcome(load, ALL_ALIKE, SRPT())
-    assert fcfs > margin * srpt
+    assert fcfs > 1.6 * srpt
 
 
 @pytest.mark.parametrize("load", [1.05, 1.1, 1.2])
@@ -87,9 +87,7 @@ def test_slo_beats_both_where_long_jobs_are_tight(load, preemptive):
 
 
 def test_srpt_beats_slo_where_all_deadlines_are_alike():
-    """At twice what can be done, who begins with the long jobs has begun with the wrong ones."""
-    slo, srpt, fcfs = (
-        goodput(2, ALL_ALIKE, each) for each in (LeastSlack(), SRPT(), FCFS())
-    )
+    """At twice what can be done, who begins with long jobs has begun with the wrong ones."""
+    slo, srpt, fcfs = (goodput(2, ALL_ALIKE, each) for each in (LeastSlack(), SRPT(), FCFS()))
     assert srpt > 1.4 * slo
     assert slo > 3 * fcfs

@@ -40,13 +40,13 @@ class Service:
 
 
 EXPONENTIAL = Service(lambda random: random.expovariate(1), lambda x: exp(-x), 30)
-UNIFORM = Service(lambda random: random.uniform(0, 2), lambda x: 0.5, 2)
-FIXED = Service(lambda random: 1, None, 1)
+UNIFORM = Service(lambda random: random.uniform(0, 2), lambda _: 0.5, 2)
+FIXED = Service(lambda _: 1, None, 1)
 
 
 def arrivals(service, *, seed=1, load=LOAD):
     """Yield requests whose work is `load` times what the server can do."""
-    random, now = Random(seed), 0.0
+    random, now = Random(seed), 0.0  # noqa: S311
     for number in range(REQUESTS):
         now += random.expovariate(load / SERVICE)
         output = max(ceil(service.draw(random) * TOKENS), 1)

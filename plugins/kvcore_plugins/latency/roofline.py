@@ -14,6 +14,7 @@ import attrs
 
 from kvcore import Batch, InputError, LatencyModel, Line, Windows
 from kvcore.catalogue import find_device, find_model
+from kvcore.deployment import kv_copies
 from kvcore.model import DeviceSpec, KVLayout, ModelSpec, pair_flop
 from kvcore.units import DECIMAL, NANOSECONDS, PICOSECONDS, format_bytes, picoseconds
 
@@ -88,7 +89,7 @@ class Roofline(LatencyModel):
         self._computed = tuple(_whole(flop_of[window] / flops) for window in self._windows)
 
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
-        kv_bandwidth = bandwidth * _kv_shares(model, self.tensor_parallel)
+        kv_bandwidth = bandwidth * self.tensor_parallel / kv_copies(model, self.tensor_parallel)
         layers = Counter(model.windows)
         self._written = _fine(layout.bytes_per_token / kv_bandwidth)
         self._read = tuple(
@@ -155,13 +156,6 @@ class Roofline(LatencyModel):
         if problem:
             msg = f"roofline: {problem}"
             raise InputError(msg)
-
-
-def _kv_shares(model: ModelSpec, devices: int) -> Fraction:
-    """Return by how many devices K/V is divided: the busiest has so much of its heads."""
-    if model.latent:
-        return Fraction(1)
-    return Fraction(model.kv_heads, -(-model.kv_heads // devices))
 
 
 def _fine(seconds: Fraction) -> int:

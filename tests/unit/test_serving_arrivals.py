@@ -1,0 +1,165 @@
+"""When requests arrive: recorded times, sessions at their own pace, and bad workloads."""
+
+import pytest
+from serving import STEP, ask, serve
+
+from kvcore import InputError, Request
+from kvcore.serving.arrivals import NEVER, Arrivals
+
+
+def turn(name, at=0, *, after=None, think=0, session="s", **fields):
+    """Return a request of a session."""
+    return ask(name, at, after=after, think=think, session=session, **fields)
+
+
+def take(arrivals, now=NEVER - 1):
+    """Return what arrives up to `now`: (time, id)."""
+    return [(at, request.id) for at, request in arrivals.until(now)]
+
+
+def test_requests_come_in_order():
+    """Those that arrive at one time come in the order of the workload."""
+    arrivals = Arrivals([ask("b", 5), ask("a", 5), ask("c", 7)])
+    assert arrivals.next_at == 5
+    assert take(arrivals, 4) == []
+    assert take(arrivals, 6) == [(5, "b"), (5, "a")]
+    assert (arrivals.next_at, take(arrivals), arrivals.next_at) == (7, [(7, "c")], NEVER)
+
+
+def test_open_loop_requests_are_read_as_their_time_comes():
+    """A workload that streams is one request ahead, not in memory."""
+    read = []
+
+    def streamed():
+        for number in range(9):
+            read.append(number)
+            yield ask(number, 10 * number)
+
+    arrivals = Arrivals(streamed())
+    assert len(read) == 1
+    take(arrivals, 35)
+    assert len(read) == 5
+
+
+def test_an_empty_workload():
+    """Nothing arrives, and that is no error."""
+    arrivals = Arrivals([])
+    assert (arrivals.next_at, take(arrivals)) == (NEVER, [])
+    assert serve([]).rows == {}
+
+
+def test_a_follower_waits_for_the_end_and_thinks():
+    """It is sent `think` ns after the end of the one before, whatever was recorded for it."""
+    arrivals = Arrivals([turn("a", 5), turn("b", 6, after="a", think=30)])
+    assert take(arrivals) == [(5, "a")]
+    arrivals.ended(turn("a"), 100)
+    assert take(arrivals) == [(130, "b")]
+
+
+def test_followers_and_others_are_merged():
+    """A session may fall behind its recording: what is recorded for later comes first."""
+    first = turn("a", 0)
+    arrivals = Arrivals([first, turn("b", 1, after="a", think=50), ask("c", 70), ask("d", 90)])
+    assert take(arrivals, 0) == [(0, "a")]
+    arrivals.ended(first, 30)
+    assert take(arrivals) == [(70, "c"), (80, "b"), (90, "d")]
+
+
+def test_two_may_follow_one():
+    """Sent at one time, followers come in the order of the workload."""
+    first = turn("a")
+    arrivals = Arrivals([first, turn("b", after="a", think=9), turn("c", after="a", think=9)])
+    take(arrivals)
+    arrivals.ended(first, 1)
+    assert take(arrivals) == [(10, "b"), (10, "c")]
+
+
+def test_a_session_under_a_clock():
+    """In the loop: a turn ends, the client thinks, the next turn arrives."""
+    requests = [
+        turn("a", 3, output=2),
+        turn("b", 4, after="a", think=100, output=1),
+        turn("c", 5, after="b", output=1),
+    ]
+    run = serve(requests)
+    assert run.rows["a"]["finish"] == 3 + 2 * STEP
+    assert run.rows["b"]["arrival"] == run.rows["a"]["finish"] + 100
+    assert run.rows["c"]["arrival"] == run.rows["b"]["finish"]
+
+
+def test_a_rejected_turn_has_ended_as_well():
+    """What follows a request that does not fit is sent all the same."""
+    requests = [turn("a", 3, prompt=999), turn("b", 4, after="a", think=7)]
+    run = serve(requests, blocks=5)
+    assert list(run.rejected) == ["a"]
+    assert run.rows["b"]["arrival"] == 10
+
+
+@pytest.mark.parametrize(("scale", "times"), [(2, [0, 5, 10]), (0.1, [0, 100, 200])])
+def test_rate_scale(scale, times):
+    """Twice the rate is half the time between arrivals."""
+    arrivals = Arrivals([ask(number, 10 * number) for number in range(3)], scale)
+    assert [at for at, _ in take(arrivals)] == times
+
+
+def test_rate_scale_is_exact():
+    """A decimal rate is that decimal, not its binary neighbour; times are rounded down."""
+    arrivals = Arrivals([ask("a", 3), ask("b", 10**18 + 1)], 0.3)
+    assert [at for at, _ in take(arrivals)] == [10, (10**18 + 1) * 10 // 3]
+
+
+def test_rate_scale_leaves_think_times_alone():
+    """People do not think faster when there are more of them."""
+    first = turn("a", 10)
+    arrivals = Arrivals([first, turn("b", 20, after="a", think=8)], 2)
+    assert take(arrivals) == [(5, "a")]
+    arrivals.ended(first, 6)
+    assert take(arrivals) == [(14, "b")]
+
+
+@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan")])
+def test_a_rate_that_is_none(scale):
+    """A rate must be a positive number."""
+    with pytest.raises(InputError, match=rf"rate_scale={scale}: give how many times"):
+        Arrivals([], scale)
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([ask("a", -1)], r"request 'a' \(number 1\) arrives at -1 ns, before 0 ns"),
+        ([ask("a", 5), ask("b", 4)], r"'b' \(number 2\) arrives at 4 ns, before 5 ns"),
+        ([ask("a"), ask("b", 1), ask("a", 2)], "'a': an earlier request has the same id"),
+        (
+            [ask("a"), ask("b", after="a")],
+            "'b' of session None comes after request 'a' of session None: give both the same",
+        ),
+        (
+            [turn("a", session="x"), turn("b", session="y", after="a")],
+            "'b' of session 'y' comes after request 'a' of session 'x'",
+        ),
+        ([turn("a"), turn("b", after="z")], "'b' comes after request 'z', which is not in"),
+        ([turn("a", after="a")], "'a' comes after request 'a', which in the end waits for it"),
+        (
+            [turn("a", after="b"), turn("b", after="a")],
+            "comes after request '.', which in the end waits for it",
+        ),
+    ],
+)
+def test_workloads_that_cannot_be_served(requests, message):
+    """Time that runs backwards, ids that are not unique, sessions that do not close."""
+    with pytest.raises(InputError, match=message):
+        serve(requests)
+
+
+def test_an_order_that_breaks_off_late():
+    """What is out of order is found when it is read, with its place in the workload."""
+    requests = [*(ask(number, number) for number in range(1000)), ask("late", 7)]
+    with pytest.raises(InputError, match=r"'late' \(number 1001\) arrives at 7 ns, before 999"):
+        serve(requests)
+
+
+def test_times_are_whole_nanoseconds():
+    """A fraction of a nanosecond is refused where the request is made."""
+    with pytest.raises(InputError, match=r"arrival \(ns\).* are whole numbers.*arrival=1\.5"):
+        Request(id="a", arrival=1.5, prompt=1, key_tokens=1)

@@ -1,0 +1,37 @@
+"""The caps of a step: which are refused, and how many blocks a watermark keeps."""
+
+import pytest
+
+from kvcore import InputError
+from kvcore.serving import Batching
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seqs": 0}, "max_tokens=8192 and max_seqs=0: a step has a token for each"),
+        ({"max_tokens": 255}, "max_tokens=255 and max_seqs=256: .* no fewer tokens"),
+        ({"max_tokens": 0, "max_seqs": 0}, "give at least 1 sequence"),
+        ({"steps": "decode-first"}, "steps='decode-first' is not known; there are: mixed, pre"),
+        ({"watermark": -0.1}, r"watermark=-0\.1 is no share of the blocks"),
+        ({"watermark": 1}, "watermark=1 is no share of the blocks: give 0 or more, below 1"),
+        ({"watermark": float("nan")}, "watermark=nan is no share"),
+    ],
+)
+def test_caps_that_let_nothing_run(options, message):
+    """A cap is refused with what it is, and what it may be."""
+    with pytest.raises(InputError, match=message):
+        Batching(**options)
+
+
+def test_a_token_for_each_sequence_is_enough():
+    """The tightest caps there are."""
+    assert Batching(max_tokens=1, max_seqs=1).max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("watermark", "blocks", "spare"), [(0, 100, 0), (0.01, 100, 1), (0.01, 101, 2), (0.5, 7, 4)]
+)
+def test_spare(watermark, blocks, spare):
+    """A watermark keeps whole blocks, rounded up."""
+    assert Batching(watermark=watermark).spare(blocks) == spare

@@ -1,0 +1,269 @@
+"""The serving loop step by step: every step takes 10 ns, a block is 4 tokens."""
+
+import attrs
+import pytest
+from serving import STEP, Bent, Even, ask, scheduler_of, serve
+
+from kvcore import InputError, KVCache, Request
+from kvcore.serving import simulate
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.latency import TokenRate
+
+TOKENS = ("FIRST_TOKEN", "FINISH")
+
+
+def test_a_request_from_arrival_to_finish():
+    """A prefill step with the first token, then a decode step a token, then all is free."""
+    run = serve([ask("a", 3, prompt=7, output=4, keys=[1, 2])])
+    assert run.story() == [
+        "3 REQUEST a",
+        "3 MISS a",
+        "3 ALLOC a",
+        "13 COMMIT a",
+        "13 FIRST_TOKEN a",
+        # Two blocks hold 8 tokens; the step that begins here writes the ninth.
+        "23 ALLOC a",
+        "43 FINISH a",
+        "43 FREE a",
+    ]
+
+
+def test_a_long_prompt_takes_several_steps():
+    """Chunks of at most `max_tokens` tokens; the last one gives the first token."""
+    run = serve([ask("a", prompt=9, output=2)], max_tokens=4, max_seqs=1)
+    assert run.story(*TOKENS) == [f"{3 * STEP} FIRST_TOKEN a", f"{4 * STEP} FINISH a"]
+
+
+def test_mixed_steps():
+    """Those that decode take a token of a step each; prefill gets what is left."""
+    requests = [ask("a", output=6), ask("b", 1, prompt=10, output=1)]
+    run = serve(requests, max_tokens=4, max_seqs=2)
+    # Of b 3 + 3 + 3 + 1 tokens, while a goes on.
+    assert run.story(*TOKENS) == [
+        "10 FIRST_TOKEN a",
+        "50 FIRST_TOKEN b",
+        "50 FINISH b",
+        "60 FINISH a",
+    ]
+
+
+def test_prefill_first_steps():
+    """While there is anything to prefill nobody decodes, and the whole step is for it."""
+    requests = [ask("a", output=3), ask("b", 1, prompt=10, output=1)]
+    run = serve(requests, max_tokens=4, max_seqs=2, steps="prefill-first")
+    assert run.story(*TOKENS) == [
+        "10 FIRST_TOKEN a",
+        "40 FIRST_TOKEN b",
+        "40 FINISH b",
+        "60 FINISH a",
+    ]
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_it_fits_into():
+    """And who comes after it waits as well."""
+    requests = [ask("a", prompt=3), ask("b", prompt=3), ask("c", prompt=1)]
+    run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
+    assert [row["finish"] for row in run.rows.values()] == [10, 20, 20]
+    assert list(run.rows) == ["a", "b", "c"]
+
+
+def test_without_chunks_a_prompt_above_the_budget_has_a_step_for_itself():
+    """It is the only prefill of its step; who decodes goes on."""
+    requests = [ask("a", output=3), ask("b", 1, prompt=99), ask("c", 1, prompt=1)]
+    run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
+    assert run.story(*TOKENS) == [
+        "10 FIRST_TOKEN a",
+        "20 FIRST_TOKEN b",
+        "20 FINISH b",
+        "30 FIRST_TOKEN c",
+        "30 FINISH a",
+        "30 FINISH c",
+    ]
+
+
+def test_the_order_at_the_end_of_a_step():
+    """Arrivals, commits, first tokens, completions as they were admitted, the next plan."""
+    requests = [
+        ask("a", output=2, keys=[1]),
+        ask("b", 5, keys=[2]),
+        ask("c", 5, keys=[3], output=2),
+        ask("d", 20, keys=[4]),
+    ]
+    run = serve(requests, max_seqs=3)
+    story = [line for line in run.story() if line.startswith("20 ")]
+    assert story == [
+        "20 REQUEST d",
+        "20 COMMIT b",
+        "20 COMMIT c",
+        "20 FIRST_TOKEN b",
+        "20 FIRST_TOKEN c",
+        "20 FINISH a",
+        "20 FREE a",
+        "20 FINISH b",
+        "20 FREE b",
+        "20 ALLOC c",
+        "20 MISS d",
+        "20 ALLOC d",
+    ]
+
+
+def test_a_request_that_arrives_in_mid_step_is_written_at_its_own_time():
+    """It is planned for when the step ends."""
+    run = serve([ask("a", output=9), ask("b", 33)])
+    assert [line for line in run.story() if line.endswith(" b")][:2] == [
+        "33 REQUEST b",
+        "40 MISS b",
+    ]
+
+
+def test_the_clock_counts_picoseconds():
+    """Steps of 2.5 ns: others are told whole nanoseconds, rounded down, and none gets lost."""
+    run = serve([ask("a", prompt=1, output=8)], latency=TokenRate(prefill=4e5, decode=4e5))
+    assert run.rows["a"]["first_token"] == 2
+    assert run.rows["a"]["finish"] == 20
+    assert run.result.log.busy == 20_000
+
+
+def test_an_idle_server_waits():
+    """Between two requests far apart nothing happens."""
+    run = serve([ask("a"), ask("b", 10**18)])
+    assert run.rows["b"]["finish"] == 10**18 + STEP
+    assert run.result.log.steps == 2
+
+
+def test_zero_output():
+    """A request for nothing but its prompt ends with its prefill, without a first token."""
+    run = serve([ask("a", prompt=9, output=0)], max_tokens=4, max_seqs=1)
+    assert run.story("FIRST_TOKEN", "FINISH", "FREE") == ["30 FINISH a", "30 FREE a"]
+    assert run.rows["a"]["first_token"] == -1
+
+
+def test_zero_output_among_others():
+    """Requests without output leave their seats to others like any other."""
+    requests = [ask(number, output=number % 2 * 3) for number in range(20)]
+    run = serve(requests, max_seqs=2)
+    assert len(run.rows) == 20
+    assert run.result.log.decode == 10 * 2
+
+
+def test_what_can_never_fit_is_rejected():
+    """At arrival, with the reason; others are not held up."""
+    requests = [
+        ask("empty", prompt=0),
+        ask("huge", prompt=21),
+        ask("grows", prompt=20, output=2),
+        ask("fits", prompt=20),
+        ask("grows just so", 1, prompt=17, output=4),
+    ]
+    run = serve(requests, blocks=5)
+    assert run.rejected == {
+        "empty": "its prompt is empty",
+        "huge": "it needs 6 blocks; the pool has 5",
+        "grows": "it needs 6 blocks; the pool has 5",
+    }
+    assert run.story("REJECT") == ["0 REJECT empty", "0 REJECT huge", "0 REJECT grows"]
+    assert list(run.rows) == ["fits", "grows just so"]
+
+
+def test_a_workload_of_which_nothing_fits():
+    """Everything is rejected, and that is an answer."""
+    run = serve([ask(number, prompt=99) for number in range(5)], blocks=3)
+    assert (len(run.rejected), run.rows, run.result.log.steps) == (5, {}, 0)
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "srpt", "slo", "fair", "lpm", "priority"])
+def test_a_burst(scheduler):
+    """10,000 requests at one time, and all are served; FCFS does so in their order."""
+    requests = [
+        ask(number, at=7, prompt=1 + number % 50, output=number % 20, tenant=number % 7 * "x")
+        for number in range(10_000)
+    ]
+    options = {"blocks": 400, "max_seqs": 64, "trace": False}
+    run = serve(requests, scheduler=scheduler_of(scheduler), **options)
+    assert len(run.rows) == 10_000
+    if scheduler == "fcfs":
+        admitted = [run.rows[number]["admitted"] for number in range(10_000)]
+        assert admitted == sorted(admitted)
+
+
+def test_equal_timestamps_go_in_the_order_of_the_workload():
+    """Ties are broken by place, not by id."""
+    run = serve([ask(name, 5) for name in "cab"], max_seqs=1)
+    assert list(run.rows) == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
+def test_ten_times_the_memory(steps):
+    """What wants to run at once needs 10 pools; every request is served all the same."""
+    requests = [ask(number, prompt=20 + number % 9, output=60) for number in range(60)]
+    need = sum(-(-(request.prompt + request.output - 1) // 4) for request in requests)
+    run = serve(requests, blocks=need // 10, steps=steps)
+    assert len(run.rows) == 60
+    assert run.sum("recomputes") > 60
+
+
+def test_a_pool_of_one_block():
+    """The smallest pool there is serves what fits, one at a time."""
+    run = serve([ask(number, prompt=2, output=3) for number in range(5)], blocks=1)
+    assert [row["finish"] for row in run.rows.values()] == [30, 60, 90, 120, 150]
+    assert run.sum("recomputes") == 0
+
+
+def test_what_others_computed_is_hit():
+    """Blocks are shared from the step on that computed them; a last block is computed again."""
+    requests = [ask(name, at, prompt=8, keys=[1, 2]) for name, at in (("a", 0), ("b", 5))]
+    run = serve(requests, latency=TokenRate(prefill=1000, decode=1000))
+    assert (run.rows["a"]["hit"], run.rows["b"]["hit"]) == (0, 4)
+    assert run.rows["b"]["finish"] == 12_000
+    assert run.result.log.prefill == 8 + 4
+
+
+def test_outputs_with_known_keys_are_shared():
+    """A follow-up whose prompt holds an answer hits it, block by block."""
+    requests = [
+        ask("a", prompt=6, output=7, keys=[1], output_keys=[2, 3]),
+        ask("b", 500, prompt=14, keys=[1, 2, 3]),
+    ]
+    run = serve(requests)
+    assert run.rows["b"]["hit"] == 12
+
+
+def test_attention_windows():
+    """A context counts in each window only as far as it reaches."""
+    asked = []
+
+    @attrs.define(slots=False, eq=False)
+    class Asked(Bent):
+        """Notes the batches."""
+
+        def pieces(self, batch):
+            """Note the batch."""
+            asked.append(attrs.evolve(batch))
+            return super().pieces(batch)
+
+    latency = Asked(reach=(None, 4))
+    serve([ask("a", prompt=3, output=4)], latency=latency, jumps=False)
+    assert [batch.pairs for batch in asked] == [(6, 6), (0, 0), (0, 0), (0, 0)]
+    assert [batch.context for batch in asked] == [(0, 0), (4, 4), (5, 4), (6, 4)]
+
+
+def test_a_cache_that_counts_keys_is_refused():
+    """Under a clock tokens count."""
+    cache = KVCache(9, 4, eviction=LRU(), count="keys", key_tokens=4)
+    with pytest.raises(InputError, match="'keys' counting: under a clock tokens count"):
+        simulate([], cache=cache, latency=Even())
+
+
+def test_a_cache_that_has_served_is_refused():
+    """Each run begins with an empty cache."""
+    cache = KVCache(9, 4, eviction=LRU(), count="tokens", key_tokens=4)
+    simulate([ask("a")], cache=cache, latency=Even())
+    with pytest.raises(InputError, match="served before: make a new KVCache for each run"):
+        simulate([ask("a")], cache=cache, latency=Even())
+
+
+def test_keys_of_another_length_are_refused():
+    """A request whose keys the cache was not made for."""
+    odd = Request(id="odd", prompt=6, output=1, keys=[1, 2], key_tokens=3)
+    with pytest.raises(InputError, match="odd"):
+        serve([odd])

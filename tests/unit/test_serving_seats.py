@@ -1,0 +1,181 @@
+"""Who gets a seat, who waits for room, who is preempted: steps of 10 ns, blocks of 4 tokens."""
+
+import pytest
+from serving import Latest, Urgent, ask, scheduler_of, serve
+
+PREEMPTION = ("PREEMPT", "RESUME")
+
+
+def kinds(run):
+    """Return (pauses, recomputes) of each request."""
+    return {name: (row["pauses"], row["recomputes"]) for name, row in run.rows.items()}
+
+
+def finish(run):
+    """Return when each request finished."""
+    return {name: row["finish"] for name, row in run.rows.items()}
+
+
+def test_a_cap_on_sequences():
+    """Who finds no seat waits until somebody leaves, though there are blocks enough."""
+    run = serve([ask("a", output=3), ask("b", output=2), ask("c")], max_seqs=2)
+    assert [row["admitted"] for row in run.rows.values()] == [0, 0, 20]
+    assert run.story("FINISH") == ["20 FINISH b", "30 FINISH a", "30 FINISH c"]
+
+
+def test_nobody_slips_past_who_waits_for_room():
+    """The first for whom there are no blocks ends the admissions, though a later one fits."""
+    requests = [ask("a", prompt=16, output=9), ask("b", 1, prompt=24), ask("c", 1)]
+    run = serve(requests, blocks=8)
+    assert {row["admitted"] for name, row in run.rows.items() if name in "bc"} == {90}
+
+
+def test_the_watermark_keeps_blocks_for_those_that_run():
+    """Two blocks fit, but two must stay: the second request waits for the first to end."""
+    requests = [ask("a", prompt=16, output=9), ask("b", 1, prompt=8, output=2)]
+    assert finish(serve(requests, blocks=8)) == {"a": 90, "b": 30}
+    assert finish(serve(requests, blocks=8, watermark=0.25)) == {"a": 90, "b": 110}
+
+
+def test_the_watermark_does_not_keep_blocks_for_nobody():
+    """Where nobody else holds blocks, a request may have them all."""
+    run = serve([ask("a", prompt=32), ask("b", 1, prompt=32)], blocks=8, watermark=0.9)
+    assert finish(run) == {"a": 10, "b": 20}
+
+
+def test_out_of_blocks_the_last_in_order_computes_again():
+    """It gives all blocks up; its prompt and what it generated are one prefill, later."""
+    keys = {"a": [1, 2, 3], "b": [4, 5, 6]}
+    requests = [ask(name, ord(name) - 97, 12, 14, keys=keys[name]) for name in keys]
+    run = serve(requests, blocks=8)
+    # b has 4 tokens when each needs a fifth block at 50; it prefills 12 + 4 tokens at 140.
+    assert run.story("FIRST_TOKEN", "PREEMPT", "FINISH") == [
+        "10 FIRST_TOKEN a",
+        "20 FIRST_TOKEN b",
+        "50 PREEMPT b",
+        "140 FINISH a",
+        "240 FINISH b",
+    ]
+    assert [line["how"] for line in run.lines if line["event"] == "PREEMPT"] == ["recompute"]
+    assert run.result.log.prefill == 12 + 12 + (12 + 4 - 4)
+    assert (run.result.cache.stats.self_hit_blocks, run.sum("hit")) == (1, 0)
+
+
+def test_no_token_is_generated_twice():
+    """However often a request is preempted, its tokens come once each, one a step at most."""
+    requests = [ask(number, prompt=9, output=40) for number in range(5)]
+    run = serve(requests, blocks=14, block_size=4)
+    assert run.sum("recomputes") > 5
+    assert run.story("FIRST_TOKEN") == sorted(set(run.story("FIRST_TOKEN")), key=_time)
+    assert len(run.of("FIRST_TOKEN")) == 5
+    assert run.result.log.itl.count == 5 * 39
+
+
+def _time(told):
+    return int(told.split()[0])
+
+
+def test_among_equals_the_latest_admitted_goes():
+    """By priority a and b are equal, and c is more urgent than either."""
+    requests = [ask(name, 0, 8, 20, priority=int(name != "c")) for name in "abc"]
+    run = serve(requests, blocks=8, scheduler=Urgent())
+    assert run.story("PREEMPT")[:2] == ["10 PREEMPT b", "90 PREEMPT a"]
+    assert kinds(run)["c"] == (0, 0)
+
+
+def test_who_was_preempted_goes_before_equals_that_never_ran():
+    """First come, first served: it is still the first that came."""
+    requests = [ask(name, 0, 12, 14) for name in "ab"] + [ask("c", 60, 12)]
+    run = serve(requests, blocks=8)
+    assert run.story("PREEMPT") == ["40 PREEMPT b"]
+    assert list(run.rows) == ["a", "c", "b"] or run.rows["c"]["admitted"] >= 130
+    order = [line["request"] for line in run.lines if line["event"] == "MISS"]
+    assert order == ["a", "b", "b", "c"]
+
+
+def test_a_pause_keeps_the_blocks():
+    """The shorter job takes the seat; the longer one goes on where it was, computing nothing."""
+    requests = [ask("a", 0, 8, 20), ask("b", 35, 8, 3)]
+    run = serve(requests, blocks=8, scheduler=scheduler_of("srpt"), max_seqs=1)
+    assert run.story(*PREEMPTION) == ["40 PREEMPT a", "70 RESUME a"]
+    assert finish(run) == {"b": 70, "a": 230}
+    assert run.result.log.prefill == 16
+    assert run.rows["a"]["pauses"] == 1
+
+
+def test_a_pause_in_mid_prefill():
+    """A prompt that is half computed goes on with its other half."""
+    requests = [ask("a", 0, 40, 2, priority=1), ask("b", 15, 4, 2)]
+    run = serve(requests, scheduler=Urgent(), max_seqs=1, max_tokens=4)
+    assert run.story(*PREEMPTION) == ["20 PREEMPT a", "40 RESUME a"]
+    assert finish(run) == {"b": 40, "a": 20 + 20 + 80 + 10}
+    assert run.result.log.prefill == 44
+
+
+def test_a_paused_request_loses_its_blocks_to_a_more_urgent_one():
+    """Paused for its seat, then preempted for its blocks, by the one that goes before it."""
+    requests = [ask("a", 0, 16, 17, priority=1), ask("b", 35, 16, 13)]
+    run = serve(requests, blocks=8, scheduler=Urgent(), max_seqs=1)
+    hows = [(line["t"], line["how"]) for line in run.lines if line["event"] == "PREEMPT"]
+    assert hows == [(40, "pause"), (40, "recompute")]
+    assert finish(run) == {"b": 170, "a": 300}
+
+
+def test_room_is_made_for_who_is_more_urgent():
+    """There is a seat but no room: the one last in order gives its blocks."""
+    requests = [ask("a", 0, 16, 9, priority=1), ask("b", 35, 24, 3)]
+    run = serve(requests, blocks=8, scheduler=Urgent())
+    assert kinds(run) == {"b": (0, 0), "a": (0, 1)}
+    assert finish(run) == {"b": 70, "a": 120}
+
+
+def test_equals_do_not_preempt_one_another():
+    """Who is as urgent waits."""
+    run = serve([ask(number, number, 8, 9) for number in range(9)], scheduler=Urgent())
+    assert set(kinds(run).values()) == {(0, 0)}
+
+
+def test_a_scheduler_that_is_not_preemptive_takes_no_seat():
+    """The shortest job waits for a seat like any other."""
+    scheduler = scheduler_of("srpt:preemptive=false")
+    run = serve([ask("a", 0, 8, 90), ask("b", 5)], scheduler=scheduler, max_seqs=1)
+    assert finish(run) == {"a": 900, "b": 910}
+
+
+def test_the_latest_first():
+    """Each arrival pauses the one before; they end in the opposite order."""
+    requests = [ask(number, 20 * number, output=9) for number in range(4)]
+    run = serve(requests, scheduler=Latest(), max_seqs=1)
+    assert list(run.rows) == [3, 2, 1, 0]
+    assert set(kinds(run).values()) == {(0, 0), (1, 0)}
+
+
+def test_an_order_that_changes_by_itself():
+    """A waiting job goes back when its time is over, with nothing else happening."""
+    requests = [
+        ask("a", output=60),
+        ask("b", 1, output=30),
+        ask("c", 250),
+        ask("d", 350, output=40),
+    ]
+    run = serve(requests, scheduler=scheduler_of("impatient"), max_seqs=1)
+    assert list(run.rows) == ["a", "d", "c", "b"]
+
+
+def test_a_victim_is_not_seated_again_at_once():
+    """It would take back the blocks for which it was preempted."""
+    requests = [ask("a", 0, 8, 20), ask("b", 0, 8, 20)]
+    run = serve(requests, blocks=7)
+    times = [(line["t"], line["event"]) for line in run.lines if line.get("request") == "b"]
+    (preempted,) = (time for time, event in times if event == "PREEMPT")
+    assert all(time > preempted for time, event in times if event == "MISS" and time)
+
+
+@pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
+def test_two_that_cannot_run_together(steps):
+    """Each alone fits exactly: one after the other they are served."""
+    requests = [ask("a", 0, 16, 17), ask("b", 0, 16, 17)]
+    run = serve(requests, blocks=8, steps=steps)
+    assert len(run.rows) == 2
+    assert run.rows["a"]["finish"] < run.rows["b"]["finish"]
+    assert run.sum("recomputes") <= 2
