@@ -41,6 +41,7 @@ class Arrivals:
             )
             raise InputError(msg)
         self._scale = Fraction(str(rate_scale))
+        self._scaled = rate_scale != 1
         self._requests = iter(requests)
         self._session_of: dict[int | str, str | None] = {}
         self._last = 0
@@ -102,7 +103,7 @@ class Arrivals:
                     raise InputError(msg)
                 self._following.setdefault(request.after, []).append((place, request))
                 continue
-            if self._scale != 1:
+            if self._scaled:
                 at = int(at / self._scale)
             heappush(self._due, (at, place, request))
             if request.session is None:

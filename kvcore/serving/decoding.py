@@ -5,8 +5,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from typing import TypeAlias
 
 from kvcore.policy import DecodeSteps, Job, Windows
+
+End: TypeAlias = tuple[int, int, int, Job]
+"""(step at which a job finishes, its admission, its residue class, the job)."""
 
 
 def _admission(job: Job) -> int:
@@ -29,6 +33,7 @@ class Decoders:
         growth: by how much a step makes it longer.
         grown: the first step whose growth has not been allocated.
         fresh: those that joined after the last step.
+        publishing: those with output keys, by residue class.
         decoded_at: when (ps) the last step ended.
     """
 
@@ -44,9 +49,9 @@ class Decoders:
         self._size = block_size
         self._windows = windows
         self._classes: dict[int, list[Job]] = {}
-        self._publishing: dict[int, list[Job]] = {}
-        self._finish: list[tuple[int, int, Job]] = []
-        self._ends: dict[Job, tuple[int, int, Job]] = {}
+        self.publishing: dict[int, list[Job]] = {}
+        self._finish: list[End] = []
+        self._ends: dict[Job, End] = {}
         self._full: list[tuple[int, int, int, Job]] = []
         self._full_at: dict[tuple[Job, int], int] = {}
 
@@ -60,12 +65,12 @@ class Decoders:
         self.jobs += 1
         self.fresh.append(job)
         admission = _admission(job)
-        end = self._ends[job] = (count + job.output_left, admission, job)
-        heappush(self._finish, end)
         residue = (count - length) % self._size
+        end = self._ends[job] = (count + job.output_left, admission, residue, job)
+        heappush(self._finish, end)
         _put(self._classes, residue, job)
         if job.request.output_keys:
-            _put(self._publishing, residue, job)
+            _put(self.publishing, residue, job)
         for place, window in enumerate(self._windows):
             if window is None or length + 1 < window:
                 self.context[place] += length + 1
@@ -78,34 +83,47 @@ class Decoders:
 
     def remove(self, job: Job) -> None:
         """Let `job` generate no more. O(jobs of its residue class)."""
-        length, count = job.length, self.steps.count
         self.jobs -= 1
         if job in self.fresh:
             self.fresh.remove(job)
         else:
             job.last_token = self.decoded_at
-        del self._ends[job]
-        residue = (count - length) % self._size
+        job.leave()
+        residue = self._ends.pop(job)[2]
         _drop(self._classes, residue, job)
         if job.request.output_keys:
-            _drop(self._publishing, residue, job)
+            _drop(self.publishing, residue, job)
+        length = job.length
         for place, window in enumerate(self._windows):
             if window is None or length + 1 < window:
                 self.context[place] -= length + 1
                 self.growth[place] -= 1
-                self._full_at.pop((job, place), None)
+                if window is not None:
+                    self._full_at.pop((job, place), None)
             else:
                 self.context[place] -= window
 
+    def in_step(self, start: int) -> bool:
+        """Say whether the newest token of every job came at `start` (ps)."""
+        fresh = self.fresh
+        if not fresh:
+            return start == self.decoded_at
+        if start != self.decoded_at and len(fresh) < self.jobs:
+            return False
+        for job in fresh:  # noqa: SIM110 - a generator costs more than most of these lists
+            if job.last_token != start:
+                return False
+        return True
+
     def advance(self, steps: int, now: int) -> None:
         """Count `steps` steps, the last of which ends at `now` (ps)."""
-        self.steps.count += steps
+        self.steps.count = count = self.steps.count + steps
         self.fresh.clear()
         self.decoded_at = now
         for place, more in enumerate(self.growth):
             self.context[place] += more * steps
         full = self._full
-        while full and full[0][0] <= self.steps.count:
+        while full and full[0][0] <= count:
             at, _, place, job = heappop(full)
             if self._full_at.get((job, place)) == at:
                 del self._full_at[job, place]
@@ -114,31 +132,29 @@ class Decoders:
     def until_change(self) -> int:
         """Return after how many steps one finishes, fills a window, or can publish a block."""
         finish, ends = self._finish, self._ends
-        while ends.get(finish[0][2]) is not finish[0]:
+        while ends.get(finish[0][3]) is not finish[0]:
             heappop(finish)
         count = self.steps.count
         steps = finish[0][0] - count
         if self._full:
-            steps = min(steps, self._full[0][0] - count)
-        for residue in self._publishing:
+            steps = min(steps, max(self._full[0][0] - count, 1))
+        for residue in self.publishing:
             steps = min(steps, (residue - count - 1) % self._size + 1)
-        return max(steps, 1)
+        return steps
 
     def finished(self) -> list[Job]:
         """Return the jobs that have generated all they should."""
-        finish, ends, count = self._finish, self._ends, self.steps.count
+        finish, count = self._finish, self.steps.count
         done = []
         while finish and finish[0][0] <= count:
             end = heappop(finish)
-            if ends.get(end[2]) is end:
-                done.append(end[2])
+            if self._ends.get(end[3]) is end:
+                done.append(end[3])
         return done
 
     def publishers(self) -> list[Job]:
         """Return the jobs with output keys that have just filled a block."""
-        if not self._publishing:
-            return []
-        return self._publishing.get(self.steps.count % self._size, [])
+        return self.publishing.get(self.steps.count % self._size, [])
 
     def growing(self, step: int) -> list[Job]:
         """Return the jobs that need a block at `step`, in order of admission."""
@@ -148,15 +164,14 @@ class Decoders:
         """Count the blocks needed at the steps `[first, end)`."""
         size, classes = self._size, self._classes
         if end - first < len(classes):
-            return sum(
-                len(classes[step % size])
-                for step in range(first, end)
-                if step % size in classes
-            )
+            steps = range(first, end)
+            return sum([len(classes[step % size]) for step in steps if step % size in classes])
         first, end = first - 1, end - 1
         return sum(
-            len(jobs) * ((end - residue) // size - (first - residue) // size)
-            for residue, jobs in classes.items()
+            [
+                len(jobs) * ((end - residue) // size - (first - residue) // size)
+                for residue, jobs in classes.items()
+            ]
         )
 
     def growing_between(self, first: int, end: int) -> Iterator[int]:

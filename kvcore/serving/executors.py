@@ -60,6 +60,15 @@ class SimulatedExecutor:
         lines = self._decode_lines.get(jobs)
         if lines is None:
             nothing = (0,) * len(self.latency.windows)
-            lines = self.latency.pieces(Batch(0, nothing, jobs, nothing))
+            lines = _highest(self.latency.pieces(Batch(0, nothing, jobs, nothing)))
             self._decode_lines[jobs] = lines
         return lines
+
+
+def _highest(lines: Sequence[Line]) -> Sequence[Line]:
+    """Leave out lines that are below another one whatever the context."""
+    kept: list[Line] = []
+    for line in sorted(lines, reverse=True):
+        if not any(all(a >= b for a, b in zip(other, line, strict=True)) for other in kept):
+            kept.append(line)
+    return kept

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import floor
+from operator import mul, sub
 
+from kvcore.model import attended_pairs
 from kvcore.policy import Batch, LatencyModel
 from kvcore.serving.batching import Batching
 from kvcore.serving.log import RunLog
@@ -18,9 +20,9 @@ def offered_load(
     """Return arrival rate times the least time a request needs; None without a rate.
 
     The rate is that of the n requests that finished: n - 1 over the time between the first
-    and the last arrival. The least time is a fluid bound: the run's work (what hit does not
-    count, what was preempted and computed again does), spread evenly over the fewest steps
-    that hold it, divided by n. Steps are at least
+    and the last arrival. The least time is a fluid bound: their work (what hit does not
+    count, nor what preemption made the run compute again), spread evenly over the fewest
+    steps that hold it, divided by n. Steps are at least
 
     - all tokens / `max_tokens`;
     - (decode tokens + prefills, each at least one step) / `max_seqs`;
@@ -41,27 +43,37 @@ def offered_load(
     span = max(arrivals) - min(arrivals)
     if not span:
         return None
-    misses = [log.prompt[row] - log.hit[row] for row in rows]
+    hits = [log.hit[row] for row in rows]
+    prompts = [log.prompt[row] for row in rows]
+    misses = list(map(sub, prompts, hits))
+    later = [max(log.output[row] - 1, 0) for row in rows]
+    prefill, decode = sum(misses), sum(later)
+    pairs = [_attended(hits, misses, window) for window in latency.windows]
+    context = [_attended(prompts, later, window) for window in latency.windows]
     longest = 0 if batching.chunked else max(misses)
     most = max(batching.max_tokens, longest)
-    prefills = sum(-(-tokens // most) for tokens in misses) + sum(log.recomputes)
-    held = 0
-    for row, tokens in zip(rows, misses, strict=True):
-        later = max(log.output[row] - 1, 0)
-        held += later * tokens + later * (later + 1) // 2
-    seats, room = batching.max_seqs, Fraction(held, pool_tokens)
-    none = [0] * len(log.pairs)
+    prefills = sum([-(-tokens // most) for tokens in misses])
+    seats, room = batching.max_seqs, Fraction(_attended(misses, later, None), pool_tokens)
+    none = [0] * len(pairs)
     if batching.steps == "mixed" and seats > 1:
-        tokens = log.prefill + log.decode
-        steps = max(Fraction(tokens, most), Fraction(prefills + log.decode, seats), room)
-        work = _time(latency, log.prefill, log.pairs, log.decode, log.context, steps)
+        fewest = Fraction(prefill + decode, most), Fraction(prefills + decode, seats), room
+        work = _time(latency, prefill, pairs, decode, context, max(fewest))
     else:
-        steps = max(Fraction(log.prefill, most), Fraction(prefills, seats))
-        work = _time(latency, log.prefill, log.pairs, 0, none, steps)
-        steps = max(Fraction(log.decode, seats), room)
-        work += _time(latency, 0, none, log.decode, log.context, steps)
+        steps = max(Fraction(prefill, most), Fraction(prefills, seats))
+        work = _time(latency, prefill, pairs, 0, none, steps)
+        steps = max(Fraction(decode, seats), room)
+        work += _time(latency, 0, none, decode, context, steps)
     rate = Fraction(len(rows) - 1, span * PICOSECONDS)
     return float(work / len(rows) * rate)
+
+
+def _attended(contexts: list[int], tokens: list[int], window: int | None) -> int:
+    """Count the (query, key) pairs of requests with so many tokens after such contexts."""
+    if window is not None:
+        return sum(map(attended_pairs, contexts, tokens, repeat(window)))
+    triangles = (sum(map(mul, tokens, tokens)) + sum(tokens)) // 2
+    pairs: int = sum(map(mul, contexts, tokens)) + triangles
+    return pairs
 
 
 def _time(

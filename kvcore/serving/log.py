@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from kvcore.policy import Batch, Job
+from kvcore.policy import Job
 from kvcore.request import SLO
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.quantiles import Progressions
@@ -29,11 +29,10 @@ class RunLog:
         itl: picoseconds between two tokens of a request.
         pool: the pool's blocks over time.
         steps, busy: steps run, and the picoseconds they took.
-        prefill, pairs, decode, context: what they computed, summed over all `Batch`es.
     """
 
-    def __init__(self, windows: int, blocks: int, slo: SLO | None = None) -> None:
-        """Start empty, for some attention windows, a pool, and the SLO of most requests."""
+    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
+        """Start empty, for a pool and the SLO of most requests."""
         self.slo = slo
         self.ids: list[int | str] = []
         self.tenants: list[str | None] = []
@@ -45,8 +44,6 @@ class RunLog:
         self.itl = Progressions()
         self.pool = PoolTimeline(blocks)
         self.steps = self.busy = 0
-        self.prefill = self.decode = 0
-        self.pairs, self.context = [0] * windows, [0] * windows
 
     def ended(self, job: Job, now: int) -> None:
         """Take in a request that has finished."""
@@ -71,45 +68,33 @@ class RunLog:
         if self.verdict[-1] != UNJUDGED:
             self.verdict[-1] = MISSED
 
-    def prefilled(self, batch: Batch, took: int) -> None:
-        """Take in a step that prefills, and the picoseconds it took."""
-        self.steps += 1
-        self.busy += took
-        self.prefill += batch.prefill
-        self.decode += batch.decode
-        for place in range(len(self.pairs)):
-            self.pairs[place] += batch.pairs[place]
-            self.context[place] += batch.context[place]
-
-    def decoded(self, decoders: Decoders, steps: int, took: int) -> None:
-        """Take in `steps` steps of decoding alone, which begin now and take `took` ps."""
-        self.steps += steps
-        self.busy += took
-        self.decode += decoders.jobs * steps
-        rises = steps * (steps - 1) // 2
-        for place, more in enumerate(decoders.growth):
-            self.context[place] += decoders.context[place] * steps + more * rises
-
     def gap(self, time: int) -> None:
         """Take in the picoseconds between two tokens of a request, where they are no step."""
         self.itl.add(time, 0, 1, 1)
 
-    def tokens(self, decoders: Decoders, start: int, times: StepTimes, steps: int) -> None:
-        """Take in the tokens of `steps` decode steps that begin at `start` (ps)."""
-        jobs, fresh, add = decoders.jobs, decoders.fresh, self.itl.add
-        stall = 0 if len(fresh) == jobs else start - decoders.decoded_at
-        skip = 0
-        if stall or any(job.last_token != start for job in fresh):
-            skip = 1
-            first = times.total(1)
-            for job in fresh:
-                add(start + first - job.last_token, 0, 1, 1)
-            if len(fresh) < jobs:
-                add(stall + first, 0, 1, jobs - len(fresh))
+    def step(self, decoders: Decoders, start: int, took: int) -> None:
+        """Take in the tokens of a decode step that begins at `start` (ps)."""
+        if decoders.in_step(start):
+            self.itl.add(took, 0, 1, decoders.jobs)
+            return
+        fresh = decoders.fresh
+        for job in fresh:
+            self.itl.add(start + took - job.last_token, 0, 1, 1)
+        if len(fresh) < decoders.jobs:
+            gap = start + took - decoders.decoded_at
+            self.itl.add(gap, 0, 1, decoders.jobs - len(fresh))
+
+    def jump(self, decoders: Decoders, start: int, times: StepTimes, steps: int) -> None:
+        """Take in the tokens of `steps` decode steps, the first of which begins at `start`."""
+        even = decoders.in_step(start)
+        if not even:
+            self.step(decoders, start, times.total(1))
         for first, slope, count in times.segments(steps):
-            if count > skip:
-                add(first + slope * skip, slope, count - skip, jobs)
-            skip = 0
+            if even:
+                self.itl.add(first, slope, count, decoders.jobs)
+            elif count > 1:
+                self.itl.add(first + slope, slope, count - 1, decoders.jobs)
+            even = True
 
 
 def time_per_token(first_token: int, finish: int, output: int) -> int:

@@ -6,7 +6,7 @@ them the same jobs decode, so that all the steps in between are one jump.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from kvcore.cache import KVCache
 from kvcore.cache.lockstep import settle
@@ -41,6 +41,7 @@ class ServingLoop:
         jumps: whether to run many decode steps at once. It changes nothing but the time
             the run takes.
         slo: what is expected for requests that bring no SLO of their own.
+        fragmentation: whether to measure what memory is used for.
 
     Attributes:
         clock: the time, in picoseconds.
@@ -57,6 +58,7 @@ class ServingLoop:
         *,
         jumps: bool = True,
         slo: SLO | None = None,
+        fragmentation: bool = False,
     ) -> None:
         """Put the parts together."""
         self.clock = 0
@@ -67,13 +69,13 @@ class ServingLoop:
         scheduler.claim()
         scheduler.attach(server)
         self.seats = Seats(cache, scheduler, batching, self.decoders, server)
-        self.log = RunLog(len(windows), cache.pool.blocks, slo)
-        self.occupancy = Occupancy(self.seats.growth)
+        self.log = RunLog(cache.pool.blocks, slo)
+        self.occupancy = Occupancy(self.seats.growth) if fragmentation else None
         self._arrivals = arrivals
         self._cache = cache
         self._scheduler = scheduler
         self._executor = executor
-        self._batching = batching
+        self._mixed = batching.steps == "mixed"
         self._jumps = jumps and executor.jumps
         self._serial = 0
         self._no_pairs = (0,) * len(windows)
@@ -93,7 +95,8 @@ class ServingLoop:
                 self._take_arrivals(now)
             if seats.plan(now):
                 timeline.add(now, pool.free, prefix.unpinned)
-                self.occupancy.event(len(seats.running), seats.refused)
+                if self.occupancy is not None:
+                    self.occupancy.event(len(seats.running), seats.refused)
             if seats.chunks:
                 self._prefill_step()
             elif decoders.jobs:
@@ -137,7 +140,7 @@ class ServingLoop:
             wake = min(wake, self.seats.next_timer())
         if wake < NEVER:
             clock = max(self.clock, wake * PICOSECONDS)
-            if self._serial:
+            if self._serial and self.occupancy is not None:
                 self.occupancy.passed(clock - self.clock, steps=0)
             self.clock = clock
             return True
@@ -153,27 +156,23 @@ class ServingLoop:
     def _prefill_step(self) -> None:
         """Run one step that prefills, and decodes as well if steps are mixed."""
         decoders, chunks, cache = self.decoders, self.seats.chunks, self._cache
-        decodes = decoders.jobs > 0 and self._batching.steps == "mixed"
+        decodes = self._mixed and decoders.jobs > 0
         batch = self._batch(chunks, decodes=decodes)
-        start = self.clock
         took = self._executor.run(batch, chunks, decoders if decodes else None)
-        self.clock = start + took
-        now = self.clock // PICOSECONDS
-        self.log.prefilled(batch, took)
-        self.occupancy.passed(took, batch.prefill, batch.decode)
+        if self.occupancy is not None:
+            self.occupancy.passed(took, batch.prefill, batch.decode)
         if decodes:
-            self.log.tokens(decoders, start, StepTimes([(took, 0)], (0,), (0,)), 1)
-            decoders.advance(1, self.clock)
-        if self._arrivals.next_at <= now:
-            self._take_arrivals(now)
-        done = []
+            self.log.step(decoders, self.clock, took)
+            decoders.advance(1, self.clock + took)
+        now = self._pass(1, took)
         for job, tokens in chunks:
             assert job.seq is not None
             job.computed += tokens
             cache.commit(job.seq, tokens, now)
         self.seats.computed()
-        if decodes:
+        if decoders.publishing and decodes:
             self._publish(now)
+        done = []
         for job, _ in chunks:
             if job.computed == job.target and self._prefill_done(job, now):
                 done.append(job)
@@ -190,24 +189,31 @@ class ServingLoop:
             times = StepTimes(lines, decoders.context, decoders.growth)
             steps = self._steps_to_event(times)
             took = times.total(steps)
+            self.log.jump(decoders, self.clock, times, steps)
         else:
             batch = Batch(0, self._no_pairs, decoders.jobs, tuple(decoders.context))
-            took = self._executor.run(batch, (), decoders)
-            times = StepTimes([(took, 0)], (0,), (0,))
-            steps = 1
-        self.occupancy.passed(took, 0, decoders.jobs * steps, steps)
-        self.log.decoded(decoders, steps, took)
-        self.log.tokens(decoders, self.clock, times, steps)
-        self.clock += took
-        decoders.advance(steps, self.clock)
+            steps, took = 1, self._executor.run(batch, (), decoders)
+            self.log.step(decoders, self.clock, took)
+        if self.occupancy is not None:
+            self.occupancy.passed(took, 0, decoders.jobs * steps, steps)
+        decoders.advance(steps, self.clock + took)
+        now = self._pass(steps, took)
         self.seats.progress()
-        now = self.clock // PICOSECONDS
-        if self._arrivals.next_at <= now:
-            self._take_arrivals(now)
-        self._publish(now)
+        if decoders.publishing:
+            self._publish(now)
         done = decoders.finished()
         if done:
             self._finish(done, now)
+
+    def _pass(self, steps: int, took: int) -> int:
+        """Let `took` picoseconds pass, take in who arrives, and return the time (ns)."""
+        self.clock += took
+        self.log.steps += steps
+        self.log.busy += took
+        now = self.clock // PICOSECONDS
+        if self._arrivals.next_at <= now:
+            self._take_arrivals(now)
+        return now
 
     def _steps_to_event(self, times: StepTimes) -> int:
         """Return how many steps change nothing but lengths, and allocate for them."""
@@ -222,17 +228,16 @@ class ServingLoop:
             )
         return steps
 
-    def _batch(self, chunks: Iterable[tuple[Job, int]], *, decodes: bool) -> Batch:
-        pairs = [0] * len(self._windows)
-        total = 0
-        for job, tokens in chunks:
-            total += tokens
-            for place, window in enumerate(self._windows):
-                pairs[place] += attended_pairs(job.computed, tokens, window)
+    def _batch(self, chunks: Sequence[tuple[Job, int]], *, decodes: bool) -> Batch:
+        tokens = sum([tokens for _, tokens in chunks])
+        pairs = [
+            sum([attended_pairs(job.computed, tokens, window) for job, tokens in chunks])
+            for window in self._windows
+        ]
         if decodes:
             context = tuple(self.decoders.context)
-            return Batch(total, tuple(pairs), self.decoders.jobs, context)
-        return Batch(total, tuple(pairs), 0, self._no_pairs)
+            return Batch(tokens, tuple(pairs), self.decoders.jobs, context)
+        return Batch(tokens, tuple(pairs), 0, self._no_pairs)
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that requests with known output keys have just filled."""
@@ -274,9 +279,8 @@ class ServingLoop:
             seq, request = job.seq, job.request
             assert seq is not None
             if job.stage == DECODE:
-                self.seats.growth.settle(job)
                 self.decoders.remove(job)
-                job.leave()
+                self.seats.growth.settle(job)
             job.stage = DONE
             if cache.trace is not None:
                 cache.trace.line(

@@ -31,7 +31,7 @@ class Result:
         log: what was written down while it ran.
         cache: the cache it ran with.
         batching, latency: the caps and the latency model it ran with.
-        fragmentation: what memory was used for.
+        fragmentation: what memory was used for, where that was measured.
         wall_s: seconds the run took on this machine; all else is the same on every one.
     """
 
@@ -39,7 +39,7 @@ class Result:
     cache: KVCache
     batching: Batching
     latency: LatencyModel
-    fragmentation: Fragmentation
+    fragmentation: Fragmentation | None
     wall_s: float = 0.0
 
     @cached_property
@@ -79,7 +79,8 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them. Costs O(events · log events)."""
         document = summary(self.log, self.cache, self.batching, self.latency, self.wall_s)
-        return document | {"fragmentation": attrs.asdict(self.fragmentation)}
+        measured = self.fragmentation
+        return document | {"fragmentation": measured and attrs.asdict(measured)}
 
     def write(self, directory: Path | str, **more: Any) -> None:
         """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Any
@@ -58,6 +58,7 @@ class Seats:
         self._decoders = decoders
         self._server = server
         self._size = cache.geometry.block_size
+        self._mixed = batching.steps == "mixed"
         self._spare = batching.spare(cache.pool.blocks)
         self._prefilling: dict[Job, None] = {}
         self.refused: Job | None = None
@@ -87,7 +88,7 @@ class Seats:
         self.chunks = []
         while self._timers and self._timers[0][0] <= now:
             self._rank_again(heappop(self._timers)[2], now)
-        mixed = self._batching.steps == "mixed"
+        mixed = self._mixed
         if mixed:
             self._grow(now)
         if self.changed:
@@ -144,7 +145,7 @@ class Seats:
         ongoing.reverse()
         offers = self._offers(now)
         budget = self._batching.max_tokens
-        if self._batching.steps == "mixed":
+        if self._mixed:
             budget -= self._decoders.jobs
         while budget > 0:
             job = None
@@ -186,14 +187,24 @@ class Seats:
             self._server,
         )
         plan: StepPlan = self._call("plan", self._scheduler.plan, state)
-        for job in plan.pause:
+        if not isinstance(plan, StepPlan):
+            name = self._scheduler.name
+            msg = f"scheduler plugin {name!r}: plan() returned {plan!r}, which is no StepPlan"
+            raise PolicyError(msg)
+        for job in self._each(plan.pause):
             if job not in self.running:
                 self._refuse_plan(job, "paused", "no seat")
             self._pause(job, now)
         return self._checked(plan)
 
+    def _each(self, jobs: Iterable[Job]) -> Iterator[Job]:
+        """Yield `jobs`, which a plan may make up as it is asked."""
+        jobs = self._call("plan", iter, jobs)
+        while (job := self._call("plan", next, jobs, None)) is not None:
+            yield job
+
     def _checked(self, plan: StepPlan) -> Iterator[Job]:
-        for job in plan.admit:
+        for job in self._each(plan.admit):
             if job not in self.waiting:
                 self._refuse_plan(job, "admitted", "a seat already")
             yield job
@@ -302,9 +313,8 @@ class Seats:
 
     def _unseat(self, job: Job) -> None:
         if job.stage == DECODE:
-            self.growth.settle(job)
             self._decoders.remove(job)
-            job.leave()
+            self.growth.settle(job)
         else:
             del self._prefilling[job]
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]

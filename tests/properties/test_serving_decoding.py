@@ -76,7 +76,6 @@ def test_decoders(history, size):
         elif model.lengths:
             job = list(model.lengths)[arguments[0] % len(model.lengths)]
             _remove(model, decoders, job)
-            model.removed = True
         _check(model, decoders)
 
 
@@ -107,6 +106,7 @@ def _remove(model, decoders, job):
     decoders.remove(job)
     job.leave()
     del model.lengths[job]
+    model.removed = True
 
 
 def _check(model, decoders):
