@@ -64,8 +64,12 @@ class LatencyModel(Plugin):
         """Return the picoseconds that `batch` takes."""
         context = batch.context
         if len(context) == 1:
-            (pairs,) = context
-            return max([a + b * pairs for a, b in self.pieces(batch)])
+            (pairs,), longest = context, 0
+            for a, b in self.pieces(batch):
+                time = a + b * pairs
+                if time > longest:
+                    longest = time
+            return longest
         return max(
             line[0] + sum(b * c for b, c in zip(line[1:], context, strict=True))
             for line in self.pieces(batch)

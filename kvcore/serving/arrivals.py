@@ -48,7 +48,7 @@ class Arrivals:
         self._due: list[tuple[int, int, Request]] = []
         self._following: dict[int | str, list[tuple[int, Request]]] = {}
         self._read()
-        self._look()
+        self.next_at = self._due[0][0] if self._due else NEVER
 
     def until(self, now: int) -> Iterator[tuple[int, Request]]:
         """Take the requests that arrive up to `now` (ns), with their times."""
@@ -57,14 +57,16 @@ class Arrivals:
             at, _, request = heappop(due)
             if request.after is None:
                 self._read()
-            self._look()
+            self.next_at = due[0][0] if due else NEVER
             yield at, request
 
     def ended(self, request: Request, now: int) -> None:
         """Learn that `request` has ended: those that come after it can be sent."""
-        for place, follower in self._following.pop(request.id, ()):
-            heappush(self._due, (now + follower.think, place, follower))
-        self._look()
+        followers = self._following.pop(request.id, None)
+        if followers is not None:
+            for place, follower in followers:
+                heappush(self._due, (now + follower.think, place, follower))
+            self.next_at = self._due[0][0]
 
     def check_all_came(self) -> None:
         """Raise InputError if requests wait for one that never ends."""
@@ -73,9 +75,6 @@ class Arrivals:
             why = "in the end waits for it" if known else "is not in the workload"
             msg = f"request {first.id!r} comes after request {awaited!r}, which {why}"
             raise InputError(msg)
-
-    def _look(self) -> None:
-        self.next_at = self._due[0][0] if self._due else NEVER
 
     def _read(self) -> None:
         """Read up to the next open-loop request, or in sessions to the end."""

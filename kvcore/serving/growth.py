@@ -19,6 +19,7 @@ class Growth:
     is extended by itself, at the time of its step.
 
     Attributes:
+        measured: whether anybody asks for what follows.
         slots: in the whole pool, of a token each.
         idle: slots that open requests hold without a token in them.
         uncomputed: those of them that prefill has yet to reach.
@@ -31,6 +32,7 @@ class Growth:
         self._by_count = grows_by_count(cache)
         self._size = cache.geometry.block_size
         self.slots = cache.pool.blocks * self._size
+        self.measured = False
         self.idle = self.uncomputed = 0
 
     def held(self) -> tuple[int, int]:

@@ -69,6 +69,7 @@ class ServingLoop:
         scheduler.claim()
         scheduler.attach(server)
         self.seats = Seats(cache, scheduler, batching, self.decoders, server)
+        self.seats.growth.measured = fragmentation
         self.log = RunLog(cache.pool.blocks, slo)
         self.occupancy = Occupancy(self.seats.growth) if fragmentation else None
         self._arrivals = arrivals
@@ -229,15 +230,18 @@ class ServingLoop:
         return steps
 
     def _batch(self, chunks: Sequence[tuple[Job, int]], *, decodes: bool) -> Batch:
-        tokens = sum([tokens for _, tokens in chunks])
-        pairs = [
-            sum([attended_pairs(job.computed, tokens, window) for job, tokens in chunks])
-            for window in self._windows
-        ]
+        total, pairs = 0, [0] * len(self._windows)
+        for job, tokens in chunks:
+            total += tokens
+            for place, window in enumerate(self._windows):
+                if window is None:
+                    pairs[place] += tokens * job.computed + tokens * (tokens + 1) // 2
+                else:
+                    pairs[place] += attended_pairs(job.computed, tokens, window)
         if decodes:
             context = tuple(self.decoders.context)
-            return Batch(tokens, tuple(pairs), self.decoders.jobs, context)
-        return Batch(tokens, tuple(pairs), 0, self._no_pairs)
+            return Batch(total, tuple(pairs), self.decoders.jobs, context)
+        return Batch(total, tuple(pairs), 0, self._no_pairs)
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that requests with known output keys have just filled."""
@@ -251,7 +255,6 @@ class ServingLoop:
     def _prefill_done(self, job: Job, now: int) -> bool:
         """PREFILL_DONE: the next token is there; return whether it was the last."""
         self.seats.prefilled(job)
-        self.seats.progress()
         request = job.request
         if not request.output:
             return True
@@ -262,11 +265,11 @@ class ServingLoop:
         else:
             self.log.gap(self.clock - job.last_token)
         job.last_token = self.clock
-        job.join(job.target - request.prompt + 1)
-        if not job.output_left:
-            job.leave()
+        generated = job.target - request.prompt + 1
+        if generated == request.output:
             return True
         job.stage = DECODE
+        job.join(generated)
         self.decoders.add(job)
         return False
 
@@ -280,13 +283,14 @@ class ServingLoop:
             assert seq is not None
             if job.stage == DECODE:
                 self.decoders.remove(job)
-                self.seats.growth.settle(job)
+                settle(seq, request.prompt + request.output - 1)
             job.stage = DONE
             if cache.trace is not None:
                 cache.trace.line(
                     "FINISH", now, request=request.id, seq=seq.id, output=request.output
                 )
-            self.seats.growth.closing(job)
+            if self.occupancy is not None:
+                self.seats.growth.closing(job)
             cache.close(seq, now)
             self.seats.leave(job, now)
             self.log.ended(job, now)

@@ -88,12 +88,11 @@ class Seats:
         self.chunks = []
         while self._timers and self._timers[0][0] <= now:
             self._rank_again(heappop(self._timers)[2], now)
-        mixed = self._mixed
-        if mixed:
+        if self._mixed:
             self._grow(now)
-        if self.changed:
+        if self.changed and (self._prefilling or self.waiting):
             self._admit(now)
-        if not (mixed or self.chunks):
+        if not (self._mixed or self.chunks):
             self._grow(now)
         if self._victims:
             self._victims.clear()
@@ -109,8 +108,9 @@ class Seats:
         return self._timers[0][0] if self._timers else NEVER
 
     def prefilled(self, job: Job) -> None:
-        """Learn that the prefill of `job` is done."""
+        """Learn that the prefill of `job` is done, which gives it a token."""
         del self._prefilling[job]
+        self._barren = 0
 
     def progress(self) -> None:
         """Learn that a new token came: this is no livelock."""
@@ -136,36 +136,39 @@ class Seats:
 
     def _admit(self, now: int) -> None:
         """Share the tokens of the next step out, in scheduler order."""
-        if not (self._prefilling or self.waiting):
-            return
         preemptive = self._scheduler.preemptive
         ongoing = list(self._prefilling)
-        if preemptive and len(ongoing) > 1:
-            ongoing.sort(key=lambda job: (self._priority(job, now), job.serial))
-        ongoing.reverse()
-        offers = self._offers(now)
+        if len(ongoing) > 1:
+            if preemptive:
+                ongoing.sort(key=lambda job: (self._priority(job, now), job.serial))
+            ongoing.reverse()
+        offers: Iterator[Job] | None = None
         budget = self._batching.max_tokens
         if self._mixed:
             budget -= self._decoders.jobs
         while budget > 0:
-            job = None
-            if not ongoing or (preemptive and self._head_before(ongoing[-1], now)):
-                job = next(offers, None)
-                if job is not None and not self._seat(job, budget, now):
-                    offers, job = iter(()), None
-            if job is None:
-                if not ongoing:
-                    break
+            if ongoing and not (preemptive and self._head_before(ongoing[-1], now)):
                 job = ongoing.pop()
                 if job.stage != PREFILL:
                     continue
+            else:
+                if offers is None:
+                    offers = self._offers(now)
+                offered = next(offers, None)
+                if offered is None or not self._seat(offered, budget, now):
+                    offers = iter(())
+                    if not ongoing:
+                        break
+                    preemptive = False
+                    continue
+                job = offered
             budget -= self._allot(job, budget)
 
     def _allot(self, job: Job, budget: int) -> int:
         """Give `job` its share of the step's tokens, and return it."""
         if job.stage == DECODE:
             return 1
-        tokens = job.prefill_left
+        tokens = job.target - job.computed
         if tokens > budget:
             if self._batching.chunked:
                 tokens = budget
@@ -250,7 +253,8 @@ class Seats:
             return False
         job.seq = seq
         job.computed = seq.computed
-        self.growth.opened(seq)
+        if self.growth.measured:
+            self.growth.opened(seq)
         if not again:
             job.admitted, job.hit = now, seq.computed
         job.stage = PREFILL
@@ -301,7 +305,8 @@ class Seats:
         else:
             self._unseat(job)
         self._record(job, "recompute", now, sake)
-        self.growth.closing(job)
+        if self.growth.measured:
+            self.growth.closing(job)
         self._cache.close(seq, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt + job.generated, 0
@@ -366,7 +371,10 @@ class Seats:
             raise PolicyError(msg)
 
     def _rank(self, job: Job, now: int) -> None:
-        job.rank = self._priority(job, now)
+        try:
+            job.rank = self._scheduler.priority(job, now)
+        except Exception as error:
+            raise broken(self._scheduler, "priority", error) from error
         if self._changes_at is not None:
             due = self._call("changes_at", self._changes_at, job, now)
             if due is not None:
