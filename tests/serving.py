@@ -62,6 +62,18 @@ class Single(Bent):
 
 
 @attrs.define(slots=False, eq=False)
+class Tally(LatencyModel):
+    """A generated token takes a microsecond, one of a prompt a picosecond: time tells both."""
+
+    name: ClassVar[str] = "tally"
+    TOKEN: ClassVar[int] = 10**6
+
+    def pieces(self, batch):
+        """Return one flat line."""
+        return [(batch.prefill + self.TOKEN * batch.decode, 0)]
+
+
+@attrs.define(slots=False, eq=False)
 class Urgent(Scheduler):
     """Preemptive, by the priority of requests; many are equal."""
 

@@ -107,9 +107,12 @@ class Job:
         """Let it generate with every decode step from now on, `generated` tokens so far."""
         self._generated, self._joined = generated, self.steps.count
 
-    def leave(self) -> None:
-        """Stop generating."""
-        self._generated, self._joined = self.generated, None
+    def leave(self) -> int:
+        """Stop generating; return how many tokens there are."""
+        if self._joined is not None:
+            self._generated += self.steps.count - self._joined
+            self._joined = None
+        return self._generated
 
     def __repr__(self) -> str:
         """Show the request and where it stands."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from kvcore.cache import KVCache, Sequence
@@ -13,6 +13,7 @@ from kvcore.policy import PrefixCache
 from kvcore.request import Request
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.growth import Growth
+from kvcore.serving.steps import StepTimes
 
 Allocation: TypeAlias = Literal["paged", "contiguous"]
 
@@ -262,9 +263,9 @@ class Reserved(Growth):
         self._decoders.grown = self._decoders.steps.count + 1
         return True
 
-    def ahead(self, steps: int, time_of: Callable[[int], int]) -> int:
+    def ahead(self, steps: int, clock: int, times: StepTimes) -> int:
         """Go on for `steps` steps."""
-        del time_of
+        del clock, times
         self._decoders.grown = self._decoders.steps.count + steps
         return steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -49,6 +49,7 @@ class Decoders:
         self._size = block_size
         self._windows = windows
         self._classes: dict[int, list[Job]] = {}
+        self._residues: list[int] = []
         self.publishing: dict[int, list[Job]] = {}
         self._finish: list[End] = []
         self._ends: dict[Job, End] = {}
@@ -59,25 +60,29 @@ class Decoders:
         """Yield the jobs in the order in which they joined."""
         return iter(self._ends)
 
-    def add(self, job: Job) -> None:
-        """Let `job` generate from the next step on. It has joined with its first token."""
-        count, length = self.steps.count, job.length
+    def add(self, job: Job, generated: int) -> None:
+        """Let `job`, with `generated` tokens so far, generate from the next step on."""
+        request, seq, count = job.request, job.seq, self.steps.count
+        assert seq is not None
+        job.join(generated)
+        length = request.prompt + generated - 1
+        residue = (count - length) % self._size
+        end = (count + request.output - generated, seq.admission, residue, job)
+        self._ends[job] = end
+        heappush(self._finish, end)
         self.jobs += 1
         self.fresh.append(job)
-        admission = _admission(job)
-        residue = (count - length) % self._size
-        end = self._ends[job] = (count + job.output_left, admission, residue, job)
-        heappush(self._finish, end)
-        _put(self._classes, residue, job)
-        if job.request.output_keys:
-            _put(self.publishing, residue, job)
+        insort(self._residues, residue)
+        _put(self._classes, residue, job, seq.admission)
+        if request.output_keys:
+            _put(self.publishing, residue, job, seq.admission)
         for place, window in enumerate(self._windows):
             if window is None or length + 1 < window:
                 self.context[place] += length + 1
                 self.growth[place] += 1
                 if window is not None:
                     full = self._full_at[job, place] = count + window - length - 1
-                    heappush(self._full, (full, admission, place, job))
+                    heappush(self._full, (full, seq.admission, place, job))
             else:
                 self.context[place] += window
 
@@ -88,12 +93,12 @@ class Decoders:
             self.fresh.remove(job)
         else:
             job.last_token = self.decoded_at
-        job.leave()
         residue = self._ends.pop(job)[2]
+        del self._residues[bisect_left(self._residues, residue)]
         _drop(self._classes, residue, job)
         if job.request.output_keys:
             _drop(self.publishing, residue, job)
-        length = job.length
+        length = job.request.prompt + job.leave() - 1
         for place, window in enumerate(self._windows):
             if window is None or length + 1 < window:
                 self.context[place] -= length + 1
@@ -161,18 +166,15 @@ class Decoders:
         return self._classes.get(step % self._size, [])
 
     def growth_between(self, first: int, end: int) -> int:
-        """Count the blocks needed at the steps `[first, end)`."""
-        size, classes = self._size, self._classes
-        if end - first < len(classes):
-            steps = range(first, end)
-            return sum([len(classes[step % size]) for step in steps if step % size in classes])
-        first, end = first - 1, end - 1
-        return sum(
-            [
-                len(jobs) * ((end - residue) // size - (first - residue) // size)
-                for residue, jobs in classes.items()
-            ]
-        )
+        """Count the blocks needed at the steps `[first, end)`. O(log jobs)."""
+        turns, rest = divmod(end - first, self._size)
+        residues = self._residues
+        low = first % self._size
+        high = low + rest
+        count = bisect_left(residues, high) - bisect_left(residues, low)
+        if high > self._size:
+            count += bisect_left(residues, high - self._size)
+        return turns * self.jobs + count
 
     def growing_between(self, first: int, end: int) -> Iterator[int]:
         """Yield the steps in `[first, end)` at which jobs need blocks."""
@@ -188,11 +190,11 @@ class Decoders:
                 yield turn + offset
 
 
-def _put(classes: dict[int, list[Job]], residue: int, job: Job) -> None:
+def _put(classes: dict[int, list[Job]], residue: int, job: Job, admission: int) -> None:
     jobs = classes.get(residue)
     if jobs is None:
         classes[residue] = [job]
-    elif _admission(jobs[-1]) < _admission(job):
+    elif _admission(jobs[-1]) < admission:
         jobs.append(job)
     else:
         insort(jobs, job, key=_admission)

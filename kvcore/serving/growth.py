@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.lockstep import grows_by_count, reserve, settle
 from kvcore.policy import Job
 from kvcore.request import Request
 from kvcore.serving.decoding import Decoders
+from kvcore.serving.steps import StepTimes
+from kvcore.units import PICOSECONDS
 
 
 class Growth:
@@ -91,10 +91,10 @@ class Growth:
             decoders.grown = step + 1
         return True
 
-    def ahead(self, steps: int, time_of: Callable[[int], int]) -> int:
+    def ahead(self, steps: int, clock: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there is room.
 
-        The first of them is allocated already. `time_of(i)` gives the start (ns) of step i.
+        The first of them is allocated already. They begin at `clock` (ps) and take `times`.
         """
         decoders, cache = self._decoders, self._cache
         start = decoders.steps.count
@@ -111,7 +111,8 @@ class Growth:
             if len(jobs) > cache.room:
                 end = step
                 break
-            self._grow(jobs, step - start, time_of(step - start))
+            now = (clock + times.total(step - start)) // PICOSECONDS
+            self._grow(jobs, step - start, now)
         decoders.grown = end
         return end - start
 

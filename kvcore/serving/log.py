@@ -74,7 +74,7 @@ class RunLog:
 
     def step(self, decoders: Decoders, start: int, took: int) -> None:
         """Take in the tokens of a decode step that begins at `start` (ps)."""
-        if decoders.in_step(start):
+        if (not decoders.fresh and start == decoders.decoded_at) or decoders.in_step(start):
             self.itl.add(took, 0, 1, decoders.jobs)
             return
         fresh = decoders.fresh

@@ -137,8 +137,8 @@ class ServingLoop:
     def _idle(self) -> bool:
         """Wait for the next arrival; return False if there is none."""
         wake = self._arrivals.next_at
-        if self.seats.waiting:
-            wake = min(wake, self.seats.next_timer())
+        if self.seats.waiting and self.seats.timers:
+            wake = min(wake, self.seats.timers[0][0])
         if wake < NEVER:
             clock = max(self.clock, wake * PICOSECONDS)
             if self._serial and self.occupancy is not None:
@@ -199,7 +199,7 @@ class ServingLoop:
             self.occupancy.passed(took, 0, decoders.jobs * steps, steps)
         decoders.advance(steps, self.clock + took)
         now = self._pass(steps, took)
-        self.seats.progress()
+        self.seats.barren = 0
         if decoders.publishing:
             self._publish(now)
         done = decoders.finished()
@@ -219,14 +219,13 @@ class ServingLoop:
     def _steps_to_event(self, times: StepTimes) -> int:
         """Return how many steps change nothing but lengths, and allocate for them."""
         steps = self.decoders.until_change()
-        clock = self.clock
-        at = min(self._arrivals.next_at, self.seats.next_timer())
+        at = self._arrivals.next_at
+        if self.seats.timers:
+            at = min(at, self.seats.timers[0][0])
         if at < NEVER and steps > 1:
-            steps = times.reach(at * PICOSECONDS - clock, steps)
+            steps = times.reach(at * PICOSECONDS - self.clock, steps)
         if steps > 1:
-            steps = self.seats.growth.ahead(
-                steps, lambda step: (clock + times.total(step)) // PICOSECONDS
-            )
+            steps = self.seats.growth.ahead(steps, self.clock, times)
         return steps
 
     def _batch(self, chunks: Sequence[tuple[Job, int]], *, decodes: bool) -> Batch:
@@ -269,8 +268,7 @@ class ServingLoop:
         if generated == request.output:
             return True
         job.stage = DECODE
-        job.join(generated)
-        self.decoders.add(job)
+        self.decoders.add(job, generated)
         return False
 
     def _finish(self, jobs: list[Job], now: int) -> None:

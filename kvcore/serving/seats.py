@@ -11,7 +11,6 @@ from kvcore.cache import KVCache
 from kvcore.errors import OutOfBlocks, PolicyError
 from kvcore.policy import Job, LoopState, Scheduler, StepPlan, broken, overridden
 from kvcore.policy.job import DECODE, PAUSED, PREFILL, WAITING
-from kvcore.serving.arrivals import NEVER
 from kvcore.serving.batching import Batching
 from kvcore.serving.contiguous import growth_in
 from kvcore.serving.decoding import Decoders
@@ -32,6 +31,8 @@ class Seats:
         chunks: what the next step prefills: jobs and tokens.
         changed: whether anything has happened since the last plan.
         pauses, recomputes: preemptions so far.
+        barren: preemptions since the last new token: many are a livelock.
+        timers: when (ns) priorities of waiting jobs change by themselves, a heap.
         refused: who was refused a seat last, if nothing has happened since.
         growth: allocates for the jobs that generate.
     """
@@ -63,8 +64,8 @@ class Seats:
         self._prefilling: dict[Job, None] = {}
         self.refused: Job | None = None
         self._victims: set[Job] = set()
-        self._timers: list[tuple[int, int, Job]] = []
-        self._barren = 0
+        self.timers: list[tuple[int, int, Job]] = []
+        self.barren = 0
         self._ranks = not overridden(scheduler, "plan")
         self._changes_at = overridden(scheduler, "changes_at")
         self._queued = overridden(scheduler, "queued")
@@ -86,8 +87,8 @@ class Seats:
         Returns whether anything has happened since the last plan, growing aside.
         """
         self.chunks = []
-        while self._timers and self._timers[0][0] <= now:
-            self._rank_again(heappop(self._timers)[2], now)
+        while self.timers and self.timers[0][0] <= now:
+            self._rank_again(heappop(self.timers)[2], now)
         if self._mixed:
             self._grow(now)
         if self.changed and (self._prefilling or self.waiting):
@@ -103,18 +104,10 @@ class Seats:
             self._decoders.grown = self._decoders.steps.count
         return changed
 
-    def next_timer(self) -> int:
-        """Return when (ns) a waiting job's priority changes by itself, or NEVER."""
-        return self._timers[0][0] if self._timers else NEVER
-
     def prefilled(self, job: Job) -> None:
         """Learn that the prefill of `job` is done, which gives it a token."""
         del self._prefilling[job]
-        self._barren = 0
-
-    def progress(self) -> None:
-        """Learn that a new token came: this is no livelock."""
-        self._barren = 0
+        self.barren = 0
 
     def computed(self) -> None:
         """Learn that more is committed: who was refused may hit more now."""
@@ -280,8 +273,7 @@ class Seats:
             return True
         self.growth.extend(seq, more, now)
         job.stage = DECODE
-        job.join(job.generated)
-        self._decoders.add(job)
+        self._decoders.add(job, job.generated)
         return True
 
     def _pause(self, job: Job, now: int, sake: Job | None = None) -> None:
@@ -353,16 +345,16 @@ class Seats:
 
     def _record(self, job: Job, how: str, now: int, sake: Job | None) -> None:
         """PREEMPT: write it down, and stop if nothing but preemption happens any more."""
-        self._barren += 1
+        self.barren += 1
         trace, seq = self._cache.trace, job.seq
         if trace is not None and seq is not None:
             whom = {} if sake is None else {"for": sake.request.id}
             trace.line("PREEMPT", now, request=job.request.id, seq=seq.id, how=how, **whom)
         jobs = len(self.running) + len(self.waiting)
-        if self._barren > PATIENCE + 10 * jobs:
+        if self.barren > PATIENCE + 10 * jobs:
             pool = self._cache.pool
             msg = (
-                f"livelock at {now} ns: {self._barren} preemptions without a new token, the "
+                f"livelock at {now} ns: {self.barren} preemptions without a new token, the "
                 f"last of request {job.request.id!r}; {len(self.running)} requests run and "
                 f"{len(self.waiting)} wait for {pool.blocks} blocks, of which {pool.free} are "
                 f"free. Scheduler {self._scheduler.name!r} orders them differently every time "
@@ -378,7 +370,7 @@ class Seats:
         if self._changes_at is not None:
             due = self._call("changes_at", self._changes_at, job, now)
             if due is not None:
-                heappush(self._timers, (max(due, now + 1), job.serial, job))
+                heappush(self.timers, (max(due, now + 1), job.serial, job))
 
     def _rank_again(self, job: Job, now: int) -> None:
         if job in self.waiting and self._ranks:

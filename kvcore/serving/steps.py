@@ -23,6 +23,10 @@ class StepTimes:
         """Take lines in the context, the context of the first step, and what a step adds."""
         if len(growth) == 1:
             (start,), (more,) = context, growth
+            if len(lines) == 1:
+                a, b = lines[0]
+                self._lines: Sequence[Line] = ((a + b * start, b * more),)
+                return
             lines = [(a + b * start, b * more) for a, b in lines]
         else:
             lines = [
@@ -56,8 +60,14 @@ class StepTimes:
 
     def reach(self, time: int, most: int) -> int:
         """Return how many steps (at least 1) it takes until `time` has passed, or `most`."""
+        lines = self._lines
+        if len(lines) == 1:
+            a, b = lines[0]
+            if most * a + b * (most * (most - 1) // 2) < time:
+                return most
+            return max(1, _steps_for(a, b, most, time))
         done = 0
-        for first, slope, count in self.segments(most):
+        for first, slope, count in self._parts(most):
             whole = _sum(first, slope, count)
             if whole >= time:
                 return max(1, done + _steps_for(first, slope, count, time))

@@ -108,7 +108,10 @@ class Roofline(LatencyModel):
     def pieces(self, batch: Batch) -> Sequence[Line]:
         """Return the line of computing and the line of reading. Costs O(windows)."""
         tokens = batch.prefill + batch.decode
-        work = self._token * tokens + sum(map(mul, self._pairs, batch.pairs))
+        if len(self._pairs) == 1:
+            work = self._token * tokens + self._pairs[0] * batch.pairs[0]
+        else:
+            work = self._token * tokens + sum(map(mul, self._pairs, batch.pairs))
         traffic = self._weights(tokens) + self._written * tokens
         return (
             (self._overhead + (work >> SHIFT), *self._computed),
