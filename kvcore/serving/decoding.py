@@ -125,8 +125,10 @@ class Decoders:
         self.steps.count = count = self.steps.count + steps
         self.fresh.clear()
         self.decoded_at = now
-        for place, more in enumerate(self.growth):
-            self.context[place] += more * steps
+        context, growth = self.context, self.growth
+        context[0] += growth[0] * steps
+        for place in range(1, len(growth)):
+            context[place] += growth[place] * steps
         full = self._full
         while full and full[0][0] <= count:
             at, _, place, job = heappop(full)

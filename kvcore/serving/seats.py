@@ -129,33 +129,29 @@ class Seats:
 
     def _admit(self, now: int) -> None:
         """Share the tokens of the next step out, in scheduler order."""
-        preemptive = self._scheduler.preemptive
         ongoing = list(self._prefilling)
+        preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
             if preemptive:
                 ongoing.sort(key=lambda job: (self._priority(job, now), job.serial))
             ongoing.reverse()
-        offers: Iterator[Job] | None = None
+        offers = self._offers(now)
         budget = self._batching.max_tokens
         if self._mixed:
             budget -= self._decoders.jobs
         while budget > 0:
             if ongoing and not (preemptive and self._head_before(ongoing[-1], now)):
                 job = ongoing.pop()
-                if job.stage != PREFILL:
-                    continue
+                if job.stage == PREFILL:
+                    budget -= self._allot(job, budget)
+                continue
+            offered = next(offers, None)
+            if offered is not None and self._seat(offered, budget, now):
+                budget -= self._allot(offered, budget)
+            elif ongoing:
+                offers, preemptive = iter(()), False
             else:
-                if offers is None:
-                    offers = self._offers(now)
-                offered = next(offers, None)
-                if offered is None or not self._seat(offered, budget, now):
-                    offers = iter(())
-                    if not ongoing:
-                        break
-                    preemptive = False
-                    continue
-                job = offered
-            budget -= self._allot(job, budget)
+                break
 
     def _allot(self, job: Job, budget: int) -> int:
         """Give `job` its share of the step's tokens, and return it."""

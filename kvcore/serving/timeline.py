@@ -28,21 +28,22 @@ class PoolTimeline:
         self.blocks = blocks
         self.peak = 0
         self._now = self._active = self._cached = 0
-        self._areas = [0, 0]
+        self._active_area = self._cached_area = 0
         self._due = self._interval = 0
         self._times, self._actives, self._cacheds = array("q"), array("i"), array("i")
 
     def add(self, now: int, free: int, evictable: int) -> None:
         """Take in the state of the pool after an event at `now` (ns)."""
         held = now - self._now
-        self._areas[0] += held * self._active
-        self._areas[1] += held * self._cached
-        self._now, self._active, self._cached = now, self.blocks - free - evictable, evictable
-        if self._active > self.peak:
-            self.peak = self._active
+        self._active_area += held * self._active
+        self._cached_area += held * self._cached
+        self._now, self._cached = now, evictable
+        self._active = active = self.blocks - free - evictable
+        if active > self.peak:
+            self.peak = active
         if now >= self._due:
             self._times.append(now)
-            self._actives.append(self._active)
+            self._actives.append(active)
             self._cacheds.append(evictable)
             if len(self._times) == MOST:
                 self._thin_out()
@@ -58,7 +59,8 @@ class PoolTimeline:
             times.append(self._now)
             actives.append(self._active)
             cacheds.append(self._cached)
-        active, cached = (area / span if span else None for area in self._areas)
+        areas = self._active_area, self._cached_area
+        active, cached = (area / span if span else None for area in areas)
         return {
             "blocks": self.blocks,
             "active": {"mean": active, "peak": self.peak},

@@ -85,8 +85,7 @@ def _add(model, decoders, number, prompt, output, keyed):
     job = Job(request, number, 0, model.steps, prompt)
     # Sequences may join in another order than that in which they were admitted.
     job.seq = SimpleNamespace(admission=number * 7 % 25)
-    job.join(1)
-    decoders.add(job)
+    decoders.add(job, 1)
     model.lengths[job] = prompt
 
 
@@ -104,7 +103,6 @@ def _run(model, decoders, most):
 
 def _remove(model, decoders, job):
     decoders.remove(job)
-    job.leave()
     del model.lengths[job]
     model.removed = True
 
