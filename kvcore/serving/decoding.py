@@ -48,6 +48,7 @@ class Decoders:
         self.decoded_at = 0
         self._size = block_size
         self._windows = windows
+        self._plain = windows == (None,)
         self._classes: dict[int, list[Job]] = {}
         self._residues: list[int] = []
         self.publishing: dict[int, list[Job]] = {}
@@ -76,15 +77,11 @@ class Decoders:
         _put(self._classes, residue, job, seq.admission)
         if request.output_keys:
             _put(self.publishing, residue, job, seq.admission)
-        for place, window in enumerate(self._windows):
-            if window is None or length + 1 < window:
-                self.context[place] += length + 1
-                self.growth[place] += 1
-                if window is not None:
-                    full = self._full_at[job, place] = count + window - length - 1
-                    heappush(self._full, (full, seq.admission, place, job))
-            else:
-                self.context[place] += window
+        if self._plain:
+            self.context[0] += length + 1
+            self.growth[0] += 1
+        else:
+            self._attend(job, length + 1, seq.admission)
 
     def remove(self, job: Job) -> None:
         """Let `job` generate no more. O(jobs of its residue class)."""
@@ -99,14 +96,11 @@ class Decoders:
         if job.request.output_keys:
             _drop(self.publishing, residue, job)
         length = job.request.prompt + job.leave() - 1
-        for place, window in enumerate(self._windows):
-            if window is None or length + 1 < window:
-                self.context[place] -= length + 1
-                self.growth[place] -= 1
-                if window is not None:
-                    self._full_at.pop((job, place), None)
-            else:
-                self.context[place] -= window
+        if self._plain:
+            self.context[0] -= length + 1
+            self.growth[0] -= 1
+        else:
+            self._forget(job, length + 1)
 
     def in_step(self, start: int) -> bool:
         """Say whether the newest token of every job came at `start` (ps)."""
@@ -125,10 +119,11 @@ class Decoders:
         self.steps.count = count = self.steps.count + steps
         self.fresh.clear()
         self.decoded_at = now
-        context, growth = self.context, self.growth
-        context[0] += growth[0] * steps
-        for place in range(1, len(growth)):
-            context[place] += growth[place] * steps
+        self.context[0] += self.growth[0] * steps
+        if self._plain:
+            return
+        for place in range(1, len(self.growth)):
+            self.context[place] += self.growth[place] * steps
         full = self._full
         while full and full[0][0] <= count:
             at, _, place, job = heappop(full)
@@ -152,7 +147,7 @@ class Decoders:
     def finished(self) -> list[Job]:
         """Return the jobs that have generated all they should."""
         finish, count = self._finish, self.steps.count
-        done = []
+        done: list[Job] = []
         while finish and finish[0][0] <= count:
             end = heappop(finish)
             if self._ends.get(end[3]) is end:
@@ -163,9 +158,9 @@ class Decoders:
         """Return the jobs with output keys that have just filled a block."""
         return self.publishing.get(self.steps.count % self._size, [])
 
-    def growing(self, step: int) -> list[Job]:
-        """Return the jobs that need a block at `step`, in order of admission."""
-        return self._classes.get(step % self._size, [])
+    def growing(self, step: int) -> list[Job] | None:
+        """Return the jobs that need a block at `step`, in order of admission, if any do."""
+        return self._classes.get(step % self._size)
 
     def growth_between(self, first: int, end: int) -> int:
         """Count the blocks needed at the steps `[first, end)`. O(log jobs)."""
@@ -190,6 +185,27 @@ class Decoders:
                 if turn + offset >= end:
                     return
                 yield turn + offset
+
+    def _attend(self, job: Job, pairs: int, admission: int) -> None:
+        """Count what `job` attends to next, in each window: it grows until that is full."""
+        for place, window in enumerate(self._windows):
+            if window is None or pairs < window:
+                self.context[place] += pairs
+                self.growth[place] += 1
+                if window is not None:
+                    full = self._full_at[job, place] = self.steps.count + window - pairs
+                    heappush(self._full, (full, admission, place, job))
+            else:
+                self.context[place] += window
+
+    def _forget(self, job: Job, pairs: int) -> None:
+        for place, window in enumerate(self._windows):
+            if window is None or pairs < window:
+                self.context[place] -= pairs
+                self.growth[place] -= 1
+                self._full_at.pop((job, place), None)
+            else:
+                self.context[place] -= window
 
 
 def _put(classes: dict[int, list[Job]], residue: int, job: Job, admission: int) -> None:

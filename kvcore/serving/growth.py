@@ -84,7 +84,7 @@ class Growth:
         step = decoders.steps.count
         if decoders.grown <= step:
             jobs = decoders.growing(step)
-            if jobs:
+            if jobs is not None:
                 if len(jobs) > self._cache.room:
                     return False
                 self._grow(jobs, 0, now)
@@ -107,7 +107,7 @@ class Growth:
                 decoders.grown = end
                 return steps
         for step in decoders.growing_between(first, end):
-            jobs = decoders.growing(step)
+            jobs = decoders.growing(step) or []
             if len(jobs) > cache.room:
                 end = step
                 break

@@ -80,6 +80,7 @@ class ServingLoop:
         self._jumps = jumps and executor.jumps
         self._serial = 0
         self._no_pairs = (0,) * len(windows)
+        self._plain = windows == (None,)
 
     def run(self) -> None:
         """Serve everything that arrives.
@@ -229,18 +230,19 @@ class ServingLoop:
         return steps
 
     def _batch(self, chunks: Sequence[tuple[Job, int]], *, decodes: bool) -> Batch:
-        total, pairs = 0, [0] * len(self._windows)
+        total = squares = 0
         for job, tokens in chunks:
             total += tokens
-            for place, window in enumerate(self._windows):
-                if window is None:
-                    pairs[place] += tokens * job.computed + tokens * (tokens + 1) // 2
-                else:
-                    pairs[place] += attended_pairs(job.computed, tokens, window)
+            squares += tokens * (2 * job.computed + tokens + 1)
+        pairs: tuple[int, ...] = (squares // 2,)
+        if not self._plain:
+            pairs = tuple(
+                sum(attended_pairs(job.computed, tokens, window) for job, tokens in chunks)
+                for window in self._windows
+            )
         if decodes:
-            context = tuple(self.decoders.context)
-            return Batch(total, tuple(pairs), self.decoders.jobs, context)
-        return Batch(total, tuple(pairs), 0, self._no_pairs)
+            return Batch(total, pairs, self.decoders.jobs, tuple(self.decoders.context))
+        return Batch(total, pairs, 0, self._no_pairs)
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that requests with known output keys have just filled."""

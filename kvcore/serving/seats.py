@@ -89,7 +89,7 @@ class Seats:
         self.chunks = []
         while self.timers and self.timers[0][0] <= now:
             self._rank_again(heappop(self.timers)[2], now)
-        if self._mixed:
+        if self._mixed and not self.growth.next_step(now):
             self._grow(now)
         if self.changed and (self._prefilling or self.waiting):
             self._admit(now)
