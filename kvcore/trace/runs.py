@@ -22,8 +22,8 @@ def encode_runs(ids: Ids) -> Runs:
     Costs O(ids), in C where they form a single run.
     """
     count = len(ids)
-    if not count:
-        return []
+    if count < 2:  # noqa: PLR2004  (a run of one is the most frequent by far)
+        return [(ids[0], 1)] if count else []
     first = last = ids[0]
     end = ids[-1]
     if end - first == count - 1 and ids == _from_to(first, end):
