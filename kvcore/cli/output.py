@@ -11,30 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import orjson
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    Column = tuple[str, ...]
 
 Item = TypeVar("Item")
 
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
-
-WHOLE, FOLDED, GAP = 20, 12, 3
-"""Columns of the longest cell that never folds, of the narrowest that does, and between two."""
 
 STRIDE = 256
 """Items between two movements of a progress bar."""
@@ -91,57 +75,10 @@ def print_table(
     one below another, each with the first column. Text is printed as it is: brackets are
     no markup.
     """
-    columns: list[Column] = list(zip(headers, *(map(str, row) for row in rows), strict=True))
-    parts = _parts(columns) if split else [columns]
-    for number, part in enumerate(parts):
-        if number:
-            click.echo()
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for header, *cells in part:
-            table.add_column(
-                header,
-                justify="right" if header in right else "left",
-                no_wrap=_width([header, *cells]) <= WHOLE,
-                overflow="fold",
-            )
-        for row in zip(*(cells for _, *cells in part), strict=True):
-            table.add_row(*row)
-        # Without a height too, rich takes a dumb terminal for one of 80 columns.
-        console = Console(
-            width=_fitting(part),
-            height=len(columns[0]),
-            markup=False,
-            highlight=False,
-            emoji=False,
-        )
-        with console.capture() as captured:
-            console.print(table)
-        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    from kvcore.cli.tables import draw_table  # noqa: PLC0415 - rich takes 15 ms
 
-
-def _parts(columns: list[Column]) -> list[list[Column]]:
-    """Divide columns into as few tables as fit the terminal, the first column in each."""
-    first, *others = columns
-    parts = [[first]]
     width = terminal_width()
-    for column in others:
-        wide = sum(_width(each) + GAP for each in parts[-1]) + _width(column)
-        if width is not None and wide > width and len(parts[-1]) > 1:
-            parts.append([first])
-        parts[-1].append(column)
-    return parts
-
-
-def _fitting(columns: list[Column]) -> int:
-    """Return the terminal's width, or more if folding cannot make the columns fit."""
-    widths = [_width(column) for column in columns]
-    gaps = GAP * (len(columns) - 1)
-    least = sum(width if width <= WHOLE else FOLDED for width in widths) + gaps
-    return max(terminal_width() or sum(widths) + gaps, least)
-
-
-def _width(column: Iterable[str]) -> int:
-    return max(map(cell_len, column))
+    draw_table(headers, rows, right, width if split else None, width)
 
 
 @contextmanager
@@ -151,21 +88,25 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     Yields a function to call with how many more of `total` are done (None: unknown).
     """
     if not sys.stderr.isatty():
-        yield lambda _: None
+        yield _unseen
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    from kvcore.cli.tables import progress_bar  # noqa: PLC0415 - as above
+
+    with progress_bar() as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
 
 
-def watched(items: Iterable[Item], tick: Callable[[int], None]) -> Iterator[Item]:
-    """Yield `items`, telling `tick` now and then how many there were."""
+def watched(items: Iterable[Item], tick: Callable[[int], None]) -> Iterable[Item]:
+    """Return `items`, which tell `tick` now and then how many there were if it is seen."""
+    return items if tick is _unseen else _counted(items, tick)
+
+
+def _unseen(done: int) -> None:
+    del done
+
+
+def _counted(items: Iterable[Item], tick: Callable[[int], None]) -> Iterator[Item]:
     fresh = 0
     for item in items:
         yield item

@@ -24,7 +24,6 @@ from kvcore.cli.setup import Options, Setup
 from kvcore.cli.values import plugin_option, size_option, slo_option
 from kvcore.errors import InputError
 from kvcore.model import KV_DTYPES
-from kvcore.report import PagingReport, SimulationReport
 from kvcore.serving import Batching, Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.contiguous import Allocation, ContiguousCache
@@ -144,6 +143,8 @@ def _run(
 
 
 def _print(setup: Setup, result: Result, document: dict[str, Any]) -> None:
+    from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
+
     load = document["offered_load"]
     report = SimulationReport(
         document,
@@ -171,6 +172,8 @@ def _print(setup: Setup, result: Result, document: dict[str, Any]) -> None:
 
 def _print_paging(result: Result, document: dict[str, Any]) -> None:
     """Print what paging buys."""
+    from kvcore.report import PagingReport  # noqa: PLC0415 - as above
+
     assert isinstance(result.cache, ContiguousCache)
     report = PagingReport(document, document["paged"], result.cache.max_output)
     print_text(report.headline)
