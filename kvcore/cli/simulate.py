@@ -136,6 +136,7 @@ def _run(
             rate_scale=setup.options.rate_scale,
             allocation=allocation,
             max_output=longest,
+            fragmentation=setup.options.allocation == "contiguous",
         )
     cache = result.cache
     config = setup.config(scheduler, cache.eviction, cache.prefix, result.latency)

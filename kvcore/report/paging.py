@@ -48,9 +48,14 @@ class PagingReport:
     @property
     def reading(self) -> str:
         """What the table's words mean, and what paging bought."""
-        more = [run["fragmentation"]["running"] for run in (self.paged, self.contiguous)]
+        paged, before = (
+            run["fragmentation"]["running"] for run in (self.paged, self.contiguous)
+        )
+        # Where memory is not short, fewer run at a time because each is done earlier.
         bought = (
-            f"Paging runs {more[0] / more[1]:.2f} times as many at a time. " if more[1] else ""
+            f"Paging runs {paged / before:.2f} times as many at a time. "
+            if paged > before > 0
+            else ""
         )
         return (
             f"{bought}Splintered is the time in which the next request waited although enough "

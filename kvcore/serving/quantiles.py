@@ -7,26 +7,30 @@ exceed. Samples are integers; seconds come in at the very end.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, compress
-from operator import mul
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, compress, count, repeat
+from math import inf
+from operator import add, gt, mul
 from typing import TypeAlias
 
 Distribution: TypeAlias = dict[str, float]
 """`mean`, `p50`, `p90`, `p95` and `p99`."""
 
-Progression: TypeAlias = tuple[int, int, int, int]
-"""(first value, what each next one is larger, values, how often each of them occurs)."""
+Points: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Columns: values, and how often each of them occurs."""
+
+Ramps: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+"""Columns of ascending progressions: first value, last value, step, samples in all."""
 
 PERCENTS = (50, 90, 95, 99)
 
 COMPACT_FROM = 2**16
-"""Progressions from which on those that are a single value are merged."""
+"""Single values from which on equal ones are merged."""
 
-FEW = 512
-"""Values that are sorted rather than narrowed down any further."""
+SAMPLE = 63
+"""Values of a column that cut it into cells. Cells are bytes: two columns have to fit."""
 
 
 def nearest_rank(percent: int, count: int) -> int:
@@ -49,150 +53,170 @@ def weighted_distribution(
     samples: Sequence[int], weights: Sequence[int], unit: int
 ) -> Distribution | None:
     """Return the distribution of `samples`, each of which occurs as often as its weight."""
-    order = sorted(range(len(samples)), key=samples.__getitem__)
-    upto = list(accumulate(map(weights.__getitem__, order)))
-    if not upto or not upto[-1]:
-        return None
-    count = upto[-1]
-    places = {p: bisect_left(upto, nearest_rank(p, count)) for p in PERCENTS}
-    found = {f"p{p}": samples[order[place]] / unit for p, place in places.items()}
-    return {"mean": sum(map(mul, samples, weights)) / (count * unit), **found}
+    return _distribution((samples, weights), ((), (), (), ()), unit)
 
 
 class Progressions:
-    """A multiset of integers, kept as ascending arithmetic progressions.
+    """A multiset of integers, kept as single values and ascending arithmetic progressions.
 
-    Memory is 32 bytes a progression; of those that are one value, equal ones are merged.
+    Memory is 16 bytes a single value, equal ones being merged, and 32 a progression.
     """
 
-    __slots__ = ("_compact_at", "_numbers")
+    __slots__ = ("_compact_at", "_firsts", "_lasts", "_masses", "_steps", "_values", "_weights")
 
     def __init__(self) -> None:
         """Start empty."""
-        self._numbers = array("q")
-        self._compact_at = 4 * COMPACT_FROM
+        self._values, self._weights = array("q"), array("q")
+        self._firsts, self._lasts = array("q"), array("q")
+        self._steps, self._masses = array("q"), array("q")
+        self._compact_at = COMPACT_FROM
 
     def __len__(self) -> int:
-        """Return how many progressions there are."""
-        return len(self._numbers) // 4
+        """Return how many single values and progressions there are."""
+        return len(self._values) + len(self._firsts)
 
     @property
     def count(self) -> int:
         """How many samples there are."""
-        return sum(map(mul, self._numbers[2::4], self._numbers[3::4]))
+        return sum(self._weights) + sum(self._masses)
 
     def add(self, first: int, step: int, count: int, weight: int) -> None:
         """Put in `count` values from `first` on, each `weight` times. `step` is 0 or more."""
-        numbers = self._numbers
         if step and count > 1:
-            numbers.extend((first, step, count, weight))
+            self._firsts.append(first)
+            self._lasts.append(first + step * (count - 1))
+            self._steps.append(step)
+            self._masses.append(count * weight)
         else:
-            numbers.extend((first, 0, 1, count * weight))
-        if len(numbers) >= self._compact_at:
-            self._compact()
+            self._values.append(first)
+            self._weights.append(count * weight)
+            if len(self._values) >= self._compact_at:
+                self._compact()
 
     def distribution(self, unit: int) -> Distribution | None:
         """Return mean and percentiles, exact; None without samples.
 
-        Two sorts bracket a percentile between the progressions that begin and those that
-        end below it. Only those that reach into the bracket are looked at, and halved by
-        value until few samples are left to sort: O(n log n) for n progressions, whatever
-        their lengths.
+        Costs O(progressions), whatever their lengths, and 1 byte of memory for each.
         """
-        firsts, steps, counts, weights = (self._numbers[place::4] for place in range(4))
-        masses = list(map(mul, counts, weights))
-        total = sum(masses)
-        if not total:
-            return None
-        rises = [step * (count - 1) for step, count in zip(steps, counts, strict=True)]
-        lasts = [first + rise for first, rise in zip(firsts, rises, strict=True)]
-        doubled = sum(
-            mass * (first + last)
-            for mass, first, last in zip(masses, firsts, lasts, strict=True)
-        )
-        found = {"mean": doubled / (2 * total * unit)}
-        begun, ended = _Ordered(firsts, masses), _Ordered(lasts, masses)
-        rows = list(zip(firsts, steps, counts, weights, strict=True))
-        for percent in PERCENTS:
-            rank = nearest_rank(percent, total)
-            low, high = begun.at(rank), ended.at(rank)
-            reach = [first <= high and last >= low for first, last in zip(firsts, lasts)]  # noqa: B905 - faster
-            value = _select(compress(rows, reach), rank - ended.below(low), low, high)
-            found[f"p{percent}"] = value / unit
-        return found
+        ramps = self._firsts, self._lasts, self._steps, self._masses
+        return _distribution((self._values, self._weights), ramps, unit)
 
     def _compact(self) -> None:
         """Merge equal single values. The next time is when there are twice as many."""
-        points: Counter[int] = Counter()
-        kept = array("q")
-        numbers = iter(self._numbers)
-        for row in zip(numbers, numbers, numbers, numbers, strict=True):
-            first, step, _, weight = row
-            if step:
-                kept.extend(row)
-            else:
-                points[first] += weight
-        for value, weight in points.items():
-            kept.extend((value, 0, 1, weight))
-        self._numbers = kept
-        self._compact_at = max(2 * len(kept), 4 * COMPACT_FROM)
+        weights: Counter[int] = Counter()
+        for value, weight in zip(self._values, self._weights, strict=True):
+            weights[value] += weight
+        self._values = array("q", weights.keys())
+        self._weights = array("q", weights.values())
+        self._compact_at = max(2 * len(weights), COMPACT_FROM)
 
 
-class _Ordered:
-    """Values in order, with the weight up to each."""
+def _distribution(points: Points, ramps: Ramps, unit: int) -> Distribution | None:
+    """Return the distribution of points and ramps together; None without samples."""
+    (values, weights), (firsts, lasts, _, masses) = points, ramps
+    total = sum(weights) + sum(masses)
+    if not total:
+        return None
+    doubled = 2 * sum(map(mul, values, weights)) + sum(
+        map(mul, map(add, firsts, lasts), masses)
+    )
+    cells = _Cells(points, ramps)
+    found = {f"p{p}": cells.at(nearest_rank(p, total)) / unit for p in PERCENTS}
+    return {"mean": doubled / (2 * total * unit), **found}
 
-    def __init__(self, values: Sequence[int], weights: Sequence[int]) -> None:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        self._values = list(map(values.__getitem__, order))
-        self._upto = list(accumulate(map(weights.__getitem__, order)))
+
+class _Cells:
+    """Points and ramps by the cell in which they begin, between two values of a sample.
+
+    What is below a percentile is known by cell; one has to look at those in its own. What
+    a sample holds twice is a cell of its own, and need not be looked at.
+    """
+
+    def __init__(self, points: Points, ramps: Ramps) -> None:
+        """Take the columns, of which every so many-th value is in the sample."""
+        (values, weights), (firsts, lasts, _, masses) = points, ramps
+        sample = Counter([*_some(values), *_some(firsts)])
+        often = (value - 1 for value, times in sample.items() if times > 1)
+        cuts = sorted({*sample, *often})
+        self._points, self._ramps, self._cuts = points, ramps, cuts
+        self._of_points = _cells(cuts, values)
+        self._of_ramps = _cells(cuts, firsts)
+        begun = [0] * (len(cuts) + 1)
+        for cell, weight in zip(self._of_points, weights, strict=True):
+            begun[cell] += weight
+        for cell, mass in zip(self._of_ramps, masses, strict=True):
+            begun[cell] += mass
+        tops = map([*cuts, inf].__getitem__, self._of_ramps)
+        self._crossing = array("q", compress(count(), map(gt, lasts, tops)))
+        self._crossing_to = _cells(cuts, map(lasts.__getitem__, self._crossing))
+        ended = begun[:]
+        for row, cell in zip(self._crossing, self._crossing_to, strict=True):
+            ended[self._of_ramps[row]] -= masses[row]
+            ended[cell] += masses[row]
+        self._begun = list(accumulate(begun))
+        self._below = list(accumulate(ended, initial=0))
 
     def at(self, rank: int) -> int:
-        """Return the value of that rank."""
-        return self._values[bisect_left(self._upto, rank)]
+        """Return the sample of that rank."""
+        low, high = bisect_left(self._begun, rank), bisect_left(self._below, rank) - 1
+        cuts, (values, weights) = self._cuts, self._points
+        if low == high and 0 < low < len(cuts) and cuts[low] - cuts[low - 1] == 1:
+            return cuts[low]
+        points: Counter[int] = Counter()
+        for place in _places(self._of_points, low, high):
+            points[values[place]] += weights[place]
+        rows = list(_places(self._of_ramps, low, high))
+        rows += [
+            row
+            for row, cell in zip(self._crossing, self._crossing_to, strict=True)
+            if self._of_ramps[row] < low <= cell
+        ]
+        ramps = [tuple(column[row] for column in self._ramps) for row in rows]
+        return _select(points, ramps, rank - self._below[low])
 
-    def below(self, value: int) -> int:
-        """Return the weight of the values below `value`."""
-        place = bisect_left(self._values, value)
-        return self._upto[place - 1] if place else 0
+
+def _some(values: Sequence[int]) -> Sequence[int]:
+    """Return at most `SAMPLE` of the values, evenly spaced."""
+    return values[:: len(values) // SAMPLE + 1]
 
 
-def _select(rows: Iterable[Progression], rank: int, low: int, high: int) -> int:
-    """Return the value of that rank in `rows`; it is one from `low` to `high`."""
-    below, rest = _split(rows, low - 1)
-    rank -= _mass(below)
-    live, _ = _split(rest, high)
-    while sum(count for _, _, count, _ in live) > max(FEW, 2 * len(live)):
+def _cells(cuts: Sequence[int], values: Iterable[int]) -> bytes:
+    """Return for each value how many cuts are below it."""
+    return bytes(map(bisect_left, repeat(cuts), values))
+
+
+def _places(cells: bytes, low: int, high: int) -> Iterator[int]:
+    """Yield where in `cells` the cells from `low` to `high` are."""
+    inside = bytes(low) + bytes([1]) * (high - low + 1) + bytes(255 - high)
+    marked = cells.translate(inside)
+    place = marked.find(1)
+    while place >= 0:
+        yield place
+        place = marked.find(1, place + 1)
+
+
+def _select(points: Mapping[int, int], ramps: list[tuple[int, ...]], rank: int) -> int:
+    """Return the sample of that rank, halving the range of values until no ramp is in it."""
+    values = sorted(points)
+    upto = list(accumulate(map(points.__getitem__, values), initial=0))
+    low = min([*values[:1], *(first for first, _, _, _ in ramps)])
+    high = max([*values[-1:], *(last for _, last, _, _ in ramps)])
+    while ramps and low < high:
         middle = (low + high) // 2
-        below, rest = _split(live, middle)
-        mass = _mass(below)
-        if rank <= mass:
-            live, high = below, middle
+        mass = upto[bisect_right(values, middle)]
+        begun, rest, ended = [], [], 0
+        for ramp in ramps:
+            first, last, step, samples = ramp
+            if last <= middle:
+                ended += samples
+                begun.append(ramp)
+                continue
+            rest.append(ramp)
+            if first <= middle:
+                begun.append(ramp)
+                mass += samples // ((last - first) // step + 1) * ((middle - first) // step + 1)
+        if rank <= mass + ended:
+            ramps, high = begun, middle
         else:
-            live, low, rank = rest, middle + 1, rank - mass
-    values = sorted(
-        (first + step * place, weight)
-        for first, step, count, weight in live
-        for place in range(count)
-    )
-    upto = list(accumulate(weight for _, weight in values))
-    return values[bisect_left(upto, rank)][0]
-
-
-def _split(rows: Iterable[Progression], at: int) -> tuple[list[Progression], list[Progression]]:
-    """Return the parts of `rows` up to the value `at`, and those above it."""
-    lower, upper = [], []
-    for row in rows:
-        first, step, count, weight = row
-        fit = 0 if first > at else (at - first) // step + 1 if step else count
-        if fit >= count:
-            lower.append(row)
-        elif not fit:
-            upper.append(row)
-        else:
-            lower.append((first, step, fit, weight))
-            upper.append((first + step * fit, step, count - fit, weight))
-    return lower, upper
-
-
-def _mass(rows: Iterable[Progression]) -> int:
-    return sum(count * weight for _, _, count, weight in rows)
+            ramps, low, rank = rest, middle + 1, rank - ended
+    return low if ramps else values[bisect_left(upto, rank) - 1]

@@ -47,12 +47,13 @@ def test_what_was_not_measured_is_a_dash():
 
 
 def test_what_paging_bought():
-    """The sentence below compares how many run at a time, unless nothing ran."""
+    """The sentence below says how many more run at a time, if there are more."""
     assert PagingReport(summary(), summary(running=3.0), 8).reading.startswith(
         "Paging runs 1.50 times as many at a time."
     )
-    idle = PagingReport(summary(running=0.0), summary(running=0.0), 8)
-    assert idle.reading.startswith("Splintered is")
+    for before, paged in ((0.0, 0.0), (3.0, 2.0)):
+        report = PagingReport(summary(running=before), summary(running=paged), 8)
+        assert report.reading.startswith("Splintered is")
 
 
 def test_the_headline_has_the_size():
