@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from kvcore.policy import EvictionPolicy, LatencyModel, PrefixCache, Scheduler, Workload
+    from kvcore.policy import (
+        Backend,
+        EvictionPolicy,
+        Generator,
+        LatencyModel,
+        PrefixCache,
+        Scheduler,
+        Workload,
+    )
 
 PROJECT = "kvcore"
 """Name of the pluggy project, and of the entry-point group that plugins are found in."""
@@ -37,6 +45,16 @@ def kvcore_schedulers() -> list[type[Scheduler]]:
 @hookspec
 def kvcore_latency_models() -> list[type[LatencyModel]]:
     """Return latency models: how long a step of a server takes."""
+
+
+@hookspec
+def kvcore_backends() -> list[type[Backend]]:
+    """Return backends: where K/V lies as tensors, and how queries read it."""
+
+
+@hookspec
+def kvcore_generators() -> list[type[Generator]]:
+    """Return generators: models, as far as their K/V and next tokens go."""
 
 
 @hookspec

@@ -61,6 +61,14 @@ def block_keys(
     return keys
 
 
+def word_tokens(text: str, vocabulary: int) -> list[int]:
+    """Return a token id below `vocabulary` for each word of `text`: its hash. O(text)."""
+    return [
+        int.from_bytes(blake2b(word.encode(), digest_size=8).digest(), "little") % vocabulary
+        for word in text.split()
+    ]
+
+
 def _hash(*parts: bytes | memoryview) -> bytes:
     """Hash parts of fixed length, so that none can be taken for a part of another."""
     digest = blake2b(digest_size=KEY_BYTES)

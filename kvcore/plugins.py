@@ -11,7 +11,9 @@ import attrs
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.loading import DISABLE, Origin, load
 from kvcore.policy import (
+    Backend,
     EvictionPolicy,
+    Generator,
     LatencyModel,
     Plugin,
     PrefixCache,
@@ -31,6 +33,8 @@ KINDS: dict[str, tuple[str, type[Plugin]]] = {
     "prefix": ("kvcore_prefix_caches", PrefixCache),
     "scheduler": ("kvcore_schedulers", Scheduler),
     "latency": ("kvcore_latency_models", LatencyModel),
+    "backend": ("kvcore_backends", Backend),
+    "generator": ("kvcore_generators", Generator),
     "workload": ("kvcore_workloads", Workload),
 }
 """The kinds of plugins: the hook that returns their classes, and what these derive from."""

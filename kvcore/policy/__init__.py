@@ -1,6 +1,8 @@
 """The contracts a plugin fulfils: one base class a kind, and the span they speak of."""
 
+from kvcore.policy.backend import Backend, DeviceMemory, Rows, Tensor, TensorLayout
 from kvcore.policy.eviction import EvictionPolicy
+from kvcore.policy.generator import Attend, Generator, TokenStep
 from kvcore.policy.job import DecodeSteps, Job
 from kvcore.policy.latency import Batch, LatencyModel, Line, Windows
 from kvcore.policy.plugin import Plugin, broken, option_fields, overridden
@@ -12,9 +14,13 @@ from kvcore.policy.span import Shape, Span, root_span
 from kvcore.policy.workload import Workload
 
 __all__ = [
+    "Attend",
+    "Backend",
     "Batch",
     "DecodeSteps",
+    "DeviceMemory",
     "EvictionPolicy",
+    "Generator",
     "Job",
     "LatencyModel",
     "Line",
@@ -23,12 +29,16 @@ __all__ = [
     "Plugin",
     "PrefixCache",
     "Recorder",
+    "Rows",
     "Scheduler",
     "ScoreEviction",
     "Server",
     "Shape",
     "Span",
     "StepPlan",
+    "Tensor",
+    "TensorLayout",
+    "TokenStep",
     "Windows",
     "Workload",
     "broken",
