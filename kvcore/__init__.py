@@ -44,7 +44,7 @@ from kvcore.policy import (
     root_span,
 )
 from kvcore.request import DEFAULT_PRIORITY, SLO, Key, Request, Retention
-from kvcore.serving import Batching, Result, simulate
+from kvcore.serving import Batching, Result, RunResult, TextRequest, run, simulate, text_request
 from kvcore.trace import Trace
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "Result",
     "Retention",
     "Rows",
+    "RunResult",
     "Scheduler",
     "ScoreEviction",
     "Sequence",
@@ -90,6 +91,7 @@ __all__ = [
     "StorageError",
     "Tensor",
     "TensorLayout",
+    "TextRequest",
     "TokenStep",
     "Trace",
     "TraceError",
@@ -99,5 +101,7 @@ __all__ = [
     "broken",
     "overridden",
     "root_span",
+    "run",
     "simulate",
+    "text_request",
 ]

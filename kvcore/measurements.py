@@ -1,4 +1,4 @@
-"""Measured steps of a real server, read from CSV."""
+"""Measured steps of a real server, read from and written to CSV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.units import LIMIT, picoseconds
+from kvcore.files import whole_file
+from kvcore.units import LIMIT, NANOSECONDS, PICOSECONDS, picoseconds
 from kvcore.workloads import lines
 
 COUNTS = ("prefill_tokens", "decode_sequences", "context_tokens")
@@ -76,6 +77,19 @@ def read_steps(path: Path) -> list[MeasuredStep]:
         msg = f"{path}: no rows after the header"
         raise InputError(msg)
     return steps
+
+
+def write_steps(path: Path, steps: Iterable[MeasuredStep]) -> None:
+    """Write steps as `read_steps` reads them, times to the nanosecond.
+
+    Raises:
+        InputError, StorageError: the file cannot be written; what stood there still does.
+    """
+    with whole_file(path) as file:
+        file.write(",".join((*COUNTS, SECONDS)) + "\n")
+        for step in steps:
+            seconds, rest = divmod(step.time // PICOSECONDS, NANOSECONDS)
+            file.write(",".join(map(str, step.counts)) + f",{seconds}.{rest:09d}\n")
 
 
 def _cells(path: Path, number: int, line: bytes) -> list[str]:

@@ -104,6 +104,11 @@ class Request:
     think: int = 0
     output_keys: Sequence[Key] = ()
 
+    @property
+    def publishes(self) -> bool:
+        """Whether blocks it generates are shared: their keys are known, or a run tells them."""
+        return bool(self.output_keys)
+
     def __attrs_post_init__(self) -> None:
         """Check what a cache counts by."""
         if (

@@ -86,13 +86,13 @@ class Geometry:
             return keys, blocks * size, blocks, blocks, blocks, blocks
         length = request.prompt
         full = length // size
-        if request.output_keys:
+        if request.publishes:
             keys = self._with_output(request)
         if self._stride > 1:
             keys = keys[self._stride - 1 :: self._stride]
         keyed = len(keys) * self.ratio
         blocks = -(-length // size)
-        if request.output_keys:
+        if request.publishes:
             cacheable = keyed
         elif keyed < full:
             cacheable = full = keyed

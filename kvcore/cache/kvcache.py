@@ -47,6 +47,8 @@ class KVCache:
             Decisions are the same either way; without ids they cost less.
         recompute: seconds to compute n tokens after a context of c tokens, for policies
             that weigh what an eviction costs. None: Llama-3-8B on an H100.
+        copied: called as `copied(source, target)` when a writer gets a block of its own,
+            to copy the K/V in it; an attribute too. None: there is none.
 
     Attributes:
         pool, prefix, eviction, geometry: its parts.
@@ -70,6 +72,7 @@ class KVCache:
         trace: Recorder | None = None,
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
+        copied: Callable[[int, int], None] | None = None,
     ) -> None:
         self.geometry = geometry = Geometry(count, block_size, key_tokens)
         keeps_ids = trace is not None or ids
@@ -80,6 +83,7 @@ class KVCache:
         self.now = 0
         self.stats = CacheStats()
         self.trace = trace
+        self.copied = copied
         self._serial = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
@@ -199,7 +203,7 @@ class KVCache:
                 raise OutOfBlocks(self._no_room(seq.request, need, 0))
             ids = self._take(need, seq, now)
             if copied is not None:
-                ids = copy_tail(self.pool, seq, copied, ids, self.trace, now)
+                ids = copy_tail(self.pool, seq, copied, ids, self.trace, now, self.copied)
             if ids and seq.private is not None:
                 if self.trace is not None:
                     self.trace.line("ALLOC", now, seq=seq.id, first=seq.blocks, runs=ids)

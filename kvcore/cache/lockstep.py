@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Keys
+
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool
 from kvcore.cache.sequence import Sequence
 from kvcore.policy import overridden
+from kvcore.request import Key
 
 
 def grows_by_count(cache: KVCache) -> bool:
@@ -26,3 +29,13 @@ def settle(seq: Sequence, tokens: int) -> None:
     """Say that `seq` has `tokens` tokens, its blocks being allocated or reserved. O(1)."""
     seq.tokens = tokens
     seq.blocks = -(-tokens // seq.span.shape.block_size)
+
+
+def name_blocks(seq: Sequence, keys: Keys[Key]) -> None:
+    """Say that the first blocks of `seq` without keys have `keys`, now that they are known.
+
+    Its request must be one that `publishes`, with a key for each block. O(keys).
+    """
+    # The list is the sequence's own, and its spans refer to it.
+    seq.keys.extend(keys)  # type: ignore[attr-defined]
+    seq.cacheable += len(keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.sequence import Sequence
@@ -40,8 +40,9 @@ def copy_tail(
     ids: Ids | None,
     trace: Recorder | None,
     now: int,
+    copied: Callable[[int, int], None] | None,
 ) -> Ids:
-    """Put the first of `ids` in the place of `tail`; return the others."""
+    """Put the first of `ids` in the place of `tail`, and tell `copied`; return the others."""
     assert isinstance(pool, BlockPool)
     assert seq.private is not None
     assert ids is not None
@@ -50,6 +51,8 @@ def copy_tail(
     if trace is not None:
         block = seq.blocks - 1
         trace.line("COPY", now, seq=seq.id, block=block, **{"from": tail, "to": copy})
+    if copied is not None:
+        copied(tail, copy)
     return ids[1:]
 
 

@@ -34,7 +34,7 @@ def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -
         options = {
             each.opts[0].lstrip("-").replace("-", "_"): each
             for each in ctx.command.params
-            if each is not param
+            if each is not param and not getattr(each, "multiple", False)
         }
         ctx.default_map = ConfigFile(path, options).defaults(ctx)
     return path

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 VERBS = {
     "calibrate": "kvcore.cli.calibrate",
     "compare": "kvcore.cli.compare",
+    "demo": "kvcore.cli.demo",
     "plugins": "kvcore.cli.plugins",
     "replay": "kvcore.cli.replay",
+    "run": "kvcore.cli.run",
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
 }

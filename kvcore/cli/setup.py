@@ -16,7 +16,7 @@ from kvcore.cli.model import find_or_read
 from kvcore.cli.workload import find_workload
 from kvcore.deployment import Deployment
 from kvcore.errors import InputError
-from kvcore.model import KVLayout, PrefillCost
+from kvcore.model import KVLayout, ModelSpec, PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.policy import LatencyModel, Plugin, Recorder, Scheduler, Workload
 from kvcore.request import SLO
@@ -73,24 +73,22 @@ class Setup:
         blocks: of the pool.
         recompute: what it costs to compute a block again.
         slo: what is expected of requests that bring no SLO; None: nothing.
+        ids: whether blocks have ids without a trace as well.
 
     Raises:
         InputError: a part that cannot be built as asked for.
         PluginError: a plugin that cannot work here.
     """
 
+    ids = False
+
     def __init__(self, options: Options, from_file: frozenset[str] = frozenset()) -> None:
         """Build what can be used again, and look at the rest."""
         self.options = options
         self._from_file = from_file
         self._plugins = Plugins()
-        given = options.workload
-        if isinstance(given, Spec):
-            self.workload: Workload = self._built("workload", given)
-        else:
-            with self._naming_file("workload"):
-                self.workload = find_workload(given, self._plugins, options.seed)
-        self._model, device = find_or_read(options.model), find_device(options.device)
+        self._model, device = self._served(), find_device(options.device)
+        self.workload = self._source()
         self.recompute = PrefillCost.of(self._model, device)
         layout = KVLayout(self._model, options.kv_dtype, options.block_size)
         self.deployment = Deployment(layout, device, options.tensor_parallel)
@@ -113,6 +111,7 @@ class Setup:
             prefix=self._built("prefix", self.options.prefix),
             key_tokens=self.workload.key_tokens,
             trace=trace,
+            ids=self.ids,
             recompute=self.recompute,
         )
 
@@ -200,6 +199,19 @@ class Setup:
                 break
         load = result.summary()["offered_load"]
         yield f"--rate-scale {_below(self.options.rate_scale / load)}"
+
+    def _source(self) -> Workload:
+        """Return the workload."""
+        given = self.options.workload
+        if isinstance(given, Spec):
+            workload: Workload = self._built("workload", given)
+            return workload
+        with self._naming_file("workload"):
+            return find_workload(given, self._plugins, self.options.seed)
+
+    def _served(self) -> ModelSpec:
+        """Return the model that is served."""
+        return find_or_read(self.options.model)
 
     def _blocks(self) -> int:
         """Return the blocks of the pool: as given, or what fits into memory."""

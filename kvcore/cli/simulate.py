@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from kvcore.cli.config import config_option
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -20,62 +18,44 @@ from kvcore.cli.output import (
     progress,
     watched,
 )
+from kvcore.cli.serving import (
+    batching_options,
+    names_from_file,
+    one_of,
+    policy_options,
+    traffic_options,
+)
 from kvcore.cli.setup import Options, Setup
-from kvcore.cli.values import plugin_option, size_option, slo_option
+from kvcore.cli.values import size_option
 from kvcore.errors import InputError
 from kvcore.model import KV_DTYPES
-from kvcore.serving import Batching, Result
+from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.contiguous import Allocation, ContiguousCache
 from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.trace import Trace
 from kvcore.workloads import spare
 
-SLO = "ttft=30,tpot=0.1"
-"""What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a
-KVCache-centric disaggregated architecture for LLM serving", 2024, on real workloads."""
-
-CAPS = Batching()
 TRACE = "trace.jsonl.gz"
 
 
 @click.command(context_settings={"show_default": True})
 @click.argument("workload", required=False, type=click.UNPROCESSED)
-@plugin_option("--eviction", default="lru", help="Who dies when the pool is full.")
-@plugin_option("--scheduler", default="fcfs", help="Who runs in the next step.")
-@plugin_option("--prefix", default="radix", help="What can be reused.")
-@plugin_option("--latency", default="roofline", help="How long a step takes.")
+@policy_options
 @click.option("--model", default="llama-3-8b", help="What is served, as for `size`.")
 @click.option("--device", default="h100", help="On what.")
 @click.option("--tensor-parallel", type=int, default=4, help="On how many of them.")
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Of the K/V.")
 @click.option("--blocks", type=int, help="Of the pool.  [default: as many as fit]")
 @size_option("--memory", help="Of the pool, such as 40GiB, instead of --blocks.")
-@click.option("--block-size", type=int, default=16, help="Tokens in a block.")
-@click.option("--max-tokens", type=int, default=CAPS.max_tokens, help="Tokens of a step.")
-@click.option("--max-seqs", type=int, default=CAPS.max_seqs, help="Sequences of a step.")
-@click.option(
-    "--steps",
-    type=click.Choice(["mixed", "prefill-first"]),
-    default=CAPS.steps,
-    help="Prefill and decode together, or apart.",
-)
-@click.option(
-    "--chunked/--no-chunked", default=CAPS.chunked, help="Prefill a prompt over several steps."
-)
-@click.option(
-    "--watermark", type=float, default=CAPS.watermark, help="Share of blocks kept for growth."
-)
+@batching_options
 @click.option(
     "--allocation",
     type=click.Choice(["paged", "contiguous"]),
     default="paged",
     help="In blocks, or beside that as before paging, in pieces.",
 )
-@click.option("--rate-scale", type=float, default=1.0, help="Times as fast as recorded.")
-@slo_option("--slo", default=SLO, help="Seconds, or `none`.")
-@click.option("--seed", type=int, default=0, help="Of plugins that draw random numbers.")
-@config_option
+@traffic_options
 @click.option(
     "--trace", callback=file_path, metavar="FILE", help="Write every decision, as JSONL."
 )
@@ -96,11 +76,9 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
 
     The defaults are Llama 3 8B on four H100, which can carry that trace; one cannot.
     """
-    from_file = {
-        name for name in given if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
-    }
-    _one_of(given, "blocks", "memory", "both say how large the pool is", from_file)
-    _one_of(given, "trace", "out", "both write a trace", from_file)
+    from_file = names_from_file(ctx, given)
+    one_of(given, "blocks", "memory", "both say how large the pool is", from_file)
+    one_of(given, "trace", "out", "both write a trace", from_file)
     options = Options(**given)
     setup = Setup(options, frozenset(from_file))
     with _outputs(options, setup) as trace:
@@ -220,18 +198,3 @@ def _directory(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 path.rmdir()
         raise
-
-
-def _one_of(given: dict[str, Any], one: str, other: str, why: str, from_file: set[str]) -> None:
-    """Refuse two options that exclude one another, unless one of them is in the file alone.
-
-    Raises:
-        InputError: both are given in the same place.
-    """
-    if given[one] is None or given[other] is None:
-        return
-    weaker = {one, other} & from_file
-    if len(weaker) != 1:
-        msg = f"--{one} and --{other} {why}: give one of them"
-        raise InputError(msg)
-    given[weaker.pop()] = None

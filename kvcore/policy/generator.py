@@ -74,7 +74,7 @@ class Generator(Plugin):
 
     @property
     @abstractmethod
-    def model(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """The shape of the model: layers, heads, widths."""
 
     @property
@@ -85,7 +85,7 @@ class Generator(Plugin):
     @property
     def windows(self) -> Windows:
         """The attention window of each layer."""
-        return self.model.windows
+        return self.spec.windows
 
     @property
     def end(self) -> int | None:
@@ -94,6 +94,8 @@ class Generator(Plugin):
 
     def load(self, backend: Backend, dtype: str) -> None:
         """Put the weights on the backend's device. Called once, before the pool is allocated.
+
+        Of the backend it needs `tensor` alone.
 
         Raises:
             InputError: a dtype it cannot compute in.

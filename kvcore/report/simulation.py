@@ -44,12 +44,16 @@ class SimulationReport:
         config: what was run: see docs/reference/cli.md.
         refusal: why the first request that was rejected was; None if none was.
         remedies: options that would carry what is too much.
+        clock: what its seconds are: `simulated` or `measured`.
+        done: what was done to the steps: `simulated` or `computed`.
     """
 
     summary: Mapping[str, Any]
     config: Mapping[str, Any]
     refusal: str | None = None
     remedies: Sequence[str] = ()
+    clock: str = "simulated"
+    done: str = "simulated"
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
 
@@ -75,7 +79,7 @@ class SimulationReport:
         requests = counted(summary["requests"], "request")
         run = (
             f"{config['workload']['name']}: {requests} to {config['model']} on {self._devices},"
-            f"{self._rate} in {format_number(summary['simulated_s'])} simulated seconds."
+            f"{self._rate} in {format_number(summary['simulated_s'])} {self.clock} seconds."
         )
         pool = (
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
@@ -111,7 +115,7 @@ class SimulationReport:
     def closing(self) -> str:
         """How long it took."""
         steps, seconds = self.summary["steps"], self.summary["wall_s"]
-        return f"{counted(steps, 'step')}, simulated in {format_seconds(seconds)}."
+        return f"{counted(steps, 'step')}, {self.done} in {format_seconds(seconds)}."
 
     @property
     def _devices(self) -> str:

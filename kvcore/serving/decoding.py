@@ -33,7 +33,7 @@ class Decoders:
         growth: by how much a step makes it longer.
         grown: the first step whose growth has not been allocated.
         fresh: those that joined after the last step.
-        publishing: those with output keys, by residue class.
+        publishing: those that share what they generate, by residue class.
         decoded_at: when (ps) the last step ended.
     """
 
@@ -75,7 +75,7 @@ class Decoders:
         self.fresh.append(job)
         insort(self._residues, residue)
         _put(self._classes, residue, job, seq.admission)
-        if request.output_keys:
+        if request.publishes:
             _put(self.publishing, residue, job, seq.admission)
         if self._plain:
             self.context[0] += length + 1
@@ -93,7 +93,7 @@ class Decoders:
         residue = self._ends.pop(job)[2]
         del self._residues[bisect_left(self._residues, residue)]
         _drop(self._classes, residue, job)
-        if job.request.output_keys:
+        if job.request.publishes:
             _drop(self.publishing, residue, job)
         length = job.request.prompt + job.leave() - 1
         if self._plain:
@@ -101,6 +101,12 @@ class Decoders:
             self.growth[0] -= 1
         else:
             self._forget(job, length + 1)
+
+    def end(self, job: Job) -> None:
+        """Let `job` finish with the step that runs."""
+        _, admission, residue, _ = self._ends[job]
+        end = self._ends[job] = (self.steps.count + 1, admission, residue, job)
+        heappush(self._finish, end)
 
     def in_step(self, start: int) -> bool:
         """Say whether the newest token of every job came at `start` (ps)."""
@@ -155,7 +161,7 @@ class Decoders:
         return done
 
     def publishers(self) -> list[Job]:
-        """Return the jobs with output keys that have just filled a block."""
+        """Return the jobs that share what they generate and have just filled a block."""
         return self.publishing.get(self.steps.count % self._size, [])
 
     def growing(self, step: int) -> list[Job] | None:

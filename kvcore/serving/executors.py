@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvcore.policy import Batch, Job, LatencyModel, Line
+from kvcore.policy import Batch, Job, LatencyModel, Line, Plugin
+from kvcore.request import Key
 from kvcore.serving.decoding import Decoders
 
 
@@ -24,6 +25,18 @@ class Executor(Protocol):
     jumps: bool
     latency: LatencyModel
 
+    @property
+    def plugins(self) -> Sequence[Plugin]:
+        """What it is made of, for the header of a trace."""
+
+    @property
+    def ended(self) -> Sequence[tuple[Job, int]]:
+        """The jobs whose text the step before has ended early, and the tokens they have."""
+
+    @property
+    def named(self) -> Sequence[tuple[Job, Sequence[Key]]]:
+        """The jobs that share what they generate, with keys that the step has told."""
+
     def run(
         self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
     ) -> int:
@@ -41,10 +54,13 @@ class SimulatedExecutor:
 
     name = "simulate"
     mode = "model"
+    ended: Sequence[tuple[Job, int]] = ()
+    named: Sequence[tuple[Job, Sequence[Key]]] = ()
 
     def __init__(self, latency: LatencyModel) -> None:
         """Take the latency model."""
         self.latency = latency
+        self.plugins = (latency,)
         self.jumps = latency.jumps
         self._decode_lines: dict[int, Sequence[Line]] = {}
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+
 from kvcore.cache import KVCache
-from kvcore.cache.lockstep import settle
+from kvcore.cache.lockstep import name_blocks, settle
 from kvcore.errors import PolicyError
 from kvcore.model import attended_pairs
 from kvcore.policy import Batch, DecodeSteps, Job, Scheduler
@@ -24,6 +26,8 @@ from kvcore.serving.log import RunLog
 from kvcore.serving.seats import Seats
 from kvcore.serving.server import ServiceTimes
 from kvcore.serving.steps import StepTimes
+from kvcore.serving.tokens import told_keys
+from kvcore.trace.fields import key_fields
 from kvcore.units import PICOSECONDS
 
 
@@ -160,7 +164,7 @@ class ServingLoop:
         decoders, chunks, cache = self.decoders, self.seats.chunks, self._cache
         decodes = self._mixed and decoders.jobs > 0
         batch = self._batch(chunks, decodes=decodes)
-        took = self._executor.run(batch, chunks, decoders if decodes else None)
+        took = self._run(batch, chunks, decoders if decodes else None)
         if self.occupancy is not None:
             self.occupancy.passed(took, batch.prefill, batch.decode)
         if decodes:
@@ -194,7 +198,7 @@ class ServingLoop:
             self.log.jump(decoders, self.clock, times, steps)
         else:
             batch = Batch(0, self._no_pairs, decoders.jobs, tuple(decoders.context))
-            steps, took = 1, self._executor.run(batch, (), decoders)
+            steps, took = 1, self._run(batch, (), decoders)
             self.log.step(decoders, self.clock, took)
         if self.occupancy is not None:
             self.occupancy.passed(took, 0, decoders.jobs * steps, steps)
@@ -207,6 +211,17 @@ class ServingLoop:
         if done:
             self._finish(done, now)
 
+    def _run(
+        self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
+    ) -> int:
+        """Run a step. Whose text ends with it asks for no more than it has from now on."""
+        took = self._executor.run(batch, chunks, decoders)
+        for job, output in self._executor.ended:
+            job.request = attrs.evolve(job.request, output=output)
+            if job.stage == DECODE:
+                self.decoders.end(job)
+        return took
+
     def _pass(self, steps: int, took: int) -> int:
         """Let `took` picoseconds pass, take in who arrives, and return the time (ns)."""
         self.clock += took
@@ -215,6 +230,13 @@ class ServingLoop:
         now = self.clock // PICOSECONDS
         if self._arrivals.next_at <= now:
             self._take_arrivals(now)
+        for job, keys in self._executor.named:
+            assert job.seq is not None
+            name_blocks(job.seq, keys)
+            if self._cache.trace is not None:
+                self._cache.trace.line(
+                    "KEYS", now, request=job.request.id, keys=key_fields(keys, job.request.id)
+                )
         return now
 
     def _steps_to_event(self, times: StepTimes) -> int:
@@ -286,8 +308,9 @@ class ServingLoop:
                 settle(seq, request.prompt + request.output - 1)
             job.stage = DONE
             if cache.trace is not None:
+                told = told_keys(request)
                 cache.trace.line(
-                    "FINISH", now, request=request.id, seq=seq.id, output=request.output
+                    "FINISH", now, request=request.id, seq=seq.id, output=request.output, **told
                 )
             if self.occupancy is not None:
                 self.seats.growth.closing(job)

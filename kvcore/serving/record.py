@@ -31,7 +31,7 @@ def record_run(
         workload=workload if isinstance(workload, Workload) else None,
         plugins={
             plugin.kind: {"name": plugin.name, "options": plugin.options()}
-            for plugin in (scheduler, latency)
+            for plugin in (scheduler, *executor.plugins)
         },
         batching=attrs.asdict(batching),
         latency=latency.coefficients(),

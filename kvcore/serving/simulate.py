@@ -13,7 +13,7 @@ from kvcore.request import SLO, Request
 from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.batching import Batching
 from kvcore.serving.contiguous import Allocation, contiguous
-from kvcore.serving.executors import SimulatedExecutor
+from kvcore.serving.executors import Executor, SimulatedExecutor
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.record import record_run
 from kvcore.serving.result import Result
@@ -61,15 +61,7 @@ def simulate(
         InputError: parts that do not fit one another, or a workload out of order.
         PolicyError: a plugin failed, or the scheduler lets nothing run.
     """
-    if cache.geometry.count != "tokens":
-        msg = (
-            f"simulate with a cache in {cache.geometry.count!r} counting: under a clock tokens "
-            "count; make it with KVCache(..., count='tokens')"
-        )
-        raise InputError(msg)
-    if cache.sequences or cache.stats.requests:
-        msg = "simulate with a cache that has served before: make a new KVCache for each run"
-        raise InputError(msg)
+    check_cache(cache, "simulate")
     if allocation == "contiguous":
         cache = contiguous(cache, workload, max_output)
     elif allocation != "paged":
@@ -82,11 +74,49 @@ def simulate(
     latency = plugin_of(LatencyModel, latency, "roofline")
     latency.claim()
     batching = Batching() if batching is None else batching
-    arrivals = Arrivals(workload, rate_scale)
-    executor = SimulatedExecutor(latency)
-    fragmentation = fragmentation or allocation == "contiguous"
+    loop, took = serve(
+        workload,
+        cache,
+        scheduler,
+        SimulatedExecutor(latency),
+        batching,
+        slo=slo,
+        rate_scale=rate_scale,
+        fragmentation=fragmentation or allocation == "contiguous",
+        jumps=jumps,
+    )
+    measured = None if loop.occupancy is None else loop.occupancy.summary()
+    return Result(loop.log, cache, batching, latency, measured, took)
+
+
+def check_cache(cache: KVCache, verb: str) -> None:
+    """Raise InputError if `cache` cannot serve a run under a clock, or has served one."""
+    if cache.geometry.count != "tokens":
+        msg = (
+            f"{verb} with a cache in {cache.geometry.count!r} counting: under a clock tokens "
+            "count; make it with KVCache(..., count='tokens')"
+        )
+        raise InputError(msg)
+    if cache.sequences or cache.stats.requests:
+        msg = f"{verb} with a cache that has served before: make a new KVCache for each run"
+        raise InputError(msg)
+
+
+def serve(
+    workload: Iterable[Request],
+    cache: KVCache,
+    scheduler: Scheduler,
+    executor: Executor,
+    batching: Batching,
+    *,
+    slo: SLO | None,
+    rate_scale: float,
+    fragmentation: bool = False,
+    jumps: bool = True,
+) -> tuple[ServingLoop, float]:
+    """Serve `workload`, whatever runs the steps; return the loop and the seconds it took."""
     loop = ServingLoop(
-        arrivals,
+        Arrivals(workload, rate_scale),
         cache,
         scheduler,
         executor,
@@ -108,6 +138,4 @@ def simulate(
     cache.prefix.residency = Residency()
     start = perf_counter()
     loop.run()
-    took = perf_counter() - start
-    measured = None if loop.occupancy is None else loop.occupancy.summary()
-    return Result(loop.log, cache, batching, latency, measured, took)
+    return loop, perf_counter() - start

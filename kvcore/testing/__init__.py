@@ -4,8 +4,10 @@ Needs the extra `testing`: pytest and hypothesis.
 """
 
 import kvcore.testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
+from kvcore.testing.backend import BackendTests
 from kvcore.testing.driver import Decision, Driver, Witness, replay, snapshot
 from kvcore.testing.eviction import EvictionPolicyTests
+from kvcore.testing.generator import GeneratorTests
 from kvcore.testing.latency import LatencyModelTests
 from kvcore.testing.machine import cache_machine
 from kvcore.testing.prefix import PrefixCacheTests
@@ -26,9 +28,11 @@ __all__ = [
     "EVEN",
     "FORKS",
     "STEP",
+    "BackendTests",
     "Decision",
     "Driver",
     "EvictionPolicyTests",
+    "GeneratorTests",
     "LatencyModelTests",
     "PrefixCacheTests",
     "SchedulerTests",

@@ -14,8 +14,10 @@ except ModuleNotFoundError as error:
     raise ImportError(MISSING, name=error.name) from error
 
 pytest.register_assert_rewrite(
+    "kvcore.testing.backend",
     "kvcore.testing.driver",
     "kvcore.testing.eviction",
+    "kvcore.testing.generator",
     "kvcore.testing.latency",
     "kvcore.testing.machine",
     "kvcore.testing.prefix",

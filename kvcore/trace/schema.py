@@ -287,6 +287,7 @@ EVENTS: dict[str, Event] = {
         {"request": REQUEST_ID, "seq": COUNT, "how": _word(*PREEMPTIONS)}, {"for": REQUEST_ID}
     ),
     "RESUME": Event({"request": REQUEST_ID, "seq": COUNT}),
+    "KEYS": Event({"request": REQUEST_ID, "keys": KEYS}),
     "FINISH": Event(
         {"request": REQUEST_ID, "seq": COUNT, "output": COUNT}, {"output_keys": KEYS}
     ),

@@ -251,6 +251,14 @@ class CacheState:
             span.pins += 1
             span.creator = None
 
+    def _keys(self, line: Line) -> None:
+        """Take in keys of blocks that a request generates: they follow those it has."""
+        prompt = self.requests.get(line["request"])
+        if prompt is None:
+            violated(f"request {line['request']!r} has no REQUEST line before this")
+        prompt.keys.extend(line["keys"])
+        prompt.cacheable = len(prompt.keys)
+
     def _live(self, line: Line) -> None:
         """Take what a server tells of a request; a sequence it names must be open."""
         seq = self._sequence(line["seq"]).id if "seq" in line else 0

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMPOSE = EXAMPLES / "compose.py"
 
@@ -22,6 +24,23 @@ def test_compose_prints_a_line_a_policy(tmp_path):
     assert cost.startswith("cost ")
     assert lfu.endswith("%")
     assert cost.endswith("%")
+
+
+def test_samples_and_beams_share_blocks(tmp_path):
+    """`python examples/parallel_sampling.py` forks, and copies where branches part."""
+    pytest.importorskip("torch", reason="the example computes on torch")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "parallel_sampling.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["sample"] * 4 + ["blocks"] + ["beam"] * 3
+    assert lines[4] == "blocks 10 instead of 16, 4 copied on write"
+    assert len(set(lines)) == 8
 
 
 def test_simulate_prints_a_line_a_scheduler(tmp_path):

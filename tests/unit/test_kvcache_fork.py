@@ -146,6 +146,17 @@ def test_the_trace_of_a_copy():
     assert (alloc["first"], list(alloc["runs"])) == (2, [3])
 
 
+def test_who_keeps_the_tensors_is_told_of_a_copy():
+    """`copied` hears of source and target, once for each copy, and of nothing else."""
+    copies = []
+    cache = make(12, copied=lambda source, target: copies.append((source, target)))
+    seq = start(cache, "ab", BLOCK + HALF)
+    child, third = cache.fork(seq), cache.fork(seq)
+    for writer in (child, third, seq):
+        cache.extend(writer, BLOCK)
+    assert copies == [(1, 2), (1, 4)]
+
+
 def test_a_private_block_is_freed_with_its_last_owner():
     """At close only that is freed, and traced as freed, what nobody else holds."""
     trace = Lines()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from kvcore import Backend
 from kvcore.hookspecs import hookimpl
+from kvcore_plugins.backends.torch_cpu import TorchCPU
+from kvcore_plugins.backends.torch_cuda import TorchCUDA
 
 
 @hookimpl
 def kvcore_backends() -> list[type[Backend]]:
     """Return the built-in backends."""
-    return []
+    return [TorchCPU, TorchCUDA]

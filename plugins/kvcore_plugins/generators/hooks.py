@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from kvcore import Generator
 from kvcore.hookspecs import hookimpl
+from kvcore_plugins.generators.huggingface import HuggingFace
+from kvcore_plugins.generators.sincos import SinCos
+from kvcore_plugins.generators.transformer import Transformer
 
 
 @hookimpl
 def kvcore_generators() -> list[type[Generator]]:
     """Return the built-in generators."""
-    return []
+    return [HuggingFace, SinCos, Transformer]

@@ -36,7 +36,11 @@ class Jsonl(Workload):
     path: Path = attrs.field(converter=Path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a REQUEST line. Holds one line at a time."""
+        """Yield a request a REQUEST line. Holds one line at a time.
+
+        Of a run on texts also the keys that its FINISH lines tell, which are read first.
+        """
+        told = self._told()
         earliest, key_tokens = 0, None
         for row in self._requests():
             arrival = row.natural("t")
@@ -44,6 +48,8 @@ class Jsonl(Workload):
                 raise row.error(field="t", expected=f"{earliest} or later (sorted rows)")
             earliest = arrival
             request = _request(row, arrival)
+            if request.id in told:
+                request.output_keys = told[request.id]
             key_tokens = key_tokens or request.key_tokens
             if request.key_tokens != key_tokens:
                 raise row.error(field="key_tokens", expected=f"{key_tokens}, as before")
@@ -65,6 +71,18 @@ class Jsonl(Workload):
         """Say whether the line is a trace's header or a REQUEST."""
         found = names(first_line)
         return found >= {"event", "schema"} or found >= {"event", "id", "prompt"}
+
+    def _told(self) -> dict[int | str, list[Any]]:
+        """Return the keys of generated blocks that only the run could tell, by request."""
+        with closing(rows(self.path)) as lines:
+            if next(lines).fields.get("executor") != "run":
+                return {}
+            ends = (row for row in lines if row.fields.get("event") == "FINISH")
+            return {
+                _id(row, "request"): row.keys("output_keys", digests=True)
+                for row in ends
+                if "output_keys" in row.fields
+            }
 
     def _requests(self) -> Generator[Row, None, None]:
         empty = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,13 +117,14 @@ class Row:
         return InputError(f"{where}: expected {expected}, got {found}")
 
 
-def rows(path: Path) -> Iterator[Row]:
+def rows(path: Path) -> Generator[Row, None, None]:
     """Yield each line of a file of JSON objects.
 
     Raises:
         InputError: the file cannot be read, or a line is not a JSON object.
     """
-    return (parse(path, number, line) for number, line in lines(path))
+    for number, line in lines(path):
+        yield parse(path, number, line)
 
 
 def parse(path: Path, number: int, line: bytes) -> Row:

@@ -1,0 +1,379 @@
+"""Serve a workload on tensors: what is simulated elsewhere is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from time import perf_counter_ns
+from typing import Literal, NoReturn
+
+import attrs
+
+from kvcore.cache import BlockPool, Ids, KVCache
+from kvcore.errors import InputError, KvcoreError, PolicyError
+from kvcore.measurements import MeasuredStep
+from kvcore.model import ModelSpec
+from kvcore.plugins import plugin_of
+from kvcore.policy import (
+    Backend,
+    Batch,
+    Generator,
+    Job,
+    LatencyModel,
+    Rows,
+    Scheduler,
+    Tensor,
+    TensorLayout,
+    TokenStep,
+    broken,
+)
+from kvcore.request import SLO, Key, Request
+from kvcore.serving.batching import Batching
+from kvcore.serving.decoding import Decoders
+from kvcore.serving.result import Result
+from kvcore.serving.simulate import check_cache, serve
+from kvcore.serving.tokens import TokenStream
+from kvcore.units import PICOSECONDS
+
+Clock = Literal["model", "wall"]
+
+
+@attrs.frozen(slots=False, eq=False, kw_only=True)
+class RunResult(Result):
+    """What a run on tensors came to: as of a simulation, and what was generated.
+
+    Attributes:
+        outputs: token ids generated, by request id.
+        steps: what each step took, under the wall clock.
+        scheduler: who ran.
+    """
+
+    outputs: dict[int | str, list[int]]
+    steps: list[MeasuredStep]
+    scheduler: Scheduler
+
+
+def run(
+    workload: Iterable[Request],
+    *,
+    cache: KVCache,
+    generator: Generator,
+    backend: Backend,
+    dtype: str = "fp32",
+    scheduler: Scheduler | None = None,
+    latency: LatencyModel | None = None,
+    batching: Batching | None = None,
+    slo: SLO | None = None,
+    rate_scale: float = 1.0,
+    clock: Clock = "model",
+    stop_at_eos: bool = False,
+    seed: int = 0,
+    fragmentation: bool = False,
+) -> RunResult:
+    """Serve `workload` by computing it. All decisions are those of `simulate`.
+
+    Token ids follow from the requests' keys (see `TokenStream`), so that what has an equal
+    key has equal K/V. The whole pool is allocated on the backend's device.
+
+    Args:
+        workload: as for `simulate`; requests from text are made by `text_request`.
+        cache: likewise, with block ids: made with `ids=True` or a trace.
+        generator: what computes K/V and next tokens; a new one for each run.
+        backend: where K/V lies; a new one for each run.
+        dtype: what is computed in, one of `TENSOR_DTYPES`.
+        scheduler: as for `simulate`.
+        latency: likewise.
+        batching: likewise.
+        slo: likewise.
+        rate_scale: likewise.
+        fragmentation: likewise.
+        clock: `model`: a step takes as long as `latency` says, so that a trace is that of
+            `simulate` but for its header; `wall`: as long as it takes here. Requests
+            arrive by the same clock, and nobody waits for them.
+        stop_at_eos: whether a text may end before its output is complete; wall clock only.
+        seed: of samples.
+
+    Raises:
+        InputError: parts that do not fit one another, a dtype or shape that the backend or
+            the generator does not take, or a workload out of order.
+        PolicyError: a plugin failed, or the scheduler lets nothing run.
+        StorageError: the pool does not fit into the device's memory.
+    """
+    check_cache(cache, "run")
+    scheduler = plugin_of(Scheduler, scheduler, "fcfs")
+    latency = plugin_of(LatencyModel, latency, "roofline")
+    latency.claim()
+    batching = Batching() if batching is None else batching
+    executor = TensorExecutor(
+        cache,
+        generator,
+        backend,
+        latency,
+        dtype=dtype,
+        clock=clock,
+        stop_at_eos=stop_at_eos,
+        seed=seed,
+    )
+    loop, took = serve(
+        workload,
+        cache,
+        scheduler,
+        executor,
+        batching,
+        slo=slo,
+        rate_scale=rate_scale,
+        fragmentation=fragmentation,
+    )
+    return RunResult(
+        log=loop.log,
+        cache=cache,
+        batching=batching,
+        latency=latency,
+        fragmentation=None if loop.occupancy is None else loop.occupancy.summary(),
+        wall_s=took,
+        outputs={name: stream.output for name, stream in executor.streams.items()},
+        steps=executor.measured,
+        scheduler=scheduler,
+    )
+
+
+class TensorExecutor:
+    """Computes every step: a generator's K/V in the blocks of a backend.
+
+    The rows of a step are those of its prefill chunks, in the order of the plan, then one
+    for each job that decodes. Costs O(blocks of the jobs) a step besides.
+
+    Args:
+        cache: whose block tables say where K/V lies.
+        generator, backend: what computes, and where; neither may be in use.
+        latency: how long a step takes by the model's clock, and what schedulers ask.
+        dtype, clock, stop_at_eos, seed: as for `run`.
+
+    Attributes:
+        streams: the tokens of the requests that have run, by id.
+        measured: the steps so far, under the wall clock.
+
+    Raises:
+        InputError, StorageError: as `run` does.
+    """
+
+    name = "run"
+    jumps = False
+
+    def __init__(
+        self,
+        cache: KVCache,
+        generator: Generator,
+        backend: Backend,
+        latency: LatencyModel,
+        *,
+        dtype: str = "fp32",
+        clock: Clock = "model",
+        stop_at_eos: bool = False,
+        seed: int = 0,
+    ) -> None:
+        _check(cache, clock, stop_at_eos=stop_at_eos)
+        self.mode: str = clock
+        self.latency = latency
+        self.plugins = (latency, generator, backend)
+        self.ended: list[tuple[Job, int]] = []
+        self.named: list[tuple[Job, Sequence[Key]]] = []
+        self.streams: dict[int | str, TokenStream] = {}
+        self.measured: list[MeasuredStep] = []
+        self._cache = cache
+        self._size = cache.geometry.block_size
+        self._generator, self._backend = generator, backend
+        self._wall = clock == "wall"
+        self._end = generator.end if stop_at_eos else None
+        self._seed = seed
+        generator.claim()
+        backend.claim()
+        generator.load(backend, dtype)
+        backend.allocate(tensor_layout(generator.spec, cache.pool.blocks, self._size, dtype))
+
+    def run(
+        self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
+    ) -> int:
+        """Compute one step; return the picoseconds it took, by the clock of the run."""
+        began = perf_counter_ns()
+        self.ended.clear()
+        self.named.clear()
+        step = Step(self._size)
+        for job, tokens in chunks:
+            draws = job.computed + tokens == job.target and job.request.output
+            self._add(step, job, job.computed, tokens, job.generated if draws else None)
+        for job in decoders or ():
+            self._add(step, job, job.length, 1, job.generated)
+        self._take(step, self._forward(step))
+        if not self._wall:
+            return self.latency.duration(batch)
+        self._backend.synchronize()
+        took = (perf_counter_ns() - began) * PICOSECONDS
+        self._measure(step, batch, took)
+        return took
+
+    def lines(self, jobs: int) -> NoReturn:
+        """Refuse: every step has to be run."""
+        msg = f"steps of {jobs} jobs are computed, not foreseen: run them one by one"
+        raise InputError(msg)
+
+    def _add(self, step: Step, job: Job, context: int, tokens: int, draw: int | None) -> None:
+        """Add the rows of `job`: `tokens` tokens after `context` that are in its blocks."""
+        request, seq = job.request, job.seq
+        assert seq is not None
+        stream = self.streams.get(request.id)
+        if stream is None:
+            stream = TokenStream(request, self._generator.vocabulary, self._seed)
+            self.streams[request.id] = stream
+        step.add(
+            job,
+            stream,
+            self._cache.block_table(seq),
+            stream.between(context, context + tokens),
+            context,
+            draw,
+        )
+
+    def _forward(self, step: Step) -> list[int | None]:
+        """Run the generator, whose K/V goes to the backend and whose queries read it there."""
+        backend, generator = self._backend, self._generator
+        try:
+            plan = backend.plan(Rows(step.tables, step.contexts, step.lengths))
+
+            def attend(
+                layer: int,
+                queries: Tensor,
+                keys: Tensor,
+                values: Tensor,
+                *,
+                scale: float | None = None,
+                window: int | None = None,
+                sinks: int = 0,
+            ) -> Tensor:
+                backend.store(layer, plan, keys, values)
+                return backend.attend(
+                    layer, plan, queries, scale=scale, window=window, sinks=sinks
+                )
+
+            return generator.forward(
+                TokenStep(step.tokens, step.positions, step.lengths, step.draws, step.seeds),
+                attend,
+            )
+        except KvcoreError:
+            raise
+        except Exception as error:
+            raise broken(generator, "forward", error) from error
+
+    def _take(self, step: Step, drawn: Sequence[int | None]) -> None:
+        """Give the new tokens to their jobs, and say what follows from them."""
+        wanted = [draw is not None for draw in step.draws]
+        if [token is not None for token in drawn] != wanted:
+            name, count = self._generator.name, len(step.draws)
+            msg = (
+                f"generator plugin {name!r}: forward() returned {drawn!r} for {count} "
+                f"sequences, of which {sum(wanted)} draw: a token id for each of these, None "
+                "for the others"
+            )
+            raise PolicyError(msg)
+        for job, stream, token in zip(step.jobs, step.streams, drawn, strict=True):
+            if token is None:
+                continue
+            token = stream.add(token)  # noqa: PLW2901 - what is known already counts
+            if token == self._end and len(stream.output) < job.request.output:
+                self.ended.append((job, len(stream.output)))
+            keys = stream.new_keys()
+            if keys:
+                self.named.append((job, keys))
+
+    def _measure(self, step: Step, batch: Batch, took: int) -> None:
+        decoding = step.contexts[len(step.contexts) - batch.decode :]
+        context = sum(decoding) + batch.decode
+        line = len(self.measured) + 2
+        self.measured.append(MeasuredStep(line, batch.prefill, batch.decode, context, took))
+
+
+class Step:
+    """The rows of a step, as they are put together.
+
+    Attributes:
+        jobs, streams: of each sequence.
+        tables, contexts, lengths: as in `Rows`.
+        tokens, positions, draws, seeds: as in `TokenStep`.
+    """
+
+    __slots__ = (
+        *("contexts", "draws", "jobs", "lengths", "positions", "seeds", "size"),
+        *("streams", "tables", "tokens"),
+    )
+
+    def __init__(self, block_size: int) -> None:
+        """Start empty."""
+        self.size = block_size
+        self.jobs: list[Job] = []
+        self.streams: list[TokenStream] = []
+        self.tables: list[Ids] = []
+        self.contexts: list[int] = []
+        self.lengths: list[int] = []
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.draws: list[int | None] = []
+        self.seeds: list[int] = []
+
+    def add(
+        self,
+        job: Job,
+        stream: TokenStream,
+        table: Ids,
+        tokens: Sequence[int],
+        context: int,
+        draw: int | None,
+    ) -> None:
+        """Add a sequence that computes `tokens` after the `context` tokens it has."""
+        end = context + len(tokens)
+        self.jobs.append(job)
+        self.streams.append(stream)
+        self.tables.append(table[: -(-end // self.size)])
+        self.contexts.append(context)
+        self.lengths.append(len(tokens))
+        self.tokens.extend(tokens)
+        self.positions.extend(range(context, end))
+        self.draws.append(draw)
+        self.seeds.append(stream.seed)
+
+
+def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:
+    """Return how the K/V of a model lies in a pool of blocks.
+
+    Raises:
+        InputError: the model stores a latent, not K/V heads.
+    """
+    if spec.latent:
+        msg = (
+            f"model {spec.name!r} stores a latent (MLA), no K/V heads, so it cannot be run on "
+            "paged K/V; take one with attention MHA, GQA or MQA"
+        )
+        raise InputError(msg)
+    return TensorLayout(
+        blocks=blocks,
+        block_size=block_size,
+        layers=spec.layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        value_dim=spec.value_dim,
+        dtype=dtype,
+    )
+
+
+def _check(cache: KVCache, clock: str, *, stop_at_eos: bool) -> None:
+    """Refuse a clock that is not there, and a cache that does not say where blocks lie."""
+    msg = ""
+    if clock not in ("model", "wall"):
+        msg = f"clock={clock!r} is not known; there are: model, wall"
+    elif stop_at_eos and clock != "wall":
+        msg = (
+            "stop_at_eos under the model's clock: requests there have the output they ask for, "
+            "as in a simulation; take clock='wall'"
+        )
+    elif not isinstance(cache.pool, BlockPool):
+        msg = "run with a cache that only counts blocks: make it with ids=True, or with a trace"
+    if msg:
+        raise InputError(msg)

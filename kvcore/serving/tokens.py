@@ -1,0 +1,196 @@
+"""Which token ids a request has: those of its text, or such as its block keys stand for."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b, shake_128
+from typing import ClassVar
+
+import attrs
+
+from kvcore.keys import block_keys
+from kvcore.policy import Workload
+from kvcore.request import Key, Request
+from kvcore.trace.fields import key_fields
+
+WORD = 8
+"""Bytes that a token id is drawn from."""
+
+
+@attrs.define(kw_only=True)
+class TextRequest(Request):
+    """A request that brings its tokens. Its keys are those of their blocks.
+
+    Attributes:
+        tokens: of the prompt.
+        publish: whether the blocks it generates are shared as they fill. Their keys become
+            known as it runs, and are its `output_keys` from then on.
+    """
+
+    tokens: Sequence[int]
+    publish: bool = False
+    output_keys: list[Key] = attrs.field(factory=list)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether it says so."""
+        return self.publish
+
+
+def text_request(
+    name: int | str,
+    tokens: Sequence[int],
+    *,
+    output: int,
+    block_size: int,
+    arrival: int = 0,
+    salt: str | None = None,
+    publish: bool = False,
+) -> TextRequest:
+    """Return a request for `output` tokens after `tokens`, for a cache of this block size.
+
+    Raises:
+        InputError: a token id or a length that cannot be used.
+    """
+    return TextRequest(
+        id=name,
+        arrival=arrival,
+        prompt=len(tokens),
+        output=output,
+        keys=block_keys(tokens, block_size, salt=salt),
+        key_tokens=block_size,
+        salt=salt,
+        tokens=tokens,
+        publish=publish,
+    )
+
+
+@attrs.define(eq=False)
+class Texts(Workload):
+    """Requests from texts, all of which arrive at once.
+
+    Attributes:
+        requests: made by `text_request`, for blocks of `key_tokens` tokens.
+    """
+
+    name: ClassVar[str] = "prompts"
+
+    requests: Sequence[TextRequest] = attrs.field(repr=False)
+    key_tokens: int = 16
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield them."""
+        return iter(self.requests)
+
+    @property
+    def digest(self) -> str:
+        """The digest of all tokens."""
+        state = blake2b(digest_size=16)
+        for request in self.requests:
+            state.update(f"{request.id} {request.output}:".encode())
+            state.update(array("Q", request.tokens).tobytes())
+        return state.hexdigest()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.requests)
+
+    def options(self) -> dict[str, int]:
+        """Return how many there are; their tokens are no option."""
+        return {"requests": len(self.requests)}
+
+
+class TokenStream:
+    """The tokens of one request: its prompt's, then those it has generated.
+
+    What has a key is what the key stands for: its token ids are drawn from (key, offset), so
+    that equal keys mean equal tokens. That holds for the output as well: of a request with
+    output keys it is known, and what the model draws instead is put aside. What has no key
+    is drawn from (request id, position). A `TextRequest` has its own tokens.
+
+    Args:
+        request: whose tokens.
+        vocabulary: token ids there are.
+        seed: of the run.
+
+    Attributes:
+        output: generated so far.
+        seed: what its samples are drawn from: (seed of the run, request id).
+    """
+
+    __slots__ = ("_chain", "_request", "_vocabulary", "output", "seed")
+
+    def __init__(self, request: Request, vocabulary: int, seed: int) -> None:
+        self.output: list[int] = []
+        self.seed = int.from_bytes(_hash(f"sample {seed} {request.id!r}"), "little") >> 1
+        self._request = request
+        self._vocabulary = vocabulary
+        self._chain: Sequence[Key] = request.keys
+        if request.output_keys:
+            whole = request.prompt // request.key_tokens
+            self._chain = [*request.keys[:whole], *request.output_keys]
+
+    def between(self, start: int, stop: int) -> list[int]:
+        """Return the tokens at the positions `[start, stop)`. O(their number) in C."""
+        prompt = self._request.prompt
+        tokens = self._prompt(start, min(stop, prompt)) if start < prompt else []
+        if stop > prompt:
+            tokens += self.output[max(start - prompt, 0) : stop - prompt]
+        return tokens
+
+    def add(self, token: int) -> int:
+        """Take the next token that the model drew; return the one that counts."""
+        request = self._request
+        if request.output_keys and not isinstance(request, TextRequest):
+            position = request.prompt + len(self.output)
+            if position // request.key_tokens < len(self._chain):
+                (token,) = self._drawn(position, position + 1)
+        self.output.append(token)
+        return token
+
+    def new_keys(self) -> list[Key]:
+        """Return keys of blocks that have become known since the last call. O(tokens)."""
+        request = self._request
+        if not (isinstance(request, TextRequest) and request.publish):
+            return []
+        size = request.key_tokens
+        # The K/V of the last token is never computed.
+        known = request.prompt + min(len(self.output), request.output - 1)
+        first = request.prompt // size + len(request.output_keys)
+        if known // size <= first:
+            return []
+        tokens = [*request.tokens, *self.output[: known - request.prompt]]
+        keys: list[Key] = [*block_keys(tokens, size, salt=request.salt)[first:]]
+        request.output_keys.extend(keys)
+        return keys
+
+    def _prompt(self, start: int, stop: int) -> list[int]:
+        if isinstance(self._request, TextRequest):
+            return list(self._request.tokens[start:stop])
+        return self._drawn(start, stop)
+
+    def _drawn(self, start: int, stop: int) -> list[int]:
+        """Draw the tokens at `[start, stop)` from what identifies them, a key at a time."""
+        size, chain, name = self._request.key_tokens, self._chain, self._request.id
+        drawn = array("Q")
+        for place in range(start // size, -(-stop // size)):
+            key = chain[place] if place < len(chain) else f"{place} of {name!r}"
+            text = key.hex() if isinstance(key, bytes) else str(key)
+            low, high = max(start - place * size, 0), min(stop - place * size, size)
+            drawn.frombytes(shake_128(f"key {text}".encode()).digest(high * WORD)[low * WORD :])
+        if array("H", [1]).tobytes() != b"\x01\x00":
+            drawn.byteswap()
+        return [word % self._vocabulary for word in drawn]
+
+
+def told_keys(request: Request) -> dict[str, list[int | str]]:
+    """Return the field of FINISH for keys that only the run could tell; nothing if none."""
+    if isinstance(request, TextRequest) and request.output_keys:
+        return {"output_keys": key_fields(request.output_keys, request.id)}
+    return {}
+
+
+def _hash(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=8).digest()

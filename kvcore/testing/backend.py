@@ -1,0 +1,276 @@
+"""The conformance tests of backends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import nan
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from kvcore.errors import StorageError
+from kvcore.policy import Backend
+from kvcore.policy.backend import TENSOR_DTYPES
+from kvcore.specs import as_text, instantiate, qualified
+from kvcore.testing.ragged import LAYERS, RaggedBatch, random_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PLAIN = (type(None), bool, int, float, str, Path)
+_seeds = pytest.mark.parametrize("seed", range(6))
+_dtypes = pytest.mark.parametrize("dtype", TENSOR_DTYPES)
+_together = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+_block_sizes = pytest.mark.parametrize("block_size", [1, 16, 17, 256])
+_windows = pytest.mark.parametrize(
+    ("window", "sinks"), [(None, 0), (1, 0), (20, 0), (20, 3), (33, 40), (10_000, 4)]
+)
+
+TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
+"""How far attention may be from that in fp64 over the same numbers, which are drawn from a
+normal distribution: a few units in the last place of outputs, which are below 5."""
+
+
+class BackendTests:
+    """What holds of every backend. Derive a `Test...` class and say how to make yours.
+
+    `backend` (or `make`, if that needs fixtures of the instance) returns a new one, made
+    with the same options each time:
+
+        class TestMine(BackendTests):
+            backend = Mine
+
+    Random ragged batches are computed over pools full of NaN, and compared with attention
+    in fp64 over plain tensors. Needs torch. Tensors of another library need `numbers`.
+
+    Attributes:
+        dtypes: what it can compute in. What it cannot is skipped.
+        tolerances: by dtype, how far attention may be off.
+    """
+
+    backend: ClassVar[Callable[[], Backend]]
+    dtypes: ClassVar[Sequence[str]] = TENSOR_DTYPES
+    tolerances: ClassVar[dict[str, float]] = TOLERANCES
+
+    def make(self) -> Backend:
+        """Return a new backend."""
+        return type(self).backend()
+
+    def numbers(self, tensor: Any) -> Tensor:
+        """Return a tensor of the backend as one of torch, in fp64, on the host."""
+        import torch  # noqa: PLC0415 - the kits are imported without it
+
+        return torch.as_tensor(tensor).detach().cpu().double()
+
+    def test_is_a_named_backend(self) -> None:
+        """Its class derives from Backend and has a name and a docstring of its own."""
+        backend = self.make()
+        assert isinstance(backend, Backend), f"{backend!r} is no Backend"
+        name = type(backend).name
+        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
+        assert type(backend).__doc__, f"{qualified(type(backend))} has no docstring"
+
+    def test_is_built_from_text(self) -> None:
+        """Its own options, written as text, make a backend with equal options."""
+        backend = self.make()
+        options = backend.options().items()
+        strange = [name for name, value in options if not isinstance(value, _PLAIN)]
+        if strange:
+            pytest.skip(f"options without a text form: {', '.join(strange)}")
+        text = {name: as_text(value) for name, value in options}
+        assert instantiate(type(backend), text).options() == backend.options()
+
+    @_dtypes
+    @_seeds
+    def test_paged_is_dense(self, seed: int, dtype: str) -> None:
+        """Attention over block tables is that over plain tensors: any batch, any dtype."""
+        self.batch(seed, dtype).check()
+
+    @_block_sizes
+    @_seeds
+    def test_any_block_size(self, seed: int, block_size: int) -> None:
+        """How many tokens a block has makes no difference."""
+        self.batch(seed, block_size=block_size).check()
+
+    @_windows
+    @_seeds
+    def test_windows_and_sinks(self, seed: int, window: int | None, sinks: int) -> None:
+        """A token sees the last `window` and the first `sinks`: in prefill and in decode."""
+        self.batch(seed).check(window=window, sinks=sinks)
+
+    @_seeds
+    def test_decode_alone(self, seed: int) -> None:
+        """Sequences with one new token each, short and long, with a window and without."""
+        batch = self.batch(seed, lengths=[1] * 9)
+        batch.check()
+        batch.check(window=30, sinks=2)
+
+    @pytest.mark.parametrize("group", [1, 2, 8])
+    @pytest.mark.parametrize("kv_heads", [1, 2, 3])
+    def test_query_heads_share(self, kv_heads: int, group: int) -> None:
+        """One K/V head for all query heads, for some, or for each: the neighbours share."""
+        self.batch(kv_heads, kv_heads=kv_heads, group=group).check()
+
+    @_together
+    def test_values_of_another_width(self, together: bool) -> None:  # noqa: FBT001
+        """Keys and values need not be equally wide."""
+        for widths in ((24, 16), (8, 40)):
+            width, value = widths
+            batch = self.batch(0, head_dim=width, value_dim=value, together=together)
+            batch.check()
+            batch.check(window=9, sinks=1)
+
+    def test_scale(self) -> None:
+        """A scale that is given takes the place of 1 / sqrt(head_dim)."""
+        self.batch(1).check(scale=0.3)
+
+    @_seeds
+    def test_chunks_are_one_prefill(self, seed: int) -> None:
+        """A prompt computed in chunks, however cut, has the output it has at once."""
+        import torch  # noqa: PLC0415 - as above
+
+        random = Random(seed)  # noqa: S311
+        tokens = random.randint(40, 120)
+        batch = self.batch(seed, contexts=[0], lengths=[tokens], room=0)
+        whole = batch.attend(0, batch.stored())
+        cuts = sorted(random.sample(range(1, tokens), random.randint(1, 12)))
+        batch.backend.fill(nan)
+        parts = []
+        for begin, end in pairwise([0, *cuts, tokens]):
+            plan = batch.store([begin], [end - begin])
+            parts.append(batch.attend(0, plan, [begin], [end - begin]))
+        torch.testing.assert_close(torch.cat(parts), whole, atol=1e-10, rtol=1e-10)
+
+    @_seeds
+    def test_a_reused_block_leaks_nothing(self, seed: int) -> None:
+        """A block that somebody else had is as good as new: what was in it is not read."""
+        batch = self.batch(seed)
+        batch.stored()
+        used = [block for table in batch.tables for block in table]
+        batch.backend.fill(nan, used)
+        shorter = [max(1, length // 2) for length in batch.lengths]
+        batch.store([0] * len(batch.contexts), batch.contexts)
+        batch.compare(batch.store(batch.contexts, shorter), batch.contexts, shorter)
+
+    @_seeds
+    def test_what_left_the_window_is_not_read(self, seed: int) -> None:
+        """Blocks that neither window nor sinks reach may hold anything, and be others'."""
+        window, sinks = 21, 5
+        batch = self.batch(
+            seed, lengths=[1, 7, 1, 30, 1, 1], contexts=[90, 80, 200, 100, 9, 333]
+        )
+        plan = batch.stored()
+        size = batch.layout.block_size
+        for table, context in zip(batch.tables, batch.contexts, strict=True):
+            reached = max(0, context - window + 1)
+            dead = table[-(-sinks // size) : reached // size]
+            batch.backend.fill(nan, dead)
+        batch.compare(plan, batch.contexts, batch.lengths, window=window, sinks=sinks)
+
+    @_together
+    @_dtypes
+    def test_reads_what_was_stored(self, dtype: str, together: bool) -> None:  # noqa: FBT001
+        """`read` returns the very numbers, of each layer."""
+        batch = self.batch(2, dtype, together=together)
+        batch.stored()
+        assert all(batch.holds(number, table) for number, table in enumerate(batch.tables))
+
+    def test_reads_copies(self) -> None:
+        """What was read stays as it is when the block is written."""
+        batch = self.batch(2)
+        batch.stored()
+        keys, _ = batch.backend.read(0, batch.tables[0], 1)
+        batch.backend.fill(0)
+        assert self.numbers(keys).equal(batch.keys[0][0][:1].double())
+
+    @_together
+    def test_copies_blocks(self, together: bool) -> None:  # noqa: FBT001
+        """A copy has all layers, and goes its own way: copy-on-write."""
+        batch = self.batch(3, contexts=[0], lengths=[40], room=40, together=together)
+        batch.stored()
+        (table,) = batch.tables
+        targets = batch.spare[: len(table)]
+        batch.backend.copy_blocks(zip(table, targets, strict=True))
+        batch.backend.copy_blocks([])
+        batch.backend.fill(nan, table)
+        assert batch.holds(0, targets)
+
+    @_together
+    @_dtypes
+    def test_swaps(self, dtype: str, together: bool) -> None:  # noqa: FBT001
+        """Blocks swapped out and in, to other places, are as they were; others untouched."""
+        fixed: Any = {"contexts": [0, 0], "lengths": [40, 30], "room": 40}
+        batch = self.batch(4, dtype, together=together, **fixed)
+        batch.stored()
+        table, other = batch.tables
+        host = batch.backend.swap_out(table)
+        batch.backend.fill(nan, table)
+        targets = batch.spare[: len(table)]
+        batch.backend.swap_in(host, targets)
+        assert batch.holds(0, targets)
+        assert batch.holds(1, other)
+
+    @_together
+    def test_fills(self, together: bool) -> None:  # noqa: FBT001
+        """`fill` sets all numbers of the blocks named, or of all, and no others."""
+        batch = self.batch(5, room=40, together=together)
+        size = batch.layout.block_size
+        spare, *others = batch.spare
+        batch.backend.fill(2)
+        batch.backend.fill(0, [spare])
+        for layer in range(LAYERS):
+            for part in batch.read(layer, [spare], size):
+                assert part.eq(0).all()
+            for part in batch.read(layer, others, size * len(others)):
+                assert part.eq(2).all()
+
+    def test_tensors(self) -> None:
+        """Integers stay integers, numbers get the dtype asked for, or the layout's."""
+        backend = self.batch(0, self._wide).backend
+        assert self.numbers(backend.tensor([[1, 2**40]])).tolist() == [[1, 2**40]]
+        assert self.numbers(backend.tensor([0.1, 0.2], "fp64")).tolist() == [0.1, 0.2]
+        assert self.numbers(backend.tensor([1.5])).tolist() == [1.5]
+        again = backend.tensor(backend.tensor([0.5, 3.0]), "fp32")
+        assert self.numbers(again).tolist() == [0.5, 3.0]
+
+    def test_reports_its_memory(self) -> None:
+        """What is allocated is at least the pool; what is free is no more than there is."""
+        batch = self.batch(0)
+        memory = batch.backend.memory()
+        assert memory.allocated >= batch.layout.bytes
+        if memory.free is not None and memory.total is not None:
+            assert 0 <= memory.free <= memory.total
+
+    def test_refuses_what_does_not_fit(self) -> None:
+        """Too large a pool is an error with what was asked for, and leaves nothing behind."""
+        backend = self.make()
+        layout = random_layout(Random(0), dtype=self._wide, blocks=2**44)  # noqa: S311
+        before = backend.memory().allocated
+        with pytest.raises(StorageError, match=f"{2**44:,} blocks"):
+            backend.allocate(layout)
+        assert backend.layout is None
+        assert backend.memory().allocated == before
+
+    @_seeds
+    def test_equal_steps_are_equal(self, seed: int) -> None:
+        """The same step computes the same bytes, wherever its blocks lie."""
+        one, other = (self.batch(seed, shuffle=shuffle) for shuffle in (1, 2))
+        assert one.attend(0, one.stored()).equal(other.attend(0, other.stored()))
+
+    @property
+    def _wide(self) -> str:
+        """The widest dtype there is."""
+        return next(dtype for dtype in TENSOR_DTYPES if dtype in self.dtypes)
+
+    def batch(self, seed: int, dtype: str | None = None, **fixed: Any) -> RaggedBatch:
+        """Return a random batch of a new backend. What is `fixed` is not random."""
+        dtype = dtype or self._wide
+        if dtype not in self.dtypes:
+            pytest.skip(f"{qualified(type(self))} says it cannot compute in {dtype}")
+        return RaggedBatch.draw(
+            seed, self.make(), self.numbers, self.tolerances[dtype], dtype=dtype, **fixed
+        )

@@ -1,0 +1,175 @@
+"""Attention over plain growing tensors: what a paged cache is compared with. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, cast
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvcore.policy import Attend, Backend, Generator, TokenStep
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+@attrs.frozen
+class HostTensors:
+    """What a generator needs of a backend, and no more: tensors in host memory."""
+
+    dtype: str = "fp64"
+
+    def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
+        """Return `data` as a tensor, as `Backend.tensor` does."""
+        found = torch.as_tensor(data)
+        if dtype is None and not found.is_floating_point():
+            return found
+        return torch.as_tensor(data, dtype=DTYPES[dtype or self.dtype])
+
+
+def loaded(generator: Generator, dtype: str = "fp64") -> Generator:
+    """Load `generator` on the host, without a pool, and return it."""
+    generator.load(cast("Backend", HostTensors(dtype)), dtype)
+    return generator
+
+
+def _copied(tokens: Iterable[int]) -> list[int]:
+    return list(tokens)
+
+
+@attrs.define
+class Text:
+    """A sequence that is generated.
+
+    Attributes:
+        tokens: ids, the prompt's first; a copy of what is given.
+        prompt: how many of them are the prompt's.
+        seed: what its samples are drawn from.
+        computed: tokens that have K/V.
+    """
+
+    tokens: list[int] = attrs.field(converter=_copied)
+    prompt: int = attrs.Factory(lambda self: len(self.tokens), takes_self=True)
+    seed: int = 0
+    computed: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens without K/V: one while it decodes."""
+        return len(self.tokens) - self.computed
+
+
+def token_step(texts: Sequence[Text], counts: Sequence[int]) -> TokenStep:
+    """Return the step that computes so many more tokens of each text, at most what is left.
+
+    Where it computes the last of them it draws the next.
+    """
+    spans = [range(t.computed, t.computed + n) for t, n in zip(texts, counts, strict=True)]
+    return TokenStep(
+        tokens=[t.tokens[i] for t, span in zip(texts, spans, strict=True) for i in span],
+        positions=[i for span in spans for i in span],
+        lengths=list(counts),
+        draws=[
+            len(t.tokens) - t.prompt if n == t.left else None
+            for t, n in zip(texts, counts, strict=True)
+        ],
+        seeds=[t.seed for t in texts],
+    )
+
+
+class DenseCache:
+    """K and V of each sequence, in each layer, one token after another, without blocks."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}
+
+    def attend(self, names: Sequence[Hashable], lengths: Sequence[int]) -> Attend:
+        """Return what a step is given that computes `lengths` more tokens of `names`."""
+
+        def attend(
+            layer: int,
+            queries: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            *,
+            scale: float | None = None,
+            window: int | None = None,
+            sinks: int = 0,
+        ) -> Tensor:
+            rows = (torch.split(x, list(lengths)) for x in (queries, keys, values))
+            return torch.cat(
+                [
+                    attention(q, *self._grown((name, layer), k, v), scale, window, sinks)
+                    for name, q, k, v in zip(names, *rows, strict=True)
+                ]
+            )
+
+        return attend
+
+    def _grown(
+        self, place: tuple[Hashable, int], keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if place in self._kept:
+            before = self._kept[place]
+            keys, values = torch.cat((before[0], keys)), torch.cat((before[1], values))
+        self._kept[place] = keys, values
+        return keys, values
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+) -> Tensor:
+    """Return causal attention of a sequence's last tokens, in fp64, step by step.
+
+    `softmax(scale · q · kᵀ) · v` for each head, over `[tokens, heads, width]`; shapes and
+    options are those of `Backend.attend`. O(queries · keys) memory.
+    """
+    group = queries.shape[1] // keys.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), k) * scale
+    there = torch.arange(len(keys))
+    here = there[len(keys) - len(queries) :, None]
+    seen = there <= here
+    if window is not None:
+        seen &= (there > here - window) | (there < sinks)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(queries.dtype)
+
+
+def advance(
+    generator: Generator, texts: Sequence[Text], counts: Sequence[int], attend: Attend
+) -> list[int | None]:
+    """Compute so many more tokens of each text; append and return what is drawn."""
+    drawn = generator.forward(token_step(texts, counts), attend)
+    for text, count, token in zip(texts, counts, drawn, strict=True):
+        text.computed += count
+        if token is not None:
+            text.tokens.append(token)
+    return drawn
+
+
+def generate(
+    generator: Generator, texts: Sequence[Text], output: int, chunk: int | None = None
+) -> list[list[int]]:
+    """Generate until each text has `output` tokens, in one batch; return these.
+
+    Prompts are computed `chunk` tokens a step, at most; None: whole.
+    """
+    cache = DenseCache()
+    while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:
+        batch = [texts[i] for i in running]
+        counts = [min(text.left, chunk or text.left) for text in batch]
+        advance(generator, batch, counts, cache.attend(running, counts))
+    return [text.tokens[text.prompt :] for text in texts]

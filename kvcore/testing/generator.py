@@ -1,0 +1,330 @@
+"""The conformance tests of generators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+import pytest
+
+from kvcore.errors import InputError, KvcoreError
+from kvcore.model import ModelSpec
+from kvcore.plugins import Plugins
+from kvcore.policy import Backend, Generator, Rows, TensorLayout
+from kvcore.specs import qualified
+
+if TYPE_CHECKING:
+    from kvcore.policy import Attend, Tensor
+    from kvcore.testing.dense import Text
+
+BLOCK = 4
+_seeds = pytest.mark.parametrize("seed", range(3))
+
+
+class GeneratorTests:
+    """What holds of every generator. Derive a `Test...` class and say how to make yours.
+
+    `generator` (or `make`, if that needs fixtures of the instance) returns a new one, made
+    with the same options each time, small enough to compute some hundred tokens quickly:
+
+        class TestMine(GeneratorTests):
+            generator = Mine
+
+    It generates a few short texts in fp64, over a dense cache and over the paged one, and is
+    watched through the `attend` it is given. Needs torch.
+
+    Attributes:
+        tolerance: how far what is computed one way may be from what is computed another,
+            absolutely and relatively; 0 asks for equal bytes.
+    """
+
+    generator: ClassVar[Callable[[], Generator]]
+    tolerance: ClassVar[float] = 1e-10
+
+    def make(self) -> Generator:
+        """Return a new generator."""
+        return type(self).generator()
+
+    def test_is_a_named_generator(self) -> None:
+        """Its class derives from Generator and has a name and a docstring of its own."""
+        generator = self.make()
+        assert isinstance(generator, Generator), f"{generator!r} is no Generator"
+        name = type(generator).name
+        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
+        assert type(generator).__doc__, f"{qualified(type(generator))} has no docstring"
+
+    def test_says_what_it_is_before_it_is_loaded(self) -> None:
+        """Shape, vocabulary, windows and end are known without weights, and fit together."""
+        generator = self.make()
+        assert isinstance(generator.spec, ModelSpec)
+        assert len(generator.windows) == generator.spec.layers
+        assert generator.vocabulary >= 1
+        assert generator.end is None or 0 <= generator.end < generator.vocabulary
+
+    def test_refuses_a_dtype(self) -> None:
+        """A dtype that no tensor has is an InputError that names it."""
+        from kvcore.testing.dense import HostTensors  # noqa: PLC0415 - torch
+
+        host: Any = HostTensors()
+        with pytest.raises(InputError, match="fp7"):
+            self.make().load(host, "fp7")
+
+    def test_attends_once_in_each_layer_in_order(self) -> None:
+        """Each layer is attended in once a step, in order, with its window."""
+        generator = self._loaded()
+        calls = self._watched(generator, _texts(generator, 0), chunk=5)
+        layers = list(range(generator.spec.layers))
+        for step in calls:
+            assert [call.layer for call in step] == layers
+            assert tuple(call.window for call in step) == tuple(generator.windows)
+
+    def test_shapes(self) -> None:
+        """Queries, keys and values are `[tokens, heads, width]` of the model, in the dtype."""
+        generator = self._loaded()
+        spec = generator.spec
+        for step in self._watched(generator, _texts(generator, 0), chunk=5):
+            for call in step:
+                shapes = [tuple(x.shape) for x in (call.queries, call.keys, call.values)]
+                assert shapes == [
+                    (call.rows, spec.query_heads, spec.head_dim),
+                    (call.rows, spec.kv_heads, spec.head_dim),
+                    (call.rows, spec.kv_heads, spec.value_dim),
+                ]
+                dtypes = {x.dtype for x in (call.queries, call.keys, call.values)}
+                assert dtypes == {call.expected}, f"{dtypes} in layer {call.layer}"
+
+    def test_draws_where_it_is_asked_to(self) -> None:
+        """A token of the vocabulary where a step ends a text, None within a prefill."""
+        from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
+
+        generator = self._loaded()
+        texts = _texts(generator, 1)
+        counts = [max(1, text.left - number % 2) for number, text in enumerate(texts)]
+        asked = [count == text.left for count, text in zip(counts, texts, strict=True)]
+        attend = DenseCache().attend(range(len(texts)), counts)
+        drawn = advance(generator, texts, counts, attend)
+        assert [token is not None for token in drawn] == asked
+        tokens = [token for token in drawn if token is not None]
+        assert all(type(token) is int for token in tokens), tokens
+        assert all(0 <= token < generator.vocabulary for token in tokens), tokens
+
+    def test_a_step_without_a_draw(self) -> None:
+        """Nothing is drawn when all there is are inner chunks."""
+        from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
+
+        generator = self._loaded()
+        texts = [text for text in _texts(generator, 0) if text.left > 1]
+        counts = [1] * len(texts)
+        attend = DenseCache().attend(range(len(texts)), counts)
+        assert advance(generator, texts, counts, attend) == [None] * len(texts)
+
+    @_seeds
+    def test_is_deterministic(self, seed: int) -> None:
+        """Two of them, made alike, compute the same bytes and draw the same tokens."""
+        runs = []
+        for _ in range(2):
+            generator = self._loaded()
+            texts = _texts(generator, seed)
+            rows = _by_text(texts, self._watched(generator, texts))
+            runs.append((rows, [text.tokens for text in texts]))
+        (first, tokens), (second, others) = runs
+        assert tokens == others
+        for one, two in zip(first, second, strict=True):
+            _close(one, two, 0)
+
+    @_seeds
+    def test_does_not_depend_on_the_batch(self, seed: int) -> None:
+        """A text alone is computed, and goes on, as it does among others."""
+        generator = self._loaded()
+        together, alone = _texts(generator, seed), _texts(generator, seed)
+        rows = _by_text(together, self._watched(generator, together))
+        for number, text in enumerate(alone):
+            (mine,) = _by_text([text], self._watched(generator, [text]))
+            assert text.tokens == together[number].tokens
+            _close(mine, rows[number], self.tolerance)
+
+    @_seeds
+    @pytest.mark.parametrize("chunk", [1, 3, 8])
+    def test_does_not_depend_on_chunks(self, chunk: int, seed: int) -> None:
+        """A prompt in chunks is computed, and goes on, as a whole one."""
+        generator = self._loaded()
+        whole, parts = _texts(generator, seed), _texts(generator, seed)
+        expected = _by_text(whole, self._watched(generator, whole))
+        rows = _by_text(parts, self._watched(generator, parts, chunk=chunk))
+        assert [text.tokens for text in parts] == [text.tokens for text in whole]
+        for mine, others in zip(rows, expected, strict=True):
+            _close(mine, others, self.tolerance)
+
+    @_seeds
+    def test_goes_on_after_recompute(self, seed: int) -> None:
+        """A text computed again with what it had generated goes on as if nothing had been."""
+        from kvcore.testing.dense import generate  # noqa: PLC0415 - torch
+
+        generator = self._loaded()
+        once, twice = _texts(generator, seed), _texts(generator, seed)
+        expected = generate(generator, once, 8)
+        generate(generator, twice, 3)
+        for text in twice:
+            text.computed = 0
+        assert generate(generator, twice, 8, chunk=5) == expected
+
+    @_seeds
+    @pytest.mark.parametrize("block_size", [1, BLOCK, 16])
+    def test_paged_is_dense(self, block_size: int, seed: int) -> None:
+        """Over blocks, in any order and poisoned before, it generates the same."""
+        from kvcore.testing.dense import advance, generate  # noqa: PLC0415 - torch
+
+        try:
+            backend = Plugins().build("backend", "torch-cpu")
+        except KvcoreError as error:
+            pytest.skip(str(error))
+        generator = self.make()
+        generator.load(backend, "fp64")
+        dense, paged = _texts(generator, seed), _texts(generator, seed)
+        tables = _tables(dense, 6, block_size, Random(seed))  # noqa: S311
+        backend.allocate(_layout(generator, sum(map(len, tables)), block_size))
+        backend.fill(float("nan"))
+        for _ in range(6):
+            counts = [text.left for text in paged]
+            rows = Rows(tables, [text.computed for text in paged], counts)
+            advance(generator, paged, counts, _paged(backend, rows))
+        generate(generator, dense, 6)
+        assert [text.tokens for text in paged] == [text.tokens for text in dense]
+
+    def test_encodes_text(self) -> None:
+        """Text becomes tokens of the vocabulary, the same each time, and tokens text."""
+        generator = self.make()
+        tokens = generator.encode("a cache of keys, and of values")
+        assert tokens
+        assert all(type(token) is int for token in tokens)
+        assert all(0 <= token < generator.vocabulary for token in tokens)
+        assert tokens == self.make().encode("a cache of keys, and of values")
+        assert isinstance(generator.decode(tokens), str)
+
+    def _loaded(self) -> Generator:
+        from kvcore.testing.dense import loaded  # noqa: PLC0415 - torch
+
+        return loaded(self.make())
+
+    def _watched(
+        self, generator: Generator, texts: list[Text], output: int = 4, chunk: int | None = None
+    ) -> list[list[_Call]]:
+        """Generate over a dense cache; return the calls of each step."""
+        from kvcore.testing.dense import DTYPES, DenseCache, advance  # noqa: PLC0415 - torch
+
+        cache, steps = DenseCache(), []
+        while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:
+            batch = [texts[i] for i in running]
+            counts = [min(text.left, chunk or text.left) for text in batch]
+            calls: list[_Call] = []
+            rows = [i for i, count in zip(running, counts, strict=True) for _ in range(count)]
+            attend = cache.attend(running, counts)
+            watched = _watching(attend, rows, calls, DTYPES[generator.dtype])
+            advance(generator, batch, counts, watched)
+            steps.append(calls)
+        return steps
+
+
+@attrs.frozen(eq=False)
+class _Call:
+    """What `attend` was given: the texts of the rows, and the rows."""
+
+    texts: list[int]
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    window: int | None
+    expected: Any
+
+    @property
+    def rows(self) -> int:
+        return len(self.texts)
+
+
+def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) -> Attend:
+    def watched(
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+    ) -> Tensor:
+        calls.append(_Call(texts, layer, queries, keys, values, window, dtype))
+        return attend(layer, queries, keys, values, scale=scale, window=window, sinks=sinks)
+
+    return watched
+
+
+def _texts(generator: Generator, seed: int) -> list[Text]:
+    """Return texts of a token and more; two share a prompt, and draw from other seeds."""
+    from kvcore.testing.dense import Text  # noqa: PLC0415 - torch
+
+    random = Random(seed)  # noqa: S311
+    prompts = [
+        [random.randrange(generator.vocabulary) for _ in range(length)]
+        for length in (1, 2 * BLOCK, random.randint(2, 12), random.randint(2, 12))
+    ]
+    return [Text(p, seed=n) for n, p in enumerate([*prompts, prompts[-1]])]
+
+
+def _by_text(texts: Sequence[Text], steps: list[list[_Call]]) -> list[dict[Any, list[Tensor]]]:
+    """Return each text's rows in order, by layer and by what they are."""
+    found: list[dict[Any, list[Tensor]]] = [{} for _ in texts]
+    for call in (call for step in steps for call in step):
+        for row, number in enumerate(call.texts):
+            for name in ("queries", "keys", "values"):
+                of = found[number].setdefault((call.layer, name), [])
+                of.append(getattr(call, name)[row])
+    return found
+
+
+def _close(
+    found: dict[Any, list[Tensor]], expected: dict[Any, list[Tensor]], tolerance: float
+) -> None:
+    import torch  # noqa: PLC0415
+
+    assert found.keys() == expected.keys()
+    for place, rows in found.items():
+        one, two = torch.stack(rows), torch.stack(expected[place])
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+
+
+def _tables(
+    texts: Sequence[Text], output: int, block_size: int, random: Random
+) -> list[list[int]]:
+    """Return shuffled block tables with room for each text and its output."""
+    needs = [-(-(text.prompt + output) // block_size) for text in texts]
+    ids = list(range(sum(needs)))
+    random.shuffle(ids)
+    return [[ids.pop() for _ in range(need)] for need in needs]
+
+
+def _layout(generator: Generator, blocks: int, block_size: int) -> TensorLayout:
+    spec = generator.spec
+    return TensorLayout(
+        blocks=blocks,
+        block_size=block_size,
+        layers=spec.layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        value_dim=spec.value_dim,
+        dtype="fp64",
+    )
+
+
+def _paged(backend: Backend, rows: Rows) -> Attend:
+    """Return what reaches the K/V of `rows` through `backend`."""
+    plan = backend.plan(rows)
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
+        backend.store(layer, plan, keys, values)
+        return backend.attend(layer, plan, queries, **how)
+
+    return attend

@@ -1,0 +1,110 @@
+"""What paging costs on a CPU: attention and store against torch on contiguous tensors.
+
+Shapes are those of a layer of Llama 3 8B. The baseline of attention is torch's function on a
+contiguous cache, called as well as it can be: the query heads that share a K/V head are rows
+of one matrix. The plain call, with `enable_gqa`, is printed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import pytest
+from bench.harness import medians
+
+from kvcore import Backend, Rows, TensorLayout
+from kvcore_plugins.backends import TorchCPU
+
+torch = pytest.importorskip("torch")
+
+RUNS = 15
+HEADS, KV_HEADS, WIDTH, BLOCK = 32, 8, 128, 16
+SEQUENCES, CONTEXT = 8, 2048
+STORED = 8192
+PROMISED = 0.8
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def timed(call: Callable[[], object]) -> Callable[[], float]:
+    """Return a measure of `call`, in seconds."""
+
+    def measure() -> float:
+        start = perf_counter()
+        call()
+        return perf_counter() - start
+
+    return measure
+
+
+def backend(tokens: int, dtype: str) -> tuple[Backend, list[int]]:
+    """Return a backend with room for so many tokens, and its blocks in random order."""
+    blocks = tokens // BLOCK
+    made = TorchCPU()
+    made.allocate(
+        TensorLayout(
+            blocks=blocks,
+            block_size=BLOCK,
+            layers=1,
+            kv_heads=KV_HEADS,
+            head_dim=WIDTH,
+            value_dim=WIDTH,
+            dtype=dtype,
+        )
+    )
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
+    return made, order.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_decode(dtype: str) -> None:
+    """Attention through block tables is nearly as fast as over contiguous K/V."""
+    paged, order = backend(SEQUENCES * CONTEXT, dtype)
+    held = CONTEXT // BLOCK
+    tables = [order[first : first + held] for first in range(0, len(order), held)]
+    shape = SEQUENCES, KV_HEADS, CONTEXT, WIDTH
+    keys, values = (torch.randn(shape).to(DTYPES[dtype]) for _ in range(2))
+    rows = [x.transpose(1, 2).reshape(-1, KV_HEADS, WIDTH) for x in (keys, values)]
+    paged.store(0, paged.plan(Rows(tables, [0] * SEQUENCES, [CONTEXT] * SEQUENCES)), *rows)
+    queries = torch.randn(SEQUENCES, HEADS, WIDTH).to(DTYPES[dtype])
+    packed = queries.view(SEQUENCES, KV_HEADS, HEADS // KV_HEADS, WIDTH)
+    plan = paged.plan(Rows(tables, [CONTEXT - 1] * SEQUENCES, [1] * SEQUENCES))
+    dense = torch.nn.functional.scaled_dot_product_attention
+
+    found = paged.attend(0, plan, queries).view_as(packed)
+    assert (found - dense(packed, keys, values)).abs().max() < 0.01
+
+    ours, best, plain = medians(
+        RUNS,
+        timed(lambda: paged.attend(0, plan, queries)),
+        timed(lambda: dense(packed, keys, values)),
+        timed(lambda: dense(queries[:, :, None], keys, values, enable_gqa=True)),
+    )
+    print(
+        f"\ndecode, {dtype}, {SEQUENCES} x {CONTEXT:,} tokens, {torch.get_num_threads()} "
+        f"threads, in ms: paged {ours * 1e3:.1f}, contiguous {best * 1e3:.1f} (plain call "
+        f"{plain * 1e3:.1f}): {best / ours:.2f} of its speed ({plain / ours:.2f})"
+    )
+    assert best / ours >= PROMISED
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_store(dtype: str) -> None:
+    """Print what scattering K/V costs; nothing is promised but that it arrives."""
+    paged, order = backend(STORED, dtype)
+    keys, values = (torch.randn(STORED, KV_HEADS, WIDTH).to(DTYPES[dtype]) for _ in range(2))
+    plan = paged.plan(Rows([order], [0], [STORED]))
+    targets = torch.empty_like(keys), torch.empty_like(values)
+
+    def copy() -> None:
+        targets[0].copy_(keys)
+        targets[1].copy_(values)
+
+    ours, plain = medians(RUNS, timed(lambda: paged.store(0, plan, keys, values)), timed(copy))
+    print(
+        f"\nstore, {dtype}, {STORED:,} tokens, {torch.get_num_threads()} threads, in ms: "
+        f"{ours * 1e3:.2f}, a copy of the same bytes {plain * 1e3:.2f}: "
+        f"{plain / ours:.2f} of its speed"
+    )
+    stored = paged.read(0, order, STORED)
+    assert all(map(torch.equal, stored, (keys, values)))

@@ -1,0 +1,137 @@
+"""`kvcore demo cache`: what it prints, for programs and for people."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from kvcore.cli.main import run
+from kvcore.lab import WORKED_EXAMPLE
+from kvcore.plugins import Plugins
+
+needs_torch = pytest.mark.skipif(
+    Plugins().get("generator", "transformer").unusable() is not None, reason="needs torch"
+)
+
+
+def printed(capsys, *arguments):
+    """Run `kvcore demo` and return its stdout; stderr is empty."""
+    assert run(["demo", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def refused(capsys, *arguments):
+    """Run `kvcore demo` and return its exit code and error; stdout is empty."""
+    code = run(["demo", *arguments])
+    out, err = capsys.readouterr()
+    assert not out
+    return code, err
+
+
+@needs_torch
+def test_json_is_alone_on_stdout_and_complete(capsys):
+    """One document: options, model, tokens, and what each way came to, step by step."""
+    document = json.loads(printed(capsys, "cache", "--json"))
+    assert document["schema"] == 1
+    assert (document["prompt_tokens"], document["output"]) == (10, 100)
+    assert (document["block_size"], document["seed"], document["dtype"]) == (16, 0, "fp64")
+    assert document["model"]["layers"] == 2
+    assert (document["generator"]["name"], document["backend"]["name"]) == (
+        "transformer",
+        "torch-cpu",
+    )
+    assert len(document["tokens"]) == 100
+    caches = {each["cache"]: each for each in document["caches"]}
+    assert {name: each["token_projections"] for name, each in caches.items()} == {
+        "none": 5_950,
+        "dense": 109,
+        "paged": 109,
+    }
+    for each in caches.values():
+        assert len(each["step_seconds"]) == len(each["step_kv_bytes"]) == 100
+    assert all(a <= b for a, b in pairwise(caches["paged"]["step_kv_bytes"]))
+
+
+@needs_torch
+def test_json_has_the_worked_example(capsys):
+    """Every number of the head, unrounded."""
+    head = json.loads(printed(capsys, "cache", "--output", "1", "--json"))["one_head"]
+    assert head["scores"] == [2, 1, 0, -1]
+    assert head["total"] == WORKED_EXAMPLE.total
+    assert head["output"] == WORKED_EXAMPLE.output
+
+
+@needs_torch
+def test_the_same_options_give_the_same_tokens(capsys):
+    """Only times differ from run to run; another seed is another model and prompt."""
+    first, second, other = (
+        json.loads(printed(capsys, "cache", "--output", "9", "--seed", seed, "--json"))
+        for seed in ("3", "3", "4")
+    )
+    assert first["tokens"] == second["tokens"] != other["tokens"]
+
+
+@needs_torch
+def test_people_see_counts_times_and_one_head(capsys):
+    """The outputs are equal, the counts are explained, and the example ends in 7.711."""
+    text = printed(capsys, "cache", "--prompt-tokens", "4", "--output", "6")
+    words = " ".join(text.split())
+    assert "equal in all three" in words
+    assert "4 + 5 + ... + 9 = 39." in words
+    assert "4 + 5 = 9, 4 times fewer." in words
+    assert "The output is [7.711, 0]." in words
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[1] for row in rows if row[:1] in (["none"], ["dense"], ["paged"])][:3] == [
+        "39",
+        "9",
+        "9",
+    ]
+
+
+@needs_torch
+def test_lines_fit_80_columns(capsys):
+    """In a pipe nothing needs to be folded."""
+    text = printed(capsys, "cache")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("--output", "0", "give at least 1 of each"),
+        ("--prompt-tokens", "0", "give at least 1 of each"),
+        ("--block-size", "0", "block_size must be 1 or more, not 0"),
+        ("--output", "many", "'many' is not a valid integer"),
+    ],
+)
+def test_bad_numbers_are_refused(capsys, option, value, problem):
+    """With exit code 2, and nothing on stdout."""
+    code, error = refused(capsys, "cache", option, value)
+    assert code == 2
+    assert problem in error
+
+
+def test_without_torch_it_says_what_is_missing(capsys, monkeypatch):
+    """It cannot work here: exit code 3, and what to install."""
+    transformer = Plugins().get("generator", "transformer")
+    monkeypatch.setattr(transformer, "unusable", lambda: "needs torch: install it")
+    code, error = refused(capsys, "cache")
+    assert code == 3
+    assert "cannot work here: needs torch" in error
+
+
+def test_no_demo_prints_the_list(capsys):
+    """`kvcore demo` says what there is to see."""
+    assert "cache  Generate the same tokens" in printed(capsys)
+
+
+def test_an_unknown_demo_is_a_usage_error(capsys):
+    """With the nearest name there is."""
+    code, error = refused(capsys, "cahce")
+    assert code == 2
+    assert "cache" in error

@@ -1,0 +1,173 @@
+"""`kvcore run`: what it computes, prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvcore.cli import main as frame
+from kvcore_plugins.backends import TorchCPU
+
+pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+
+SMALL = "zipf:requests=12,prefixes=3,prefix_tokens=64,suffix_tokens=32,output_tokens=4"
+FAST = ("--latency", "linear", "--memory", "4MiB")
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command line and returns stdout; it must succeed."""
+
+    def command(*arguments, verb="run"):
+        code = frame.run([verb, *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, "")
+        return captured.out
+
+    return command
+
+
+@pytest.fixture
+def refused(capsys):
+    """Return a function that runs what cannot be done, and returns the error and the code."""
+
+    def command(*arguments):
+        code = frame.run(["run", *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return code, captured.err
+
+    return command
+
+
+def between(path):
+    """Return the lines of a trace but the header and END."""
+    return path.read_bytes().splitlines()[1:-1]
+
+
+def test_the_bundled_trace():
+    """As a process: the first requests of the trace, one JSON document, nothing on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcore", "run", "--limit", "5", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    assert (document["schema"], document["completed"]) == (1, 5)
+    assert document["config"]["workload"]["options"] == {
+        "workload": "mooncake",
+        "path": None,
+        "limit": 5,
+        "shrink": 32,
+    }
+    assert document["config"]["plugins"]["backend"]["name"] == "torch-cpu"
+
+
+def test_the_report_says_what_was_computed(run):
+    """Generator, backend, dtype, and which part of the workload it was."""
+    printed = run(SMALL, *FAST, "--limit", 3, "--block-size", 16)
+    assert printed.startswith("zipf: 3 requests to tiny on 1 x h100, in ")
+    assert "Computed: transformer on torch-cpu in fp32; the first 3 requests," in printed
+    assert "steps, computed in" in printed
+
+
+def test_all_requests_in_full_length(run):
+    """`--limit 0 --shrink 1` is the whole workload."""
+    document = json.loads(run(SMALL, *FAST, "--limit", 0, "--shrink", 1, "--json"))
+    assert document["completed"] == 12
+
+
+def test_prompts_are_continued(run):
+    """Each prompt is printed with what follows; equal prompts have equal outputs."""
+    document = json.loads(run("--prompt", "one two", "--prompt", "one two", "--json", *FAST))
+    first, second = document["outputs"]
+    assert first == second
+    assert first["prompt"] == "one two"
+    assert len(first["tokens"]) == 16
+    printed = run("--prompt", "one two", "--max-output", 3, *FAST)
+    text = " ".join(map(str, first["tokens"][:3]))
+    assert printed.startswith(f"> one two\n{text}\n\n3 tokens in 3 steps, computed in ")
+
+
+def test_a_recording_is_simulated_alike(run, tmp_path):
+    """A trace replays, and from it the simulator makes the same decisions."""
+    ran, simulated = tmp_path / "run.jsonl", tmp_path / "simulated.jsonl"
+    more = ("--latency", "linear", "--blocks", 64, "--block-size", 16)
+    run(SMALL, *more, "--trace", ran)
+    run(ran, verb="replay")
+    run(ran, *more, "--trace", simulated, verb="simulate")
+    assert between(ran)
+    assert between(ran) == between(simulated)
+
+
+def test_measured_steps_are_calibrated(run, tmp_path):
+    """Steps under the wall clock are what `calibrate` reads."""
+    path = tmp_path / "steps.csv"
+    printed = run(SMALL, *FAST, "--clock", "wall", "--step-times", path)
+    assert "measured seconds" in printed
+    assert run(path, verb="calibrate").startswith("--latency linear:step=")
+
+
+def test_options_come_from_a_file(run, tmp_path):
+    """A configuration file takes the options of `run` as well."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'workload = "{SMALL}"\nlimit = 2\ndtype = "fp64"\nblocks = 64\n'
+        '[generator]\nname = "transformer"\nlayers = 1\n'
+    )
+    config = json.loads(run("--config", path, "--json"))["config"]
+    assert config["plugins"]["generator"]["options"]["layers"] == 1
+    assert config["kv_dtype"] == "fp64"
+    assert config["bytes_per_block"] == 16 * 2 * (16 + 16) * 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((SMALL, "--prompt", "a"), "both say what is served"),
+        (("--prompt", "a", "--limit", 3), "--limit is for a WORKLOAD alone"),
+        (("--max-output", 3), "--max-output is for --prompt alone"),
+        (("--prompt", " "), "has no tokens"),
+        (("--stop-at-eos",), "--stop-at-eos needs --clock wall"),
+        (("--step-times", "x.csv"), "--step-times needs --clock wall"),
+        (("--memory", "1KiB"), "less than a block of fp32, which takes"),
+        (("--shrink", 5), "can only be divided by 1, 2, 4"),
+        (("--dtype", "int8"), "'int8' is not one of"),
+        (("--backend", "abacus"), "no backend plugin is named 'abacus'"),
+        (("--model", "no-such-model"), "unknown model 'no-such-model'"),
+        (("--blocks", 3, "--memory", "1GiB"), "both say how large the pool is"),
+    ],
+)
+def test_what_cannot_be_run(refused, arguments, message):
+    """Code 2, and the error names the option."""
+    code, error = refused(*arguments)
+    assert code == 2
+    assert message in error
+
+
+def test_too_little_memory(refused):
+    """Code 3: how much was asked for, and how many blocks would fit."""
+    code, error = refused("--blocks", 2**31 - 1, "--prompt", "a")
+    assert code == 3
+    assert "blocks" in error
+
+
+def test_without_torch(refused, monkeypatch):
+    """Code 3, with what to install."""
+    reason = "needs torch: pip install 'kvcore[torch]'"
+    monkeypatch.setattr(TorchCPU, "unusable", lambda: reason)
+    code, error = refused()
+    assert code == 3
+    assert error.endswith(f"cannot work here: {reason}\n")
+
+
+def test_nothing_is_left_of_a_failed_run(refused, tmp_path):
+    """A run that fails writes neither trace nor steps."""
+    path = tmp_path / "run.jsonl"
+    refused("--blocks", 2**31 - 1, "--prompt", "a", "--trace", path)
+    assert list(tmp_path.iterdir()) == []

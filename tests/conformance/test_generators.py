@@ -1,0 +1,50 @@
+"""The built-in generators pass the tests that every generator must pass."""
+
+import pytest
+
+from kvcore import Plugins
+from kvcore.testing import GeneratorTests
+
+pytest.importorskip("torch", reason="generators compute on torch")
+
+CONFIGURATIONS = [
+    "sincos:layers=2,kv_heads=2,head_dim=8",
+    "sincos:model=mistral-7b-v0.1,layers=1,kv_heads=1,head_dim=6,vocab_size=11",
+    "transformer",
+    "transformer:layers=1,hidden=24,heads=6,kv_heads=1,head_dim=4,mlp=40,vocab_size=97",
+    "transformer:layers=2,hidden=32,heads=4,kv_heads=4,head_dim=8,window=5",
+    "transformer:model=gpt-oss-20b,layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8",
+    "transformer:temperature=0.8,seed=3",
+    "transformer:temperature=2,top_k=5,vocab_size=64",
+]
+
+# Made from options with defaults that need more than torch; tested where they are written.
+ELSEWHERE = {"huggingface"}
+
+
+class TestBuiltIn(GeneratorTests):
+    """Every configuration in the list above."""
+
+    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
+    def _configured(self, request):
+        self.spec = request.param
+
+    def make(self):
+        """Build it."""
+        return Plugins().build("generator", self.spec)
+
+
+class TestSinCos(GeneratorTests):
+    """Nothing is rounded on the way: what is equal has equal bytes."""
+
+    tolerance = 0
+
+    def make(self):
+        """Build it."""
+        return Plugins().build("generator", "sincos:layers=2,kv_heads=2,head_dim=8")
+
+
+def test_every_generator_is_in_the_list():
+    """Each registered generator is tested in at least one configuration."""
+    tested = {spec.partition(":")[0] for spec in CONFIGURATIONS}
+    assert set(Plugins().names("generator")) - ELSEWHERE == tested

@@ -1,0 +1,284 @@
+"""The torch backends: what they refuse, how memory lies, and when torch is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kvcore import InputError, PluginError, Plugins, Rows, StorageError, TensorLayout
+from kvcore_plugins.backends import TorchCPU, TorchCUDA, torch_backend, torch_cpu, torch_cuda
+
+torch = pytest.importorskip("torch", reason="these keep K/V in torch tensors")
+
+from kvcore_plugins.backends.staging import Staging  # noqa: E402 - needs torch
+
+SMALL = TensorLayout(blocks=8, block_size=4, layers=2, kv_heads=2, head_dim=6, value_dim=6)
+
+
+def layout(**fields):
+    """Return a small layout with other fields."""
+    names = ("blocks", "block_size", "layers", "kv_heads", "head_dim", "value_dim")
+    return TensorLayout(**({name: getattr(SMALL, name) for name in names} | fields))
+
+
+@pytest.fixture
+def backend():
+    """Return a CPU backend with a small pool of zeros."""
+    made = TorchCPU()
+    made.allocate(SMALL)
+    made.fill(0)
+    return made
+
+
+def rows(*, heads=2, width=6, tokens=1, dtype=torch.float32):
+    """Return zeros for new tokens."""
+    return torch.zeros(tokens, heads, width, dtype=dtype)
+
+
+def test_looking_plugins_up_does_not_import_torch():
+    """Loading, listing and building plugins is cheap: torch comes with the first tensor."""
+    code = (
+        "import sys; from kvcore import Plugins; plugins = Plugins(); plugins.names('backend');"
+        "plugins.build('backend', 'torch-cpu'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["torch-cpu", "torch-cuda"])
+def test_without_torch_there_is_a_reason(name, monkeypatch):
+    """Both are listed without torch, and building one says what to install."""
+    monkeypatch.setattr(torch_backend, "find_spec", lambda _: None)
+    (info,) = (info for info in Plugins().listing() if info.name == name)
+    assert not info.usable
+    with pytest.raises(PluginError, match=r"pip install 'kvcore\[torch\]'"):
+        Plugins().build("backend", name)
+
+
+def test_without_a_driver_there_is_a_reason(monkeypatch):
+    """Where no driver can be loaded, torch is not even asked."""
+    monkeypatch.setattr(torch_cuda, "DRIVERS", ("libnone.so.7",))
+    monkeypatch.setattr(torch_cuda, "_without_gpu", lambda: pytest.fail("asked"))
+    assert TorchCUDA.unusable() == "there is no NVIDIA driver: use torch-cpu"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "available", "reason"),
+    [
+        (None, False, "is built without CUDA"),
+        ("12.8", False, "torch finds no GPU"),
+        ("12.8", True, None),
+    ],
+)
+def test_with_a_driver_torch_is_asked(cuda, available, reason, monkeypatch):
+    """Then torch may lack CUDA, or find no GPU."""
+    monkeypatch.setattr(torch_cuda, "_loads", lambda _: True)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    found = TorchCUDA.unusable()
+    assert found is None if reason is None else reason in found
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    """The error says how many there are."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="device=2 is not there; there are 2, from 0"):
+        TorchCUDA(device=2).allocate(SMALL)
+
+
+def test_bf16_needs_a_newer_gpu(monkeypatch):
+    """An older one is named, with the dtypes to use."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(InputError, match=r"has 7.5: use fp16, or fp32"):
+        TorchCUDA().check(layout(dtype="bf16"))
+    TorchCUDA().check(layout(dtype="fp16"))
+
+
+def test_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
+    """What torch has reserved and does not use can be allocated as well."""
+    for name, value in (
+        ("device_count", 1),
+        ("mem_get_info", (100, 1000)),
+        ("memory_allocated", 300),
+        ("memory_reserved", 350),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    memory = TorchCUDA().memory()
+    assert (memory.allocated, memory.free, memory.total) == (300, 150, 1000)
+
+
+class Recorded:
+    """A tensor, or a stream, that writes down what is done to it."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __getattr__(self, method):
+        """Return a method that writes its name down, and whom it was given."""
+
+        def call(*given, **options):
+            names = [x.name for x in given if isinstance(x, Recorded)]
+            self.log.append((self.name, method, *names, *options))
+            return self
+
+        return call
+
+    def __enter__(self):
+        """Become the current stream."""
+        self.log.append((self.name, "begins"))
+
+    def __exit__(self, *_):
+        """Be it no longer."""
+        self.log.append((self.name, "ends"))
+
+
+def test_staging_copies_beside_the_current_stream(monkeypatch):
+    """Pinned, copied on a stream of its own, for which the current one waits: not the host."""
+    log = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Recorded(log, "side"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Recorded(log, "current"))
+    staging = Staging(torch.device("cuda", 0), pin=True)
+    staging.copy(staging.stage(Recorded(log, "keys")))
+    assert log == [
+        ("keys", "pin_memory"),
+        ("side", "begins"),
+        ("keys", "to", "non_blocking"),
+        ("side", "ends"),
+        ("current", "wait_stream", "side"),
+        ("keys", "record_stream", "current"),
+    ]
+
+
+def test_attention_has_to_be_known():
+    """An option that is mistyped is refused with what there is."""
+    with pytest.raises(InputError, match="sdpa"):
+        Plugins().build("backend", "torch-cpu:attention=flash")
+
+
+def test_too_little_memory_says_what_would_fit(monkeypatch, tmp_path):
+    """The error has what was asked for, what is free, and how many blocks that is."""
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  4 kB\n")
+    monkeypatch.setattr(torch_cpu, "MEMINFO", tmp_path / "meminfo")
+    with pytest.raises(StorageError) as caught:
+        TorchCPU().allocate(layout(blocks=100))
+    assert str(caught.value) == (
+        "100 blocks of 768 B are 75 KiB, and cpu has 4 KiB free: 5 blocks would fit"
+    )
+
+
+def test_memory_nobody_knows_of(monkeypatch, tmp_path):
+    """Where the system does not say what is free, torch is what refuses."""
+    monkeypatch.setattr(torch_cpu, "MEMINFO", tmp_path / "none")
+    backend = TorchCPU()
+    assert backend.memory().free is None
+    with pytest.raises(StorageError, match="cpu does not have: ask for fewer"):
+        backend.allocate(layout(blocks=2**50))
+
+
+def test_together_a_block_is_one_run(backend):
+    """K and V of all layers of a block lie side by side, layer after layer."""
+    assert len(backend._pool.runs) == 2 * SMALL.layers
+    backend.allocate(layout(together=True))
+    (run,) = backend._pool.runs
+    assert run.is_contiguous()
+    assert run.shape == (SMALL.blocks, SMALL.bytes_per_block // 4)
+    parts = [backend._pool.keys[0], backend._pool.values[0], backend._pool.keys[1]]
+    half = SMALL.bytes_per_block // 4 // SMALL.layers // 2
+    assert [part.blocks.storage_offset() for part in parts] == [0, half, 2 * half]
+
+
+def test_apart_a_layer_is_one_tensor(backend):
+    """K of a layer is contiguous, and so is V."""
+    parts = [*backend._pool.keys, *backend._pool.values]
+    assert all(part.blocks.is_contiguous() for part in parts)
+    assert backend.memory().allocated == SMALL.bytes
+
+
+def test_gather_buffers_are_used_again(backend):
+    """A second step of the same size allocates none, and memory counts them."""
+    plan = backend.plan(Rows([[1, 2]], [0], [6]))
+    for _ in range(2):
+        backend.attend(0, plan, rows(tokens=6))
+        held = {name: x.data_ptr() for name, x in backend._kernel._buffers.items()}
+    backend.attend(1, plan, rows(tokens=6))
+    assert {name: x.data_ptr() for name, x in backend._kernel._buffers.items()} == held
+    assert backend.memory().allocated > SMALL.bytes
+
+
+def test_tables_may_be_longer_than_needed(backend):
+    """Blocks behind the last new token are not looked at."""
+    plan = backend.plan(Rows([[1, 99]], [0], [4]))
+    assert backend.attend(0, plan, rows(tokens=4)).shape == (4, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Rows([], [], []), "at least one sequence"),
+        (Rows([[1]], [0], [0]), "0 new tokens after 0"),
+        (Rows([[1]], [-1], [1]), "1 new tokens after -1"),
+        (
+            Rows([[0], [1]], [0, 4], [1, 1]),
+            "sequence 1 has 1 blocks of 4 tokens .* 2 are needed",
+        ),
+        (Rows([[8]], [0], [1]), "has block 8: there are 0 to 7"),
+        (Rows([[-1]], [0], [1]), "has block -1"),
+    ],
+)
+def test_steps_that_cannot_be(backend, step, message):
+    """Block tables are checked before anything is computed."""
+    with pytest.raises(InputError, match=message):
+        backend.plan(step)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (rows(tokens=2), r"keys are \[2, 2, 6\] of torch.float32"),
+        (rows(width=5), r"need \[1, 2, 6\]"),
+        (rows(dtype=torch.float16), "of torch.float16"),
+    ],
+)
+def test_keys_that_do_not_fit(backend, keys, message):
+    """A wrong shape or dtype is an error that has both."""
+    plan = backend.plan(Rows([[1]], [0], [1]))
+    with pytest.raises(InputError, match=message):
+        backend.store(0, plan, keys, rows())
+
+
+@pytest.mark.parametrize(
+    ("queries", "options", "message"),
+    [
+        (rows(heads=3), {}, "3 query heads cannot share 2 K/V heads"),
+        (rows(width=5), {}, "queries are"),
+        (rows(), {"window": 0}, "window=0"),
+        (rows(), {"window": 4, "sinks": -1}, "sinks=-1"),
+    ],
+)
+def test_queries_that_do_not_fit(backend, queries, options, message):
+    """So are heads that cannot be shared out, and windows that hold nothing."""
+    plan = backend.plan(Rows([[1]], [0], [1]))
+    with pytest.raises(InputError, match=message):
+        backend.attend(0, plan, queries, **options)
+
+
+def test_swapped_blocks_go_where_as_many_are(backend):
+    """Their number must be that which came out."""
+    host = backend.swap_out([1, 2])
+    with pytest.raises(InputError, match="2 blocks were swapped out"):
+        backend.swap_in(host, [3])
+
+
+def test_unknown_dtype(backend):
+    """A tensor's dtype is one of the four."""
+    with pytest.raises(InputError, match="dtype 'fp8' is not known; there are: fp64"):
+        backend.tensor([1.0], "fp8")
+
+
+def test_nothing_is_recorded_for_gradients(backend):
+    """Queries that require gradients do not make outputs that do."""
+    plan = backend.plan(Rows([[1]], [0], [1]))
+    queries = rows().requires_grad_()
+    backend.store(0, plan, queries, queries)
+    assert not backend.attend(0, plan, queries).requires_grad

@@ -1,0 +1,80 @@
+"""Attention of one head, by hand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcore import InputError
+from kvcore.lab import WORKED_EXAMPLE, OneHead
+from kvcore.report import OneHeadReport
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "one_head_attention.py"
+
+
+def rounded(numbers):
+    """Return numbers with three places."""
+    return [round(number, 3) for number in numbers]
+
+
+def test_every_number_of_the_worked_example():
+    """Scores, exponentials, their sum, weights and output, each as computed by hand."""
+    head = WORKED_EXAMPLE
+    assert head.scores == [2, 1, 0, -1]
+    assert rounded(head.exponentials) == [7.389, 2.718, 1, 0.368]
+    assert round(head.total, 3) == 11.475
+    assert rounded(head.weights) == [0.644, 0.237, 0.087, 0.032]
+    assert rounded(head.output) == [7.711, 0]
+
+
+def test_weights_are_shares():
+    """They add up to one, whatever the scores."""
+    head = OneHead([0.5, -2, 3], [[1, 2, 3], [-1, 0, 1]], [[1], [2]])
+    assert sum(head.weights) == pytest.approx(1, abs=1e-15)
+
+
+def test_one_token_is_all_there_is():
+    """A query with a single key gets that token's value, whatever the score."""
+    assert OneHead([3, 4], [[-5, 1]], [[7, 8, 9]]).output == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "problem"),
+    [
+        ([], [], "0 keys and 0 values"),
+        ([[1, 2]], [], "1 keys and 0 values"),
+        ([[1, 2], [1]], [[1], [1]], "each key must have 2 numbers"),
+        ([[1, 2], [1, 2]], [[1], [1, 2]], "values must all have as many numbers"),
+    ],
+)
+def test_what_does_not_fit_is_refused(keys, values, problem):
+    """The error says what is given and what would fit."""
+    with pytest.raises(InputError, match=problem):
+        OneHead([1, 2], keys, values)
+
+
+def test_the_report_has_a_row_a_token_and_the_sums():
+    """From left to right: key, score, exponential, weight, value, weighted value."""
+    report = OneHeadReport(WORKED_EXAMPLE)
+    assert len(report.rows) == 5
+    assert report.rows[0] == ["0", "[2, 0]", "2", "7.389", "0.644", "[10, 0]", "[6.439, 0]"]
+    assert report.rows[-1] == ["sum", "", "", "11.475", "1", "", "[7.711, 0]"]
+    assert all(len(row) == len(report.headers) for row in report.rows)
+
+
+def test_the_example_prints_the_steps(tmp_path):
+    """`python examples/one_head_attention.py` prints the same numbers, and a later token's."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    numbers = [line[44:].split() for line in done.stdout.splitlines()]
+    assert numbers == [
+        ["2", "1", "0", "-1"],
+        ["7.389", "2.718", "1.000", "0.368"],
+        ["11.475"],
+        ["0.644", "0.237", "0.087", "0.032"],
+        ["7.711", "0.000"],
+        ["3.595", "1.618"],
+    ]

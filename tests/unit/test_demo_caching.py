@@ -1,0 +1,215 @@
+"""One model generating without a cache, with a dense one, and with a paged one."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import attrs
+import pytest
+
+from kvcore import Generator, InputError, PluginError
+from kvcore.lab import OneHead, causal_attention, with_and_without_cache
+from kvcore.model import ModelSpec, token_projections
+from kvcore.plugins import Plugins
+
+torch = pytest.importorskip("torch")
+
+
+def generations(generator="transformer", **options):
+    """Return the three generations of a model."""
+    plugins = Plugins()
+    if isinstance(generator, str):
+        generator = plugins.build("generator", generator)
+    return with_and_without_cache(generator, plugins.build("backend", "torch-cpu"), **options)
+
+
+@attrs.define(slots=False, eq=False)
+class Told(Generator):
+    """Says what `answer` makes of the tokens of a step: by default, how many there are."""
+
+    name: ClassVar[str] = "told"
+    answer: Callable = attrs.field(default=len)
+
+    @property
+    def spec(self):
+        """Some shape."""
+        return ModelSpec(
+            name="told",
+            layers=1,
+            query_heads=1,
+            kv_heads=1,
+            head_dim=2,
+            hidden_size=2,
+            parameters=1,
+        )
+
+    @property
+    def vocabulary(self):
+        """Some words."""
+        return 100
+
+    def forward(self, step, attend):
+        """Return the token."""
+        return [self.answer(step.tokens)]
+
+
+class Products(torch.overrides.TorchFunctionMode):
+    """Counts the rows that are multiplied with a matrix of so many columns."""
+
+    def __init__(self, columns):
+        """Start at 0."""
+        super().__init__()
+        self.columns, self.rows = columns, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Count, and multiply."""
+        if "matmul" in function.__name__ and tuple(args[1].shape) == (64, self.columns):
+            self.rows += len(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def default():
+    """Return what 100 new tokens after a prompt of 10 come to."""
+    return generations()
+
+
+def test_the_three_generate_the_same(default):
+    """A cache changes what is computed again, not what comes out."""
+    none, dense, paged = default
+    assert len(none.tokens) == 100
+    assert none.tokens == dense.tokens == paged.tokens
+
+
+def test_the_output_is_no_loop(default):
+    """Equal outputs of a model that repeats one token would show little."""
+    assert len(set(default[0].tokens)) > 20
+
+
+def test_projections_are_counted(default):
+    """10 + 11 + ... + 109 without a cache, 10 + 99 with one."""
+    assert [each.keeping for each in default] == ["none", "dense", "paged"]
+    assert [each.projections for each in default] == [5_950, 109, 109]
+
+
+@pytest.mark.slow
+def test_projections_of_a_long_output():
+    """1,000 new tokens: 505 times as many without a cache."""
+    small = Plugins().build("generator", "transformer:layers=1,hidden=8,heads=1,kv_heads=1")
+    counts = [each.projections for each in generations(small, output=1_000)]
+    assert counts == [509_500, 1_009, 1_009]
+
+
+def test_the_count_is_that_of_the_models_matrix_products():
+    """As many rows as are told go through the weights that make queries, keys and values."""
+    generator = Plugins().build("generator", "transformer:layers=3")
+    # 4 query heads and 2 + 2 of keys and values, 16 wide.
+    with Products(columns=128) as products:
+        counts = [each.projections for each in generations(generator, output=7)]
+    warm_up = 10
+    assert products.rows == 3 * (sum(counts) + warm_up)
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(1, 1), (1, 9), (17, 1), (32, 5)])
+def test_the_formulas_say_the_same(prompt, output):
+    """What is counted is what `token_projections` computes."""
+    naive, *cached = generations(prompt_tokens=prompt, output=output)
+    assert naive.projections == token_projections(prompt, output, cached=False)
+    for each in cached:
+        assert each.projections == token_projections(prompt, output, cached=True)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
+def test_bytes_held(block_size):
+    """Nothing; room for all from the start; and blocks as they are needed."""
+    none, dense, paged = generations(output=30, block_size=block_size)
+    token = 2 * 2 * 2 * 16 * 8  # K and V, layers, K/V heads, width, bytes
+    assert set(none.step_bytes) == {0}
+    assert set(dense.step_bytes) == {39 * token}
+    blocks = [-(-(10 + step) // block_size) for step in range(30)]
+    assert list(paged.step_bytes) == [block_size * token * count for count in blocks]
+
+
+def test_every_step_is_timed_and_told():
+    """There is a time a step, and `done` hears of each of the three times so many."""
+    steps = []
+    found = generations(output=5, done=steps.append)
+    assert [len(each.step_seconds) for each in found] == [5, 5, 5]
+    assert steps == [1] * 15
+
+
+def test_the_seed_makes_the_prompt():
+    """Equal seeds give equal outputs, others give others."""
+    first, second, third = (generations(output=8, seed=seed)[0].tokens for seed in (1, 1, 2))
+    assert first == second != third
+
+
+def test_a_window_of_the_model_holds_in_all_three():
+    """A model that attends to the last 5 tokens only generates the same, too."""
+    windowed = Plugins().build("generator", "transformer:window=5")
+    none, dense, paged = generations(windowed, output=20)
+    assert none.tokens == dense.tokens == paged.tokens
+    assert none.tokens != generations(output=20)[0].tokens
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(0, 5), (5, 0), (-1, 5)])
+def test_no_tokens_are_refused(prompt, output):
+    """There must be a prompt and something to generate."""
+    with pytest.raises(InputError, match="give at least 1 of each"):
+        generations(prompt_tokens=prompt, output=output)
+
+
+@pytest.mark.parametrize("block_size", [0, -3])
+def test_no_block_size_is_refused(block_size):
+    """The error names it."""
+    with pytest.raises(InputError, match=f"block_size must be 1 or more, not {block_size}"):
+        generations(block_size=block_size)
+
+
+def test_other_tokens_with_a_cache_are_told():
+    """A model whose tokens depend on what is cached is broken: the first place is named."""
+    with pytest.raises(PluginError, match="output token 1 is 11 without a cache and 1 with"):
+        generations(Told())
+
+
+def test_no_token_is_told():
+    """So is one that gives none."""
+    with pytest.raises(PluginError, match="'told' gave no token for place 0"):
+        generations(Told(lambda _: None))
+
+
+def test_attention_of_one_head():
+    """With one head, the last row is what the plain example computes."""
+    keys = [[2.0, 0.0], [1.0, 0.0], [0.0, 0.0], [-1.0, 0.0]]
+    values = [[10.0, 0.0, 3.0], [5.0, 0.0, 1.0], [1.0, 0.0, 4.0], [0.0, 0.0, 1.0]]
+    query = [[1.0, 0.0]]
+    found = causal_attention(
+        torch.tensor([query], dtype=torch.float64),
+        torch.tensor(keys, dtype=torch.float64)[:, None],
+        torch.tensor(values, dtype=torch.float64)[:, None],
+        scale=1.0,
+    )
+    assert found[0, 0].tolist() == pytest.approx(OneHead(query[0], keys, values).output)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (3, 0), (1, 0), (2, 2), (50, 1)])
+def test_attention_head_by_head(window, sinks):
+    """Grouped heads, causal, with windows and sinks: each row as the plain formula has it."""
+    source = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(shape, generator=source, dtype=torch.float64)
+        for shape in ((4, 6, 8), (9, 2, 8), (9, 2, 5))
+    )
+    found = causal_attention(queries, keys, values, window=window, sinks=sinks)
+    assert found.shape == (4, 6, 5)
+    for row in range(4):
+        place = 5 + row
+        seen = [
+            at for at in range(place + 1) if window is None or at > place - window or at < sinks
+        ]
+        for head in range(6):
+            one = OneHead(
+                (queries[row, head] / 8**0.5).tolist(),
+                keys[seen, head // 3].tolist(),
+                values[seen, head // 3].tolist(),
+            )
+            assert found[row, head].tolist() == pytest.approx(one.output, abs=1e-12)

@@ -1,0 +1,97 @@
+"""The report on what a cache saves."""
+
+from kvcore.lab import Generation
+from kvcore.model import ModelSpec
+from kvcore.report import CachingReport
+
+MODEL = ModelSpec(
+    name="tiny",
+    layers=2,
+    query_heads=4,
+    kv_heads=1,
+    head_dim=16,
+    hidden_size=64,
+    parameters=1,
+)
+
+
+def report(steps=100, prompt=10):
+    """Return the report of three generations with made-up times."""
+    naive, cached = prompt * steps + steps * (steps - 1) // 2, prompt + steps - 1
+    tokens = tuple(range(steps))
+    slower = tuple((step + 1) / 1_000 for step in range(steps))
+    flat, rising = (1 / 1_000,) * steps, tuple(range(1_024, 1_024 * (steps + 1), 1_024))
+    return CachingReport(
+        [
+            Generation("none", tokens, naive, slower, (0,) * steps),
+            Generation("dense", tokens, cached, flat, (2_048,) * steps),
+            Generation("paged", tokens, cached, flat, rising),
+        ],
+        MODEL,
+        "fp64",
+        prompt,
+        16,
+    )
+
+
+def test_the_headline_shows_that_outputs_are_equal():
+    """The model, and the first tokens that all three generated."""
+    assert report().headline == (
+        "tiny: 2 layers with 4 query heads and 1 K/V head, in fp64.\n"
+        "10 prompt tokens, then 100 new ones: equal in all three, "
+        "0 1 2 3 4 5 6 7 8 9 10 11 ..."
+    )
+
+
+def test_a_short_output_is_shown_whole():
+    """Without dots."""
+    assert report(steps=2).headline.endswith("then 2 new ones: equal in all three, 0 1")
+
+
+def test_rows_are_what_was_counted():
+    """Projections, and bytes after the first and the last step."""
+    assert report().rows == [
+        ["none", "5,950", "0 B", "0 B"],
+        ["dense", "109", "2 KiB", "2 KiB"],
+        ["paged", "109", "1 KiB", "100 KiB"],
+    ]
+
+
+def test_the_sum_is_spelt_out():
+    """Where both counts come from, and how they compare."""
+    assert "10 + 11 + ... + 109 = 5,950." in report().reading
+    assert "10 + 99 = 109, 55 times fewer." in report().reading
+
+
+def test_a_short_sum_has_no_dots():
+    """Up to three terms are written out."""
+    assert "10 + 11 + 12 = 33." in report(steps=3).reading
+    assert "10 + 11 = 21." in report(steps=2).reading
+
+
+def test_a_single_step_compares_nothing():
+    """With one token to generate a cache saves nothing."""
+    assert "10 = 10. With one" in report(steps=1).reading
+    assert "times fewer" not in report(steps=1).reading
+
+
+def test_times_are_medians_of_four_parts():
+    """A row has the median of each quarter of the steps, and a line of bars."""
+    headers, rows = report().time_headers, report().time_rows
+    assert headers == ["time of a step", "1–25", "26–50", "51–75", "76–100", ""]
+    assert rows[0][:5] == ["none", "13 ms", "38 ms", "63 ms", "88 ms"]
+    assert rows[1][:5] == ["dense", "1 ms", "1 ms", "1 ms", "1 ms"]
+
+
+def test_bars_share_one_scale():
+    """The slowest steps of all have the full bar; flat times are a flat line."""
+    none, dense, _ = (row[-1] for row in report().time_rows)
+    assert (none[0], none[-1]) == ("▁", "█")
+    assert list(none) == sorted(none)
+    assert dense == "▁" * 20
+
+
+def test_few_steps_have_a_column_each():
+    """No part is empty."""
+    assert report(steps=3).time_headers == ["time of a step", "1", "2", "3", ""]
+    assert [len(row[-1]) for row in report(steps=3).time_rows] == [3, 3, 3]

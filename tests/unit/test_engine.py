@@ -1,0 +1,309 @@
+"""Runs on tensors: which tokens are computed, how texts end and are shared, what is refused."""
+
+import attrs
+import orjson
+import pytest
+from engine import END, Exact, Slots, compute, decided, digest
+from policies import build
+from serving import Bent, ask, scheduler_of, serve
+
+from kvcore import InputError, KVCache, LatencyModel, PolicyError, block_keys, run, text_request
+from kvcore.measurements import read_steps, write_steps
+from kvcore.serving.engine import TensorExecutor
+from kvcore.trace import replay
+from kvcore_plugins.workloads import Jsonl
+
+WORDS = list(range(100, 140))
+
+
+def text(name, tokens=10, output=6, **more):
+    """Return a request with tokens of its own, for blocks of 4."""
+    return text_request(name, WORDS[:tokens], output=output, block_size=4, **more)
+
+
+def dense(tokens, output):
+    """Return what follows `tokens` where nothing is cached."""
+    tokens, start = list(tokens), len(tokens)
+    for _ in range(output):
+        tokens.append(digest(tokens))
+    return tokens[start:]
+
+
+def test_a_text_is_continued():
+    """What comes out is what follows the text's own tokens."""
+    run = compute([text("a"), text("b", 3, 9)])
+    assert run.result.outputs == {"a": dense(WORDS[:10], 6), "b": dense(WORDS[:3], 9)}
+
+
+def test_a_text_has_the_keys_of_its_tokens():
+    """Two texts share the blocks in which they agree."""
+    assert text("a", 9).keys == block_keys(WORDS[:9], 4)
+    assert (
+        compute([text("a", 9), text("b", 12, arrival=1000)]).result.cache.stats.hit_blocks == 2
+    )
+
+
+def test_a_salt_keeps_texts_apart():
+    """Equal tokens of two tenants share nothing, and are computed twice."""
+    run = compute([text("a", salt="x"), text("b", salt="y", arrival=1000)])
+    assert run.result.cache.stats.hit_blocks == 0
+    assert run.result.outputs["a"] == run.result.outputs["b"]
+
+
+def test_no_output():
+    """A request that wants nothing gets its K/V computed, and no token."""
+    run = compute([text("a", output=0), ask("b", output=0)])
+    assert run.result.outputs == {"a": [], "b": []}
+    assert run.of("FIRST_TOKEN") == []
+
+
+def test_equal_keys_are_equal_tokens():
+    """What two prompts share by their keys is computed once, and is the same for both."""
+    requests = [
+        ask("a", 0, 12, keys=[1, 2, 3]),
+        ask("b", 1000, 12, keys=[1, 2, 4]),
+        ask("c", 2000, 12, keys=[1, 2, 3]),
+    ]
+    outputs = compute(requests).result.outputs
+    assert outputs["a"] == outputs["c"] != outputs["b"]
+
+
+def test_known_output_is_forced():
+    """What comes after a request with output keys finds their blocks, and the same tokens.
+
+    They were put there as the first request generated; the second has them in its prompt.
+    """
+    first = ask("a", 0, 6, 7, keys=[1], output_keys=[2, 3])
+    later = ask("b", 10_000, 13, 2, keys=[1, 2, 3])
+    alone = compute([later]).result
+    after = compute([first, later]).result
+    assert after.cache.stats.hit_blocks == 3
+    assert after.outputs["b"] == alone.outputs["b"]
+
+
+def test_samples_have_seeds_of_their_own():
+    """Seeds depend on that of the run and on the request, not on the batch."""
+    seen = {}
+
+    class Watching(Exact):
+        def forward(self, step, attend):
+            seen.setdefault(tuple(step.seeds), step.lengths)
+            return super().forward(step, attend)
+
+    compute([text("a"), text("b")], generator=Watching(), max_seqs=1)
+    compute([text("b")], generator=Watching(), seed=1)
+    (a,), (b,), (other,) = seen
+    assert len({a, b, other}) == 3
+
+
+def shared(**options):
+    """Run two texts that publish, the second the first and its answer."""
+    answer = dense(WORDS[:10], 12)
+    requests = [
+        text("a", 10, 12, publish=True),
+        text_request(
+            "b", WORDS[:10] + answer + [1], output=3, block_size=4, arrival=10**6, publish=True
+        ),
+    ]
+    return compute(requests, **options)
+
+
+def test_generated_blocks_are_shared():
+    """A text that publishes leaves its answer's blocks to the one that quotes it."""
+    run = shared()
+    assert run.result.cache.stats.hit_blocks == 5
+    assert run.result.outputs["b"] == dense(WORDS[:10] + dense(WORDS[:10], 12) + [1], 3)
+    (told, _) = [line for line in run.lines if line["event"] == "FINISH"]
+    keys = block_keys(WORDS[:10] + dense(WORDS[:10], 12), 4)
+    assert told["output_keys"] == [key.hex() for key in keys[2:]]
+
+
+def test_a_text_that_publishes_nothing():
+    """Without `publish` generated blocks stay private, and no keys are told."""
+    run = compute([text("a", 10, 12)])
+    assert run.result.cache.prefix.cached == 2
+    assert not [line for line in run.lines if "output_keys" in line or line["event"] == "KEYS"]
+
+
+@pytest.mark.parametrize("blocks", [1000, 9])
+@pytest.mark.parametrize("scheduler", ["fcfs", "latest"])
+def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
+    """From its recording the simulator decides the same; but the keys are known beforehand.
+
+    With nine blocks jobs are preempted and computed again, generated blocks included.
+    """
+    requests = [
+        text(number, 4 + number % 9, 5 + 3 * number % 17, publish=True, arrival=number * 9)
+        for number in range(12)
+    ]
+    ran = compute(requests, blocks=blocks, scheduler=scheduler)
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(ran.trace)
+    simulated = serve(
+        Jsonl(path), blocks=blocks, scheduler=scheduler_of(scheduler), latency=Bent()
+    )
+
+    def decisions(run):
+        lines = [line | {"n": 0, "output_keys": 0} for line in run.lines]
+        return [line for line in lines if line["event"] != "KEYS"]
+
+    assert decisions(simulated) == decisions(ran)
+    assert replay(path).finished == 12
+    assert bool(ran.of("PREEMPT")) == (blocks == 9)
+
+
+def test_a_text_ends_early():
+    """With `stop_at_eos` a text ends at the end token; the trace says how long it became."""
+    requests = [text(number, 3 + number, 40) for number in range(12)]
+    run = compute(
+        requests, generator=Exact(ends=4), clock="wall", stop_at_eos=True, chunked=False
+    )
+    outputs = run.result.outputs.values()
+    assert min(map(len, outputs)) < max(map(len, outputs)) == 40
+    assert all(
+        END not in output[:-1] and (len(output) == 40 or output[-1] == END)
+        for output in outputs
+    )
+    told = {line["request"]: line["output"] for line in run.lines if line["event"] == "FINISH"}
+    assert told == {name: len(output) for name, output in run.result.outputs.items()}
+    assert list(run.result.log.output) == [
+        len(run.result.outputs[i]) for i in run.result.log.ids
+    ]
+
+
+def test_the_first_token_ends_a_text():
+    """A text whose first token is the end has one token."""
+    run = compute([text("a")], generator=Exact(ends=100), clock="wall", stop_at_eos=True)
+    assert run.result.outputs == {"a": [END]}
+
+
+def test_an_early_end_replays(tmp_path):
+    """The trace of such a run is sound."""
+    path = tmp_path / "trace.jsonl"
+    requests = [text(number, 3 + number, 40, publish=True) for number in range(12)]
+    run = compute(requests, generator=Exact(ends=10), clock="wall", stop_at_eos=True)
+    path.write_bytes(run.trace)
+    assert replay(path).finished == 12
+
+
+def test_the_end_is_a_token_like_others():
+    """Without `stop_at_eos` the output has the length that was asked for."""
+    run = compute([text("a")], generator=Exact(ends=100))
+    assert run.result.outputs == {"a": [END] * 6}
+
+
+def test_the_wall_clock_measures(tmp_path):
+    """Every step is written down as `calibrate` reads it; the trace says whose time it is."""
+    ran = compute([text("a", 10, 4), text("b", 7, 2)], clock="wall", max_tokens=8, max_seqs=8)
+    path = tmp_path / "steps.csv"
+    write_steps(path, ran.result.steps)
+    steps = read_steps(path)
+    assert [step.counts for step in steps] == [step.counts for step in ran.result.steps]
+    assert sum(step.prefill for step in steps) == 10 + 7 - 4
+    assert sum(step.decode for step in steps) == 4
+    assert sum(step.context for step in steps) == 11 + 12 + 13 + 8
+    assert [step.time // 1000 for step in steps] == [s.time // 1000 for s in ran.result.steps]
+    assert ran.result.log.busy == sum(step.time for step in ran.result.steps)
+    assert orjson.loads(ran.trace.splitlines()[0])["mode"] == "wall"
+
+
+def test_the_model_clock_measures_nothing():
+    """There is nothing to calibrate by."""
+    assert compute([text("a")]).result.steps == []
+
+
+def test_the_header_names_what_computes():
+    """Executor, generator and backend with their options."""
+    header = orjson.loads(compute([text("a")]).trace.splitlines()[0])
+    assert header["executor"] == "run"
+    assert header["plugins"]["generator"] == {"name": "exact", "options": {"ends": 0}}
+    assert header["plugins"]["backend"] == {"name": "slots", "options": {}}
+
+
+def test_two_runs_are_equal():
+    """The same bytes each time."""
+    requests = [text(number, 3 + number) for number in range(6)]
+    assert compute(requests).trace == compute(requests).trace
+
+
+def test_stand_ins_notice():
+    """A K/V that was not stored since its slot was allocated cannot be read."""
+
+    class Forgetful(Slots):
+        def store(self, layer, plan, keys, values):
+            super().store(layer, plan, keys, values)
+            self.fill(0, [plan.tables[0][0]])
+
+    with pytest.raises(PolicyError, match="raised TypeError in forward"):
+        compute([text("a")], backend=Forgetful())
+
+
+def parts(**given):
+    """Return the arguments of a run that is in order but for what is given."""
+    cache = KVCache(100, 4, eviction=build("lru"), ids=True)
+    return {"cache": cache, "generator": Exact(), "backend": Slots(), "latency": Bent()} | given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cache": KVCache(9, 4)}, "only counts blocks: make it with ids=True"),
+        ({"cache": KVCache(9, 4, count="keys", ids=True)}, "count='tokens'"),
+        ({"clock": "sun"}, "clock='sun' is not known; there are: model, wall"),
+        ({"stop_at_eos": True}, "take clock='wall'"),
+        ({"dtype": "bf16"}, "no bf16; take fp32"),
+        ({"dtype": "int4"}, "'int4' is not known; there are: fp64, fp32, fp16, bf16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given, message):
+    """Each part that cannot be used is named, with what would do."""
+    with pytest.raises(InputError, match=message):
+        run([text("a")], **parts(**given))
+
+
+def test_a_latent_is_refused():
+    """K/V that has no heads cannot lie in the blocks of a backend."""
+
+    class Latent(Exact):
+        @property
+        def spec(self):
+            return attrs.evolve(super().spec, name="folded", latent=4)
+
+    with pytest.raises(InputError, match=r"'folded' stores a latent \(MLA\)"):
+        run([text("a")], **parts(generator=Latent()))
+
+
+@pytest.mark.parametrize("kind", ["generator", "backend"])
+def test_what_is_in_use_is_refused(kind):
+    """A generator and a backend serve one run."""
+    used = parts()
+    run([text("a")], **used)
+    with pytest.raises(InputError, match=f"this {kind} plugin"):
+        run([text("a")], **parts(**{kind: used[kind]}))
+
+
+@pytest.mark.parametrize("wrong", [[], [None], [1, 2]])
+def test_a_generator_that_draws_wrongly(wrong):
+    """It is named, with what it returned and what was wanted."""
+
+    class Wrong(Exact):
+        def forward(self, step, attend):
+            return wrong
+
+    with pytest.raises(PolicyError, match=r"generator plugin 'exact'.* for 1 sequences"):
+        compute([text("a")], generator=Wrong())
+
+
+def test_steps_of_tensors_are_not_foreseen():
+    """Nobody may ask for steps that have not been computed."""
+    given = parts()
+    executor = TensorExecutor(*given.values())
+    assert isinstance(executor.latency, LatencyModel)
+    with pytest.raises(InputError, match="run them one by one"):
+        executor.lines(3)
+
+
+def test_decided_leaves_out_the_frame():
+    """The comparison of traces sees all lines but the first and the last."""
+    run = compute([text("a")])
+    assert len(decided(run.trace)) == len(run.lines)

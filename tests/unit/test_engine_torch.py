@@ -1,0 +1,102 @@
+"""The engine on torch: what is shared, evicted, preempted and computed again is right."""
+
+import math
+
+import pytest
+from engine import compute, decided
+from serving import Bent, ask, scheduler_of, serve
+
+from kvcore import Plugins
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+torch.set_num_threads(1)
+
+PLUGINS = Plugins()
+SIZE = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=97"
+GENERATORS = [f"transformer:{SIZE}", "sincos:layers=2,heads=4,kv_heads=2,head_dim=8"]
+BACKENDS = PLUGINS.names("backend")
+
+
+def backend_of(name):
+    """Return a backend in which everything is NaN until it is stored, in every step."""
+    cls = PLUGINS.get("backend", name)
+    if cls.unusable():
+        pytest.skip(cls.unusable())
+
+    class Poisoned(cls):
+        def allocate(self, layout):
+            super().allocate(layout)
+            self.fill(math.nan)
+
+        def plan(self, rows):
+            size = self.layout.block_size
+            pairs = zip(rows.tables, rows.contexts, strict=True)
+            fresh = [
+                block for table, context in pairs for block in table[-(-context // size) :]
+            ]
+            self.fill(math.nan, fresh)
+            return super().plan(rows)
+
+    return Poisoned()
+
+
+def requests(count=14):
+    """Return requests that share prefixes, and want more than a small pool has."""
+    return [
+        ask(
+            number,
+            number * 5,
+            9 + 5 * number % 23,
+            4 + 3 * number % 11,
+            keys=[*range(1 + number % 3), *range(100 * number + 9, 100 * number + 14)][
+                : (9 + 5 * number % 23) // 4
+            ],
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"blocks": 16, "scheduler": "latest", "max_tokens": 8, "max_seqs": 4},
+        {"blocks": 40, "eviction": "random", "max_tokens": 300},
+        {"blocks": 20, "scheduler": "planning", "steps": "prefill-first", "chunked": False},
+    ],
+    ids=["preempting", "evicting", "planning"],
+)
+def test_crowded_is_alone(generator, backend, options):
+    """In double precision each output is that of a server with nobody else, and room."""
+    crowded = compute(
+        requests(),
+        generator=PLUGINS.build("generator", generator),
+        backend=backend_of(backend),
+        dtype="fp64",
+        **options,
+    )
+    for request in requests():
+        alone = compute(
+            [request],
+            generator=PLUGINS.build("generator", generator),
+            backend=backend_of(backend),
+            dtype="fp64",
+        )
+        assert crowded.result.outputs[request.id] == alone.result.outputs[request.id]
+    assert crowded.result.cache.prefix.evicted or crowded.of("PREEMPT")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decisions_on_torch(backend):
+    """The trace is the simulator's."""
+    options = {"blocks": 16, "max_tokens": 8, "max_seqs": 4}
+    run = compute(
+        requests(),
+        generator=PLUGINS.build("generator", GENERATORS[0]),
+        backend=backend_of(backend),
+        scheduler="latest",
+        **options,
+    )
+    twin = serve(requests(), scheduler=scheduler_of("latest"), latency=Bent(), **options)
+    assert decided(run.trace) == decided(twin.trace)

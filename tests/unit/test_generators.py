@@ -1,0 +1,240 @@
+"""The built-in generators one by one: what their options do, and what they refuse."""
+
+import subprocess
+import sys
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch", reason="generators compute on torch")
+
+from kvcore import InputError, Plugins  # noqa: E402
+from kvcore.catalogue import MODELS  # noqa: E402
+from kvcore.testing.dense import (  # noqa: E402
+    DenseCache,
+    Text,
+    advance,
+    attention,
+    generate,
+    loaded,
+    token_step,
+)
+from kvcore_plugins.generators import SinCos, Transformer  # noqa: E402
+from kvcore_plugins.generators.decoder import rotated  # noqa: E402
+from kvcore_plugins.generators.sampling import sample  # noqa: E402
+
+
+def stored(generator, tokens, positions=None):
+    """Return the K and V that a step of `tokens` stores, layer by layer."""
+    found = []
+
+    def attend(_layer, queries, keys, values, **_how):
+        found.append((keys, values))
+        return queries
+
+    step = token_step([Text(list(tokens))], [len(tokens)])
+    generator.forward(attrs.evolve(step, positions=positions or step.positions), attend)
+    return found
+
+
+def logits_of(generator, tokens):
+    """Return the logits after `tokens`."""
+    step = token_step([Text(list(tokens))], [len(tokens)])
+    return generator.logits(step, DenseCache().attend([0], [len(tokens)]))[0]
+
+
+def test_listing_generators_does_not_import_torch():
+    """Names and options are known without it; it takes seconds to import."""
+    code = "import sys, kvcore; kvcore.Plugins().listing(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_transformer_without_torch_says_what_to_install(monkeypatch):
+    """It is listed as unusable, with the reason."""
+    monkeypatch.setattr("kvcore_plugins.generators.transformer.find_spec", lambda _: None)
+    info = next(i for i in Plugins().listing() if i.name == "transformer")
+    assert not info.usable
+    assert "pip install 'kvcore[torch]'" in Transformer.unusable()
+
+
+def test_sincos_has_the_size_of_its_model():
+    """Unless said otherwise K/V has the layers, heads and widths of the real one."""
+    assert SinCos(model="llama-3-8b").spec == MODELS["llama-3-8b"]
+
+
+def test_sizes_in_place_of_the_models():
+    """Fewer layers and K/V heads; as many query heads share one as before."""
+    spec = SinCos(model="llama-3-8b", layers=3, kv_heads=2, head_dim=6).spec
+    sizes = spec.layers, spec.query_heads, spec.kv_heads, spec.head_dim, spec.value_dim
+    assert sizes == (3, 8, 2, 6, 6)
+
+
+def test_layers_keep_their_windows():
+    """The first layers have the windows they have in the model; more repeat them."""
+    windows = MODELS["gpt-oss-20b"].windows
+    assert SinCos(model="gpt-oss-20b", layers=3).windows == windows[:3]
+    assert SinCos(model="gpt-oss-20b", layers=25).windows == (*windows, windows[0])
+
+
+def test_sincos_tells_tokens_and_positions_apart():
+    """Other tokens, other places, other layers: other K/V, also in half precision."""
+    generator = loaded(SinCos(layers=2, kv_heads=1, heads=1, head_dim=8), "bf16")
+    tokens = list(range(64))
+    rows = [
+        tuple(keys[row].flatten().tolist())
+        for positions in (tokens, tokens[::-1])
+        for keys, _ in stored(generator, tokens, positions)
+        for row in tokens
+    ]
+    assert len(set(rows)) == len(rows)
+
+
+def test_sincos_keys_and_values_are_on_a_circle():
+    """A key is a sine and a value the cosine of the same phase."""
+    ((keys, values), *_) = stored(loaded(SinCos(layers=1, kv_heads=2, head_dim=4)), range(9))
+    torch.testing.assert_close(keys**2 + values**2, torch.ones_like(keys))
+
+
+def test_sincos_next_token_is_a_hash():
+    """It depends on seed, place and the token before it."""
+    generator = loaded(SinCos(layers=1, kv_heads=1, heads=1, head_dim=2))
+    texts = [Text([5], seed=1), Text([5], seed=2), Text([6], seed=1), Text([5], seed=1)]
+    texts.append(Text([4, 5], prompt=1, seed=1))
+    counts = [text.left for text in texts]
+    drawn = advance(generator, texts, counts, lambda *_, **__: None)
+    assert drawn[0] == drawn[3]
+    assert len({drawn[0], drawn[1], drawn[2], drawn[4]}) == 4
+
+
+def test_transformer_counts_its_parameters():
+    """As many as its weights have numbers."""
+    generator = loaded(Transformer(layers=3, hidden=24, heads=6, kv_heads=2, head_dim=4))
+    decoder = generator._decoder
+    weights = [decoder.embedding, decoder.head, decoder.last_gain]
+    weights += [weight for layer in decoder.layers for weight in attrs.astuple(layer)]
+    assert generator.spec.parameters == sum(weight.numel() for weight in weights)
+
+
+def test_fewer_layers_are_the_first_ones():
+    """Weights do not depend on how many layers come after."""
+    two, three = (loaded(Transformer(layers=layers)) for layers in (2, 3))
+    for (k, v), (keys, values) in zip(stored(two, [1, 2]), stored(three, [1, 2]), strict=False):
+        assert torch.equal(k, keys)
+        assert torch.equal(v, values)
+
+
+def test_another_seed_is_another_model():
+    """Weights are drawn from it."""
+    one, other = (loaded(Transformer(seed=seed)) for seed in (0, 1))
+    assert not torch.allclose(logits_of(one, [1, 2]), logits_of(other, [1, 2]))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_dtypes_agree(dtype):
+    """The same weights, rounded: logits differ by rounding alone."""
+    logits = logits_of(loaded(Transformer(), dtype), range(20))
+    assert logits.dtype == {"fp32": torch.float32, "fp16": torch.float16}.get(
+        dtype, torch.bfloat16
+    )
+    expected = logits_of(loaded(Transformer(), "fp64"), range(20))
+    error = (logits.double() - expected).abs().max() / expected.abs().max()
+    assert error < {"fp32": 1e-5, "fp16": 1e-2, "bf16": 1e-1}[dtype]
+
+
+def test_a_window_changes_what_is_said_only_beyond_it():
+    """Within the window all that is there is attended to."""
+    free, narrow = loaded(Transformer(layers=1)), loaded(Transformer(layers=1, window=4))
+    assert torch.equal(logits_of(free, range(4)), logits_of(narrow, range(4)))
+    assert not torch.allclose(logits_of(free, range(5)), logits_of(narrow, range(5)))
+
+
+def test_rotation_leaves_only_distances():
+    """The product of a rotated query and key depends on how far apart they are."""
+    source = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 8, generator=source, dtype=torch.float64)
+    speeds = 100 ** -(torch.arange(4, dtype=torch.float64) / 4)
+
+    def product(here, there):
+        turned = [
+            rotated(x, ((at * speeds).cos(), (at * speeds).sin()))
+            for x, at in ((q, here), (k, there))
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(product(7, 3), product(104, 100))
+    assert not torch.isclose(product(7, 3), product(7, 4))
+
+
+def test_greedy_takes_the_likeliest():
+    """The token with the largest logit."""
+    generator = loaded(Transformer())
+    (drawn,) = generate(generator, [Text([3, 1, 4])], 1)
+    assert drawn == [int(logits_of(generator, [3, 1, 4]).argmax())]
+
+
+def test_samples_come_as_often_as_they_are_likely():
+    """Over many places of one sequence, each token has its share."""
+    chances = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    logits = chances.log().expand(4000, 4) * 2
+    tokens = sample(logits, [(7, place) for place in range(4000)], 2.0, None)
+    shares = torch.bincount(torch.tensor(tokens), minlength=4) / 4000
+    assert (shares - chances).abs().max() < 0.03
+
+
+def test_top_k_leaves_out_the_others():
+    """Nothing beyond the k likeliest is ever drawn."""
+    logits = torch.tensor([0.3, 0.1, 0.2, 0.0], dtype=torch.float64).expand(500, 4)
+    drawn = set(sample(logits, [(1, place) for place in range(500)], 1.0, 2))
+    assert drawn == {0, 2}
+
+
+def test_no_row_no_sample():
+    """A step within prefills samples nothing."""
+    assert sample(torch.empty(0, 4), [], 1.0, 2) == []
+    assert sample(torch.empty(0, 4), [], 0.0, None) == []
+
+
+def test_dense_attention_is_that_of_torch():
+    """The reference agrees with scaled-dot-product attention where both say the same."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, h, 4, generator=source, dtype=torch.float64) for h in (6, 2, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(0, 1)
+    torch.testing.assert_close(attention(q, k, v), expected)
+    torch.testing.assert_close(attention(q[3:], k, v), expected[3:])
+
+
+def test_dense_attention_with_window_and_sinks():
+    """Leaving out tokens is computing without them."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, 1, 4, generator=source, dtype=torch.float64) for _ in range(3))
+    seen = [0, 1, 6, 7, 8]
+    found = attention(q[8:], k, v, window=3, sinks=2)
+    torch.testing.assert_close(found, attention(q[8:], k[seen], v[seen]))
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (SinCos, {"model": "llama-9"}, "llama"),
+        (SinCos, {"model": "deepseek-v3"}, "latent"),
+        (SinCos, {"layers": 0}, "layers must be at least 1"),
+        (SinCos, {"vocab_size": 2**18 + 1}, "262,144"),
+        (SinCos, {"heads": 4}, "4 query heads cannot share 8"),
+        (Transformer, {"head_dim": 5}, "even, not 5"),
+        (Transformer, {"mlp": 0}, "mlp"),
+        (Transformer, {"vocab_size": 0}, "vocab_size"),
+        (Transformer, {"seed": -1}, "seed"),
+        (Transformer, {"rope_theta": 0.0}, "rope_theta"),
+        (Transformer, {"temperature": -0.5}, "temperature"),
+        (Transformer, {"temperature": float("nan")}, "temperature"),
+        (Transformer, {"top_k": 0}, "top_k"),
+        (Transformer, {"window": 0}, "window"),
+        (Transformer, {"hidden": 0}, "hidden_size"),
+    ],
+)
+def test_refuses(build, options, message):
+    """What cannot be is an InputError that says why."""
+    with pytest.raises(InputError, match=message):
+        build(**options)

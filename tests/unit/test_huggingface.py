@@ -1,0 +1,223 @@
+"""The `huggingface` generator: what it reads, what it generates, what it refuses."""
+
+from importlib.util import find_spec
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
+
+from hugging import FAMILIES, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaModel,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from kvcore import InputError, Plugins  # noqa: E402
+from kvcore.keys import word_tokens  # noqa: E402
+from kvcore.model import ModelSpec  # noqa: E402
+from kvcore.testing.dense import DenseCache, Text, advance, generate, loaded  # noqa: E402
+from kvcore_plugins.generators import HuggingFace  # noqa: E402
+from kvcore_plugins.generators import huggingface as module  # noqa: E402
+
+SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generates_what_the_model_does(family):
+    """Ragged batches in chunks generate what `generate` does for each prompt alone."""
+    model = tiny(family)
+    prompts = [prompt(length, seed=length) for length in (9, 1, 14)]
+    options = {"do_sample": False, "max_new_tokens": 8}
+    expected = [
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+        for ids in prompts
+    ]
+    texts = [Text(ids[0].tolist()) for ids in prompts]
+    found = generate(loaded(HuggingFace(model)), texts, 8, chunk=4)
+    assert found == [tokens.tolist() for tokens in expected]
+
+
+def test_reads_a_folder(tmp_path):
+    """A folder that `save_pretrained` wrote is a model, by its path in text."""
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    generator = Plugins().build("generator", f"huggingface:model={tmp_path}")
+    texts = [Text(prompt(7)[0].tolist()) for _ in range(2)]
+    expected = generate(loaded(HuggingFace(model)), texts[:1], 6)
+    assert generate(loaded(generator), texts[1:], 6) == expected
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    """An empty folder is an InputError that names it."""
+    with pytest.raises(InputError, match=str(tmp_path)):
+        _ = HuggingFace(tmp_path).spec
+
+
+def test_what_is_no_model_is_refused():
+    """An object that is no transformers model is an InputError."""
+    with pytest.raises(InputError, match="no transformers model"):
+        _ = HuggingFace(3).spec
+
+
+def test_a_model_without_a_head_is_refused():
+    """A body that makes no logits generates nothing."""
+    with pytest.raises(InputError, match="LlamaModel makes no next tokens"):
+        _ = HuggingFace(LlamaModel(FAMILIES["llama"])).spec
+
+
+def test_the_shape_of_a_model():
+    """Heads, widths and windows are those of the config; parameters are counted."""
+    model = tiny("qwen2-mixed")
+    spec = HuggingFace(model).spec
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert spec == ModelSpec(
+        name="qwen2",
+        layers=3,
+        query_heads=4,
+        kv_heads=2,
+        head_dim=8,
+        hidden_size=32,
+        parameters=count,
+        dtype="fp32",
+        windows=(4, None, 4),
+    )
+
+
+def test_experts_that_idle_are_not_active():
+    """A token of a sparse model uses two of its four experts."""
+    spec = HuggingFace(tiny("mixtral")).spec
+    experts = 3 * 4 * 3 * 32 * 48
+    assert (spec.experts, spec.experts_per_token) == (4, 2)
+    assert spec.parameters - spec.active_parameters == experts // 2
+
+
+def test_vocabulary_and_end():
+    """The vocabulary is the config's, the end the generation config's first."""
+    model = tiny("llama")
+    assert HuggingFace(model).vocabulary == VOCABULARY
+    assert HuggingFace(model).end is None
+    model.generation_config.eos_token_id = [7, 8]
+    assert HuggingFace(model).end == 7
+    model.generation_config.eos_token_id = 9
+    assert HuggingFace(model).end == 9
+
+
+@pytest.fixture
+def tokenizer():
+    """Return a tokenizer of three words."""
+    words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "cache": 2}, unk_token="?"))  # noqa: S106
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")  # noqa: S106
+
+
+def test_texts_with_a_tokenizer(tokenizer):
+    """The tokenizer given makes tokens of texts, and texts of tokens."""
+    generator = HuggingFace(tiny("llama"), tokenizer=tokenizer)
+    assert generator.encode("a cache") == [1, 2]
+    assert generator.decode([2, 1]) == "cache a"
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_tokenizer_of_a_folder(tmp_path, tokenizer, separate):
+    """A tokenizer is found in the model's folder, or where it is said to be."""
+    tiny("llama").save_pretrained(tmp_path / "model")
+    place = tmp_path / ("tokenizer" if separate else "model")
+    tokenizer.save_pretrained(place)
+    where = f",tokenizer={place}" if separate else ""
+    generator = Plugins().build("generator", f"huggingface:model={tmp_path / 'model'}{where}")
+    assert generator.encode("cache a") == [2, 1]
+
+
+def test_texts_without_a_tokenizer(tmp_path):
+    """Where there is no tokenizer a word is a hashed token."""
+    tiny("llama").save_pretrained(tmp_path)
+    generator = HuggingFace(tmp_path)
+    assert generator.encode("a cache") == word_tokens("a cache", VOCABULARY)
+    assert generator.decode([2, 1]) == "2 1"
+
+
+def test_samples_depend_on_the_seed():
+    """With a temperature texts differ by seed, and are the same for the same seed."""
+    generator = loaded(HuggingFace(tiny("llama"), temperature=1.5))
+    ids = prompt(6)[0].tolist()
+    texts = [Text(list(ids), seed=seed) for seed in (1, 2, 1)]
+    first, second, again = generate(generator, texts, 10)
+    assert first == again != second
+
+
+def test_options_can_be_written_down(tokenizer):
+    """Options of a generator made in code name its model and tokenizer."""
+    generator = HuggingFace(tiny("llama"), tokenizer=tokenizer)
+    assert generator.options() == {
+        "model": "LlamaForCausalLM",
+        "tokenizer": type(tokenizer).__name__,
+        "temperature": 0.0,
+        "top_k": None,
+    }
+
+
+@pytest.mark.parametrize("option", ["temperature=-1", "top_k=0"])
+def test_sampling_options_are_checked(option):
+    """A temperature below 0, or no token to draw from, is an InputError."""
+    with pytest.raises(InputError, match=option.partition("=")[0]):
+        Plugins().build("generator", f"huggingface:model=x,{option}")
+
+
+def test_unusable_without_transformers(monkeypatch):
+    """It is listed with the reason where transformers is not installed."""
+    monkeypatch.setattr(
+        module, "find_spec", lambda name: None if name == "transformers" else find_spec(name)
+    )
+    assert HuggingFace.unusable() == "needs transformers: pip install 'kvcore[hf]'"
+
+
+def test_usable_here():
+    """With torch and transformers there is no reason."""
+    assert HuggingFace.unusable() is None
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (Gemma2Config(**SIZES, head_dim=8, sliding_window=4), "softcap"),
+        (GptOssConfig(**SIZES, **SPARSE, head_dim=8, sliding_window=4), "s_aux"),
+    ],
+)
+def test_attention_that_no_backend_computes_is_refused(config, match):
+    """Capped scores and learned sinks are refused by name: nothing wrong is generated."""
+    generator = loaded(HuggingFace(AutoModelForCausalLM.from_config(config)), "fp32")
+    attend = DenseCache().attend([0], [4])
+    with pytest.raises(InputError, match=match):
+        advance(generator, [Text(prompt(4)[0].tolist())], [4], attend)
+
+
+def test_a_model_without_attention_is_refused():
+    """A state-space model has no K/V: the message names its layers."""
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)
+    with pytest.raises(InputError, match="linear_attention"):
+        _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
+
+
+def test_a_latent_is_refused():
+    """Multi-head latent attention stores no K/V heads."""
+    config = DeepseekV3Config(**SIZES, n_routed_experts=8, first_k_dense_replace=3)
+    with pytest.raises(InputError, match="latent"):
+        _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
+
+
+def test_an_encoder_decoder_is_refused():
+    """A model with an encoder is told what can go through blocks."""
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4
+    )
+    with pytest.raises(InputError, match="T5ForConditionalGeneration"):
+        _ = HuggingFace(T5ForConditionalGeneration(config)).spec

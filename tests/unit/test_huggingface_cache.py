@@ -1,0 +1,339 @@
+"""Hugging Face models generate through paged blocks what they generate with their own cache."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
+
+from hugging import FAMILIES, padded, paged_cache, prompt, tiny  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+from kvcore import InputError, KVCache, OutOfBlocks  # noqa: E402
+from kvcore_plugins.backends import TorchCPU  # noqa: E402
+from kvcore_plugins.generators.hf_cache import PagedCache  # noqa: E402
+
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+
+def generated(model, ids, paged=None, **options):
+    """Return what `model` generates: with its own cache, or through `paged`."""
+    options = GREEDY | {"attention_mask": torch.ones_like(ids)} | options
+    if paged is None:
+        return model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    with paged.attached(model):
+        return model.generate(ids, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("block_size", [1, 4, 17])
+def test_generates_what_the_dynamic_cache_does(family, block_size):
+    """Greedy tokens are those of transformers' own cache, in any block size, windows too."""
+    model, ids = tiny(family), prompt(11)
+    expected = generated(model, ids)
+    paged = paged_cache(blocks=64, block_size=block_size)
+    assert generated(model, ids, paged).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_left_padded_batch(family):
+    """Prompts of several lengths, padded on the left, generate what they do elsewhere."""
+    model = tiny(family)
+    ids, mask = padded(9, 3, 14, 1)
+    expected = generated(model, ids, attention_mask=mask)
+    found = generated(model, ids, paged_cache(), attention_mask=mask)
+    assert found.tolist() == expected.tolist()
+
+
+def test_padding_takes_no_blocks():
+    """Blocks are held for the tokens of each row alone."""
+    model, paged = tiny("llama"), paged_cache(blocks=64, block_size=4)
+    ids, mask = padded(17, 1)
+    with paged.attached(model):
+        model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=1)
+        used = paged.cache.pool.blocks - paged.cache.pool.free
+    assert used == 5 + 1
+
+
+def test_float32_tokens_are_equal():
+    """In float32 the tokens of a tiny model are the same too."""
+    model, ids = tiny("llama", dtype=torch.float32), prompt(10)
+    assert generated(model, ids, paged_cache()).tolist() == generated(model, ids).tolist()
+
+
+def test_a_known_prefix_is_not_computed_again():
+    """The second prompt hits the blocks that it shares with the first."""
+    model, paged = tiny("llama"), paged_cache(block_size=4)
+    first = prompt(21)
+    second = torch.cat([first[:, :13], prompt(6, seed=5)], dim=1)
+    expected = generated(model, second)
+    with paged.attached(model):
+        model.generate(first, attention_mask=torch.ones_like(first), **GREEDY)
+        found = model.generate(second, attention_mask=torch.ones_like(second), **GREEDY)
+    assert found.tolist() == expected.tolist()
+    assert paged.cache.stats.hit_tokens == 12
+
+
+def test_hits_after_another_attachment():
+    """What is cached stays between two attachments to the same model."""
+    model, paged, ids = tiny("llama"), paged_cache(block_size=4), prompt(12)
+    first = generated(model, ids, paged)
+    assert generated(model, ids, paged).tolist() == first.tolist()
+    assert paged.cache.stats.hit_tokens == 8
+
+
+def test_eviction_and_recomputation():
+    """A pool that holds one prompt at a time evicts, and what comes back is right."""
+    model, paged = tiny("llama"), paged_cache(blocks=8, block_size=4)
+    prompts = [prompt(20, seed=seed) for seed in (1, 2, 1)]
+    expected = [generated(model, ids).tolist() for ids in prompts]
+    assert [generated(model, ids, paged).tolist() for ids in prompts] == expected
+
+
+def test_everything_is_free_or_cached_afterwards():
+    """No sequence stays open, and the integrity of the cache holds."""
+    model, paged = tiny("llama"), paged_cache()
+    ids, mask = padded(9, 3)
+    generated(model, ids, paged, attention_mask=mask)
+    assert not paged.cache.sequences
+    paged.cache.check_integrity()
+    assert paged.cache.room == paged.cache.pool.blocks
+
+
+def test_the_model_is_as_it_was():
+    """After the attachment the model attends, and generates, as before."""
+    model, ids = tiny("llama"), prompt(8)
+    before, expected = model.config._attn_implementation, generated(model, ids)
+    generated(model, ids, paged_cache())
+    assert model.config._attn_implementation == before
+    assert generated(model, ids).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-mixed"])
+def test_beams_are_forks(family):
+    """Beam search finds the same beams: rows fork and are pruned, copying on write."""
+    model = tiny(family)
+    ids, mask = padded(10, 6)
+    options = {"attention_mask": mask, "num_beams": 3, "num_return_sequences": 2}
+    paged = paged_cache(blocks=128)
+    found = generated(model, ids, paged, **options)
+    assert found.tolist() == generated(model, ids, **options).tolist()
+    paged.cache.check_integrity()
+
+
+def test_samples_of_one_prompt_share_its_blocks():
+    """Parallel samples are forks of one prefill, and come out as without us."""
+    model, ids, paged = tiny("llama"), prompt(16), paged_cache(blocks=64)
+    options = {"do_sample": True, "num_return_sequences": 4}
+    torch.manual_seed(3)
+    expected = generated(model, ids, **options)
+    torch.manual_seed(3)
+    assert generated(model, ids, paged, **options).tolist() == expected.tolist()
+    assert paged.cache.stats.requests == 1
+
+
+def test_prompt_in_chunks():
+    """Chunked prefill attends over what the chunks before it stored."""
+    model, ids = tiny("qwen2-mixed"), prompt(19)
+    found = generated(model, ids, paged_cache(), prefill_chunk_size=4)
+    assert found.tolist() == generated(model, ids).tolist()
+
+
+def test_assisted_generation_rolls_back():
+    """Prompt-lookup drafts that are rejected are dropped from the blocks."""
+    model, ids, paged = tiny("llama"), prompt(6).repeat(1, 3), paged_cache()
+    options = {"prompt_lookup_num_tokens": 3}
+    found = generated(model, ids, paged, **options)
+    assert found.tolist() == generated(model, ids).tolist()
+    paged.cache.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3-mixed"])
+def test_logits_of_a_direct_call(family):
+    """Calling the model gives the logits of all tokens, then of more tokens after them."""
+    model, ids, paged = tiny(family), prompt(15), paged_cache()
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with paged.attached(model):
+            batch = paged.batch()
+            first = model(ids[:, :9], past_key_values=batch).logits
+            rest = model(ids[:, 9:], past_key_values=batch).logits
+    torch.testing.assert_close(torch.cat([first, rest], 1), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_logits_of_a_padded_call(family, counted):
+    """Tokens beside padding get the logits they get in a dense batch, whatever positions."""
+    model, paged = tiny(family), paged_cache()
+    ids, mask = padded(9, 4, 6)
+    inputs = {"attention_mask": mask}
+    if counted:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    real = mask.bool()
+    with torch.no_grad():
+        expected = model(ids, use_cache=False, **inputs).logits[real]
+        with paged.attached(model):
+            found = model(ids, **inputs).logits[real]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_positions_that_count_padding_are_not_shared():
+    """K/V at other positions is another: such a prompt neither hits nor is hit."""
+    model, paged, ids = tiny("llama"), paged_cache(), prompt(12)
+    shifted = {"position_ids": torch.arange(3, 15)[None], "logits_to_keep": 1}
+    with torch.no_grad():
+        expected = model(ids, use_cache=False, **shifted).logits
+        with paged.attached(model):
+            model(ids, logits_to_keep=1)
+            found = model(ids, **shifted).logits
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert paged.cache.stats.hit_tokens == 0
+
+
+def test_inputs_of_embeddings():
+    """Prompts given as embeddings generate too; without tokens they share nothing."""
+    model, ids = tiny("llama"), prompt(9)
+    embeds = model.get_input_embeddings()(ids).detach()
+    mask = torch.ones_like(ids)
+    options = GREEDY | {"inputs_embeds": embeds, "attention_mask": mask}
+    expected = model.generate(**options)
+    paged = paged_cache()
+    with paged.attached(model):
+        found = model.generate(**options)
+    assert found.tolist() == expected.tolist()
+    assert paged.cache.stats.lookup_blocks == 0
+
+
+def test_a_batch_goes_on_where_it_was():
+    """A conversation in one batch: the second generation computes only what is new."""
+    model, paged, ids = tiny("llama"), paged_cache(), prompt(7)
+    expected = generated(model, ids, max_new_tokens=12)
+    with paged.attached(model):
+        batch = paged.batch()
+        half = model.generate(ids, past_key_values=batch, do_sample=False, max_new_tokens=6)
+        whole = model.generate(half, past_key_values=batch, do_sample=False, max_new_tokens=6)
+    assert whole.tolist() == expected.tolist()
+
+
+def test_rows_can_be_repeated_and_selected():
+    """A batch repeats its rows as forks and keeps some of them."""
+    model, paged, ids = tiny("llama"), paged_cache(), prompt(9)
+    with paged.attached(model), torch.no_grad():
+        batch = paged.batch()
+        model(ids, past_key_values=batch)
+        batch.batch_repeat_interleave(3)
+        assert len(batch.sequences) == 3
+        batch.batch_select_indices(torch.tensor([2]))
+        found = model(ids[:, :1], past_key_values=batch).logits
+    with torch.no_grad():
+        expected = model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1:]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert not paged.cache.sequences
+
+
+def test_out_of_blocks_gives_everything_back():
+    """A batch that does not fit is refused, and leaves no block behind."""
+    model, paged = tiny("llama"), paged_cache(blocks=4, block_size=4)
+    with pytest.raises(OutOfBlocks):
+        generated(model, prompt(14), paged)
+    assert not paged.cache.sequences
+    assert paged.cache.room == 4
+    paged.cache.check_integrity()
+
+
+def test_padding_on_the_right_is_refused():
+    """The last column of a prompt must be a token: the message says which side to pad."""
+    ids, mask = padded(9, 3)
+    with pytest.raises(InputError, match="pad on the left"):
+        generated(tiny("llama"), ids.flip(1), paged_cache(), attention_mask=mask.flip(1))
+
+
+def test_another_model_is_refused():
+    """K/V of two models never mix in one cache."""
+    paged = paged_cache()
+    generated(tiny("llama"), prompt(5), paged)
+    with pytest.raises(InputError, match="another model"), paged.attached(tiny("llama")):
+        pass
+
+
+def test_a_model_elsewhere_is_refused():
+    """Model and blocks are on one device: the message names both."""
+    model = tiny("llama").to("meta")
+    with pytest.raises(InputError, match="meta"), paged_cache().attached(model):
+        pass
+
+
+def test_attached_twice_is_refused():
+    """A second attachment inside the first is an error."""
+    model, paged = tiny("llama"), paged_cache()
+    with paged.attached(model), pytest.raises(InputError, match="is attached"):  # noqa: SIM117
+        with paged.attached(model):
+            pass
+
+
+def test_a_cache_without_ids_is_refused():
+    """Blocks that are only counted have no K/V: the message says how to make the cache."""
+    with pytest.raises(InputError, match="ids=True"):
+        PagedCache(KVCache(8), TorchCPU())
+
+
+def test_a_batch_needs_an_attached_model():
+    """Batches are made inside the attachment."""
+    with pytest.raises(InputError, match="attached"):
+        paged_cache().batch()
+
+
+def test_a_filled_foreign_cache_is_refused():
+    """K/V that is not in blocks cannot be gone on from."""
+    model, ids = tiny("llama"), prompt(5)
+    with torch.no_grad():
+        filled = model(ids, use_cache=True).past_key_values
+    with paged_cache().attached(model), pytest.raises(InputError, match="DynamicCache"):
+        model(ids, past_key_values=filled)
+
+
+def test_a_batch_of_another_size_is_refused():
+    """The rows of a batch stay as many as they are."""
+    model, paged, ids = tiny("llama"), paged_cache(), prompt(5)
+    with paged.attached(model), torch.no_grad():
+        batch = paged.batch()
+        model(ids, past_key_values=batch)
+        with pytest.raises(InputError, match="2 rows"):
+            model(ids.repeat(2, 1), past_key_values=batch)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 5, 5)])
+def test_a_mask_of_another_shape_is_refused(shape):
+    """A mask covers what is held and what is new."""
+    with (
+        paged_cache().attached(model := tiny("llama")),
+        pytest.raises(InputError, match="mask"),
+    ):
+        model(prompt(5), attention_mask=torch.ones(shape))
+
+
+def test_a_mask_that_hides_what_is_stored_is_refused():
+    """What has been stored is attended to: a later mask cannot take it out."""
+    model, paged, ids = tiny("llama"), paged_cache(), prompt(5)
+    with paged.attached(model), torch.no_grad():
+        batch = paged.batch()
+        model(ids, past_key_values=batch)
+        mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
+        with pytest.raises(InputError, match="hides other tokens"):
+            model(ids[:, :1], past_key_values=batch, attention_mask=mask)
+
+
+def test_attention_without_a_cache_is_refused():
+    """A model that is switched over and not attached says what to do."""
+    model, paged = tiny("llama"), paged_cache()
+    with paged.attached(model), pytest.raises(InputError, match="no paged cache is attached"):
+        model.model(prompt(3))
+
+
+def test_dropout_is_refused():
+    """A model in training mode is told to leave it."""
+    model = tiny("llama").train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with paged_cache().attached(model), pytest.raises(InputError, match=r"model\.eval"):
+        model(prompt(3))
