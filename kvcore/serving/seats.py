@@ -76,7 +76,10 @@ class Seats:
         """Let `job` wait for a seat."""
         if self._ranks:
             self._rank(job, now)
-        self.waiting.push(job, front=front)
+        try:
+            self.waiting.push(job, front=front)
+        except TypeError as error:
+            raise broken(self._scheduler, "priority", error) from error
         if self._queued is not None:
             self._call("queued", self._queued, job, now)
         self.changed = True
@@ -212,8 +215,11 @@ class Seats:
         while len(self.running) >= self._batching.max_seqs:
             if not (self._ranks and self._scheduler.preemptive):
                 return False
-            last = max(self.running, key=lambda job: (self._priority(job, now), job.serial))
-            if not job.rank < self._priority(last, now):
+            # A running job has only come forward since it was ranked.
+            behind = [other for other in self.running if job.rank < other.rank]
+            ranks = {other: (self._priority(other, now), other.serial) for other in behind}
+            last = max(ranks, key=ranks.__getitem__, default=None)
+            if last is None or not job.rank < ranks[last][0]:
                 return False
             self._pause(last, now, job)
         take = self._resume if job.stage == PAUSED else self._open

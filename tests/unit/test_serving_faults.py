@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from serving import Planning, ask, serve
+from serving import Even, Planning, ask, serve
 
 from kvcore import InputError, PolicyError, Scheduler, StepPlan
 from kvcore_plugins.scheduling import FCFS
@@ -117,6 +117,27 @@ def test_a_scheduler_that_raises(method):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def _answering(answer):
+    return type("Answering", (Even,), {"name": "answering", "pieces": lambda *_: answer()})()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda: 1 // 0, r"raised ZeroDivisionError in pieces\(\): .* division"),
+        (list, r"decode=0, .* takes 0 ps|raised ValueError in pieces\(\)"),
+        (lambda: [(1e4, 0)], r"'answering': Batch\(.*\) takes 10000\.0 ps; give whole pico"),
+        (lambda: [(10_000, 0.5)], r"'answering': Batch\(.*\) takes 10000\.0 ps; give whole pico"),
+        (lambda: [(10_000, -5)], r"the lines of 1 decoding sequences are \[\(10000, -5\)\]"),
+        (lambda: [(-10_000, 5)], r"the lines of 1 decoding sequences are \[\(-10000, 5\)\]"),
+    ],
+)
+def test_a_latency_model_that_gives_no_time(answer, message):
+    """The error names the plugin, and what it answered or raised."""
+    with pytest.raises(PolicyError, match=message):
+        serve(REQUESTS, latency=_answering(answer), max_seqs=1)
+
+
 def test_a_plan_that_raises_midway():
     """A plan may be lazy; what it raises when it is asked for the next job counts as well."""
 
@@ -212,3 +233,20 @@ def test_priority_is_all_a_scheduler_needs():
 
     requests = [ask(number, output=9 - number) for number in range(5)]
     assert list(serve(requests, scheduler=Shortest(), max_seqs=1).rows) == [4, 3, 2, 1, 0]
+
+
+@attrs.define(slots=False, eq=False)
+class Undecided(FCFS):
+    """Gives every second job no priority."""
+
+    name: ClassVar[str] = "undecided"
+
+    def priority(self, job, now):
+        """Return what cannot be compared."""
+        return None if job.serial % 2 else job.serial
+
+
+def test_priorities_that_have_no_order():
+    """Priorities that cannot be compared are the scheduler's fault, and the error says so."""
+    with pytest.raises(PolicyError, match=r"'undecided' .* raised TypeError in priority\(\)"):
+        serve([ask(number, 0, output=9) for number in range(6)], scheduler=Undecided())
