@@ -105,7 +105,7 @@ class Request:
     output_keys: Sequence[Key] = ()
 
     def __attrs_post_init__(self) -> None:
-        """Check what a cache counts by."""
+        """Check what is counted by."""
         if (
             type(self.prompt) is not int
             or type(self.output) is not int
@@ -121,4 +121,12 @@ class Request:
                 f"arrival={self.arrival!r}, prompt={self.prompt!r}, output={self.output!r}, "
                 f"key_tokens={self.key_tokens!r}"
             )
+            raise InputError(msg)
+        if type(self.think) is not int or self.think < 0:
+            msg = f"request {self.id!r}: think={self.think!r} must be whole ns, 0 or more"
+            raise InputError(msg)
+        if self.predicted is not None and (
+            type(self.predicted) is not int or self.predicted < 0
+        ):
+            msg = f"request {self.id!r}: predicted={self.predicted!r} must be tokens, 0 or more"
             raise InputError(msg)
