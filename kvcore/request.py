@@ -8,6 +8,7 @@ from typing import TypeAlias
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.units import LIMIT
 
 Key: TypeAlias = Hashable
 """A chained block key: equal keys mean equal blocks *and* equal everything before them."""
@@ -111,13 +112,13 @@ class Request:
             or type(self.output) is not int
             or type(self.arrival) is not int
             or type(self.key_tokens) is not int
-            or self.prompt < 0
-            or self.output < 0
+            or not 0 <= self.prompt < LIMIT
+            or not 0 <= self.output < LIMIT
             or self.key_tokens < 1
         ):
             msg = (
                 f"request {self.id!r}: arrival (ns), prompt, output and key_tokens (tokens) "
-                f"are whole numbers, the lengths from 0 and key_tokens from 1 on; given: "
+                f"are whole numbers, lengths from 0 to 2^63 - 1, key_tokens from 1 on; given: "
                 f"arrival={self.arrival!r}, prompt={self.prompt!r}, output={self.output!r}, "
                 f"key_tokens={self.key_tokens!r}"
             )

@@ -17,8 +17,8 @@ class Batching:
     Attributes:
         max_tokens: tokens of a step: one for each sequence that decodes, the rest prefill.
         max_seqs: sequences that prefill or decode at a time.
-        chunked: whether a prompt may be computed over several steps. If not, one that is
-            longer than `max_tokens` is a step's only prefill.
+        chunked: whether a prompt may be computed over several steps. If not, one for which
+            decoding leaves too little of `max_tokens` is a step's only prefill.
         steps: `mixed` steps prefill and decode together; `prefill-first` lets decoding
             wait while there is anything to prefill.
         watermark: share of the blocks that an admission must leave free or evictable for

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvcore.cache import KVCache
 from kvcore.cache.lockstep import settle
-from kvcore.errors import PolicyError
+from kvcore.errors import InputError, PolicyError
 from kvcore.model import attended_pairs
 from kvcore.policy import Batch, DecodeSteps, Job, Scheduler
 from kvcore.policy.job import DECODE, DONE
@@ -24,7 +24,7 @@ from kvcore.serving.log import RunLog
 from kvcore.serving.seats import Seats
 from kvcore.serving.server import ServiceTimes
 from kvcore.serving.steps import StepTimes
-from kvcore.units import PICOSECONDS
+from kvcore.units import LIMIT, PICOSECONDS
 
 
 class ServingLoop:
@@ -200,7 +200,7 @@ class ServingLoop:
             self.occupancy.passed(took, 0, decoders.jobs * steps, steps)
         decoders.advance(steps, self.clock + took)
         now = self._pass(steps, took)
-        self.seats.barren = 0
+        self.seats.preemptions.barren = 0
         if decoders.publishing:
             self._publish(now)
         done = decoders.finished()
@@ -215,6 +215,13 @@ class ServingLoop:
         now = self.clock // PICOSECONDS
         if self._arrivals.next_at <= now:
             self._take_arrivals(now)
+        if took >= LIMIT or now >= LIMIT:
+            msg = (
+                f"{steps} steps take {took / 1e12:.3g} s by latency model "
+                f"{self._executor.latency.name!r}, to {now / 1e9:.3g} s from the start: a step "
+                "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
+            )
+            raise InputError(msg)
         return now
 
     def _steps_to_event(self, times: StepTimes) -> int:

@@ -30,19 +30,6 @@ class Perverse(FCFS):
 
 
 @attrs.define(slots=False, eq=False)
-class Envious(FCFS):
-    """The same, for blocks instead of seats."""
-
-    name: ClassVar[str] = "envious"
-
-    preemptive: bool = True
-
-    def priority(self, job, now):
-        """Return whether it holds blocks, and who came last."""
-        return job.seq is not None, -job.serial
-
-
-@attrs.define(slots=False, eq=False)
 class Closed(FCFS):
     """Admits nobody."""
 
@@ -63,14 +50,6 @@ def test_livelock_by_pauses():
     assert "1000 blocks" in text
     assert "Scheduler 'perverse' orders them differently every time" in text
     assert "a running job's priority may only improve" in text
-
-
-def test_livelock_by_recomputation():
-    """Two prompts of which neither gets beyond its first chunks before it loses its blocks."""
-    requests = [ask(number, prompt=16, output=2) for number in range(2)]
-    with pytest.raises(PolicyError, match=r"livelock at .* for 5 blocks, .*'envious'"):
-        serve(requests, blocks=5, max_tokens=4, max_seqs=2, scheduler=Envious())
-    assert len(serve(requests, blocks=5, max_tokens=4, max_seqs=2).rows) == 2
 
 
 @pytest.mark.parametrize("scheduler", [FCFS, Planning])
