@@ -8,6 +8,7 @@ from typing import TypeAlias
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.units import LIMIT
 
 Key: TypeAlias = Hashable
 """A chained block key: equal keys mean equal blocks *and* equal everything before them."""
@@ -110,20 +111,28 @@ class Request:
         return bool(self.output_keys)
 
     def __attrs_post_init__(self) -> None:
-        """Check what a cache counts by."""
+        """Check what is counted by."""
         if (
             type(self.prompt) is not int
             or type(self.output) is not int
             or type(self.arrival) is not int
             or type(self.key_tokens) is not int
-            or self.prompt < 0
-            or self.output < 0
+            or not 0 <= self.prompt < LIMIT
+            or not 0 <= self.output < LIMIT
             or self.key_tokens < 1
         ):
             msg = (
                 f"request {self.id!r}: arrival (ns), prompt, output and key_tokens (tokens) "
-                f"are whole numbers, the lengths from 0 and key_tokens from 1 on; given: "
+                f"are whole numbers, lengths from 0 to 2^63 - 1, key_tokens from 1 on; given: "
                 f"arrival={self.arrival!r}, prompt={self.prompt!r}, output={self.output!r}, "
                 f"key_tokens={self.key_tokens!r}"
             )
+            raise InputError(msg)
+        if type(self.think) is not int or self.think < 0:
+            msg = f"request {self.id!r}: think={self.think!r} must be whole ns, 0 or more"
+            raise InputError(msg)
+        if self.predicted is not None and (
+            type(self.predicted) is not int or self.predicted < 0
+        ):
+            msg = f"request {self.id!r}: predicted={self.predicted!r} must be tokens, 0 or more"
             raise InputError(msg)

@@ -135,7 +135,27 @@ class Planning(Scheduler):
         return StepPlan(iter(order), state.running[-1:] if crowd else ())
 
 
-STAND_INS = {cls.name: cls for cls in (Urgent, Latest, Impatient, Planning)}
+@attrs.define(slots=False, eq=False)
+class Fickle(Planning):
+    """Pauses and offers at random, the paused ones too; the same in every run."""
+
+    name: ClassVar[str] = "fickle"
+
+    random: Random = attrs.field(init=False, factory=lambda: Random(1))  # noqa: S311
+    plans: int = 0
+
+    def plan(self, state):
+        """Draw who is paused, and the order of all that are offered seats."""
+        self.plans += 1
+        waiting = list(state.waiting)
+        pause = [job for job in state.running if waiting and self.random.random() < 0.3]
+        pause = pause if self.plans < 400 else []
+        offers = waiting + pause
+        self.random.shuffle(offers)
+        return StepPlan(offers, pause)
+
+
+STAND_INS = {cls.name: cls for cls in (Urgent, Latest, Impatient, Planning, Fickle)}
 
 SCHEDULERS = (
     "fair",

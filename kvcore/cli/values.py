@@ -38,6 +38,9 @@ def read_slo(text: str) -> SLO:
     """
     if text == "none":
         return SLO()
+    if "=" not in text.partition(",")[0]:
+        msg = f"{text!r} is no SLO; write one such as ttft=30,tpot=0.1, or none"
+        raise InputError(msg)
     expected = {}
     for name, seconds in read_plugin(f"slo:{text}").options.items():
         if name not in EXPECTATIONS:

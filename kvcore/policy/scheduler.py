@@ -83,8 +83,10 @@ class Scheduler(Plugin):
     before it; the priority of a running job may then only improve, relative to those that
     wait.
 
-    When blocks are missing, the running or paused job last in order at that moment is
-    preempted: its blocks are given up, and it computes them again later.
+    A seat is all it takes: whoever finds no room for its prompt waits, however urgent, since
+    making room would throw work away. When the running need blocks to go on and there are
+    none, the running or paused job last in order at that moment is preempted: its blocks
+    are given up, and it computes them again later.
     """
 
     kind: ClassVar[str] = "scheduler"

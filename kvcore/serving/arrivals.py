@@ -8,9 +8,10 @@ from heapq import heappop, heappush
 
 from kvcore.errors import InputError
 from kvcore.request import Request
+from kvcore.units import LIMIT
 
-NEVER = 1 << 63
-"""A time (ns) that does not come."""
+NEVER = LIMIT
+"""A time (ns) that does not come: the clock ends before it."""
 
 
 class Arrivals:
@@ -65,7 +66,7 @@ class Arrivals:
         followers = self._following.pop(request.id, None)
         if followers is not None:
             for place, follower in followers:
-                heappush(self._due, (now + follower.think, place, follower))
+                self._enter(now + follower.think, place, follower)
             self.next_at = self._due[0][0]
 
     def check_all_came(self) -> None:
@@ -104,6 +105,12 @@ class Arrivals:
                 continue
             if self._scaled:
                 at = int(at / self._scale)
-            heappush(self._due, (at, place, request))
+            self._enter(at, place, request)
             if request.session is None:
                 return
+
+    def _enter(self, at: int, place: int, request: Request) -> None:
+        if at >= NEVER:
+            msg = f"request {request.id!r} arrives {at:.3g} ns from the start: beyond 2^63 ns"
+            raise InputError(msg)
+        heappush(self._due, (at, place, request))

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from kvcore.cache import KVCache, Sequence
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import plugin_of
-from kvcore.policy import PrefixCache
+from kvcore.policy import Job, PrefixCache
 from kvcore.request import Request
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.growth import Growth
@@ -251,6 +251,11 @@ class Reserved(Growth):
             f"it needs a piece of {need} slots, {request.prompt} for its prompt and "
             f"{need - request.prompt} for the longest output; the memory has {size}"
         )
+
+    def fits(self, job: Job, now: int, spare: int) -> bool:
+        """Say whether there is a hole for the piece of `job`. O(holes)."""
+        del now, spare
+        return self._memory.space.largest >= self._memory.needs(job.request)
 
     def splintered(self, request: Request) -> bool:
         """Say whether enough is free for `request`, but not in one piece. O(holes)."""

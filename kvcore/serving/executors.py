@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from kvcore.policy import Batch, Job, LatencyModel, Line, Plugin
+from kvcore.errors import PolicyError
+from kvcore.policy import Batch, Job, LatencyModel, Line, Plugin, broken
 from kvcore.request import Key
 from kvcore.serving.decoding import Decoders
 
@@ -67,18 +68,55 @@ class SimulatedExecutor:
     def run(
         self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
     ) -> int:
-        """Return the picoseconds the step takes."""
+        """Return the picoseconds the step takes.
+
+        Raises:
+            PolicyError: the latency model failed, or gave no time.
+        """
         del chunks, decoders
-        return self.latency.duration(batch)
+        try:
+            took = self.latency.duration(batch)
+        except Exception as error:
+            raise broken(self.latency, "pieces", error) from error
+        if type(took) is not int or took < 0:
+            self._refuse(f"{batch} takes {took!r} ps; give whole picoseconds, 0 or more")
+        return took
 
     def lines(self, jobs: int) -> Sequence[Line]:
-        """Return the lines of steps that only decode, asked once for each number of jobs."""
+        """Return the lines of steps that only decode, asked once for each number of jobs.
+
+        Raises:
+            PolicyError: the latency model failed, or a step could take less the longer the
+                context is.
+        """
         lines = self._decode_lines.get(jobs)
         if lines is None:
-            nothing = (0,) * len(self.latency.windows)
-            lines = _highest(self.latency.pieces(Batch(0, nothing, jobs, nothing)))
-            self._decode_lines[jobs] = lines
+            lines = self._decode_lines[jobs] = _highest(self._checked(jobs))
         return lines
+
+    def _checked(self, jobs: int) -> Sequence[Line]:
+        windows = self.latency.windows
+        nothing = (0,) * len(windows)
+        try:
+            lines = self.latency.pieces(Batch(0, nothing, jobs, nothing))
+            sound = max(line[0] for line in lines) >= 0 and all(
+                len(line) == 1 + len(windows)
+                and all(type(number) is int for number in line)
+                and min(line[1:]) >= 0
+                for line in lines
+            )
+        except Exception as error:
+            raise broken(self.latency, "pieces", error) from error
+        if not sound:
+            self._refuse(
+                f"the lines of {jobs} decoding sequences are {list(lines)!r}; give whole "
+                f"picoseconds, and a slope of 0 or more for each window of {windows!r}"
+            )
+        return lines
+
+    def _refuse(self, why: str) -> NoReturn:
+        msg = f"latency plugin {self.latency.name!r}: {why}"
+        raise PolicyError(msg)
 
 
 def _highest(lines: Sequence[Line]) -> Sequence[Line]:

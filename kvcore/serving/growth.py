@@ -44,7 +44,20 @@ class Growth:
         """Say why `request` can never have all its slots; nothing if it can."""
         blocks = -(-(request.prompt + max(request.output - 1, 0)) // self._size)
         most = self._cache.pool.blocks
-        return f"it needs {blocks} blocks; the pool has {most}" if blocks > most else ""
+        return f"it needs {blocks:,} blocks; the pool has {most:,}" if blocks > most else ""
+
+    def first_tokens(self, job: Job, now: int) -> int | None:
+        """Return the tokens to open `job` with after its hit; None: the rest of its prompt."""
+        if job.admitted is None:
+            return None
+        return job.target - self._cache.probe(job.request, now) * self._size
+
+    def fits(self, job: Job, now: int, spare: int) -> bool:
+        """Say whether `job` could be opened, with `spare` blocks left. Pure."""
+        cache = self._cache
+        keys, _, _, _, _, limit = cache.geometry.prompt(job.request)
+        _, hit, reserved, _ = cache.prefix.probe(keys, limit, now)
+        return -(-job.target // self._size) - hit <= cache.room - reserved - spare
 
     def splintered(self, request: Request) -> bool:
         """Say whether enough is free for `request`, but in pieces: blocks may lie anywhere."""

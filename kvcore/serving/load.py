@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise, repeat
+from itertools import compress, pairwise, repeat
 from math import floor
 from operator import mul, sub
 
@@ -36,17 +38,17 @@ def offered_load(
     theory, arrival rate x mean service time. Above 1 the queue grows for as long as
     requests arrive. Costs O(requests).
     """
-    rows = [row for row in range(len(log.ids)) if row not in log.reasons]
-    if not rows:
-        return None
-    arrivals = [log.arrival[row] for row in rows]
-    span = max(arrivals) - min(arrivals)
+    columns: tuple[array[int], ...] = log.arrival, log.prompt, log.hit, log.output
+    if log.reasons:
+        finished = [finish >= 0 for finish in log.finish]
+        columns = tuple(array("q", compress(column, finished)) for column in columns)
+    arrivals, prompts, hits, outputs = columns
+    requests = len(arrivals)
+    span = max(arrivals, default=0) - min(arrivals, default=0)
     if not span:
         return None
-    hits = [log.hit[row] for row in rows]
-    prompts = [log.prompt[row] for row in rows]
     misses = list(map(sub, prompts, hits))
-    later = [max(log.output[row] - 1, 0) for row in rows]
+    later = [output - 1 if output else 0 for output in outputs]
     prefill, decode = sum(misses), sum(later)
     pairs = [_attended(hits, misses, window) for window in latency.windows]
     context = [_attended(prompts, later, window) for window in latency.windows]
@@ -63,11 +65,11 @@ def offered_load(
         work = _time(latency, prefill, pairs, 0, none, steps)
         steps = max(Fraction(decode, seats), room)
         work += _time(latency, 0, none, decode, context, steps)
-    rate = Fraction(len(rows) - 1, span * PICOSECONDS)
-    return float(work / len(rows) * rate)
+    rate = Fraction(requests - 1, span * PICOSECONDS)
+    return float(work / requests * rate)
 
 
-def _attended(contexts: list[int], tokens: list[int], window: int | None) -> int:
+def _attended(contexts: Sequence[int], tokens: Sequence[int], window: int | None) -> int:
     """Count the (query, key) pairs of requests with so many tokens after such contexts."""
     if window is not None:
         return sum(map(attended_pairs, contexts, tokens, repeat(window)))

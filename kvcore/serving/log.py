@@ -68,6 +68,14 @@ class RunLog:
         if self.verdict[-1] != UNJUDGED:
             self.verdict[-1] = MISSED
 
+    def tpot(self) -> list[int]:
+        """Return the mean picoseconds of the tokens after the first by row; -1 for none."""
+        columns = self.first_token, self.finish, self.output
+        return [
+            (finish - first) * PICOSECONDS // (output - 1) if finish >= 0 and output > 1 else -1
+            for first, finish, output in zip(*columns, strict=True)
+        ]
+
     def gap(self, time: int) -> None:
         """Take in the picoseconds between two tokens of a request, where they are no step."""
         self.itl.add(time, 0, 1, 1)
@@ -95,11 +103,6 @@ class RunLog:
             elif count > 1:
                 self.itl.add(first + slope, slope, count - 1, decoders.jobs)
             even = True
-
-
-def time_per_token(first_token: int, finish: int, output: int) -> int:
-    """Return TPOT in whole picoseconds: the mean time of the tokens after the first."""
-    return (finish - first_token) * PICOSECONDS // (output - 1)
 
 
 def _verdict(job: Job, slo: SLO, now: int) -> int:

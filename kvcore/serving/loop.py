@@ -12,7 +12,7 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.cache.lockstep import name_blocks, settle
-from kvcore.errors import PolicyError
+from kvcore.errors import InputError, PolicyError
 from kvcore.model import attended_pairs
 from kvcore.policy import Batch, DecodeSteps, Job, Scheduler
 from kvcore.policy.job import DECODE, DONE
@@ -28,7 +28,7 @@ from kvcore.serving.server import ServiceTimes
 from kvcore.serving.steps import StepTimes
 from kvcore.serving.tokens import told_keys
 from kvcore.trace.fields import key_fields
-from kvcore.units import PICOSECONDS
+from kvcore.units import LIMIT, PICOSECONDS
 
 
 class ServingLoop:
@@ -204,7 +204,7 @@ class ServingLoop:
             self.occupancy.passed(took, 0, decoders.jobs * steps, steps)
         decoders.advance(steps, self.clock + took)
         now = self._pass(steps, took)
-        self.seats.barren = 0
+        self.seats.preemptions.barren = 0
         if decoders.publishing:
             self._publish(now)
         done = decoders.finished()
@@ -230,6 +230,13 @@ class ServingLoop:
         now = self.clock // PICOSECONDS
         if self._arrivals.next_at <= now:
             self._take_arrivals(now)
+        if took >= LIMIT or now >= LIMIT:
+            msg = (
+                f"{steps} steps take {took / 1e12:.3g} s by latency model "
+                f"{self._executor.latency.name!r}, to {now / 1e9:.3g} s from the start: a step "
+                "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
+            )
+            raise InputError(msg)
         for job, keys in self._executor.named:
             assert job.seq is not None
             name_blocks(job.seq, keys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvcore.cache import KVCache, Residency
@@ -10,7 +10,7 @@ from kvcore.policy import LatencyModel
 from kvcore.request import SLO
 from kvcore.serving.batching import Batching
 from kvcore.serving.load import offered_load
-from kvcore.serving.log import MET, UNJUDGED, RunLog, time_per_token
+from kvcore.serving.log import MET, UNJUDGED, RunLog
 from kvcore.serving.quantiles import distribution, weighted_distribution
 from kvcore.units import NANOSECONDS, PICOSECONDS
 
@@ -24,16 +24,12 @@ def summary(
     """Return the numbers of a run, as docs/reference/simulate-result.md explains them."""
     stats, prefix, geometry = cache.stats, cache.prefix, cache.geometry
     tokens = cache.pool.blocks * geometry.block_size
-    span = simulated(log)
+    first, end = simulated(log)
+    span = end - first
     seconds = span / NANOSECONDS
-    generated = sum(o for o, finish in zip(log.output, log.finish, strict=True) if finish >= 0)
-    judged = sum(verdict != UNJUDGED for verdict in log.verdict)
-    met = sum(verdict == MET for verdict in log.verdict)
-    tpot = (
-        time_per_token(first, finish, output)
-        for first, finish, output in zip(log.first_token, log.finish, log.output, strict=True)
-        if finish >= 0 and output > 1
-    )
+    generated = sum(log.output) - sum(log.output[row] for row in log.reasons)
+    judged = len(log.verdict) - log.verdict.count(UNJUDGED)
+    met = log.verdict.count(MET)
     return {
         "schema": SCHEMA,
         "count": geometry.count,
@@ -45,7 +41,7 @@ def summary(
         "wall_s": wall_s,
         "steps": log.steps,
         "ttft_s": distribution(_between(log.arrival, log.first_token), NANOSECONDS),
-        "tpot_s": distribution(tpot, SECOND),
+        "tpot_s": distribution([time for time in log.tpot() if time >= 0], SECOND),
         "itl_s": log.itl.distribution(SECOND),
         "e2e_s": distribution(_between(log.arrival, log.finish), NANOSECONDS),
         "queue_s": distribution(_between(log.arrival, log.admitted), NANOSECONDS),
@@ -64,19 +60,19 @@ def summary(
         },
         "lost_tokens": stats.lost_tokens,
         "residency": _residency(prefix.residency),
-        "pool": {"block_size": geometry.block_size} | log.pool.summary(span),
+        "pool": {"block_size": geometry.block_size} | log.pool.summary(first, end),
     }
 
 
-def simulated(log: RunLog) -> int:
-    """Return the nanoseconds from the first arrival to the last finish, or arrival."""
+def simulated(log: RunLog) -> tuple[int, int]:
+    """Return when (ns) the first request arrived, and when the last finished, or arrived."""
     first = min(log.arrival, default=0)
-    return max(max(log.arrival, default=0), max(log.finish, default=0)) - first
+    return first, max(max(log.arrival, default=0), max(log.finish, default=0))
 
 
-def _between(begin: Sequence[int], end: Sequence[int]) -> Iterator[int]:
-    """Yield the times from `begin` to `end`, where there is an end."""
-    return (b - a for a, b in zip(begin, end, strict=True) if b >= 0)
+def _between(begin: Sequence[int], end: Sequence[int]) -> list[int]:
+    """Return the times from `begin` to `end`, where there is an end."""
+    return [b - a for a, b in zip(begin, end, strict=True) if b >= 0]
 
 
 def _slo(slo: SLO) -> dict[str, float | None]:

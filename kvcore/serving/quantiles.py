@@ -9,10 +9,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, compress, count, repeat
-from math import inf
-from operator import add, gt, mul
+from operator import add, and_, gt, mul, neg
 from typing import TypeAlias
 
 Distribution: TypeAlias = dict[str, float]
@@ -24,13 +23,22 @@ Points: TypeAlias = tuple[Sequence[int], Sequence[int]]
 Ramps: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 """Columns of ascending progressions: first value, last value, step, samples in all."""
 
+Ramp: TypeAlias = tuple[int, int, int, int]
+"""A row of them."""
+
 PERCENTS = (50, 90, 95, 99)
 
 COMPACT_FROM = 2**16
 """Single values from which on equal ones are merged."""
 
-SAMPLE = 63
-"""Values of a column that cut it into cells. Cells are bytes: two columns have to fit."""
+SAMPLE, APART = 127, 256
+"""How many values of a column are in its sample at most, and one of how many at least.
+
+There are as many cuts as samples at most, and a cell is a byte: enough for two columns.
+"""
+
+MOST = 2**63 - 1
+"""No value is larger: they are in arrays."""
 
 
 def nearest_rank(percent: int, count: int) -> int:
@@ -52,7 +60,10 @@ def distribution(samples: Iterable[int], unit: int) -> Distribution | None:
 def weighted_distribution(
     samples: Sequence[int], weights: Sequence[int], unit: int
 ) -> Distribution | None:
-    """Return the distribution of `samples`, each of which occurs as often as its weight."""
+    """Return the distribution of `samples`, each of which occurs as often as its weight.
+
+    None without samples, or if all weights are 0. Costs O(samples), and 1 byte for each.
+    """
     return _distribution((samples, weights), ((), (), (), ()), unit)
 
 
@@ -96,7 +107,8 @@ class Progressions:
     def distribution(self, unit: int) -> Distribution | None:
         """Return mean and percentiles, exact; None without samples.
 
-        Costs O(progressions), whatever their lengths, and 1 byte of memory for each.
+        Costs O(progressions), whatever their lengths, times the logarithm of their range for
+        those that reach over a percentile; 1 byte of memory each, 11 if it spans cells.
         """
         ramps = self._firsts, self._lasts, self._steps, self._masses
         return _distribution((self._values, self._weights), ramps, unit)
@@ -117,104 +129,116 @@ def _distribution(points: Points, ramps: Ramps, unit: int) -> Distribution | Non
     total = sum(weights) + sum(masses)
     if not total:
         return None
-    doubled = 2 * sum(map(mul, values, weights)) + sum(
-        map(mul, map(add, firsts, lasts), masses)
-    )
+    doubled = 2 * sum(map(mul, values, weights))
+    doubled += sum(map(mul, map(add, firsts, lasts), masses))
     cells = _Cells(points, ramps)
     found = {f"p{p}": cells.at(nearest_rank(p, total)) / unit for p in PERCENTS}
     return {"mean": doubled / (2 * total * unit), **found}
 
 
 class _Cells:
-    """Points and ramps by the cell in which they begin, between two values of a sample.
+    """Points and ramps by cell: by how many values of a sample, the cuts, they are above.
 
-    What is below a percentile is known by cell; one has to look at those in its own. What
-    a sample holds twice is a cell of its own, and need not be looked at.
+    What is below a cell is known, so that a percentile is looked for among those in its own.
+    What the sample holds twice has a cell to itself, so that it need not be looked at either,
+    however often it occurs.
     """
 
     def __init__(self, points: Points, ramps: Ramps) -> None:
-        """Take the columns, of which every so many-th value is in the sample."""
+        """Sort the columns into cells."""
         (values, weights), (firsts, lasts, _, masses) = points, ramps
-        sample = Counter([*_some(values), *_some(firsts)])
+        sample = Counter([*_sample(values), *_sample(firsts)])
         often = (value - 1 for value, times in sample.items() if times > 1)
         cuts = sorted({*sample, *often})
         self._points, self._ramps, self._cuts = points, ramps, cuts
         self._of_points = _cells(cuts, values)
         self._of_ramps = _cells(cuts, firsts)
         begun = [0] * (len(cuts) + 1)
-        for cell, weight in zip(self._of_points, weights, strict=True):
-            begun[cell] += weight
-        for cell, mass in zip(self._of_ramps, masses, strict=True):
-            begun[cell] += mass
-        tops = map([*cuts, inf].__getitem__, self._of_ramps)
-        self._crossing = array("q", compress(count(), map(gt, lasts, tops)))
-        self._crossing_to = _cells(cuts, map(lasts.__getitem__, self._crossing))
+        _add_up(begun, self._of_points, weights)
+        _add_up(begun, self._of_ramps, masses)
+        # Those that end in another cell than they begin in are kept apart.
+        tops = map([*cuts, MOST].__getitem__, self._of_ramps)
+        self._crossing = crossing = array("q", compress(count(), map(gt, lasts, tops)))
+        self._from = bytes(map(self._of_ramps.__getitem__, crossing))
+        self._to = _cells(cuts, map(lasts.__getitem__, crossing))
         ended = begun[:]
-        for row, cell in zip(self._crossing, self._crossing_to, strict=True):
-            ended[self._of_ramps[row]] -= masses[row]
-            ended[cell] += masses[row]
+        _add_up(ended, self._from, map(neg, map(masses.__getitem__, crossing)))
+        _add_up(ended, self._to, map(masses.__getitem__, crossing))
         self._begun = list(accumulate(begun))
         self._below = list(accumulate(ended, initial=0))
 
     def at(self, rank: int) -> int:
         """Return the sample of that rank."""
+        # It is no lower than where so many have begun, and no higher than where they ended.
         low, high = bisect_left(self._begun, rank), bisect_left(self._below, rank) - 1
         cuts, (values, weights) = self._cuts, self._points
         if low == high and 0 < low < len(cuts) and cuts[low] - cuts[low - 1] == 1:
             return cuts[low]
-        points: Counter[int] = Counter()
-        for place in _places(self._of_points, low, high):
-            points[values[place]] += weights[place]
-        rows = list(_places(self._of_ramps, low, high))
-        rows += [
-            row
-            for row, cell in zip(self._crossing, self._crossing_to, strict=True)
-            if self._of_ramps[row] < low <= cell
-        ]
-        ramps = [tuple(column[row] for column in self._ramps) for row in rows]
-        return _select(points, ramps, rank - self._below[low])
+        points = sorted(_places(self._of_points, low, high), key=values.__getitem__)
+        ordered = list(map(values.__getitem__, points))
+        upto = list(accumulate(map(weights.__getitem__, points), initial=0))
+        from_below, into = _marks(0, low - 1), _marks(low, 255)
+        reach = map(and_, self._from.translate(from_below), self._to.translate(into))
+        rows = [*_places(self._of_ramps, low, high), *compress(self._crossing, reach)]
+        ramps = list(
+            zip(*(map(column.__getitem__, rows) for column in self._ramps), strict=True)
+        )
+        return _select(ordered, upto, ramps, rank - self._below[low])
 
 
-def _some(values: Sequence[int]) -> Sequence[int]:
-    """Return at most `SAMPLE` of the values, evenly spaced."""
-    return values[:: len(values) // SAMPLE + 1]
+def _sample(values: Sequence[int]) -> Sequence[int]:
+    """Return a few of the values, evenly spaced."""
+    return values[:: max(APART, len(values) // SAMPLE + 1)]
 
 
 def _cells(cuts: Sequence[int], values: Iterable[int]) -> bytes:
-    """Return for each value how many cuts are below it."""
+    """Return for each value how many cuts it is above."""
     return bytes(map(bisect_left, repeat(cuts), values))
 
 
+def _add_up(sums: list[int], cells: bytes, weights: Iterable[int]) -> None:
+    """Add each weight to the sum of its cell."""
+    for cell, weight in zip(cells, weights, strict=True):
+        sums[cell] += weight
+
+
+def _marks(low: int, high: int) -> bytes:
+    """Return the table that translates cells from `low` to `high` to 1, all others to 0."""
+    return bytes(low) + bytes([1]) * (high - low + 1) + bytes(255 - high)
+
+
 def _places(cells: bytes, low: int, high: int) -> Iterator[int]:
-    """Yield where in `cells` the cells from `low` to `high` are."""
-    inside = bytes(low) + bytes([1]) * (high - low + 1) + bytes(255 - high)
-    marked = cells.translate(inside)
+    """Yield the places of the cells from `low` to `high`."""
+    marked = cells.translate(_marks(low, high))
     place = marked.find(1)
     while place >= 0:
         yield place
         place = marked.find(1, place + 1)
 
 
-def _select(points: Mapping[int, int], ramps: list[tuple[int, ...]], rank: int) -> int:
-    """Return the sample of that rank, halving the range of values until no ramp is in it."""
-    values = sorted(points)
-    upto = list(accumulate(map(points.__getitem__, values), initial=0))
+def _select(values: list[int], upto: list[int], ramps: list[Ramp], rank: int) -> int:
+    """Return the sample of that rank among ramps and points.
+
+    Halves the range of values until no ramp is in it. `values` are those of the points in
+    order, and `upto` says how many samples the first of them are.
+    """
     low = min([*values[:1], *(first for first, _, _, _ in ramps)])
     high = max([*values[-1:], *(last for _, last, _, _ in ramps)])
     while ramps and low < high:
         middle = (low + high) // 2
-        mass = upto[bisect_right(values, middle)]
-        begun, rest, ended = [], [], 0
+        mass, ended = upto[bisect_right(values, middle)], 0
+        begun, rest = [], []
         for ramp in ramps:
             first, last, step, samples = ramp
-            if last <= middle:
-                ended += samples
-                begun.append(ramp)
-                continue
-            rest.append(ramp)
             if first <= middle:
                 begun.append(ramp)
-                mass += samples // ((last - first) // step + 1) * ((middle - first) // step + 1)
+            if last <= middle:
+                ended += samples
+            else:
+                rest.append(ramp)
+                if first <= middle:
+                    weight = samples // ((last - first) // step + 1)
+                    mass += weight * ((middle - first) // step + 1)
         if rank <= mass + ended:
             ramps, high = begun, middle
         else:

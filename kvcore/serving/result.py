@@ -16,7 +16,7 @@ from kvcore.files import whole_file
 from kvcore.policy import LatencyModel
 from kvcore.serving.batching import Batching
 from kvcore.serving.fragmentation import Fragmentation
-from kvcore.serving.log import UNJUDGED, RunLog, time_per_token
+from kvcore.serving.log import UNJUDGED, RunLog
 from kvcore.serving.metrics import summary
 from kvcore.units import NANOSECONDS, PICOSECONDS
 
@@ -50,7 +50,6 @@ class Result:
         """
         log = self.log
         finished = [row not in log.reasons for row in range(len(log.ids))]
-        columns = log.arrival, log.admitted, log.first_token, log.finish, log.output
         return {
             "id": log.ids,
             "status": ["finished" if done else "rejected" for done in finished],
@@ -61,12 +60,7 @@ class Result:
             "finish_s": _seconds(log.finish),
             "queue_s": _seconds(_since(log.arrival, log.admitted)),
             "ttft_s": _seconds(_since(log.arrival, log.first_token)),
-            "tpot_s": [
-                time_per_token(first, finish, output) / (NANOSECONDS * PICOSECONDS)
-                if finish >= 0 and output > 1
-                else None
-                for _, _, first, finish, output in zip(*columns, strict=True)
-            ],
+            "tpot_s": _seconds(log.tpot(), NANOSECONDS * PICOSECONDS),
             "e2e_s": _seconds(_since(log.arrival, log.finish)),
             "prompt": log.prompt.tolist(),
             "output": log.output.tolist(),
@@ -77,7 +71,10 @@ class Result:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers of the run as JSON has them. Costs O(events · log events)."""
+        """Return the numbers of the run as JSON has them.
+
+        Costs O(n log n) for n requests, and O(m) for m events.
+        """
         document = summary(self.log, self.cache, self.batching, self.latency, self.wall_s)
         measured = self.fragmentation
         return document | {"fragmentation": measured and attrs.asdict(measured)}
@@ -110,8 +107,8 @@ class Result:
             document.write(f"{text.decode()}\n")
 
 
-def _seconds(times: Iterable[int]) -> list[float | None]:
-    return [None if time < 0 else time / NANOSECONDS for time in times]
+def _seconds(times: Iterable[int], second: int = NANOSECONDS) -> list[float | None]:
+    return [None if time < 0 else time / second for time in times]
 
 
 def _since(begin: Iterable[int], end: Iterable[int]) -> list[int]:

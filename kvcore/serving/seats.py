@@ -14,11 +14,9 @@ from kvcore.policy.job import DECODE, PAUSED, PREFILL, WAITING
 from kvcore.serving.batching import Batching
 from kvcore.serving.contiguous import growth_in
 from kvcore.serving.decoding import Decoders
+from kvcore.serving.preemption import Preemptions
 from kvcore.serving.server import ServiceTimes
 from kvcore.serving.waiting import Waiting
-
-PATIENCE = 100
-"""Preemptions without a new token that are no livelock yet, besides ten for each job."""
 
 
 class Seats:
@@ -30,8 +28,7 @@ class Seats:
         paused: jobs off the batch that keep their blocks; they are in `waiting` too.
         chunks: what the next step prefills: jobs and tokens.
         changed: whether anything has happened since the last plan.
-        pauses, recomputes: preemptions so far.
-        barren: preemptions since the last new token: many are a livelock.
+        preemptions: who writes them down.
         timers: when (ns) priorities of waiting jobs change by themselves, a heap.
         refused: who was refused a seat last, if nothing has happened since.
         growth: allocates for the jobs that generate.
@@ -51,21 +48,19 @@ class Seats:
         self.paused: dict[Job, None] = {}
         self.chunks: list[tuple[Job, int]] = []
         self.changed = True
-        self.pauses = self.recomputes = 0
         self.growth = growth_in(cache, decoders)
         self._cache = cache
         self._scheduler = scheduler
         self._batching = batching
         self._decoders = decoders
         self._server = server
-        self._size = cache.geometry.block_size
         self._mixed = batching.steps == "mixed"
         self._spare = batching.spare(cache.pool.blocks)
         self._prefilling: dict[Job, None] = {}
         self.refused: Job | None = None
         self._victims: set[Job] = set()
         self.timers: list[tuple[int, int, Job]] = []
-        self.barren = 0
+        self.preemptions = Preemptions(cache, scheduler)
         self._ranks = not overridden(scheduler, "plan")
         self._changes_at = overridden(scheduler, "changes_at")
         self._queued = overridden(scheduler, "queued")
@@ -76,7 +71,10 @@ class Seats:
         """Let `job` wait for a seat."""
         if self._ranks:
             self._rank(job, now)
-        self.waiting.push(job, front=front)
+        try:
+            self.waiting.push(job, front=front)
+        except TypeError as error:
+            raise broken(self._scheduler, "priority", error) from error
         if self._queued is not None:
             self._call("queued", self._queued, job, now)
         self.changed = True
@@ -98,7 +96,10 @@ class Seats:
         if self._victims:
             self._victims.clear()
             if not self.running:
+                self._decoders.grown = self._decoders.steps.count + self._mixed
                 self._admit(now)
+                if not (self._mixed or self.chunks):
+                    self._grow(now)
         changed, self.changed = self.changed, False
         if not self._decoders.jobs:
             self._decoders.grown = self._decoders.steps.count
@@ -107,7 +108,7 @@ class Seats:
     def prefilled(self, job: Job) -> None:
         """Learn that the prefill of `job` is done, which gives it a token."""
         del self._prefilling[job]
-        self.barren = 0
+        self.preemptions.barren = 0
 
     def computed(self) -> None:
         """Learn that more is committed: who was refused may hit more now."""
@@ -156,7 +157,7 @@ class Seats:
     def _allot(self, job: Job, budget: int) -> int:
         """Give `job` its share of the step's tokens, and return it."""
         if job.stage == DECODE:
-            return 1
+            return int(self._mixed)
         tokens = job.target - job.computed
         if tokens > budget:
             if self._batching.chunked:
@@ -207,17 +208,18 @@ class Seats:
 
     def _seat(self, job: Job, budget: int, now: int) -> bool:
         """Give `job` a seat if there is one, or one can be taken, and there is room."""
-        if job is self.refused or job in self._victims:
+        if job is self.refused or job in self._victims or not self._in_one(job, budget, now):
             return False
-        while len(self.running) >= self._batching.max_seqs:
-            if not (self._ranks and self._scheduler.preemptive):
+        if len(self.running) >= self._batching.max_seqs:
+            last = self._behind(job, now)
+            if last is None:
                 return False
-            last = max(self.running, key=lambda job: (self._priority(job, now), job.serial))
-            if not job.rank < self._priority(last, now):
+            if not self._fits(job, now):
+                self.refused = job
                 return False
             self._pause(last, now, job)
         take = self._resume if job.stage == PAUSED else self._open
-        while not take(job, budget, now):
+        while not take(job, now):
             if not self._make_room(job, now):
                 self.refused = job
                 return False
@@ -227,14 +229,39 @@ class Seats:
             self._call("admitted", self._admitted, job, now)
         return True
 
-    def _open(self, job: Job, budget: int, now: int) -> bool:
+    def _in_one(self, job: Job, budget: int, now: int) -> bool:
+        """Say whether the step has the tokens `job` needs, if these must come in one step."""
+        if self._batching.chunked or not self.chunks or job.stage == PAUSED:
+            return True
+        return job.target - self._server.probe(job.request, now) <= budget
+
+    def _behind(self, job: Job, now: int) -> Job | None:
+        """Return the running job that is last in order, if it must give its seat to `job`."""
+        if not (self._ranks and self._scheduler.preemptive):
+            return None
+        # A running job has only come forward since it was ranked.
+        behind = [other for other in self.running if job.rank < other.rank]
+        ranks = {other: (self._priority(other, now), other.serial) for other in behind}
+        last = max(ranks, key=ranks.__getitem__, default=None)
+        return None if last is None or not job.rank < ranks[last][0] else last
+
+    def _fits(self, job: Job, now: int) -> bool:
+        """Say whether there is room for `job` beside those that hold blocks. Pure."""
+        if job.seq is not None:
+            return not self._lacks(job) or self.growth.room_for(job.seq)
+        return self.growth.fits(job, now, self._spare)
+
+    def _lacks(self, job: Job) -> int:
+        """Return how many slots a paused job needs for the step that is allocated."""
+        assert job.seq is not None
+        if job.prefill_left or self.growth.pending:
+            return 0
+        return job.length + 1 - job.seq.tokens
+
+    def _open(self, job: Job, now: int) -> bool:
         request, cache = job.request, self._cache
-        first = None
         again = job.admitted is not None
-        if again or not self._batching.chunked:
-            first = job.target - cache.probe(request, now) * self._size
-            if self.chunks and first > budget and not self._batching.chunked:
-                return False
+        first = self.growth.first_tokens(job, now)
         spare = self._spare if self.running or self.paused else 0
         try:
             seq = cache.open(request, first, now, again=again, spare=spare)
@@ -250,14 +277,11 @@ class Seats:
         self._prefilling[job] = None
         return True
 
-    def _resume(self, job: Job, budget: int, now: int) -> bool:
+    def _resume(self, job: Job, now: int) -> bool:
         """Give a paused job its seat again, and the block it needs, if it needs one."""
-        del budget
         seq, cache = job.seq, self._cache
         assert seq is not None
-        more = 0
-        if not (job.prefill_left or self.growth.pending):
-            more = job.length + 1 - seq.tokens
+        more = self._lacks(job)
         if more and not self.growth.room_for(seq):
             return False
         if cache.trace is not None:
@@ -278,8 +302,8 @@ class Seats:
         self._unseat(job)
         job.stage = PAUSED
         job.pauses += 1
-        self.pauses += 1
         self.paused[job] = None
+        self.refused = None
         self._record(job, "pause", now, sake)
         self.queue(job, now, front=True)
 
@@ -299,7 +323,6 @@ class Seats:
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt + job.generated, 0
         job.recomputes += 1
-        self.recomputes += 1
         self.queue(job, now, front=True)
         self.refused = None
         self._victims.add(job)
@@ -314,18 +337,14 @@ class Seats:
         del self.running[job]
 
     def _make_room(self, job: Job, now: int) -> bool:
-        """Preempt the last in order if it must give way to `job`; return whether it did.
+        """Take the blocks of the last in order for `job`, if nothing else will ever free any.
 
-        It must if the scheduler is preemptive and it comes after `job`; or if it is paused
-        and nothing runs, since then nothing else would ever make room.
+        That is when nothing runs and what holds blocks is paused; return whether it was so.
         """
-        if not (self.running or self.paused):
+        if self.running or not self.paused:
             return False
         last = self._last(now)
-        stuck = not self.running
-        if not stuck and not (self._ranks and self._scheduler.preemptive):
-            return False
-        if last is job or not (stuck or job.rank < self._priority(last, now)):
+        if last is job:
             return False
         self._recompute(last, now, job)
         return True
@@ -340,23 +359,8 @@ class Seats:
         return max(chain(self.running, self.paused), key=order)
 
     def _record(self, job: Job, how: str, now: int, sake: Job | None) -> None:
-        """PREEMPT: write it down, and stop if nothing but preemption happens any more."""
-        self.barren += 1
-        trace, seq = self._cache.trace, job.seq
-        if trace is not None and seq is not None:
-            whom = {} if sake is None else {"for": sake.request.id}
-            trace.line("PREEMPT", now, request=job.request.id, seq=seq.id, how=how, **whom)
         jobs = len(self.running) + len(self.waiting)
-        if self.barren > PATIENCE + 10 * jobs:
-            pool = self._cache.pool
-            msg = (
-                f"livelock at {now} ns: {self.barren} preemptions without a new token, the "
-                f"last of request {job.request.id!r}; {len(self.running)} requests run and "
-                f"{len(self.waiting)} wait for {pool.blocks} blocks, of which {pool.free} are "
-                f"free. Scheduler {self._scheduler.name!r} orders them differently every time "
-                "it is asked: a running job's priority may only improve"
-            )
-            raise PolicyError(msg)
+        self.preemptions.record(job, how, now, sake, jobs)
 
     def _rank(self, job: Job, now: int) -> None:
         try:

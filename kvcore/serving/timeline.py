@@ -49,17 +49,21 @@ class PoolTimeline:
                 self._thin_out()
             self._due = now + self._interval
 
-    def summary(self, span: int) -> dict[str, Any]:
-        """Return peak, means over the last `span` nanoseconds (None if 0), and samples.
+    def summary(self, first: int, end: int) -> dict[str, Any]:
+        """Return peak, means from `first` to `end` in ns (None if they are one), and samples.
 
-        Before those nothing was active or cached.
+        Before `first` nothing was active or cached; `end` is no earlier than the last event.
         """
+        span, since = end - first, end - self._now
         times, actives, cacheds = self._times[:], self._actives[:], self._cacheds[:]
         if times and times[-1] < self._now:
             times.append(self._now)
             actives.append(self._active)
             cacheds.append(self._cached)
-        areas = self._active_area, self._cached_area
+        areas = (
+            self._active_area + since * self._active,
+            self._cached_area + since * self._cached,
+        )
         active, cached = (area / span if span else None for area in areas)
         return {
             "blocks": self.blocks,

@@ -267,7 +267,7 @@ def test_paging_admits_more_at_a_time():
     """Reserving what may come lets three run where paging lets eight; both serve them all."""
     requests = [ask(number, output=4 if number % 4 else 28) for number in range(16)]
     pieces = run(requests, blocks=24)
-    pages = run(requests, blocks=24, allocation="paged")
+    pages = run(requests, blocks=24, allocation="paged", fragmentation=True)
     assert sorted(pieces.log.ids) == sorted(pages.log.ids) == list(range(16))
     assert pieces.log.admitted.tolist().count(0) == 3
     assert pages.log.admitted.tolist().count(0) == 8

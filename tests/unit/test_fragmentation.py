@@ -17,6 +17,7 @@ def run(requests, blocks=5, **options):
         cache=KVCache(blocks, BLOCK),
         latency=Even(),
         batching=Batching(watermark=0),
+        fragmentation=True,
         **options,
     ).fragmentation
 
@@ -105,7 +106,7 @@ def test_nothing_was_served():
 
 def test_it_is_in_the_summary():
     """The JSON of a run has every number."""
-    result = simulate([ask("a")], cache=KVCache(5, BLOCK), latency=Even())
+    result = simulate([ask("a")], cache=KVCache(5, BLOCK), latency=Even(), fragmentation=True)
     assert result.summary()["fragmentation"] == attrs.asdict(result.fragmentation)
 
 
@@ -144,5 +145,6 @@ def measured(server, allocation, *, jumps=True) -> Fragmentation:
         latency=Even(),
         batching=Batching(**options),
         allocation=allocation,
+        fragmentation=True,
         jumps=jumps,
     ).fragmentation

@@ -11,7 +11,7 @@ from kvcore import hookspecs
 from kvcore.errors import InputError, PluginError
 from kvcore.hookspecs import hookimpl
 from kvcore.plugins import KINDS, Plugins
-from kvcore.policy import EvictionPolicy, PrefixCache, Workload
+from kvcore.policy import EvictionPolicy, LatencyModel, PrefixCache, Scheduler, Workload
 from kvcore.specs import Spec
 
 
@@ -58,6 +58,26 @@ class CannotTell(Oldest):
 
 class Twin(Oldest):
     """One that inherits its name."""
+
+
+class InAnyOrder(Scheduler):
+    """A scheduler to whom all are alike."""
+
+    name = "in-any-order"
+
+    def priority(self, job, now):
+        """Prefer nobody."""
+        return 0
+
+
+class Instant(LatencyModel):
+    """A latency model in which nothing takes time."""
+
+    name = "instant"
+
+    def pieces(self, batch):
+        """Return one flat line."""
+        return [(0, 0)]
 
 
 class Requests(Workload):
@@ -121,6 +141,18 @@ def test_hook_kvcore_prefix_caches():
     """The hook's classes are the prefix plugins."""
     plugins = Plugins([module(kvcore_prefix_caches=[Prefixless])], entry_points=())
     assert plugins.get("prefix", "prefixless") is Prefixless
+
+
+def test_hook_kvcore_schedulers():
+    """The hook's classes are the scheduler plugins."""
+    plugins = Plugins([module(kvcore_schedulers=[InAnyOrder])], entry_points=())
+    assert plugins.get("scheduler", "in-any-order") is InAnyOrder
+
+
+def test_hook_kvcore_latency_models():
+    """The hook's classes are the latency plugins."""
+    plugins = Plugins([module(kvcore_latency_models=[Instant])], entry_points=())
+    assert plugins.get("latency", "instant") is Instant
 
 
 def test_hook_kvcore_workloads():
@@ -243,7 +275,7 @@ def test_unknown_kind_offers_the_nearest_and_the_list():
     """A misspelled kind's error has the likely one, and all."""
     assert error(InputError, evictions().names, "evicton") == (
         "'evicton' is no kind of plugin (did you mean 'eviction'?). "
-        "The kinds are: eviction, prefix, workload"
+        "The kinds are: eviction, prefix, scheduler, latency, workload"
     )
 
 
@@ -308,7 +340,8 @@ def test_misspelled_hook_offers_the_nearest_and_the_list():
     assert error(PluginError, lambda: Plugins([hooks], entry_points=())) == (
         "extra[0] (registered in code) implements 'kvcore_eviction_policy', which is no hook "
         "of kvcore (did you mean 'kvcore_eviction_policies'?). The hooks are "
-        "kvcore_eviction_policies, kvcore_prefix_caches, kvcore_workloads"
+        "kvcore_eviction_policies, kvcore_prefix_caches, kvcore_schedulers, "
+        "kvcore_latency_models, kvcore_workloads"
     )
 
 

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvcore.serving import quantiles
 from kvcore.serving.quantiles import (
     Progressions,
     distribution,
@@ -21,6 +22,18 @@ PIECES = st.lists(
     min_size=1,
     max_size=12,
 )
+
+
+SCALES = st.sampled_from([1, 1000, 10**12])
+
+
+@pytest.fixture(params=[(127, 256), (127, 1), (5, 2), (1, 1)], scope="module")
+def cells(request):
+    """Sort a few numbers into as many cells as many would be, or into next to none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantiles, "SAMPLE", request.param[0])
+        patch.setattr(quantiles, "APART", request.param[1])
+        yield
 
 
 def stored(pieces):
@@ -59,20 +72,62 @@ def test_no_samples_no_distribution():
     assert (*nothing, Progressions().distribution(1)) == (None, None, None)
 
 
-@given(WEIGHTED)
-def test_weights_are_repetitions(pairs):
+@pytest.mark.usefixtures("cells")
+@given(WEIGHTED, SCALES)
+def test_weights_are_repetitions(pairs, scale):
     """A sample of weight w counts as w samples."""
+    pairs = [(value * scale, weight) for value, weight in pairs]
     values = [value for value, weight in pairs for _ in range(weight)]
     samples, weights = zip(*pairs, strict=True)
     assert weighted_distribution(samples, weights, 7) == distribution(values, 7)
 
 
+def test_a_sample_of_no_weight_is_none():
+    """It counts for nothing, wherever it is, and alone there is no distribution."""
+    assert weighted_distribution([1, 5, 9], [0, 3, 0], 1) == distribution([5], 1)
+    assert weighted_distribution([1, 5], [0, 0], 1) is None
+
+
+@pytest.mark.usefixtures("cells")
 @given(PIECES)
 def test_progressions_are_their_values(pieces):
     """Percentiles and mean are those of all values written out, repeated by weight."""
     progressions, values = stored(pieces)
     assert progressions.count == len(values)
     assert progressions.distribution(7) == distribution(values, 7)
+
+
+@pytest.mark.usefixtures("cells")
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), max_size=60), SCALES)
+def test_the_same_few_progressions_over_and_over(pieces, scale):
+    """What occurs a lot is found as surely as what occurs once."""
+    rows = [(count % 2 * scale, scale, count, weight) for count, weight in pieces]
+    progressions, values = stored(rows)
+    assert progressions.distribution(1) == distribution(values, 1)
+
+
+@pytest.mark.parametrize("spread", [1, 10**6])
+def test_many_values_of_which_some_occur_often(spread):
+    """Tens of thousands, a third of them equal, single or in progressions."""
+    rows = [
+        (0, 0, 1, 3)
+        if place % 3 == 0
+        else (place * 7919 % 10007 * spread, place % 5, 1 + place % 4, 1 + place % 6)
+        for place in range(30_000)
+    ]
+    progressions, values = stored(rows)
+    assert progressions.distribution(3) == distribution(values, 3)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_many_weighted_values(order):
+    """Thousands in order, up or down, are as exact as a few."""
+    samples = [place * place * order for place in range(20_000)]
+    weights = [place % 3 for place in range(20_000)]
+    values = [
+        value for value, weight in zip(samples, weights, strict=True) for _ in range(weight)
+    ]
+    assert weighted_distribution(samples, weights, 9) == distribution(values, 9)
 
 
 def test_a_million_values_of_few_progressions():

@@ -159,6 +159,14 @@ def test_an_order_that_breaks_off_late():
         serve(requests)
 
 
+@pytest.mark.parametrize("field", ["think", "predicted"])
+@pytest.mark.parametrize("value", [-1, 2.5])
+def test_what_is_counted_is_whole_and_not_negative(field, value):
+    """Nobody thinks for less than no time, or is expected to say less than nothing."""
+    with pytest.raises(InputError, match=rf"request 'b': {field}={value} must be .*0 or more"):
+        ask("b", **{field: value})
+
+
 def test_times_are_whole_nanoseconds():
     """A fraction of a nanosecond is refused where the request is made."""
     with pytest.raises(InputError, match=r"arrival \(ns\).* are whole numbers.*arrival=1\.5"):

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from serving import Planning, ask, serve
+from serving import Even, Planning, ask, serve
 
 from kvcore import InputError, PolicyError, Scheduler, StepPlan
 from kvcore_plugins.scheduling import FCFS
@@ -14,28 +14,19 @@ REQUESTS = [ask(number, number, output=9) for number in range(6)]
 
 @attrs.define(slots=False, eq=False)
 class Perverse(FCFS):
-    """Whoever waits goes before whoever runs."""
+    """Whoever queued up last goes before whoever runs."""
 
     name: ClassVar[str] = "perverse"
 
     preemptive: bool = True
+    queued_up: int = 0
 
     def priority(self, job, now):
-        """Return whether it has a seat."""
-        return job.stage in {"prefill", "decode"}
-
-
-@attrs.define(slots=False, eq=False)
-class Envious(FCFS):
-    """The same, for blocks instead of seats."""
-
-    name: ClassVar[str] = "envious"
-
-    preemptive: bool = True
-
-    def priority(self, job, now):
-        """Return whether it holds blocks, and who came last."""
-        return job.seq is not None, -job.serial
+        """Return how many queued up, counted down; of one that has a seat, more."""
+        if job.stage in {"prefill", "decode"}:
+            return 1
+        self.queued_up -= 1
+        return self.queued_up
 
 
 @attrs.define(slots=False, eq=False)
@@ -59,14 +50,6 @@ def test_livelock_by_pauses():
     assert "1000 blocks" in text
     assert "Scheduler 'perverse' orders them differently every time" in text
     assert "a running job's priority may only improve" in text
-
-
-def test_livelock_by_recomputation():
-    """Two prompts of which neither gets beyond its first chunks before it loses its blocks."""
-    requests = [ask(number, prompt=16, output=2) for number in range(2)]
-    with pytest.raises(PolicyError, match=r"livelock at .* for 5 blocks, .*'envious'"):
-        serve(requests, blocks=5, max_tokens=4, max_seqs=2, scheduler=Envious())
-    assert len(serve(requests, blocks=5, max_tokens=4, max_seqs=2).rows) == 2
 
 
 @pytest.mark.parametrize("scheduler", [FCFS, Planning])
@@ -115,6 +98,27 @@ def test_a_scheduler_that_raises(method):
     with pytest.raises(PolicyError, match=message) as caught:
         serve(REQUESTS, scheduler=_failing(method)())
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def _answering(answer):
+    return type("Answering", (Even,), {"name": "answering", "pieces": lambda *_: answer()})()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda: 1 // 0, r"raised ZeroDivisionError in pieces\(\): .* division"),
+        (list, r"raised ValueError in pieces\(\)"),
+        (lambda: [(1e4, 0)], r"'answering': Batch\(.*\) takes 10000\.0 ps; give whole pico"),
+        (lambda: [(10_000, 0.5)], r"'answering': Batch\(.*\) takes 10000\.0 ps"),
+        (lambda: [(10_000, -5)], r"the lines of 1 decoding sequences are \[\(10000, -5\)\]"),
+        (lambda: [(-10_000, 5)], r"the lines of 1 decoding sequences are \[\(-10000, 5\)\]"),
+    ],
+)
+def test_a_latency_model_that_gives_no_time(answer, message):
+    """The error names the plugin, and what it answered or raised."""
+    with pytest.raises(PolicyError, match=message):
+        serve(REQUESTS, latency=_answering(answer), max_seqs=1)
 
 
 def test_a_plan_that_raises_midway():
@@ -212,3 +216,20 @@ def test_priority_is_all_a_scheduler_needs():
 
     requests = [ask(number, output=9 - number) for number in range(5)]
     assert list(serve(requests, scheduler=Shortest(), max_seqs=1).rows) == [4, 3, 2, 1, 0]
+
+
+@attrs.define(slots=False, eq=False)
+class Undecided(FCFS):
+    """Gives every second job no priority."""
+
+    name: ClassVar[str] = "undecided"
+
+    def priority(self, job, now):
+        """Return what cannot be compared."""
+        return None if job.serial % 2 else job.serial
+
+
+def test_priorities_that_have_no_order():
+    """Priorities that cannot be compared are the scheduler's fault, and the error says so."""
+    with pytest.raises(PolicyError, match=r"'undecided' .* raised TypeError in priority\(\)"):
+        serve([ask(number, 0, output=9) for number in range(6)], scheduler=Undecided())

@@ -93,7 +93,7 @@ def test_a_rejected_request_has_a_reason_and_no_times():
     """It arrived, and that is all."""
     row = rows(three())["huge"]
     assert (row["status"], row["arrival_s"]) == ("rejected", 5 / NS)
-    assert row["reason"] == "it needs 1001 blocks; the pool has 1000"
+    assert row["reason"] == "it needs 1,001 blocks; the pool has 1,000"
     times = ("admitted_s", "finish_s", "queue_s", "ttft_s", "tpot_s", "e2e_s")
     assert {row[name] for name in times} == {None}
 

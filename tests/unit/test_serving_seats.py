@@ -104,21 +104,21 @@ def test_a_pause_in_mid_prefill():
     assert finish(run) == {"b": 40, "a": 20 + 20 + 80 + 10}
 
 
-def test_a_paused_request_loses_its_blocks_to_a_more_urgent_one():
-    """Paused for its seat, then preempted for its blocks, by the one that goes before it."""
+def test_a_seat_is_not_taken_where_there_is_no_room():
+    """Who is more urgent would pause the other, but has no room beside its blocks: it waits."""
     requests = [ask("a", 0, 16, 17, priority=1), ask("b", 35, 16, 13)]
     run = serve(requests, blocks=8, scheduler=Urgent(), max_seqs=1)
     hows = [(line["t"], line["how"]) for line in run.lines if line["event"] == "PREEMPT"]
-    assert hows == [(40, "pause"), (40, "recompute")]
-    assert finish(run) == {"b": 170, "a": 300}
+    assert hows == []
+    assert finish(run) == {"a": 170, "b": 300}
 
 
-def test_room_is_made_for_who_is_more_urgent():
-    """There is a seat but no room: the one last in order gives its blocks."""
+def test_blocks_are_not_taken_for_an_admission():
+    """There is a seat but no room: who is more urgent waits, and no work is thrown away."""
     requests = [ask("a", 0, 16, 9, priority=1), ask("b", 35, 24, 3)]
     run = serve(requests, blocks=8, scheduler=Urgent())
-    assert kinds(run) == {"b": (0, 0), "a": (0, 1)}
-    assert finish(run) == {"b": 70, "a": 120}
+    assert kinds(run) == {"a": (0, 0), "b": (0, 0)}
+    assert finish(run) == {"a": 90, "b": 120}
 
 
 def test_equals_do_not_preempt_one_another():

@@ -11,8 +11,16 @@ def test_means_are_weighted_by_time():
     timeline.add(0, 6, 0)
     timeline.add(10, 2, 0)
     timeline.add(40, 0, 8)
-    summary = timeline.summary(40)
+    summary = timeline.summary(0, 40)
     assert (summary["active"], summary["cached"]) == ({"mean": 5, "peak": 6}, {"mean": 0})
+
+
+def test_what_the_last_event_left_counts_to_the_end():
+    """From 10 to 40 ns nothing happens: 8 cached blocks are 6 in the mean."""
+    timeline = PoolTimeline(8)
+    timeline.add(0, 8, 0)
+    timeline.add(10, 0, 8)
+    assert timeline.summary(0, 40)["cached"] == {"mean": 6}
 
 
 def test_what_can_be_evicted_is_cached():
@@ -20,7 +28,7 @@ def test_what_can_be_evicted_is_cached():
     timeline = PoolTimeline(8)
     timeline.add(0, 5, 1)
     timeline.add(2_000_000_000, 4, 4)
-    assert timeline.summary(2_000_000_000)["timeline"] == {
+    assert timeline.summary(0, 2_000_000_000)["timeline"] == {
         "t_s": [0.0, 2.0],
         "active": [2, 0],
         "cached": [1, 4],
@@ -32,7 +40,7 @@ def test_a_span_without_length_has_no_mean():
     """Nothing happened for no time: there is no mean, and no error."""
     timeline = PoolTimeline(8)
     timeline.add(0, 8, 0)
-    assert timeline.summary(0)["active"] == {"mean": None, "peak": 0}
+    assert timeline.summary(0, 0)["active"] == {"mean": None, "peak": 0}
 
 
 def test_samples_are_thinned_out_and_means_are_not():
@@ -40,7 +48,7 @@ def test_samples_are_thinned_out_and_means_are_not():
     timeline = PoolTimeline(100)
     for now in range(100_001):
         timeline.add(now, 100 - now % 10, 0)
-    summary = timeline.summary(100_000)
+    summary = timeline.summary(0, 100_000)
     times = summary["timeline"]["t_s"]
     assert MOST // 4 < len(times) <= MOST
     assert times == sorted(set(times))
@@ -53,5 +61,5 @@ def test_samples_lie_evenly_in_time():
     timeline = PoolTimeline(100)
     for now in [*range(50_000), *range(50_000, 1_000_000, 1000)]:
         timeline.add(now, 50, 0)
-    times = [round(time * 10**9) for time in timeline.summary(1)["timeline"]["t_s"]]
+    times = [round(time * 10**9) for time in timeline.summary(0, 10**6)["timeline"]["t_s"]]
     assert sum(time >= 500_000 for time in times) > len(times) / 3

@@ -95,7 +95,6 @@ BROKEN = {
         {"make": lambda: [request(after=7, session="a")]},
         {"make": lambda: [request(1), request(2, after=1)]},
         {"make": lambda: [request(1, session="b"), request(2, after=1, session="a")]},
-        {"make": lambda: [request(think=-1)]},
     ],
     "test_digest_is_stable": [
         {"digests": "no digest"},

@@ -1,0 +1,52 @@
+"""What schedulers are told of the time that work takes."""
+
+import pytest
+from serving import Bent, Single
+
+from kvcore import Batch, KVCache
+from kvcore.serving import Batching
+from kvcore.serving.server import ServiceTimes
+
+SEATS = 8
+
+
+def server(latency):
+    """Return a server with 8 seats."""
+    return ServiceTimes(KVCache(100, 4), latency, Batching(max_seqs=SEATS))
+
+
+def step_by_step(latency, tokens, context, count):
+    """Return the ns of `tokens` decode steps, one after another."""
+    time = 0
+    for length in range(context + 1, context + tokens + 1):
+        pairs = tuple(count * min(length, window or length) for window in latency.windows)
+        time += latency.duration(Batch(0, (0,) * len(pairs), count, pairs))
+    return time // 1000
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (5, None, 20)])
+@pytest.mark.parametrize(
+    ("tokens", "context"), [(0, 9), (1, 0), (1, 7), (40, 1), (9, 18), (3, 99)]
+)
+def test_decoding_takes_what_its_steps_take(windows, tokens, context):
+    """By lines it is exact, also where windows fill on the way."""
+    latency = Bent(reach=windows)
+    expected = step_by_step(latency, tokens, context, 3)
+    assert server(latency).decode_ns(tokens, context, 3) == expected
+
+
+def test_no_more_sequences_decode_than_there_are_seats():
+    """The others that were thought of have to wait."""
+    asked = server(Bent())
+    assert asked.decode_ns(5, 9, 100) == asked.decode_ns(5, 9, SEATS)
+
+
+def test_without_lines_the_time_left_never_rises():
+    """A model that foresees nothing is taken to be a little slower than it is."""
+    latency = Single()
+    asked = server(latency)
+    left = [asked.decode_ns(2000 - done, 100 + done, 4) for done in range(2001)]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 0
+    exact = step_by_step(latency, 2000, 100, 4)
+    assert exact <= left[0] <= 1.2 * exact
