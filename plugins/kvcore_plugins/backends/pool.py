@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from math import lcm
 from typing import TypeAlias
 
@@ -20,6 +23,20 @@ DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+
+
+def allocated(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory that nobody has touched. On Linux the host's is asked for in huge pages.
+
+    Blocks lie anywhere, and looking up a small page for each takes an eighth of attention.
+    """
+    if sys.platform != "linux" or device.type != "cpu":
+        return torch.empty(numbers, dtype=dtype, device=device)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, numbers * dtype.itemsize, flags=private)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 @attrs.frozen(eq=False)
@@ -75,7 +92,7 @@ class Pool:
         """Allocate without touching the memory; `upload` brings indices to the device.
 
         Raises:
-            RuntimeError: torch's, when there is not enough of it.
+            RuntimeError, OSError, OverflowError: there is not enough of it.
         """
         blocks, layers = layout.blocks, layout.layers
         key = layout.kv_heads * layout.block_size * layout.head_dim
@@ -91,7 +108,7 @@ class Pool:
             key_stride, value_stride = key, value
             offsets = [layer * blocks * (key + value) for layer in range(layers)]
             shift = blocks * key
-        flat = torch.empty(blocks * stride, dtype=DTYPES[layout.dtype], device=device)
+        flat = allocated(blocks * stride, DTYPES[layout.dtype], device)
         self.layout = layout
         self.upload = upload
         self.bytes = flat.nbytes

@@ -70,7 +70,7 @@ class TorchBackend(Backend):
             raise _too_little(layout, free, str(self.torch_device))
         try:
             self._pool = Pool(layout, self.torch_device, self.upload)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, OverflowError) as error:
             raise _too_little(layout, free, str(self.torch_device)) from error
         self._kernel = Sdpa(self._pool)
         self.layout = layout
