@@ -7,7 +7,7 @@ of one matrix. The plain call, with `enable_gqa`, is printed beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 import pytest
@@ -56,6 +56,16 @@ def backend(tokens: int, dtype: str) -> tuple[Backend, list[int]]:
     return made, order.tolist()
 
 
+@pytest.fixture(params=[1, None], ids=["one thread", "all threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let torch compute with so many threads."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(request.param or usual)
+    yield
+    torch.set_num_threads(usual)
+
+
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_decode(dtype: str) -> None:
     """Attention through block tables is nearly as fast as over contiguous K/V."""
@@ -88,6 +98,7 @@ def test_decode(dtype: str) -> None:
     assert best / ours >= PROMISED
 
 
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_store(dtype: str) -> None:
     """Print what scattering K/V costs; nothing is promised but that it arrives."""
