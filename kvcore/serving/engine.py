@@ -29,6 +29,7 @@ from kvcore.policy import (
 from kvcore.request import SLO, Key, Request
 from kvcore.serving.batching import Batching
 from kvcore.serving.decoding import Decoders
+from kvcore.serving.executors import SimulatedExecutor
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve
 from kvcore.serving.tokens import TokenStream
@@ -171,9 +172,10 @@ class TensorExecutor:
         stop_at_eos: bool = False,
         seed: int = 0,
     ) -> None:
-        _check(cache, clock, stop_at_eos=stop_at_eos)
+        _check(cache, generator, clock, stop_at_eos=stop_at_eos)
         self.mode: str = clock
         self.latency = latency
+        self._timed = SimulatedExecutor(latency)
         self.plugins = (latency, generator, backend)
         self.ended: list[tuple[Job, int]] = []
         self.named: list[tuple[Job, Sequence[Key]]] = []
@@ -205,7 +207,7 @@ class TensorExecutor:
             self._add(step, job, job.length, 1, job.generated)
         self._take(step, self._forward(step))
         if not self._wall:
-            return self.latency.duration(batch)
+            return self._timed.run(batch, chunks, decoders)
         self._backend.synchronize()
         took = (perf_counter_ns() - began) * PICOSECONDS
         self._measure(step, batch, took)
@@ -278,9 +280,11 @@ class TensorExecutor:
             if token is None:
                 continue
             token = stream.add(token)  # noqa: PLW2901 - what is known already counts
-            if token == self._end and len(stream.output) < job.request.output:
-                self.ended.append((job, len(stream.output)))
-            keys = stream.new_keys()
+            output = job.request.output
+            if token == self._end and len(stream.output) < output:
+                output = len(stream.output)
+                self.ended.append((job, output))
+            keys = stream.new_keys(output)
             if keys:
                 self.named.append((job, keys))
 
@@ -363,8 +367,8 @@ def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> 
     )
 
 
-def _check(cache: KVCache, clock: str, *, stop_at_eos: bool) -> None:
-    """Refuse a clock that is not there, and a cache that does not say where blocks lie."""
+def _check(cache: KVCache, generator: Generator, clock: str, *, stop_at_eos: bool) -> None:
+    """Refuse a clock or an end that is not there, and a cache that only counts blocks."""
     msg = ""
     if clock not in ("model", "wall"):
         msg = f"clock={clock!r} is not known; there are: model, wall"
@@ -372,6 +376,11 @@ def _check(cache: KVCache, clock: str, *, stop_at_eos: bool) -> None:
         msg = (
             "stop_at_eos under the model's clock: requests there have the output they ask for, "
             "as in a simulation; take clock='wall'"
+        )
+    elif stop_at_eos and generator.end is None:
+        msg = (
+            f"stop_at_eos with generator {generator.name!r}, which has no token that ends a "
+            "text: leave it out"
         )
     elif not isinstance(cache.pool, BlockPool):
         msg = "run with a cache that only counts blocks: make it with ids=True, or with a trace"

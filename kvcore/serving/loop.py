@@ -240,6 +240,8 @@ class ServingLoop:
         for job, keys in self._executor.named:
             assert job.seq is not None
             name_blocks(job.seq, keys)
+            known = [*job.request.output_keys, *keys]
+            job.request = attrs.evolve(job.request, output_keys=known)
             if self._cache.trace is not None:
                 self._cache.trace.line(
                     "KEYS", now, request=job.request.id, keys=key_fields(keys, job.request.id)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import attrs
 
+from kvcore.errors import InputError
 from kvcore.keys import block_keys
 from kvcore.policy import Workload
 from kvcore.request import Key, Request
@@ -25,12 +26,11 @@ class TextRequest(Request):
     Attributes:
         tokens: of the prompt.
         publish: whether the blocks it generates are shared as they fill. Their keys become
-            known as it runs, and are its `output_keys` from then on.
+            known as it runs; the request that was given stays as it is.
     """
 
     tokens: Sequence[int]
     publish: bool = False
-    output_keys: list[Key] = attrs.field(factory=list)
 
     @property
     def publishes(self) -> bool:
@@ -118,12 +118,22 @@ class TokenStream:
     Attributes:
         output: generated so far.
         seed: what its samples are drawn from: (seed of the run, request id).
+
+    Raises:
+        InputError: a text with a token id that the vocabulary does not have.
     """
 
-    __slots__ = ("_chain", "_request", "_vocabulary", "output", "seed")
+    __slots__ = ("_chain", "_named", "_request", "_vocabulary", "output", "seed")
 
     def __init__(self, request: Request, vocabulary: int, seed: int) -> None:
+        if isinstance(request, TextRequest) and max(request.tokens, default=0) >= vocabulary:
+            msg = (
+                f"request {request.id!r} has token {max(request.tokens)}; the generator's are "
+                f"0 to {vocabulary - 1}"
+            )
+            raise InputError(msg)
         self.output: list[int] = []
+        self._named = 0
         self.seed = int.from_bytes(_hash(f"sample {seed} {request.id!r}"), "little") >> 1
         self._request = request
         self._vocabulary = vocabulary
@@ -150,20 +160,23 @@ class TokenStream:
         self.output.append(token)
         return token
 
-    def new_keys(self) -> list[Key]:
-        """Return keys of blocks that have become known since the last call. O(tokens)."""
+    def new_keys(self, output: int) -> list[Key]:
+        """Return keys of blocks that have become known since the last call. O(tokens).
+
+        `output` is how many tokens the request will have generated at its end.
+        """
         request = self._request
         if not (isinstance(request, TextRequest) and request.publish):
             return []
         size = request.key_tokens
         # The K/V of the last token is never computed.
-        known = request.prompt + min(len(self.output), request.output - 1)
-        first = request.prompt // size + len(request.output_keys)
+        known = request.prompt + min(len(self.output), output - 1)
+        first = request.prompt // size + self._named
         if known // size <= first:
             return []
         tokens = [*request.tokens, *self.output[: known - request.prompt]]
         keys: list[Key] = [*block_keys(tokens, size, salt=request.salt)[first:]]
-        request.output_keys.extend(keys)
+        self._named += len(keys)
         return keys
 
     def _prompt(self, start: int, stop: int) -> list[int]:
