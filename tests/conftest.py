@@ -16,5 +16,7 @@ settings.register_profile("thorough", settings.get_profile("short"), max_example
 # Processes that tests start take kvcore from where it is installed, not from the checkout
 # that happens to be the working directory.
 os.environ["PYTHONSAFEPATH"] = "1"
+# Tests run side by side: threads that wait for one another's time slices take far longer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
