@@ -95,7 +95,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     """
     from_file = names_from_file(ctx, given)
     one_of(given, "blocks", "memory", "both say how large the pool is", from_file)
-    _check(given)
+    _check(given, from_file)
     options = RunOptions.of(given)
     engine = Engine(options, frozenset(from_file))
     for path in filter(None, (options.trace, options.step_times)):
@@ -116,13 +116,15 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         _print_report(engine, result, document)
 
 
-def _check(given: dict[str, Any]) -> None:
-    """Refuse options that mean nothing beside the others.
+def _check(given: dict[str, Any], from_file: set[str]) -> None:
+    """Refuse options that mean nothing beside the others, or leave out those of the file.
 
     Raises:
         InputError: says which, and beside what they do.
     """
     texts = bool(given["prompts"])
+    for name in from_file.intersection(("workload", *OF_WORKLOADS) if texts else OF_PROMPTS):
+        given[name] = None
     msg = ""
     if texts and given["workload"] is not None:
         msg = "WORKLOAD and --prompt both say what is served: give one of them"
@@ -133,6 +135,8 @@ def _check(given: dict[str, Any]) -> None:
     for name in OF_WALL:
         if given[name] and given["clock"] != "wall":
             msg = f"--{name.replace('_', '-')} needs --clock wall"
+    if given["trace"] is not None and given["trace"] == given["step_times"]:
+        msg = "--trace and --step-times name the same file: give each its own"
     if msg:
         raise InputError(msg)
 
@@ -209,7 +213,7 @@ def _print_report(engine: Engine, result: RunResult, document: dict[str, Any]) -
         print_text(report.warning)
         click.echo()
     print_text(report.headline)
-    print_text(_computed(engine, part))
+    print_text(_computed(engine, part, document["requests"]))
     click.echo()
     print_table(["time", *report.columns], report.times, right=report.columns)
     click.echo()
@@ -218,11 +222,12 @@ def _print_report(engine: Engine, result: RunResult, document: dict[str, Any]) -
     print_text(report.closing)
 
 
-def _computed(engine: Engine, part: dict[str, Any]) -> str:
+def _computed(engine: Engine, part: dict[str, Any], requests: int) -> str:
     """Say what was computed, on what, and which part of the workload that is."""
     limit, shrink = part["limit"], part["shrink"]
     lengths = f"lengths divided by {shrink}" if shrink > 1 else "in full length"
-    which = "all requests" if limit is None else f"the first {counted(limit, 'request')}"
+    whole = limit is None or requests < limit
+    which = "all requests" if whole else f"the first {counted(limit, 'request')}"
     return (
         f"Computed: {engine.generator.name} on {engine.backend.name} in "
         f"{engine.options.dtype}; {which}, {lengths}."

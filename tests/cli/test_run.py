@@ -126,6 +126,15 @@ def test_options_come_from_a_file(run, tmp_path):
     assert config["bytes_per_block"] == 16 * 2 * (16 + 16) * 8
 
 
+def test_a_file_may_set_both_kinds(run, tmp_path):
+    """What a file sets for workloads alone does not disturb prompts, nor the other way."""
+    path = tmp_path / "run.toml"
+    path.write_text(f'workload = "{SMALL}"\nlimit = 2\nmax_output = 3\nblocks = 64\n')
+    assert json.loads(run("--config", path, "--json"))["completed"] == 2
+    (output,) = json.loads(run("--config", path, "--prompt", "a", "--json"))["outputs"]
+    assert len(output["tokens"]) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,6 +144,10 @@ def test_options_come_from_a_file(run, tmp_path):
         (("--prompt", " "), "has no tokens"),
         (("--stop-at-eos",), "--stop-at-eos needs --clock wall"),
         (("--step-times", "x.csv"), "--step-times needs --clock wall"),
+        (
+            ("--clock", "wall", "--step-times", "x", "--trace", "x"),
+            "--trace and --step-times name the same file",
+        ),
         (("--memory", "1KiB"), "less than a block of fp32, which takes"),
         (("--shrink", 5), "can only be divided by 1, 2, 4"),
         (("--dtype", "int8"), "'int8' is not one of"),

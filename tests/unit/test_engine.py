@@ -186,6 +186,58 @@ def test_an_early_end_replays(tmp_path):
     assert replay(path).finished == 12
 
 
+@pytest.mark.parametrize(("output", "shared"), [(3, 0), (6, 1), (7, 1)])
+def test_an_early_end_shares_what_is_computed(output, shared):
+    """A block that the last token would fill has no key: the K/V of that is not computed."""
+
+    class Ends(Exact):
+        def next(self, tokens):
+            return END if len(tokens) == 5 + output - 1 else digest(tokens)
+
+    run = compute(
+        [text("a", 5, 40, publish=True)], generator=Ends(), clock="wall", stop_at_eos=True
+    )
+    (told,) = [line for line in run.lines if line["event"] == "FINISH"]
+    assert told["output"] == output
+    assert len(told.get("output_keys", ())) == shared == run.result.cache.prefix.cached - 1
+
+
+def test_a_request_is_not_changed_by_a_run():
+    """Another model may answer it next: the keys are those of what that one says."""
+
+    class Other(Exact):
+        def next(self, tokens):
+            return digest([0, *tokens])
+
+    request = text("a", 5, 12, publish=True)
+    first = compute([request])
+    again = compute([request], generator=Other())
+    fresh = compute([text("a", 5, 12, publish=True)], generator=Other())
+    assert request == text("a", 5, 12, publish=True)
+    assert decided(again.trace) == decided(fresh.trace) != decided(first.trace)
+
+
+def test_a_token_that_there_is_not():
+    """A text of another vocabulary is refused before anything is made of it."""
+    request = text_request("a", [1, 10_007], output=1, block_size=4)
+    with pytest.raises(InputError, match="'a' has token 10007; the generator's are 0 to"):
+        compute([request])
+
+
+@pytest.mark.parametrize("pieces", ["none", ((1.5, 0),)])
+def test_times_are_checked(pieces):
+    """A latency model that gives no time is named, as in a simulation."""
+
+    class Wrong(LatencyModel):
+        name = "wrong"
+
+        def pieces(self, batch):
+            return pieces
+
+    with pytest.raises(PolicyError, match="latency plugin 'wrong'"):
+        compute([text("a")], latency=Wrong())
+
+
 def test_the_end_is_a_token_like_others():
     """Without `stop_at_eos` the output has the length that was asked for."""
     run = compute([text("a")], generator=Exact(ends=100))
@@ -238,6 +290,12 @@ def test_stand_ins_notice():
         compute([text("a")], backend=Forgetful())
 
 
+class Endless(Exact):
+    """Has no token that ends a text."""
+
+    end = None
+
+
 def parts(**given):
     """Return the arguments of a run that is in order but for what is given."""
     cache = KVCache(100, 4, eviction=build("lru"), ids=True)
@@ -251,6 +309,10 @@ def parts(**given):
         ({"cache": KVCache(9, 4, count="keys", ids=True)}, "count='tokens'"),
         ({"clock": "sun"}, "clock='sun' is not known; there are: model, wall"),
         ({"stop_at_eos": True}, "take clock='wall'"),
+        (
+            {"stop_at_eos": True, "clock": "wall", "generator": Endless()},
+            "has no token that ends a text",
+        ),
         ({"dtype": "bf16"}, "no bf16; take fp32"),
         ({"dtype": "int4"}, "'int4' is not known; there are: fp64, fp32, fp16, bf16"),
     ],
