@@ -1,5 +1,7 @@
 """Tiny random Hugging Face models, and paged caches for them."""
 
+from copy import deepcopy
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -58,7 +60,9 @@ FAMILIES = {
 def tiny(family, seed=0, dtype=torch.float64):
     """Return a model of `family` with weights large enough to make varied texts."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=dtype).eval()
+    # A model that a generator converts keeps its config: give each one its own.
+    config = deepcopy(FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8) if parameter.dim() > 1 else None
