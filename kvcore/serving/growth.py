@@ -46,10 +46,8 @@ class Growth:
         most = self._cache.pool.blocks
         return f"it needs {blocks:,} blocks; the pool has {most:,}" if blocks > most else ""
 
-    def first_tokens(self, job: Job, now: int) -> int | None:
-        """Return the tokens to open `job` with after its hit; None: the rest of its prompt."""
-        if job.admitted is None:
-            return None
+    def first_tokens(self, job: Job, now: int) -> int:
+        """Return the tokens to open `job` with after its hit, where it comes again."""
         return job.target - self._cache.probe(job.request, now) * self._size
 
     def fits(self, job: Job, now: int, spare: int) -> bool:

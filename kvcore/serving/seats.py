@@ -208,7 +208,9 @@ class Seats:
 
     def _seat(self, job: Job, budget: int, now: int) -> bool:
         """Give `job` a seat if there is one, or one can be taken, and there is room."""
-        if job is self.refused or job in self._victims or not self._in_one(job, budget, now):
+        if job is self.refused or job in self._victims:
+            return False
+        if not (self._batching.chunked or self._in_one(job, budget, now)):
             return False
         if len(self.running) >= self._batching.max_seqs:
             last = self._behind(job, now)
@@ -231,7 +233,7 @@ class Seats:
 
     def _in_one(self, job: Job, budget: int, now: int) -> bool:
         """Say whether the step has the tokens `job` needs, if these must come in one step."""
-        if self._batching.chunked or not self.chunks or job.stage == PAUSED:
+        if not self.chunks or job.stage == PAUSED:
             return True
         return job.target - self._server.probe(job.request, now) <= budget
 
@@ -261,7 +263,7 @@ class Seats:
     def _open(self, job: Job, now: int) -> bool:
         request, cache = job.request, self._cache
         again = job.admitted is not None
-        first = self.growth.first_tokens(job, now)
+        first = self.growth.first_tokens(job, now) if again else None
         spare = self._spare if self.running or self.paused else 0
         try:
             seq = cache.open(request, first, now, again=again, spare=spare)
