@@ -6,11 +6,11 @@ import csv
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
+from typing import TextIO
 
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.files import whole_file
 from kvcore.units import LIMIT, NANOSECONDS, PICOSECONDS, picoseconds
 from kvcore.workloads import lines
 
@@ -79,17 +79,12 @@ def read_steps(path: Path) -> list[MeasuredStep]:
     return steps
 
 
-def write_steps(path: Path, steps: Iterable[MeasuredStep]) -> None:
-    """Write steps as `read_steps` reads them, times to the nanosecond.
-
-    Raises:
-        InputError, StorageError: the file cannot be written; what stood there still does.
-    """
-    with whole_file(path) as file:
-        file.write(",".join((*COUNTS, SECONDS)) + "\n")
-        for step in steps:
-            seconds, rest = divmod(step.time // PICOSECONDS, NANOSECONDS)
-            file.write(",".join(map(str, step.counts)) + f",{seconds}.{rest:09d}\n")
+def write_steps(file: TextIO, steps: Iterable[MeasuredStep]) -> None:
+    """Write steps as `read_steps` reads them, times to the nanosecond."""
+    file.write(",".join((*COUNTS, SECONDS)) + "\n")
+    for step in steps:
+        seconds, rest = divmod(step.time // PICOSECONDS, NANOSECONDS)
+        file.write(",".join(map(str, step.counts)) + f",{seconds}.{rest:09d}\n")
 
 
 def _cells(path: Path, number: int, line: bytes) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -26,6 +26,7 @@ from kvcore.cli.serving import (
 )
 from kvcore.cli.values import plugin_option, size_option
 from kvcore.errors import InputError
+from kvcore.files import whole_file
 from kvcore.measurements import write_steps
 from kvcore.policy.backend import TENSOR_DTYPES
 from kvcore.report.tables import counted
@@ -100,13 +101,15 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     engine = Engine(options, frozenset(from_file))
     for path in filter(None, (options.trace, options.step_times)):
         spare(engine.workload, path)
-    writing = (
-        nullcontext() if options.trace is None else Trace(options.trace, **engine.header())
-    )
-    with writing as trace:
-        result = _serve(engine, trace)
+    with ExitStack() as stack:
+        trace = times = None
+        if options.trace is not None:
+            trace = stack.enter_context(Trace(options.trace, **engine.header()))
         if options.step_times is not None:
-            write_steps(options.step_times, result.steps)
+            times = stack.enter_context(whole_file(options.step_times))
+        result = _serve(engine, trace)
+        if times is not None:
+            write_steps(times, result.steps)
     document = _document(engine, result)
     if options.as_json:
         emit_json(document)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import attrs
 
@@ -237,9 +237,9 @@ class TensorExecutor:
 
     def _forward(self, step: Step) -> list[int | None]:
         """Run the generator, whose K/V goes to the backend and whose queries read it there."""
-        backend, generator = self._backend, self._generator
+        generator = self._generator
+        plan = self._ask("plan", Rows(step.tables, step.contexts, step.lengths))
         try:
-            plan = backend.plan(Rows(step.tables, step.contexts, step.lengths))
 
             def attend(
                 layer: int,
@@ -251,10 +251,9 @@ class TensorExecutor:
                 window: int | None = None,
                 sinks: int = 0,
             ) -> Tensor:
-                backend.store(layer, plan, keys, values)
-                return backend.attend(
-                    layer, plan, queries, scale=scale, window=window, sinks=sinks
-                )
+                self._ask("store", layer, plan, keys, values)
+                options = {"scale": scale, "window": window, "sinks": sinks}
+                return self._ask("attend", layer, plan, queries, **options)
 
             return generator.forward(
                 TokenStep(step.tokens, step.positions, step.lengths, step.draws, step.seeds),
@@ -264,6 +263,15 @@ class TensorExecutor:
             raise
         except Exception as error:
             raise broken(generator, "forward", error) from error
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call the backend; what it raises is told as its own."""
+        try:
+            return getattr(self._backend, method)(*arguments, **options)
+        except KvcoreError:
+            raise
+        except Exception as error:
+            raise broken(self._backend, method, error) from error
 
     def _take(self, step: Step, drawn: Sequence[int | None]) -> None:
         """Give the new tokens to their jobs, and say what follows from them."""

@@ -248,7 +248,8 @@ def test_the_wall_clock_measures(tmp_path):
     """Every step is written down as `calibrate` reads it; the trace says whose time it is."""
     ran = compute([text("a", 10, 4), text("b", 7, 2)], clock="wall", max_tokens=8, max_seqs=8)
     path = tmp_path / "steps.csv"
-    write_steps(path, ran.result.steps)
+    with path.open("w") as file:
+        write_steps(file, ran.result.steps)
     steps = read_steps(path)
     assert [step.counts for step in steps] == [step.counts for step in ran.result.steps]
     assert sum(step.prefill for step in steps) == 10 + 7 - 4
@@ -286,8 +287,24 @@ def test_stand_ins_notice():
             super().store(layer, plan, keys, values)
             self.fill(0, [plan.tables[0][0]])
 
-    with pytest.raises(PolicyError, match="raised TypeError in forward"):
+    with pytest.raises(PolicyError, match=r"backend plugin .* raised TypeError in attend"):
         compute([text("a")], backend=Forgetful())
+
+
+class Broken(Slots):
+    """A backend that cannot attend."""
+
+    name = "broken"
+
+    def attend(self, layer, plan, queries, **options):
+        """Fail."""
+        return queries / 0
+
+
+def test_what_a_backend_raises_is_its_own():
+    """An error of the backend names the backend, though it comes up through the generator."""
+    with pytest.raises(PolicyError, match=r"backend plugin 'broken' .* in attend\(\)"):
+        compute([text("a")], backend=Broken())
 
 
 class Endless(Exact):
