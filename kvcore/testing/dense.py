@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvcore.policy import Attend, Backend, Generator, TokenStep
+from kvcore.policy import Attend, Backend, DeviceMemory, Generator, TokenStep
 
 DTYPES = {
     "fp64": torch.float64,
@@ -24,6 +24,10 @@ class HostTensors:
     """What a generator needs of a backend, and no more: tensors in host memory."""
 
     dtype: str = "fp64"
+
+    def memory(self) -> DeviceMemory:
+        """Return that nobody knows."""
+        return DeviceMemory(0, None, None)
 
     def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
         """Return `data` as a tensor, as `Backend.tensor` does."""

@@ -8,10 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="generators compute on torch")
 
-from kvcore import InputError, Plugins  # noqa: E402
+from kvcore import DeviceMemory, InputError, Plugins, StorageError  # noqa: E402
 from kvcore.catalogue import MODELS  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
+    HostTensors,
     Text,
     advance,
     attention,
@@ -238,3 +239,14 @@ def test_refuses(build, options, message):
     """What cannot be is an InputError that says why."""
     with pytest.raises(InputError, match=message):
         build(**options)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    """Before a single weight is drawn: what they take, what is free, and what to do."""
+
+    class Small(HostTensors):
+        def memory(self):
+            return DeviceMemory(0, 10**9, 10**9)
+
+    with pytest.raises(StorageError, match=r"llama-3-8b take .* GiB in fp32, and 954 MiB are"):
+        Transformer(model="llama-3-8b").load(Small(), "fp32")

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
-from kvcore import Attend, Backend, Generator, InputError, Tensor, TokenStep
+from kvcore import Attend, Backend, Generator, InputError, StorageError, Tensor, TokenStep
 from kvcore.model import ModelSpec
+from kvcore.policy.backend import BYTES
+from kvcore.units import format_bytes
 from kvcore_plugins.generators.shape import checked_dtype, resized
 
 if TYPE_CHECKING:
@@ -122,10 +124,23 @@ class Transformer(Generator):
         return self.vocab_size
 
     def load(self, backend: Backend, dtype: str) -> None:
-        """Draw the weights and put them on the backend's device."""
+        """Draw the weights and put them on the backend's device.
+
+        Raises:
+            InputError: a dtype it cannot compute in.
+            StorageError: the weights do not fit: says what they take and what is free.
+        """
         from kvcore_plugins.generators.decoder import Decoder  # noqa: PLC0415 - torch
 
         super().load(backend, checked_dtype(self, dtype))
+        need, free = self._spec.parameters * BYTES[dtype], backend.memory().free
+        if free is not None and need > free:
+            msg = (
+                f"the weights of {self._spec.name} take {format_bytes(need)} in {dtype}, and "
+                f"{format_bytes(free)} are free: give fewer layers, as in layers=2, a smaller "
+                "dtype, or another model"
+            )
+            raise StorageError(msg)
         self._decoder = Decoder(
             self._spec,
             mlp=self._width,
