@@ -1,0 +1,60 @@
+"""What the engine costs besides computing: everything outside generator and backend."""
+
+from time import perf_counter
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine computes on torch")
+
+from kvcore import Batching, KVCache, run, text_request  # noqa: E402
+from kvcore_plugins.backends import TorchCPU  # noqa: E402
+from kvcore_plugins.generators import Transformer  # noqa: E402
+
+SEQUENCES, PROMPT, OUTPUT = 32, 64, 24
+
+
+class Timed:
+    """Adds up the seconds of calls."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self, function):
+        """Return `function`, timed."""
+
+        def timed(*arguments, **options):
+            start = perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.seconds += perf_counter() - start
+
+        return timed
+
+
+def test_engine_overhead(monkeypatch):
+    """At batch 32, Llama-3-8B's layers, less than a tenth of the time is the engine's own."""
+    inside = Timed()
+    monkeypatch.setattr(Transformer, "forward", inside(Transformer.forward))
+    monkeypatch.setattr(TorchCPU, "plan", inside(TorchCPU.plan))
+    requests = []
+    for number in range(SEQUENCES):
+        tokens = range(7 * number, 7 * number + PROMPT)
+        requests.append(text_request(number, tokens, output=OUTPUT, block_size=16))
+    result = run(
+        requests,
+        cache=KVCache(SEQUENCES * 8, 16, ids=True),
+        generator=Transformer(model="llama-3-8b", layers=1, vocab_size=4096),
+        backend=TorchCPU(),
+        batching=Batching(max_seqs=SEQUENCES),
+        clock="wall",
+    )
+    steps = [step for step in result.steps if step.decode == SEQUENCES]
+    assert len(steps) >= OUTPUT - 2
+    share = 1 - inside.seconds / result.wall_s
+    print(
+        f"\nengine, batch {SEQUENCES}, one layer of llama-3-8b in fp32: "
+        f"{result.wall_s / result.log.steps * 1e3:.1f} ms a step, {share:.2%} of it outside "
+        "generator and backend (promised 10%)"
+    )
+    assert share < 0.1
