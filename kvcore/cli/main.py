@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -93,7 +94,10 @@ def kvcore(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit: the `kvcore` program."""
     _replace_missing_streams()
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # What is left goes with the process: looking through it for cycles takes 20 ms.
+    gc.freeze()
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

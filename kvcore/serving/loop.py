@@ -164,7 +164,9 @@ class ServingLoop:
         decoders, chunks, cache = self.decoders, self.seats.chunks, self._cache
         decodes = self._mixed and decoders.jobs > 0
         batch = self._batch(chunks, decodes=decodes)
-        took = self._run(batch, chunks, decoders if decodes else None)
+        took = self._executor.run(batch, chunks, decoders if decodes else None)
+        if self._executor.ended:
+            self._cut_short()
         if self.occupancy is not None:
             self.occupancy.passed(took, batch.prefill, batch.decode)
         if decodes:
@@ -198,7 +200,9 @@ class ServingLoop:
             self.log.jump(decoders, self.clock, times, steps)
         else:
             batch = Batch(0, self._no_pairs, decoders.jobs, tuple(decoders.context))
-            steps, took = 1, self._run(batch, (), decoders)
+            steps, took = 1, self._executor.run(batch, (), decoders)
+            if self._executor.ended:
+                self._cut_short()
             self.log.step(decoders, self.clock, took)
         if self.occupancy is not None:
             self.occupancy.passed(took, 0, decoders.jobs * steps, steps)
@@ -211,16 +215,12 @@ class ServingLoop:
         if done:
             self._finish(done, now)
 
-    def _run(
-        self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
-    ) -> int:
-        """Run a step. Whose text ends with it asks for no more than it has from now on."""
-        took = self._executor.run(batch, chunks, decoders)
+    def _cut_short(self) -> None:
+        """Let texts that have ended ask for no more than they have from now on."""
         for job, output in self._executor.ended:
             job.request = attrs.evolve(job.request, output=output)
             if job.stage == DECODE:
                 self.decoders.end(job)
-        return took
 
     def _pass(self, steps: int, took: int) -> int:
         """Let `took` picoseconds pass, take in who arrives, and return the time (ns)."""
@@ -237,6 +237,12 @@ class ServingLoop:
                 "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
             )
             raise InputError(msg)
+        if self._executor.named:
+            self._name(now)
+        return now
+
+    def _name(self, now: int) -> None:
+        """Give generated blocks the keys that have become known."""
         for job, keys in self._executor.named:
             assert job.seq is not None
             name_blocks(job.seq, keys)
@@ -246,7 +252,6 @@ class ServingLoop:
                 self._cache.trace.line(
                     "KEYS", now, request=job.request.id, keys=key_fields(keys, job.request.id)
                 )
-        return now
 
     def _steps_to_event(self, times: StepTimes) -> int:
         """Return how many steps change nothing but lengths, and allocate for them."""
