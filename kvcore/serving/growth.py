@@ -46,10 +46,6 @@ class Growth:
         most = self._cache.pool.blocks
         return f"it needs {blocks:,} blocks; the pool has {most:,}" if blocks > most else ""
 
-    def first_tokens(self, job: Job, now: int) -> int:
-        """Return the tokens to open `job` with after its hit, where it comes again."""
-        return job.target - self._cache.probe(job.request, now) * self._size
-
     def fits(self, job: Job, now: int, spare: int) -> bool:
         """Say whether `job` could be opened, with `spare` blocks left. Pure."""
         cache = self._cache

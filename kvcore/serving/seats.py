@@ -235,7 +235,11 @@ class Seats:
         """Say whether the step has the tokens `job` needs, if these must come in one step."""
         if not self.chunks or job.stage == PAUSED:
             return True
-        return job.target - self._server.probe(job.request, now) <= budget
+        return self._to_prefill(job, now) <= budget
+
+    def _to_prefill(self, job: Job, now: int) -> int:
+        """Return how many tokens a job without blocks has to compute: what does not hit."""
+        return job.target - self._server.probe(job.request, now)
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if it must give its seat to `job`."""
@@ -263,7 +267,7 @@ class Seats:
     def _open(self, job: Job, now: int) -> bool:
         request, cache = job.request, self._cache
         again = job.admitted is not None
-        first = self.growth.first_tokens(job, now) if again else None
+        first = self._to_prefill(job, now) if again else None
         spare = self._spare if self.running or self.paused else 0
         try:
             seq = cache.open(request, first, now, again=again, spare=spare)
