@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Generator,
         LatencyModel,
         PrefixCache,
+        RetentionPolicy,
         Scheduler,
         Workload,
     )
@@ -35,6 +36,11 @@ def kvcore_eviction_policies() -> list[type[EvictionPolicy]]:
 @hookspec
 def kvcore_prefix_caches() -> list[type[PrefixCache]]:
     """Return prefix caches: which cached blocks a new prompt can use again."""
+
+
+@hookspec
+def kvcore_retention_policies() -> list[type[RetentionPolicy]]:
+    """Return retention policies: what a sequence that is still running may forget."""
 
 
 @hookspec

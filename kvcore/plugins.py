@@ -17,6 +17,7 @@ from kvcore.policy import (
     LatencyModel,
     Plugin,
     PrefixCache,
+    RetentionPolicy,
     Scheduler,
     Workload,
 )
@@ -31,6 +32,7 @@ Found: TypeAlias = tuple[type[Plugin], Origin]
 KINDS: dict[str, tuple[str, type[Plugin]]] = {
     "eviction": ("kvcore_eviction_policies", EvictionPolicy),
     "prefix": ("kvcore_prefix_caches", PrefixCache),
+    "retention": ("kvcore_retention_policies", RetentionPolicy),
     "scheduler": ("kvcore_schedulers", Scheduler),
     "latency": ("kvcore_latency_models", LatencyModel),
     "backend": ("kvcore_backends", Backend),

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import attrs
 from policies import build
-from serving import Bent, Run, scheduler_of
+from schedulers import scheduler_of
+from serving import Bent, Run
 
 from kvcore import Backend, DeviceMemory, Generator, InputError, KVCache, Trace, run
 from kvcore.model import ModelSpec
@@ -174,6 +175,7 @@ def compute(
     block_size=4,
     key_tokens=None,
     eviction="lru",
+    retention=None,
     scheduler="fcfs",
     latency=None,
     generator=None,
@@ -192,6 +194,7 @@ def compute(
         blocks,
         block_size,
         eviction=build(eviction),
+        retention=retention,
         key_tokens=block_size if key_tokens is None else key_tokens,
         trace=writer,
     )

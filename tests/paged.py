@@ -28,7 +28,7 @@ class Watched(Transformer):
 class Paged:
     """Texts in a cache, by sequence; every block is poisoned before somebody gets it."""
 
-    def __init__(self, generator, blocks, block_size):
+    def __init__(self, generator, blocks, block_size, retention=None):
         spec = generator.spec
         self.generator = generator
         self.backend = TorchCPU()
@@ -45,7 +45,13 @@ class Paged:
         )
         self.backend.fill(NAN)
         self.cache = KVCache(
-            blocks, block_size, eviction=LRU(), prefix=Radix(), ids=True, copied=self._copied
+            blocks,
+            block_size,
+            eviction=LRU(),
+            prefix=Radix(),
+            retention=retention,
+            ids=True,
+            copied=self._copied,
         )
         self.texts = {}
         self.copies = []
@@ -88,7 +94,7 @@ class Paged:
         if not counts:
             return {}
         texts = [self.texts[seq] for seq in counts]
-        contexts = [text.computed for text in texts]
+        contexts = [self.texts[seq].computed - seq.forgotten_tokens for seq in counts]
         tables = [
             self.cache.block_table(seq)[: self._blocks(context + n)]
             for (seq, n), context in zip(counts.items(), contexts, strict=True)
@@ -138,7 +144,7 @@ class Paged:
             self.cache.extend(seq, missing)
         except OutOfBlocks:
             return False
-        self._poison(self.cache.block_table(seq)[before:])
+        self._poison(self.cache.block_table(seq)[before - seq.forgotten :])
         return True
 
     def _blocks(self, tokens):

@@ -11,8 +11,16 @@ from kvcore.cache.geometry import Geometry, retention_steps
 from kvcore.cache.integrity import check_blocks
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.record import check_admission, record_header, record_open
+from kvcore.cache.refusals import check_fork, check_rollback, refuse_commit, refuse_stranger
+from kvcore.cache.retention import forget
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.sharing import copy_tail, free_from, shared_tail, table, with_ids
+from kvcore.cache.sharing import (
+    copy_tail,
+    free_last,
+    shared_tail,
+    table,
+    with_ids,
+)
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import plugin_of
@@ -21,6 +29,7 @@ from kvcore.policy import (
     Match,
     PrefixCache,
     Recorder,
+    RetentionPolicy,
     Shape,
     broken,
     overridden,
@@ -40,6 +49,7 @@ class KVCache:
         block_size: tokens in a block.
         eviction: the eviction policy; None is the `lru` plugin. One instance, one cache.
         prefix: the prefix cache; None is the `radix` plugin.
+        retention: what an open sequence may forget; None: nothing.
         count: `tokens` or `keys`, the two countings (see docs/reference/counting.md).
         key_tokens: tokens a request's block key stands for; None: `block_size`.
         trace: where every decision is written; None: nowhere.
@@ -51,7 +61,7 @@ class KVCache:
             to copy the K/V in it; an attribute too. None: there is none.
 
     Attributes:
-        pool, prefix, eviction, geometry: its parts.
+        pool, prefix, eviction, retention, geometry: its parts.
         sequences: the open sequences by id.
         now: the time of the last call.
         stats: what has been looked up and hit so far.
@@ -67,6 +77,7 @@ class KVCache:
         *,
         eviction: EvictionPolicy | None = None,
         prefix: PrefixCache | None = None,
+        retention: RetentionPolicy | None = None,
         count: str = "tokens",
         key_tokens: int | None = None,
         trace: Recorder | None = None,
@@ -79,6 +90,7 @@ class KVCache:
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
         self.eviction: EvictionPolicy = plugin_of(EvictionPolicy, eviction, "lru")
         self.prefix: PrefixCache = plugin_of(PrefixCache, prefix, "radix")
+        self.retention = retention
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
@@ -87,7 +99,8 @@ class KVCache:
         self._serial = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
-        for plugin in (self.eviction, self.prefix):
+        plugins = [self.eviction, self.prefix, *([] if retention is None else [retention])]
+        for plugin in plugins:
             plugin.claim()
         self.eviction.attach(blocks, block_size)
         if recompute is None:
@@ -100,7 +113,7 @@ class KVCache:
             self.eviction, "missed"
         )
         if trace is not None:
-            record_header(trace, geometry, blocks, (self.eviction, self.prefix))
+            record_header(trace, geometry, blocks, plugins)
 
     @property
     def room(self) -> int:
@@ -186,7 +199,7 @@ class KVCache:
             PolicyError: as for `open`.
         """
         if self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
+            refuse_stranger(seq)
         now = self._at(now)
         if tokens < 0:
             msg = f"extend by {tokens} tokens: give 0 or more, or use rollback"
@@ -216,35 +229,35 @@ class KVCache:
         """Say that `tokens` more tokens are computed: full keyed blocks become shareable.
 
         Where another sequence has committed the same keys meanwhile, `seq` switches to
-        those blocks and its duplicates are freed.
+        those blocks and its duplicates are freed. Then `seq` forgets what its retention
+        policy says it may; once it has, it publishes no more.
 
         Raises:
             InputError: more than was allocated.
+            PolicyError: a plugin failed.
         """
         if self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
+            refuse_stranger(seq)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
         computed = seq.computed + tokens
         if not seq.computed <= computed <= seq.tokens:
-            msg = (
-                f"commit of {tokens} tokens to sequence {seq.id}: {seq.computed} of its "
-                f"{seq.tokens} allocated tokens are committed; give 0 to "
-                f"{seq.tokens - seq.computed}"
-            )
-            raise InputError(msg)
+            refuse_commit(seq, tokens)
         seq.computed = computed
         upto = computed // self.geometry.block_size
         if upto > seq.cacheable:
             upto = seq.cacheable
-        if upto > seq.span.end:
+        if upto > seq.span.end and not seq.gaps:
             self.prefix.commit(seq, upto, now)
+        if self.retention is not None:
+            forgotten = forget(self.pool, self.retention, seq, self.trace, now)
+            self.stats.forgotten_blocks += forgotten
 
     def close(self, seq: Sequence, now: int | None = None) -> None:
         """Unpin what `seq` shares, which stays cached, and free the rest."""
         if self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
+            refuse_stranger(seq)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
@@ -253,10 +266,10 @@ class KVCache:
         if seq.family is not None:
             seq.family.remove(seq)
         if self.trace is not None:
-            freed = free_from(self.pool, seq, seq.span.end)
+            freed = free_last(self.pool, seq, seq.private_blocks)
             self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="close")
         elif seq.blocks > seq.span.end:
-            free_from(self.pool, seq, seq.span.end)
+            free_last(self.pool, seq, seq.private_blocks)
         self.prefix.close(seq, now)
 
     def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
@@ -270,14 +283,8 @@ class KVCache:
                 two would compute different tokens in the same place.
         """
         if self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        known = max(seq.request.prompt, seq.cacheable * self.geometry.block_size)
-        if seq.computed < seq.tokens and known < seq.tokens:
-            msg = (
-                f"fork of sequence {seq.id}: {seq.tokens - seq.computed} allocated tokens are "
-                "not committed; commit them or roll them back first"
-            )
-            raise InputError(msg)
+            refuse_stranger(seq)
+        check_fork(seq, self.geometry.block_size)
         now = self._at(now)
         pool = self.pool = with_ids(self.pool, self.prefix, self.sequences.values())
         self._serial += 1
@@ -297,28 +304,25 @@ class KVCache:
         """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
 
         Raises:
-            InputError: it would reach into blocks that are already shareable.
+            InputError: it would reach into blocks that are already shareable, or forgotten.
         """
         if self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
+            refuse_stranger(seq)
         now = self._at(now)
         size = self.geometry.block_size
+        check_rollback(seq, tokens, size)
         left = seq.tokens - tokens
-        if tokens and not seq.span.end * size <= left <= seq.tokens:
-            msg = (
-                f"rollback of {tokens} tokens of sequence {seq.id}: it has {seq.tokens}, of "
-                f"which the first {seq.span.end * size} are shared and stay"
-            )
-            raise InputError(msg)
         first = -(-left // size)
-        freed = free_from(self.pool, seq, first)
+        freed = free_last(self.pool, seq, seq.blocks - first)
         if first < seq.blocks and self.trace is not None:
             self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="rollback", first=first)
         seq.tokens, seq.blocks = left, first
         seq.computed = min(seq.computed, left)
 
     def block_table(self, seq: Sequence) -> Ids:
-        """Return the ids of the blocks of `seq`, first to last. O(blocks) in C.
+        """Return the ids of the blocks of `seq`, first to last, without what it has forgotten.
+
+        O(blocks) in C.
 
         Raises:
             InputError: the cache only counts blocks.
@@ -384,11 +388,6 @@ class KVCache:
         if ids is not None and victims is not None:
             ids.extend(victims)
         return ids
-
-    def _refuse(self, seq: Sequence) -> None:
-        why = "not of this cache" if seq.is_open else "closed"
-        msg = f"sequence {seq.id} (request {seq.request.id}) is {why}"
-        raise InputError(msg)
 
     def _no_room(self, request: Request, need: int, reserved: int) -> str:
         return (

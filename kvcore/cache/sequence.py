@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Keys
+from typing import TypeAlias
 
 import attrs
 
 from kvcore.policy import Span
 from kvcore.request import Key, Request
+
+Gap: TypeAlias = tuple[int, int]
+"""(first, end): block positions that a sequence has forgotten."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -28,9 +32,13 @@ class Sequence:
         computed: committed so far, the hit included.
         blocks: blocks in its table.
         span: its deepest shared span; blocks before `span.end` are shared.
-        private: ids of the blocks from `span.end` on; None in a pool that only counts.
+        private: ids of the blocks from `span.end` on, but for those it has forgotten; None
+            in a pool that only counts.
         priorities: retention hints as (end block, priority, duration ns), by position.
         family: it and the open sequences it shares private blocks with, after a fork.
+        gaps: the blocks it has forgotten, as ranges of positions, in order.
+        forgotten, returned: how many those are, and how many of them were its own and are
+            free again; the others stay cached.
         is_open: False once closed.
     """
 
@@ -48,12 +56,24 @@ class Sequence:
     private: array[int] | None = None
     priorities: list[tuple[int, int, int | None]] | None = None
     family: list[Sequence] | None = None
+    gaps: tuple[Gap, ...] = ()
+    forgotten: int = 0
+    returned: int = 0
     is_open: bool = True
 
     @property
     def private_blocks(self) -> int:
         """Blocks of its own: partial tail, unkeyed, or not committed yet."""
-        return self.blocks - self.span.end
+        return self.blocks - self.span.end - self.returned
+
+    @property
+    def forgotten_tokens(self) -> int:
+        """Computed tokens whose K/V it attends to no longer."""
+        return self.forgotten * self.span.shape.block_size
+
+    def forgotten_between(self, first: int, end: int) -> int:
+        """Count the blocks from position `first` up to `end` that it has forgotten."""
+        return sum(max(min(end, high) - max(first, low), 0) for low, high in self.gaps)
 
     def __repr__(self) -> str:
         """Show id, request and length."""

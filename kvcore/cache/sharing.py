@@ -56,12 +56,11 @@ def copy_tail(
     return ids[1:]
 
 
-def free_from(pool: CountingPool, seq: Sequence, first: int) -> Ids | None:
-    """Free the blocks of `seq` from position `first` on, deepest first.
+def free_last(pool: CountingPool, seq: Sequence, count: int) -> Ids | None:
+    """Free the last `count` blocks of `seq`, deepest first.
 
     Returns the ids that no other sequence owns; None where the pool counts.
     """
-    count = seq.blocks - first
     private = seq.private
     if not count:
         return None if private is None else private[:0]
@@ -77,8 +76,11 @@ def free_from(pool: CountingPool, seq: Sequence, first: int) -> Ids | None:
 
 
 def table(seq: Sequence) -> Ids:
-    """Return the ids of the blocks of `seq`, first to last. O(blocks) in C."""
-    parts = [seq.private]
+    """Return the ids of the blocks of `seq` that it has not forgotten, first to last.
+
+    O(blocks) in C.
+    """
+    parts = []
     span = seq.span
     while span.parent is not None:
         parts.append(span.ids)
@@ -87,4 +89,7 @@ def table(seq: Sequence) -> Ids:
     for part in reversed(parts):
         if part is not None:
             ids.extend(part)
+    for first, end in reversed(seq.gaps):
+        del ids[first:end]
+    ids.extend(seq.private or ())
     return ids

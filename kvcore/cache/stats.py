@@ -14,6 +14,7 @@ class CacheStats:
         lookup_blocks, hit_blocks: blocks looked up, and hit from the first on.
         lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
         self_hit_blocks: blocks that preempted requests found of their own.
+        forgotten_blocks: blocks that open sequences have forgotten.
         lost_tokens: tokens that whole blocks kept from hitting, at most: what is left of a
             prompt, but for its last token, after every full block of it has hit.
         looked_up: requests with at least one lookup block.
@@ -26,6 +27,7 @@ class CacheStats:
     lookup_tokens: int = 0
     hit_tokens: int = 0
     self_hit_blocks: int = 0
+    forgotten_blocks: int = 0
     lost_tokens: int = 0
     looked_up: int = 0
     ratio_sum: float = 0.0

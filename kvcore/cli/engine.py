@@ -45,7 +45,7 @@ class RunOptions(Options):
             given = given | {"memory": MEMORY}
         # What roofline can time: fp64 is for references, and taken to be read as fp32.
         kv_dtype = given["dtype"] if given["dtype"] in KV_DTYPES else "fp32"
-        return cls(**given, kv_dtype=kv_dtype, allocation="paged", out=None)
+        return cls(**given, kv_dtype=kv_dtype, allocation="paged")
 
 
 class Engine(Setup):
@@ -64,7 +64,7 @@ class Engine(Setup):
         size = tensor_layout(self._model, 1, self.options.block_size, self.options.dtype).bytes
         return {"kv_dtype": self.options.dtype, "bytes_per_block": size}
 
-    def config(self, *plugins: Plugin) -> dict[str, Any]:
+    def config(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return what was run, as that of a simulation and more."""
         options = self.options
         timed = {"device": options.backend.name, "tensor_parallel": 1}

@@ -17,10 +17,12 @@ from kvcore.cli.output import (
     progress,
     watched,
 )
+from kvcore.cli.results import outputs
 from kvcore.cli.serving import (
     batching_options,
     names_from_file,
     one_of,
+    output_options,
     policy_options,
     traffic_options,
 )
@@ -71,9 +73,7 @@ OF_WALL = ("stop_at_eos", "step_times")
 @size_option("--memory", help="Of the pool, instead of --blocks.  [default: 256MiB]")
 @batching_options
 @traffic_options
-@click.option(
-    "--trace", callback=file_path, metavar="FILE", help="Write every decision, as JSONL."
-)
+@output_options
 @click.option(
     "--step-times",
     callback=file_path,
@@ -96,21 +96,23 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     """
     from_file = names_from_file(ctx, given)
     one_of(given, "blocks", "memory", "both say how large the pool is", from_file)
+    one_of(given, "trace", "out", "both write a trace", from_file)
     _check(given, from_file)
     options = RunOptions.of(given)
     engine = Engine(options, frozenset(from_file))
-    for path in filter(None, (options.trace, options.step_times)):
-        spare(engine.workload, path)
+    if options.step_times is not None:
+        spare(engine.workload, options.step_times)
     with ExitStack() as stack:
-        trace = times = None
-        if options.trace is not None:
-            trace = stack.enter_context(Trace(options.trace, **engine.header()))
+        trace, times = stack.enter_context(outputs(options, engine)), None
         if options.step_times is not None:
             times = stack.enter_context(whole_file(options.step_times))
         result = _serve(engine, trace)
         if times is not None:
             write_steps(times, result.steps)
-    document = _document(engine, result)
+        document = _document(engine, result)
+        if options.out is not None:
+            names = ("config", "outputs")
+            result.write(options.out, **{n: document[n] for n in names if n in document})
     if options.as_json:
         emit_json(document)
     elif engine.texts:
@@ -167,7 +169,8 @@ def _serve(engine: Engine, trace: Trace | None) -> RunResult:
 def _document(engine: Engine, result: RunResult) -> dict[str, Any]:
     """Return what there is to say of a run in JSON."""
     cache = result.cache
-    plugins = (result.scheduler, cache.eviction, cache.prefix, result.latency)
+    cache_plugins = (cache.eviction, cache.prefix, cache.retention)
+    plugins = (result.scheduler, *cache_plugins, result.latency)
     document = {**result.summary(), "config": engine.config(*plugins)}
     if engine.options.clock == "wall":
         # The load is that of the latency model, which has not timed this.

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from kvcore.cli.config import config_option
+from kvcore.cli.output import file_path
 from kvcore.cli.values import plugin_option, slo_option
 from kvcore.errors import InputError
 from kvcore.serving import Batching
@@ -37,6 +38,7 @@ policy_options = _all_of(
     plugin_option("--eviction", default="lru", help="Who dies when the pool is full."),
     plugin_option("--scheduler", default="fcfs", help="Who runs in the next step."),
     plugin_option("--prefix", default="radix", help="What can be reused."),
+    plugin_option("--retention", help="What a running sequence forgets.  [default: nothing]"),
     plugin_option("--latency", default="roofline", help="How long a step takes."),
 )
 
@@ -68,6 +70,19 @@ traffic_options = _all_of(
     slo_option("--slo", default=SLO, help="Seconds, or `none`."),
     click.option("--seed", type=int, default=0, help="Of plugins that draw random numbers."),
     config_option,
+)
+
+
+output_options = _all_of(
+    click.option(
+        "--trace", callback=file_path, metavar="FILE", help="Write every decision, as JSONL."
+    ),
+    click.option(
+        "--out",
+        callback=file_path,
+        metavar="DIR",
+        help="Write summary.json, requests.jsonl and trace.jsonl.gz.",
+    ),
 )
 
 

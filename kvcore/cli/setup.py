@@ -19,6 +19,7 @@ from kvcore.errors import InputError
 from kvcore.model import KVLayout, ModelSpec, PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.policy import LatencyModel, Plugin, Recorder, Scheduler, Workload
+from kvcore.recompute import cost_fields
 from kvcore.request import SLO
 from kvcore.serving import Batching, Result
 from kvcore.serving.contiguous import Allocation
@@ -38,6 +39,7 @@ class Options:
     eviction: Spec
     scheduler: Spec
     prefix: Spec
+    retention: Spec | None
     latency: Spec
     model: str
     device: str
@@ -104,11 +106,13 @@ class Setup:
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
         """Build a cache for one run."""
+        retention = self.options.retention
         return KVCache(
             self.blocks,
             self.options.block_size,
             eviction=self._built("eviction", self.options.eviction),
             prefix=self._built("prefix", self.options.prefix),
+            retention=None if retention is None else self._built("retention", retention),
             key_tokens=self.workload.key_tokens,
             trace=trace,
             ids=self.ids,
@@ -144,11 +148,11 @@ class Setup:
             "seed": self.options.seed,
             "model": {"name": model, "kv_dtype": self.options.kv_dtype},
             "device": {"name": device, "count": self.deployment.devices},
-            "recompute": {"model": model, "device": device},
+            "recompute": cost_fields(self.recompute),
         }
 
-    def config(self, *plugins: Plugin) -> dict[str, Any]:
-        """Return what was run, with the plugins that ran it, as JSON has it."""
+    def config(self, *plugins: Plugin | None) -> dict[str, Any]:
+        """Return what was run, with the plugins that ran it, as JSON has it; None is none."""
         source = self.workload
         return {
             "workload": {
@@ -165,6 +169,7 @@ class Setup:
             "plugins": {
                 plugin.kind: {"name": plugin.name, "options": plain(plugin.options())}
                 for plugin in plugins
+                if plugin is not None
             },
             "batching": attrs.asdict(self.batching),
             "allocation": self.options.allocation,

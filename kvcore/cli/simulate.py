@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import click
 
 from kvcore.cli.output import (
     emit_json,
-    file_path,
     json_option,
     print_table,
     print_text,
     progress,
     watched,
 )
+from kvcore.cli.results import outputs
 from kvcore.cli.serving import (
     batching_options,
     names_from_file,
     one_of,
+    output_options,
     policy_options,
     traffic_options,
 )
 from kvcore.cli.setup import Options, Setup
 from kvcore.cli.values import size_option
-from kvcore.errors import InputError
 from kvcore.model import KV_DTYPES
 from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.contiguous import Allocation, ContiguousCache
-from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.trace import Trace
-from kvcore.workloads import spare
-
-TRACE = "trace.jsonl.gz"
 
 
 @click.command(context_settings={"show_default": True})
@@ -56,15 +49,7 @@ TRACE = "trace.jsonl.gz"
     help="In blocks, or beside that as before paging, in pieces.",
 )
 @traffic_options
-@click.option(
-    "--trace", callback=file_path, metavar="FILE", help="Write every decision, as JSONL."
-)
-@click.option(
-    "--out",
-    callback=file_path,
-    metavar="DIR",
-    help="Write summary.json, requests.jsonl and trace.jsonl.gz.",
-)
+@output_options
 @json_option
 @click.pass_context
 def simulate(ctx: click.Context, /, **given: Any) -> None:
@@ -81,7 +66,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     one_of(given, "trace", "out", "both write a trace", from_file)
     options = Options(**given)
     setup = Setup(options, frozenset(from_file))
-    with _outputs(options, setup) as trace:
+    with outputs(options, setup) as trace:
         result, document = _run(setup, trace, options.allocation)
         if options.allocation == "contiguous":
             paged, asked = _run(setup, None, "paged")
@@ -117,7 +102,8 @@ def _run(
             fragmentation=setup.options.allocation == "contiguous",
         )
     cache = result.cache
-    config = setup.config(scheduler, cache.eviction, cache.prefix, result.latency)
+    plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)
+    config = setup.config(*plugins)
     return result, {**result.summary(), "config": config}
 
 
@@ -160,41 +146,3 @@ def _print_paging(result: Result, document: dict[str, Any]) -> None:
     print_table(report.headers, report.rows, right=report.headers[1:])
     click.echo()
     print_text(report.reading)
-
-
-@contextmanager
-def _outputs(options: Options, setup: Setup) -> Iterator[Trace | None]:
-    """Open the trace to write, if any, and before it the directory that it goes to.
-
-    If the body raises, no file is left of it, nor a directory that was made for it.
-    """
-    path, others = options.trace, []
-    if options.out is not None:
-        path, *others = (options.out / name for name in (TRACE, SUMMARY, REQUESTS))
-        if options.allocation == "contiguous":
-            path = None
-    for written in filter(None, (path, *others)):
-        spare(setup.workload, written)
-    with ExitStack() as stack:
-        if options.out is not None:
-            stack.enter_context(_directory(options.out))
-        yield None if path is None else stack.enter_context(Trace(path, **setup.header()))
-
-
-@contextmanager
-def _directory(path: Path) -> Iterator[None]:
-    """Make a directory, if need be; if the body raises, not for good."""
-    made = not path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        msg = f"--out {path}: cannot be made a directory: {reason}; name another one"
-        raise InputError(msg) from error
-    try:
-        yield
-    except BaseException:
-        if made:
-            with suppress(OSError):
-                path.rmdir()
-        raise

@@ -3,11 +3,13 @@
 from kvcore.policy.backend import Backend, DeviceMemory, Rows, Tensor, TensorLayout
 from kvcore.policy.eviction import EvictionPolicy
 from kvcore.policy.generator import Attend, Generator, TokenStep
+from kvcore.policy.ghost import GhostTree
 from kvcore.policy.job import DecodeSteps, Job
 from kvcore.policy.latency import Batch, LatencyModel, Line, Windows
 from kvcore.policy.plugin import Plugin, broken, option_fields, overridden
 from kvcore.policy.prefix import Match, PrefixCache
 from kvcore.policy.recorder import Recorder
+from kvcore.policy.retention import RetentionPolicy
 from kvcore.policy.scheduler import LoopState, Scheduler, Server, StepPlan
 from kvcore.policy.score import ScoreEviction
 from kvcore.policy.span import Shape, Span, root_span
@@ -21,6 +23,7 @@ __all__ = [
     "DeviceMemory",
     "EvictionPolicy",
     "Generator",
+    "GhostTree",
     "Job",
     "LatencyModel",
     "Line",
@@ -29,6 +32,7 @@ __all__ = [
     "Plugin",
     "PrefixCache",
     "Recorder",
+    "RetentionPolicy",
     "Rows",
     "Scheduler",
     "ScoreEviction",

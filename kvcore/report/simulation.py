@@ -159,6 +159,8 @@ class SimulationReport:
             yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
         counts = summary["preemptions"]
         yield "preemptions", f"{counts['pause']:,} paused, {counts['recompute']:,} recomputed"
+        if summary["forgotten_blocks"]:
+            yield "forgotten", counted(summary["forgotten_blocks"], "block")
         yield "evicted", counted(summary["evicted_blocks"], "block")
         blocks, active = pool["blocks"], pool["active"]
         if active["mean"] is not None:

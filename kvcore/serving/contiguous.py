@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from kvcore.cache import KVCache, Sequence
+from kvcore.cache.refusals import refuse_stranger
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import plugin_of
 from kvcore.policy import Job, PrefixCache
@@ -165,7 +166,7 @@ class ContiguousCache(KVCache):
             InputError: it has not so many.
         """
         if self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
+            refuse_stranger(seq)
         self._at(now)
         length = self.piece(seq)[1]
         if not 0 <= tokens <= length - seq.tokens:
@@ -180,7 +181,7 @@ class ContiguousCache(KVCache):
     def close(self, seq: Sequence, now: int | None = None) -> None:
         """Take the piece of `seq` back."""
         if self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
+            refuse_stranger(seq)
         self._at(now)
         seq.is_open = False
         del self.sequences[seq.id]

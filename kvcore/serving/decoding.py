@@ -33,12 +33,20 @@ class Decoders:
         growth: by how much a step makes it longer.
         grown: the first step whose growth has not been allocated.
         fresh: those that joined after the last step.
-        publishing: those that share what they generate, by residue class.
+        committing: those that commit every block they fill, by residue class: because they
+            share what they generate, or may forget it.
         decoded_at: when (ps) the last step ended.
     """
 
-    def __init__(self, steps: DecodeSteps, block_size: int, windows: Windows) -> None:
-        """Start without jobs."""
+    def __init__(
+        self,
+        steps: DecodeSteps,
+        block_size: int,
+        windows: Windows,
+        *,
+        forgetting: bool = False,
+    ) -> None:
+        """Start without jobs; `forgetting` says that they may forget what they generate."""
         self.steps = steps
         self.jobs = 0
         self.context = [0 for _ in windows]
@@ -49,9 +57,10 @@ class Decoders:
         self._size = block_size
         self._windows = windows
         self._plain = windows == (None,)
+        self._forgetting = forgetting
         self._classes: dict[int, list[Job]] = {}
         self._residues: list[int] = []
-        self.publishing: dict[int, list[Job]] = {}
+        self.committing: dict[int, list[Job]] = {}
         self._finish: list[End] = []
         self._ends: dict[Job, End] = {}
         self._full: list[tuple[int, int, int, Job]] = []
@@ -75,13 +84,14 @@ class Decoders:
         self.fresh.append(job)
         insort(self._residues, residue)
         _put(self._classes, residue, job, seq.admission)
-        if request.publishes:
-            _put(self.publishing, residue, job, seq.admission)
+        if request.publishes or self._forgetting:
+            _put(self.committing, residue, job, seq.admission)
+        attended = length + 1 - seq.forgotten * self._size
         if self._plain:
-            self.context[0] += length + 1
+            self.context[0] += attended
             self.growth[0] += 1
         else:
-            self._attend(job, length + 1, seq.admission)
+            self._attend(job, attended, seq.admission)
 
     def remove(self, job: Job) -> None:
         """Let `job` generate no more. O(jobs of its residue class)."""
@@ -93,14 +103,25 @@ class Decoders:
         residue = self._ends.pop(job)[2]
         del self._residues[bisect_left(self._residues, residue)]
         _drop(self._classes, residue, job)
-        if job.request.publishes:
-            _drop(self.publishing, residue, job)
-        length = job.request.prompt + job.leave() - 1
+        if job.request.publishes or self._forgetting:
+            _drop(self.committing, residue, job)
+        assert job.seq is not None
+        attended = job.request.prompt + job.leave() - job.seq.forgotten * self._size
         if self._plain:
-            self.context[0] -= length + 1
+            self.context[0] -= attended
             self.growth[0] -= 1
         else:
-            self._forget(job, length + 1)
+            self._forget(job, attended)
+
+    def forgot(self, job: Job, tokens: int) -> None:
+        """Learn that `job` has just forgotten `tokens` tokens."""
+        assert job.seq is not None
+        if self._plain:
+            self.context[0] -= tokens
+        else:
+            attended = job.length + 1 - job.seq.forgotten * self._size
+            self._forget(job, attended + tokens)
+            self._attend(job, attended, job.seq.admission)
 
     def end(self, job: Job) -> None:
         """Let `job` finish with the step that runs."""
@@ -138,7 +159,7 @@ class Decoders:
                 self.growth[place] -= 1
 
     def until_change(self) -> int:
-        """Return after how many steps one finishes, fills a window, or can publish a block."""
+        """Return after how many steps one finishes, fills a window, or commits a block."""
         finish, ends = self._finish, self._ends
         while ends.get(finish[0][3]) is not finish[0]:
             heappop(finish)
@@ -146,7 +167,7 @@ class Decoders:
         steps = finish[0][0] - count
         if self._full:
             steps = min(steps, max(self._full[0][0] - count, 1))
-        for residue in self.publishing:
+        for residue in self.committing:
             steps = min(steps, (residue - count - 1) % self._size + 1)
         return steps
 
@@ -160,9 +181,9 @@ class Decoders:
                 done.append(end[3])
         return done
 
-    def publishers(self) -> list[Job]:
-        """Return the jobs that share what they generate and have just filled a block."""
-        return self.publishing.get(self.steps.count % self._size, [])
+    def committers(self) -> list[Job]:
+        """Return the jobs that commit every block they fill and have just filled one."""
+        return self.committing.get(self.steps.count % self._size, [])
 
     def growing(self, step: int) -> list[Job] | None:
         """Return the jobs that need a block at `step`, in order of admission, if any do."""

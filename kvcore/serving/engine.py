@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 import attrs
 
-from kvcore.cache import BlockPool, Ids, KVCache
+from kvcore.cache import BlockPool, KVCache
 from kvcore.errors import InputError, KvcoreError, PolicyError
 from kvcore.measurements import MeasuredStep
 from kvcore.model import ModelSpec
@@ -31,6 +31,7 @@ from kvcore.serving.batching import Batching
 from kvcore.serving.decoding import Decoders
 from kvcore.serving.executors import SimulatedExecutor
 from kvcore.serving.result import Result
+from kvcore.serving.rows import Step
 from kvcore.serving.simulate import check_cache, serve
 from kvcore.serving.tokens import TokenStream
 from kvcore.units import PICOSECONDS
@@ -301,55 +302,6 @@ class TensorExecutor:
         context = sum(decoding) + batch.decode
         line = len(self.measured) + 2
         self.measured.append(MeasuredStep(line, batch.prefill, batch.decode, context, took))
-
-
-class Step:
-    """The rows of a step, as they are put together.
-
-    Attributes:
-        jobs, streams: of each sequence.
-        tables, contexts, lengths: as in `Rows`.
-        tokens, positions, draws, seeds: as in `TokenStep`.
-    """
-
-    __slots__ = (
-        *("contexts", "draws", "jobs", "lengths", "positions", "seeds", "size"),
-        *("streams", "tables", "tokens"),
-    )
-
-    def __init__(self, block_size: int) -> None:
-        """Start empty."""
-        self.size = block_size
-        self.jobs: list[Job] = []
-        self.streams: list[TokenStream] = []
-        self.tables: list[Ids] = []
-        self.contexts: list[int] = []
-        self.lengths: list[int] = []
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.draws: list[int | None] = []
-        self.seeds: list[int] = []
-
-    def add(
-        self,
-        job: Job,
-        stream: TokenStream,
-        table: Ids,
-        tokens: Sequence[int],
-        context: int,
-        draw: int | None,
-    ) -> None:
-        """Add a sequence that computes `tokens` after the `context` tokens it has."""
-        end = context + len(tokens)
-        self.jobs.append(job)
-        self.streams.append(stream)
-        self.tables.append(table[: -(-end // self.size)])
-        self.contexts.append(context)
-        self.lengths.append(len(tokens))
-        self.tokens.extend(tokens)
-        self.positions.extend(range(context, end))
-        self.draws.append(draw)
-        self.seeds.append(stream.seed)
 
 
 def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:

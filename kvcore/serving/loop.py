@@ -68,7 +68,12 @@ class ServingLoop:
         self.clock = 0
         self.steps = DecodeSteps()
         self._windows = windows = executor.latency.windows
-        self.decoders = Decoders(self.steps, cache.geometry.block_size, windows)
+        self.decoders = Decoders(
+            self.steps,
+            cache.geometry.block_size,
+            windows,
+            forgetting=cache.retention is not None,
+        )
         server = ServiceTimes(cache, executor.latency, batching)
         scheduler.claim()
         scheduler.attach(server)
@@ -178,8 +183,8 @@ class ServingLoop:
             job.computed += tokens
             cache.commit(job.seq, tokens, now)
         self.seats.computed()
-        if decoders.publishing and decodes:
-            self._publish(now)
+        if decoders.committing and decodes:
+            self._commit(now)
         done = []
         for job, _ in chunks:
             if job.computed == job.target and self._prefill_done(job, now):
@@ -209,8 +214,8 @@ class ServingLoop:
         decoders.advance(steps, self.clock + took)
         now = self._pass(steps, took)
         self.seats.preemptions.barren = 0
-        if decoders.publishing:
-            self._publish(now)
+        if decoders.committing:
+            self._commit(now)
         done = decoders.finished()
         if done:
             self._finish(done, now)
@@ -269,24 +274,27 @@ class ServingLoop:
         total = squares = 0
         for job, tokens in chunks:
             total += tokens
-            squares += tokens * (2 * job.computed + tokens + 1)
+            squares += tokens * (2 * _context(job) + tokens + 1)
         pairs: tuple[int, ...] = (squares // 2,)
         if not self._plain:
             pairs = tuple(
-                sum(attended_pairs(job.computed, tokens, window) for job, tokens in chunks)
+                sum(attended_pairs(_context(job), tokens, window) for job, tokens in chunks)
                 for window in self._windows
             )
         if decodes:
             return Batch(total, pairs, self.decoders.jobs, tuple(self.decoders.context))
         return Batch(total, pairs, 0, self._no_pairs)
 
-    def _publish(self, now: int) -> None:
-        """Commit the blocks that requests with known output keys have just filled."""
-        for job in self.decoders.publishers():
+    def _commit(self, now: int) -> None:
+        """Commit the blocks that jobs have just filled, to be shared or forgotten."""
+        for job in self.decoders.committers():
             seq = job.seq
             assert seq is not None
             settle(seq, job.length)
+            before = seq.forgotten_tokens
             self._cache.commit(seq, job.length - seq.computed, now)
+            if seq.forgotten_tokens > before:
+                self.decoders.forgot(job, seq.forgotten_tokens - before)
             self.seats.computed()
 
     def _prefill_done(self, job: Job, now: int) -> bool:
@@ -332,3 +340,9 @@ class ServingLoop:
             self.seats.leave(job, now)
             self.log.ended(job, now)
             self._arrivals.ended(request, now)
+
+
+def _context(job: Job) -> int:
+    """Return how many tokens the next one of a prefill attends to, besides its own."""
+    assert job.seq is not None
+    return job.computed - job.seq.forgotten_tokens

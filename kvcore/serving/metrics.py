@@ -49,6 +49,7 @@ def summary(
         "goodput": met / seconds if span and judged else None,
         "slo": _slo(log.slo or SLO()) | {"met": met / judged if judged else None},
         "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
+        "forgotten_blocks": stats.forgotten_blocks,
         "evicted_blocks": prefix.evicted + prefix.expired_blocks,
         "hit": {
             "lookup_blocks": stats.lookup_blocks,

@@ -63,6 +63,12 @@ def simulate(
     """
     check_cache(cache, "simulate")
     if allocation == "contiguous":
+        if cache.retention is not None:
+            msg = (
+                f"allocation='contiguous' with retention policy {cache.retention.name!r}: a "
+                "piece of memory can only be given back whole; take one of the two"
+            )
+            raise InputError(msg)
         cache = contiguous(cache, workload, max_output)
     elif allocation != "paged":
         msg = f"allocation={allocation!r} is not known; there are: paged, contiguous"

@@ -11,6 +11,7 @@ from kvcore.testing.generator import GeneratorTests
 from kvcore.testing.latency import LatencyModelTests
 from kvcore.testing.machine import cache_machine
 from kvcore.testing.prefix import PrefixCacheTests
+from kvcore.testing.retention import RetentionPolicyTests
 from kvcore.testing.scheduler import SchedulerTests
 from kvcore.testing.server import STEP, ToyServer, watched
 from kvcore.testing.strategies import request_lists, requests, step_lists, steps
@@ -35,6 +36,7 @@ __all__ = [
     "GeneratorTests",
     "LatencyModelTests",
     "PrefixCacheTests",
+    "RetentionPolicyTests",
     "SchedulerTests",
     "Step",
     "ToyServer",

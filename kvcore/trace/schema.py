@@ -21,6 +21,8 @@ MISSES = ("absent", "partial", "expired", "no keys")
 COMMITS = ("new", "grown", "same", "shared")
 FREES = ("close", "duplicate", "rollback")
 EVICTIONS = ("capacity", "expired")
+FORGETTING = ("retention",)
+SCOPES = ("cache", "sequence")
 PREEMPTIONS = ("pause", "recompute")
 EXPECTATIONS = ("ttft", "tpot", "deadline")
 
@@ -67,6 +69,19 @@ class Event:
             if not self.optional[field].test(line[field]):
                 return f"field {field!r} {self.optional[field].refuse(line[field])}"
         return None
+
+
+@attrs.frozen
+class Scoped(Event):
+    """An event whose fields depend on its scope: those here are of the scope `cache`."""
+
+    sequence: Event = attrs.field(kw_only=True)
+
+    def fault(self, line: dict[str, Any]) -> str | None:
+        """Return what is wrong with the fields of `line`, by its scope."""
+        if line.get("scope") == "sequence":
+            return self.sequence.fault(line)
+        return super().fault(line)
 
 
 def fault(line: Any) -> str | None:
@@ -267,7 +282,7 @@ EVENTS: dict[str, Event] = {
     "COMMIT": Event(
         {"seq": COUNT, "span": COUNT, "first": COUNT, "blocks": SIZE, "how": _word(*COMMITS)}
     ),
-    "EVICT": Event(
+    "EVICT": Scoped(
         {
             "span": COUNT,
             "runs": RUNS,
@@ -276,8 +291,19 @@ EVENTS: dict[str, Event] = {
             "age": COUNT,
             "hits": COUNT,
             "reason": _word(*EVICTIONS),
-            "scope": _word("cache"),
-        }
+            "scope": _word(*SCOPES),
+        },
+        sequence=Event(
+            {
+                "seq": COUNT,
+                "first": COUNT,
+                "blocks": SIZE,
+                "runs": RUNS,
+                "by": TEXT,
+                "reason": _word(*FORGETTING),
+                "scope": _word(*SCOPES),
+            }
+        ),
     ),
     "FREE": Event({"seq": COUNT, "runs": RUNS, "reason": _word(*FREES)}, {"first": COUNT}),
     "FORK": Event({"seq": COUNT, "child": COUNT}),

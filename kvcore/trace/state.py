@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import attrs
 
 from kvcore.cache.pool import Ids
+from kvcore.trace.cached import CachedKeys
 from kvcore.trace.layout import Layout, Prompt
 from kvcore.trace.lives import Lives
 from kvcore.trace.runs import decode_runs, encode_runs
@@ -52,13 +52,15 @@ class CacheState:
         self.cached = self.private = 0
         self.hits = Hits()
         self._blocks = header["blocks"]
-        self._policy = header["plugins"].get("eviction", {}).get("name")
+        plugins = header["plugins"]
+        self._policy = plugins.get("eviction", {}).get("name")
+        self._retention = plugins.get("retention", {}).get("name")
         self._layout = Layout.of(header)
         self._ratio = self._layout.ratio
         self._supply = Supply(self._blocks)
         self._owners = self._supply.pool.owners
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
-        self._cached_of: dict[Any, int] = {}
+        self._known = CachedKeys(self._ratio)
         self._opened = self._last_span = self._now = 0
         self._expired_for: int | str | None = None
         self._duplicates: Ids = array("i")
@@ -186,6 +188,8 @@ class CacheState:
             violated(
                 f"the private blocks of sequence {seq.id} are {seq.span.end} to {seq.blocks}"
             )
+        if seq.gaps:
+            violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
         if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
         ids = seq.private[:count]
@@ -196,6 +200,9 @@ class CacheState:
         del seq.private[:count]
 
     def _evict(self, line: Line) -> None:
+        if line["scope"] == "sequence":
+            self._retain(line)
+            return
         span, ids = self._span(line["span"]), self._ids(line)
         if span.pins or span.children:
             violated(f"span {span.id} has {span.pins} pins and {span.children} children")
@@ -215,6 +222,20 @@ class CacheState:
         else:
             self._supply.evicted(ids, line["for"])
 
+    def _retain(self, line: Line) -> None:
+        """Let a sequence forget blocks: its own are free."""
+        self._supply.settle()
+        seq, first = self._sequence(line["seq"]), line["first"]
+        if line["by"] != self._retention:
+            violated(f"by retention policy {self._retention!r}, not {line['by']!r}")
+        freed = seq.forget(first, first + line["blocks"])
+        if any(block in self._owners for block in freed):
+            violated(f"sequence {seq.id} shares private blocks with a fork: it keeps them")
+        if self._ids(line) != freed:
+            violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
+        self._supply.pool.release(freed)
+        self.private -= len(freed)
+
     def _free(self, line: Line) -> None:
         seq, ids, reason = self._sequence(line["seq"]), self._ids(line), line["reason"]
         if self._expected is not None:
@@ -228,7 +249,8 @@ class CacheState:
         else:
             keep = 0
             if reason == "rollback":
-                keep = line.get("first", seq.blocks - len(ids)) - seq.span.end
+                first = line.get("first", seq.blocks - len(ids))
+                keep = first - seq.span.end - seq.returned
                 if not 0 <= keep < len(seq.private):
                     violated(f"blocks {seq.span.end} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
@@ -244,7 +266,7 @@ class CacheState:
 
     def _fork(self, line: Line) -> None:
         seq = self._sequence(line["seq"])
-        child = attrs.evolve(seq, id=line["child"], private=seq.private[:])
+        child = attrs.evolve(seq, id=line["child"], private=seq.private[:], gaps=seq.gaps[:])
         self._open(child)
         self._supply.pool.share(child.private)
         for span in path(seq.span):
@@ -276,7 +298,7 @@ class CacheState:
         if prompt is None:
             violated(f"request {line['request']!r} has no REQUEST line before this")
         self._supply.serve(prompt.id)
-        cached = min(self._match(prompt.keys), prompt.limit)
+        cached = min(self._known.match(prompt.keys), prompt.limit)
         if hit != cached:
             violated(f"{hit} blocks hit; {cached} are cached and may hit")
         again = "again" in line
@@ -298,27 +320,14 @@ class CacheState:
             span.pins -= 1
         del self.sequences[seq.id]
 
-    def _match(self, keys: list[Any]) -> int:
-        """Return how many blocks are cached of a prompt, from the first on. O(log keys)."""
-        cached = self._cached_of
-        missing = bisect_left(keys, 1, key=lambda key: key not in cached)
-        return (missing - 1) * self._ratio + cached[keys[missing - 1]] if missing else 0
-
     def _store(self, seq: TracedSequence, ids: Ids, line: Line) -> None:
         """Move private blocks of `seq` into the deepest span it holds, or a child of it."""
         if self._shared:
             violated("forked sequences still hold blocks that are cached now, without a pin")
-        parent, keys, ratio = seq.span, seq.prompt.keys, self._ratio
+        parent, keys = seq.span, seq.prompt.keys
         first, end = parent.end, parent.end + len(ids)
-        low, high = first // ratio, (end - 1) // ratio
-        cached, later = self._cached_of, keys[low + 1 : high + 1]
-        if cached.get(keys[low], 0) != first - low * ratio or not cached.keys().isdisjoint(
-            later
-        ):
+        if not self._known.store(keys, first, end):
             violated(f"some of the blocks {first} to {end} of sequence {seq.id} are cached")
-        cached[keys[low]] = ratio
-        cached.update(dict.fromkeys(later, ratio))
-        cached[keys[high]] = end - high * ratio
         self.cached += len(ids)
         self.private -= len(ids)
         if self._owners:
@@ -353,11 +362,7 @@ class CacheState:
 
     def _forget(self, span: TracedSpan, count: int) -> None:
         """Take the last `count` blocks of `span` out of the cache."""
-        whole, part = divmod(span.end - count, self._ratio)
-        for key in span.keys[whole : (span.end - 1) // self._ratio + 1]:
-            self._cached_of.pop(key, None)
-        if part:
-            self._cached_of[span.keys[whole]] = part
+        self._known.forget(span.keys, span.end - count, span.end)
         self.cached -= count
         del span.ids[-count:]
         if not span.ids:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import attrs
 
 from kvcore.cache.pool import Ids
+from kvcore.cache.sequence import Gap
 from kvcore.trace.layout import Prompt
 
 
@@ -48,7 +49,10 @@ class TracedSpan:
 
 @attrs.define(eq=False)
 class TracedSequence:
-    """An open sequence: the deepest span it holds, and its private blocks after that."""
+    """An open sequence: the deepest span it holds, and its private blocks after that.
+
+    `gaps` are the blocks it has forgotten, `returned` those of them that were private.
+    """
 
     id: int
     prompt: Prompt
@@ -56,19 +60,43 @@ class TracedSequence:
     private: Ids
     hit: int
     again: bool
+    gaps: list[Gap] = attrs.field(factory=list)
+    returned: int = 0
 
     @property
     def blocks(self) -> int:
-        """How many blocks its table has."""
-        return self.span.end + len(self.private)
+        """How many blocks its table has, with those it has forgotten."""
+        return self.span.end + len(self.private) + self.returned
 
     def table(self) -> Ids:
-        """Return its block table: the ids of its blocks, first to last."""
-        parts = [self.private, *(span.ids for span in path(self.span))]
+        """Return its block table: the ids of the blocks it has not forgotten, in order."""
         table: Ids = array("i")
-        for part in reversed(parts):
+        for part in reversed([span.ids for span in path(self.span)]):
             table.extend(part)
-        return table
+        for first, end in sorted(self.gaps, reverse=True):
+            del table[first:end]
+        return table + self.private
+
+    def forget(self, first: int, end: int) -> Ids:
+        """Forget the blocks `[first, end)`; return those of its own, deepest first.
+
+        Raises:
+            ViolationError: they are not in its table.
+        """
+        if end > self.blocks or any(low < end and first < high for low, high in self.gaps):
+            violated(f"blocks {first} to {end} are not in the table of sequence {self.id}")
+        start = max(first, self.span.end)
+        passed = sum(
+            max(min(high, start) - max(low, self.span.end), 0) for low, high in self.gaps
+        )
+        at = start - self.span.end - passed
+        count = max(end - start, 0)
+        freed = self.private[at : at + count]
+        freed.reverse()
+        del self.private[at : at + count]
+        self.gaps.append((first, end))
+        self.returned += count
+        return freed
 
 
 def path(span: TracedSpan) -> Iterator[TracedSpan]:

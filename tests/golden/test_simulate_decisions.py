@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from serving import scheduler_of, serve
+from schedulers import scheduler_of
+from serving import serve
 
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.workloads import Mooncake

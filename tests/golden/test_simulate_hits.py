@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from serving import SCHEDULERS, ask, scheduler_of, serve
+from schedulers import SCHEDULERS, scheduler_of
+from serving import ask, serve
 
 from kvcore import KVCache
 from kvcore.lab import compare, replay

@@ -16,6 +16,7 @@ actions = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 20), st.integers(2, 30), st.booleans()),
     st.tuples(st.just("run"), st.integers(1, 9)),
     st.tuples(st.just("remove"), st.integers(0, 99)),
+    st.tuples(st.just("forget"), st.integers(0, 99), st.integers(0, 3)),
 )
 histories = st.lists(actions, max_size=25) | st.lists(actions, min_size=12, max_size=25)
 
@@ -32,7 +33,10 @@ class Model:
     def context(self, after=0):
         """Return what the next step, or one `after` steps later, attends to."""
         return [
-            sum(min(length + after + 1, window or 10**9) for length in self.lengths.values())
+            sum(
+                min(length - job.seq.forgotten * self.size + after + 1, window or 10**9)
+                for job, length in self.lengths.items()
+            )
             for window in WINDOWS
         ]
 
@@ -47,7 +51,7 @@ class Model:
         full = [job for job, n in self.lengths.items() if (n + ahead) % self.size == 0]
         return sorted(full, key=lambda job: job.seq.admission)
 
-    def publishers(self):
+    def committers(self):
         """Return those of them now whose output has keys."""
         return [job for job in self.growing(self.steps.count) if job.request.output_keys]
 
@@ -75,7 +79,7 @@ def test_decoders(history, size):
             _run(model, decoders, *arguments)
         elif model.lengths:
             job = list(model.lengths)[arguments[0] % len(model.lengths)]
-            _remove(model, decoders, job)
+            (_remove if action == "remove" else _forget)(model, decoders, job, *arguments[1:])
         _check(model, decoders)
 
 
@@ -84,7 +88,7 @@ def _add(model, decoders, number, prompt, output, keyed):
     request = Request(id=number, prompt=prompt, output=output, key_tokens=1, output_keys=keys)
     job = Job(request, number, 0, model.steps, prompt)
     # Sequences may join in another order than that in which they were admitted.
-    job.seq = SimpleNamespace(admission=number * 7 % 25)
+    job.seq = SimpleNamespace(admission=number * 7 % 25, forgotten=0)
     decoders.add(job, 1)
     model.lengths[job] = prompt
 
@@ -94,7 +98,7 @@ def _run(model, decoders, most):
     decoders.advance(steps, 0)
     for job in model.lengths:
         model.lengths[job] += steps
-    assert decoders.publishers() == model.publishers()
+    assert decoders.committers() == model.committers()
     done = [job for job in model.lengths if not job.output_left]
     assert sorted(decoders.finished(), key=id) == sorted(done, key=id)
     for job in done:
@@ -104,6 +108,13 @@ def _run(model, decoders, most):
 def _remove(model, decoders, job):
     decoders.remove(job)
     del model.lengths[job]
+    model.removed = True
+
+
+def _forget(model, decoders, job, most):
+    blocks = min(model.lengths[job] // model.size - job.seq.forgotten, most)
+    job.seq.forgotten += blocks
+    decoders.forgot(job, blocks * model.size)
     model.removed = True
 
 

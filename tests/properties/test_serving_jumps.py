@@ -3,7 +3,8 @@
 import attrs
 import pytest
 from hypothesis import find, given, settings
-from serving import COLUMNS, SCHEDULERS, STAND_INS, Bent, Single, Tally, servers
+from schedulers import SCHEDULERS, STAND_INS
+from serving import COLUMNS, Bent, Single, Tally, servers
 
 from kvcore import Plugins
 from kvcore.specs import parse

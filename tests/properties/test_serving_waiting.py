@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from kvcore import DecodeSteps, Job, Request
 from kvcore.policy.job import PAUSED
 from kvcore.serving.waiting import SLACK, Waiting
+from kvcore_plugins.eviction import LRU
 
 STEPS = DecodeSteps()
 JOBS = 8
@@ -25,13 +26,13 @@ def jobs():
 @given(histories)
 def test_waiting(history):
     """The head is always the first by rank, then the paused, then those who came first."""
-    everybody, waiting, queue = jobs(), Waiting(), []
+    everybody, waiting, queue = jobs(), Waiting(LRU()), []
     for action, which, *how in history:
         if action == "push":
             job = everybody[which]
             rank, paused, front = how
             job.rank, job.stage = rank, PAUSED if paused else "waiting"
-            waiting.push(job, front=front)
+            waiting.push(job, 0, front=front)
             if front:
                 queue = [job, *(other for other in queue if other is not job)]
             elif job not in queue:
@@ -39,7 +40,7 @@ def test_waiting(history):
         elif queue:
             # The head leaves, unless another is asked for.
             job = min(queue, key=_order) if which == JOBS else queue[which % len(queue)]
-            waiting.remove(job)
+            waiting.remove(job, 0)
             queue.remove(job)
         assert list(waiting) == queue
         assert len(waiting) == len(queue)
@@ -53,10 +54,10 @@ def _order(job):
 
 def test_what_was_ranked_again_does_not_pile_up():
     """A job that is ranked anew a thousand times leaves a heap of a few entries."""
-    waiting = Waiting()
+    waiting = Waiting(LRU())
     first, second, *_ = jobs()
     for turn in range(1000):
         for job in (first, second):
             job.rank = turn
-            waiting.push(job)
+            waiting.push(job, 0)
         assert len(waiting._heap) <= SLACK * (len(waiting) + SLACK) + 1

@@ -6,7 +6,8 @@ import pytest
 from engine import compute, decided, digest
 from hypothesis import given, settings
 from policies import POLICIES
-from serving import EVICTIONS, SCHEDULERS, Bent, Server, servers
+from schedulers import SCHEDULERS
+from serving import EVICTIONS, Bent, Server, servers
 
 from kvcore.serving.excerpt import Excerpt
 from kvcore.serving.tokens import TokenStream

@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import BLOCK, Even, Urgent, ask, scheduler_of, servers
+from schedulers import Urgent, scheduler_of
+from serving import BLOCK, Even, ask, servers
 
 from kvcore import InputError, KVCache, OutOfBlocks, Trace
 from kvcore.serving import Batching, simulate

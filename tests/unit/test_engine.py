@@ -5,7 +5,8 @@ import orjson
 import pytest
 from engine import END, Exact, Slots, compute, decided, digest
 from policies import build
-from serving import Bent, ask, scheduler_of, serve
+from schedulers import scheduler_of
+from serving import Bent, ask, serve
 
 from kvcore import InputError, KVCache, LatencyModel, PolicyError, block_keys, run, text_request
 from kvcore.measurements import read_steps, write_steps

@@ -4,7 +4,8 @@ import math
 
 import pytest
 from engine import compute, decided
-from serving import Bent, ask, scheduler_of, serve
+from schedulers import scheduler_of
+from serving import Bent, ask, serve
 
 from kvcore import Plugins
 

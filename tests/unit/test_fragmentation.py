@@ -3,7 +3,8 @@
 import attrs
 import pytest
 from hypothesis import given
-from serving import BLOCK, Even, ask, scheduler_of, servers
+from schedulers import scheduler_of
+from serving import BLOCK, Even, ask, servers
 
 from kvcore import KVCache
 from kvcore.serving import Batching, simulate

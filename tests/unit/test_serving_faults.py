@@ -4,7 +4,8 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from serving import Even, Planning, ask, serve
+from schedulers import Planning
+from serving import Even, ask, serve
 
 from kvcore import InputError, PolicyError, Scheduler, StepPlan
 from kvcore_plugins.scheduling import FCFS

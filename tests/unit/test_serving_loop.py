@@ -2,7 +2,8 @@
 
 import attrs
 import pytest
-from serving import STEP, Bent, Even, ask, scheduler_of, serve
+from schedulers import scheduler_of
+from serving import STEP, Bent, Even, ask, serve
 
 from kvcore import InputError, KVCache, Request
 from kvcore.serving import simulate

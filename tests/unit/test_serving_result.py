@@ -7,7 +7,8 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given
-from serving import BLOCK, SCHEDULERS, Even, ask, serve, servers
+from schedulers import SCHEDULERS
+from serving import BLOCK, Even, ask, serve, servers
 
 import kvcore
 from kvcore import SLO, InputError, KVCache

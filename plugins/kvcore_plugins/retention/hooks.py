@@ -1,0 +1,13 @@
+"""Registers the built-in retention policies."""
+
+from __future__ import annotations
+
+from kvcore import RetentionPolicy
+from kvcore.hookspecs import hookimpl
+from kvcore_plugins.retention.window import Window
+
+
+@hookimpl
+def kvcore_retention_policies() -> list[type[RetentionPolicy]]:
+    """Return the built-in retention policies."""
+    return [Window]

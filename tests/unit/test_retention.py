@@ -1,0 +1,235 @@
+"""Forgetting: what leaves the table of a running sequence, is freed, or is only hidden."""
+
+import pytest
+from caches import BLOCK, Lines, ask, compute, make, start, table
+
+from kvcore import InputError, KVCache, OutOfBlocks, PolicyError, Request, simulate
+from kvcore.policy import RetentionPolicy
+from kvcore.testing.driver import snapshot
+from kvcore_plugins.retention import Window
+
+
+class Ranges(RetentionPolicy):
+    """Forgets whatever it is told to."""
+
+    name = "ranges"
+
+    def __init__(self, *ranges):
+        """Take the ranges."""
+        super().__init__()
+        self.ranges = ranges
+
+    def forgettable(self, seq):
+        """Return those that are computed."""
+        return [(a, b) for a, b in self.ranges if b <= seq.computed]
+
+
+def running(cache, prompt, tokens):
+    """Return a sequence with a prompt of keyed blocks, and `tokens` tokens generated."""
+    seq = start(cache, prompt)
+    for _ in range(tokens):
+        cache.extend(seq, 1)
+        compute(cache, seq)
+    return seq
+
+
+def test_a_window_frees_what_a_sequence_generated():
+    """Blocks of its own that lie before the window are free while the sequence runs."""
+    cache = make(retention=Window(tokens=4))
+    seq = running(cache, "", 16)
+    assert (cache.pool.free, seq.private_blocks, seq.returned) == (7, 1, 3)
+    cache.check_integrity()
+
+
+def test_shared_blocks_are_hidden_and_stay_pinned():
+    """What it published stays in the cache, pinned, but is not in its table any more."""
+    cache = make(retention=Window(tokens=4))
+    seq = start(cache, "abc")
+    assert (table(cache, seq), seq.forgotten, seq.returned) == ([2], 2, 0)
+    assert (cache.prefix.cached, cache.prefix.unpinned, cache.pool.free) == (3, 0, 5)
+
+
+def test_sinks_stay():
+    """The first tokens stay in the table, rounded up to whole blocks."""
+    cache = make(retention=Window(tokens=4, sinks=5))
+    seq = start(cache, "abcde")
+    assert table(cache, seq) == [0, 1, 4]
+
+
+def test_a_block_goes_when_all_its_tokens_may():
+    """A window that ends inside a block keeps it."""
+    cache = make(retention=Window(tokens=5))
+    assert table(cache, start(cache, "abc")) == [1, 2]
+
+
+def test_a_sequence_publishes_nothing_after_it_forgot():
+    """Blocks it computes later are not what their keys stand for, so that nobody finds them."""
+    cache = make(retention=Window(tokens=4))
+    seq = cache.open(ask("abcd"))
+    cache.commit(seq, 12)
+    cache.commit(seq, 4)
+    assert (cache.prefix.cached, seq.span.end) == (3, 3)
+    assert cache.probe(ask("abcde")) == 3
+
+
+def test_a_chunk_that_nothing_was_forgotten_before_is_published_whole():
+    """Forgetting comes after the tokens are computed, so all of a first chunk is shareable."""
+    cache = make(retention=Window(tokens=4))
+    start(cache, "abcdef")
+    assert cache.prefix.cached == 6
+
+
+def test_closing_frees_what_is_left():
+    """Everything is free or cached in the end, each block once."""
+    cache = make(retention=Window(tokens=4, sinks=4))
+    cache.close(running(cache, "ab", 13))
+    cache.check_integrity()
+    assert (cache.pool.free, cache.prefix.cached) == (6, 2)
+
+
+def test_counting_decides_alike():
+    """A cache without ids has as many blocks free at every token."""
+    caches = [make(retention=Window(tokens=6, sinks=1), ids=ids) for ids in (True, False)]
+    sequences = [start(cache, "ab") for cache in caches]
+    for _ in range(30):
+        for cache, seq in zip(caches, sequences, strict=True):
+            cache.extend(seq, 1)
+            compute(cache, seq)
+        assert caches[0].pool.free == caches[1].pool.free
+
+
+def test_gaps_may_lie_anywhere():
+    """Ranges in any order, overlapping or told again: each block goes once."""
+    cache = make(retention=Ranges((16, 20), (4, 8), (4, 12), (0, 3), (4, 8)))
+    seq = start(cache, "abcdef")
+    assert (table(cache, seq), seq.gaps) == ([0, 3, 5], ((1, 3), (4, 5)))
+
+
+def test_a_gap_reaches_over_shared_and_private_blocks():
+    """Of one range, what is shared is hidden and what is private is freed."""
+    cache = make(retention=Ranges((4, 16)))
+    seq = running(cache, "ab", 8)
+    assert (table(cache, seq), seq.forgotten, seq.returned) == ([0], 3, 2)
+    assert cache.pool.free == 6
+
+
+def test_a_fork_keeps_what_it_shares():
+    """While two sequences own private blocks together, neither forgets any."""
+    cache = make(retention=Window(tokens=4))
+    seq = running(cache, "", 4)
+    child = cache.fork(seq)
+    for _ in range(8):
+        cache.extend(seq, 1)
+        compute(cache, seq)
+    assert (seq.forgotten, table(cache, child)[0]) == (0, table(cache, seq)[0])
+    cache.close(child)
+    cache.extend(seq, 4)
+    compute(cache, seq)
+    assert seq.forgotten == 3
+    cache.check_integrity()
+
+
+def test_a_fork_of_what_has_forgotten():
+    """The child has forgotten the same, and both are freed once."""
+    cache = make(retention=Window(tokens=4))
+    seq = running(cache, "", 12)
+    child = cache.fork(seq)
+    assert table(cache, child) == table(cache, seq)
+    cache.close(seq)
+    cache.check_integrity()
+    cache.close(child)
+    cache.check_integrity()
+    assert cache.pool.free == 8
+
+
+def test_rollback_stops_at_what_is_forgotten():
+    """Tokens before a gap cannot become the newest again: what they attended to is gone."""
+    cache = make(retention=Window(tokens=4))
+    seq = running(cache, "", 16)
+    before = snapshot(cache)
+    with pytest.raises(InputError, match="the first 12 are shared or forgotten"):
+        cache.rollback(seq, 5)
+    assert snapshot(cache) == before
+    cache.rollback(seq, 4)
+    cache.check_integrity()
+    assert cache.pool.free == 8
+
+
+@pytest.mark.parametrize("ranges", [(-1, 4), (0, 99), (8, 4), "ab", (1,)])
+def test_a_wrong_answer_changes_nothing(ranges):
+    """Tokens that are not computed, and what is no range: the plugin is named."""
+
+    class Wrong(Ranges):
+        name = "wrong"
+
+        def forgettable(self, seq):
+            return [ranges]
+
+    cache = make(retention=Wrong())
+    seq = cache.open(Request(id=0, prompt=8, key_tokens=BLOCK))
+    with pytest.raises(PolicyError, match=r"retention plugin 'wrong'.* raised .*forgettable"):
+        cache.commit(seq, 8)
+    assert (seq.gaps, cache.pool.free) == ((), 6)
+    cache.check_integrity()
+
+
+def test_one_policy_serves_one_cache():
+    """A policy in use is refused by name."""
+    window = Window()
+    make(retention=window)
+    with pytest.raises(InputError, match="retention plugin 'window' is in use"):
+        make(retention=window)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"tokens": 0}, "tokens=0 must be 1 or more"), ({"sinks": -1}, "sinks=-1 must be 0")],
+)
+def test_a_window_checks_its_options(options, reason):
+    """A window without tokens, and sinks below none, are refused."""
+    with pytest.raises(InputError, match=reason):
+        Window(**options)
+
+
+def test_a_line_says_what_was_forgotten():
+    """One EVICT line a gap, of the scope `sequence`: whose, where, and what is free again."""
+    lines = Lines()
+    cache = make(retention=Window(tokens=4), trace=lines)
+    running(cache, "a", 8)
+    told = [fields for event, fields in lines.lines if event == "EVICT"]
+    assert [(f["first"], f["blocks"], list(f["runs"])) for f in told] == [
+        (0, 1, []),
+        (1, 1, [1]),
+    ]
+    assert {(f["seq"], f["by"], f["reason"], f["scope"]) for f in told} == {
+        (1, "window", "retention", "sequence")
+    }
+
+
+def test_long_outputs_fit_that_would_not_without():
+    """Two streams whose lengths together exceed the pool both run, since they forget."""
+    requests = [Request(id=i, prompt=4, output=80, key_tokens=BLOCK) for i in range(2)]
+
+    def preemptions(retention):
+        cache = KVCache(24, BLOCK, retention=retention)
+        return simulate(requests, cache=cache).summary()["preemptions"]["recompute"]
+
+    assert preemptions(None) == 1
+    assert preemptions(Window(tokens=16)) == 0
+
+
+def test_contiguous_memory_forgets_nothing():
+    """A piece of memory is given back whole or not at all: refused, naming both."""
+    with pytest.raises(InputError, match=r"contiguous.*'window'"):
+        simulate([], cache=KVCache(8, retention=Window()), allocation="contiguous")
+
+
+def test_a_full_pool_has_room_once_something_was_forgotten():
+    """A block is refused while everything is needed, and given as soon as it is not."""
+    cache = make(4, retention=Window(tokens=4))
+    seq = cache.open(Request(id=0, prompt=16, key_tokens=BLOCK))
+    with pytest.raises(OutOfBlocks):
+        cache.extend(seq, 1)
+    compute(cache, seq)
+    cache.extend(seq, 1)
+    assert cache.pool.free == 2
