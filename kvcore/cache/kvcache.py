@@ -90,7 +90,9 @@ class KVCache:
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
         self.eviction: EvictionPolicy = plugin_of(EvictionPolicy, eviction, "lru")
         self.prefix: PrefixCache = plugin_of(PrefixCache, prefix, "radix")
-        self.retention = retention
+        self.retention: RetentionPolicy | None = (
+            None if retention is None else plugin_of(RetentionPolicy, retention, "window")
+        )
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()

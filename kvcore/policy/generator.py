@@ -88,9 +88,9 @@ class Generator(Plugin):
         return self.spec.windows
 
     @property
-    def end(self) -> int | None:
-        """The token id that ends a text; None: there is none."""
-        return None
+    def ends(self) -> frozenset[int]:
+        """The token ids that end a text; none, unless overridden."""
+        return frozenset()
 
     def load(self, backend: Backend, dtype: str) -> None:
         """Put the weights on the backend's device. Called once, before the pool is allocated.

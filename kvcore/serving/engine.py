@@ -186,7 +186,7 @@ class TensorExecutor:
         self._size = cache.geometry.block_size
         self._generator, self._backend = generator, backend
         self._wall = clock == "wall"
-        self._end = generator.end if stop_at_eos else None
+        self._ends = generator.ends if stop_at_eos else frozenset()
         self._seed = seed
         generator.claim()
         backend.claim()
@@ -290,7 +290,7 @@ class TensorExecutor:
                 continue
             token = stream.add(token)  # noqa: PLW2901 - what is known already counts
             output = job.request.output
-            if token == self._end and len(stream.output) < output:
+            if token in self._ends and len(stream.output) < output:
                 output = len(stream.output)
                 self.ended.append((job, output))
             keys = stream.new_keys(output)
@@ -337,7 +337,7 @@ def _check(cache: KVCache, generator: Generator, clock: str, *, stop_at_eos: boo
             "stop_at_eos under the model's clock: requests there have the output they ask for, "
             "as in a simulation; take clock='wall'"
         )
-    elif stop_at_eos and generator.end is None:
+    elif stop_at_eos and not generator.ends:
         msg = (
             f"stop_at_eos with generator {generator.name!r}, which has no token that ends a "
             "text: leave it out"

@@ -57,12 +57,12 @@ class GeneratorTests:
         assert type(generator).__doc__, f"{qualified(type(generator))} has no docstring"
 
     def test_says_what_it_is_before_it_is_loaded(self) -> None:
-        """Shape, vocabulary, windows and end are known without weights, and fit together."""
+        """Shape, vocabulary, windows and ends are known without weights, and fit together."""
         generator = self.make()
         assert isinstance(generator.spec, ModelSpec)
         assert len(generator.windows) == generator.spec.layers
         assert generator.vocabulary >= 1
-        assert generator.end is None or 0 <= generator.end < generator.vocabulary
+        assert all(0 <= token < generator.vocabulary for token in generator.ends)
 
     def test_refuses_a_dtype(self) -> None:
         """A dtype that no tensor has is an InputError that names it."""

@@ -3,7 +3,7 @@
 import attrs
 import orjson
 import pytest
-from engine import END, Exact, Slots, compute, decided, digest
+from engine import ENDS, Exact, Slots, compute, decided, digest
 from policies import build
 from schedulers import scheduler_of
 from serving import Bent, ask, serve
@@ -154,15 +154,16 @@ def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
 
 
 def test_a_text_ends_early():
-    """With `stop_at_eos` a text ends at the end token; the trace says how long it became."""
+    """With `stop_at_eos` a text ends at any end token; the trace says how long it became."""
     requests = [text(number, 3 + number, 40) for number in range(12)]
     run = compute(
-        requests, generator=Exact(ends=4), clock="wall", stop_at_eos=True, chunked=False
+        requests, generator=Exact(ending=4), clock="wall", stop_at_eos=True, chunked=False
     )
     outputs = run.result.outputs.values()
     assert min(map(len, outputs)) < max(map(len, outputs)) == 40
+    assert {output[-1] for output in outputs} >= set(ENDS)
     assert all(
-        END not in output[:-1] and (len(output) == 40 or output[-1] == END)
+        not set(ENDS) & set(output[:-1]) and (len(output) == 40 or output[-1] in ENDS)
         for output in outputs
     )
     told = {line["request"]: line["output"] for line in run.lines if line["event"] == "FINISH"}
@@ -174,15 +175,15 @@ def test_a_text_ends_early():
 
 def test_the_first_token_ends_a_text():
     """A text whose first token is the end has one token."""
-    run = compute([text("a")], generator=Exact(ends=100), clock="wall", stop_at_eos=True)
-    assert run.result.outputs == {"a": [END]}
+    run = compute([text("a")], generator=Exact(ending=100), clock="wall", stop_at_eos=True)
+    assert run.result.outputs == {"a": [ENDS[0]]}
 
 
 def test_an_early_end_replays(tmp_path):
     """The trace of such a run is sound."""
     path = tmp_path / "trace.jsonl"
     requests = [text(number, 3 + number, 40, publish=True) for number in range(12)]
-    run = compute(requests, generator=Exact(ends=10), clock="wall", stop_at_eos=True)
+    run = compute(requests, generator=Exact(ending=10), clock="wall", stop_at_eos=True)
     path.write_bytes(run.trace)
     assert replay(path).finished == 12
 
@@ -193,7 +194,7 @@ def test_an_early_end_shares_what_is_computed(output, shared):
 
     class Ends(Exact):
         def next(self, tokens):
-            return END if len(tokens) == 5 + output - 1 else digest(tokens)
+            return ENDS[0] if len(tokens) == 5 + output - 1 else digest(tokens)
 
     run = compute(
         [text("a", 5, 40, publish=True)], generator=Ends(), clock="wall", stop_at_eos=True
@@ -241,8 +242,8 @@ def test_times_are_checked(pieces):
 
 def test_the_end_is_a_token_like_others():
     """Without `stop_at_eos` the output has the length that was asked for."""
-    run = compute([text("a")], generator=Exact(ends=100))
-    assert run.result.outputs == {"a": [END] * 6}
+    run = compute([text("a")], generator=Exact(ending=100))
+    assert run.result.outputs == {"a": [*ENDS] * 3}
 
 
 def test_the_wall_clock_measures(tmp_path):
@@ -270,7 +271,7 @@ def test_the_header_names_what_computes():
     """Executor, generator and backend with their options."""
     header = orjson.loads(compute([text("a")]).trace.splitlines()[0])
     assert header["executor"] == "run"
-    assert header["plugins"]["generator"] == {"name": "exact", "options": {"ends": 0}}
+    assert header["plugins"]["generator"] == {"name": "exact", "options": {"ending": 0}}
     assert header["plugins"]["backend"] == {"name": "slots", "options": {}}
 
 
@@ -311,7 +312,7 @@ def test_what_a_backend_raises_is_its_own():
 class Endless(Exact):
     """Has no token that ends a text."""
 
-    end = None
+    ends = frozenset()
 
 
 def parts(**given):

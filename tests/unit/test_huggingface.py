@@ -100,15 +100,15 @@ def test_experts_that_idle_are_not_active():
     assert spec.parameters - spec.active_parameters == experts // 2
 
 
-def test_vocabulary_and_end():
-    """The vocabulary is the config's, the end the generation config's first."""
+def test_vocabulary_and_ends():
+    """The vocabulary is the config's, the ends are those of the generation config."""
     model = tiny("llama")
     assert HuggingFace(model).vocabulary == VOCABULARY
-    assert HuggingFace(model).end is None
+    assert HuggingFace(model).ends == frozenset()
     model.generation_config.eos_token_id = [7, 8]
-    assert HuggingFace(model).end == 7
+    assert HuggingFace(model).ends == {7, 8}
     model.generation_config.eos_token_id = 9
-    assert HuggingFace(model).end == 9
+    assert HuggingFace(model).ends == {9}
 
 
 @pytest.fixture

@@ -10,23 +10,38 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from kvcore import Rows
-from kvcore_plugins.backends.jobs import Batch, Planner, Tile
+from kvcore_plugins.backends.jobs import Batch, Planner, Reach, Tile
 from kvcore_plugins.backends.pool import Pool
 
 NARROW, BROAD = 1 << 21, 1 << 30
 """Bytes of K/V gathered at a time: what caches hold on a CPU, what occupies a GPU."""
+
+MASKS = 1 << 26
+"""Bytes of masks that a step keeps from layer to layer."""
 
 
 @attrs.frozen(eq=False)
 class Work:
     """The sequences of a step, and its jobs: made once for each kind of layer.
 
-    A kind is how many query heads share a K/V head, a window, and sinks.
+    A kind is how many query heads share a K/V head, a window, and sinks. Masks are kept for
+    the layers that follow, up to `MASKS` bytes of them.
     """
 
     rows: Rows
     tables: list[Tensor]
     jobs: dict[tuple[int, int | None, int], list[Tile | Batch]] = attrs.field(factory=dict)
+    masks: dict[Reach, Tensor] = attrs.field(factory=dict)
+
+    def mask(self, reach: Reach, pool: Pool) -> Tensor | None:
+        """Return which tokens those of `reach` attend to; None: no mask is needed."""
+        found = self.masks.get(reach)
+        if found is None:
+            found = reach.mask(pool.layout.block_size, pool.device)
+            kept = sum(mask.nbytes for mask in self.masks.values())
+            if found is not None and kept + found.nbytes <= MASKS:
+                self.masks[reach] = found
+        return found
 
 
 class Sdpa:
@@ -84,10 +99,12 @@ class Sdpa:
         for job in work.jobs[kind]:
             if isinstance(job, Batch):
                 self._batch(layer, job, grouped, out, scale)
-            elif job.reach.length == 1:
-                self._single(layer, job, grouped, out, scale)
+                continue
+            mask = work.mask(job.reach, self._pool)
+            if job.reach.length == 1:
+                self._single(layer, job, grouped, out, scale, mask)
             else:
-                self._chunk(layer, job, grouped, out, scale)
+                self._chunk(layer, job, grouped, out, scale, mask)
         return out.view(tokens, heads, layout.value_dim)
 
     def _batch(
@@ -107,10 +124,16 @@ class Sdpa:
         out.index_copy_(0, job.rows, found)
 
     def _single(
-        self, layer: int, tile: Tile, queries: Tensor, out: Tensor, scale: float | None
+        self,
+        layer: int,
+        tile: Tile,
+        queries: Tensor,
+        out: Tensor,
+        scale: float | None,
+        mask: Tensor | None,
     ) -> None:
         asked = queries[tile.row, tile.heads]
-        keys, mask = self._keys(layer, tile), self._mask(tile)
+        keys = self._keys(layer, tile)
         if tile.sums is None:
             values = self._values(layer, tile)
             found = scaled_dot_product_attention(
@@ -132,7 +155,13 @@ class Sdpa:
         place.copy_(found.view(place.shape))
 
     def _chunk(
-        self, layer: int, tile: Tile, queries: Tensor, out: Tensor, scale: float | None
+        self,
+        layer: int,
+        tile: Tile,
+        queries: Tensor,
+        out: Tensor,
+        scale: float | None,
+        mask: Tensor | None,
     ) -> None:
         rows = slice(tile.row, tile.row + tile.reach.length)
         asked = queries[rows].permute(1, 2, 0, 3)
@@ -141,14 +170,11 @@ class Sdpa:
             asked,
             self._keys(layer, tile)[:, None].expand(shared),
             self._values(layer, tile)[:, None].expand(shared),
-            attn_mask=self._mask(tile),
+            attn_mask=mask,
             is_causal=tile.reach.causal,
             scale=scale,
         )
         out[rows] = found.permute(2, 0, 1, 3)
-
-    def _mask(self, tile: Tile) -> Tensor | None:
-        return tile.reach.mask(self._pool.layout.block_size, self._pool.device)
 
     def _keys(self, layer: int, tile: Tile) -> Tensor:
         """Gather K of a tile, `[heads, total, head_dim]`."""

@@ -71,11 +71,10 @@ class HuggingFace(Generator):
         return int(self.network.config.get_text_config(decoder=True).vocab_size)
 
     @property
-    def end(self) -> int | None:
-        """The first of the token ids that end a text, by the generation config."""
-        config = self.network.generation_config
-        end = getattr(config, "eos_token_id", None)
-        return end[0] if isinstance(end, list) else end
+    def ends(self) -> frozenset[int]:
+        """The token ids that end a text, by the generation config."""
+        ends = getattr(self.network.generation_config, "eos_token_id", None)
+        return frozenset(ends if isinstance(ends, list) else () if ends is None else (ends,))
 
     @cached_property
     def network(self) -> PreTrainedModel:
@@ -163,7 +162,10 @@ def _read(auto: Any, source: str | Path, what: str) -> Any:
     try:
         return auto.from_pretrained(str(source))
     except (OSError, ValueError) as error:
-        msg = f"{source}: no {what} that transformers can read: {error}"
+        reason, _, _ = str(error).partition("\n")
+        if not Path(source).exists():
+            reason = f"there is no such folder, and transformers finds no such name: {reason}"
+        msg = f"{source}: no {what} that transformers can read: {reason}"
         raise InputError(msg) from error
 
 
