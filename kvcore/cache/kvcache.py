@@ -360,10 +360,10 @@ class KVCache:
         prefix = self.prefix
         prefix.open(seq, match, now)
         try:
+            if self._missed is not None and not again:
+                self._tell_missed(seq, limit, now)
             seq.private = self._take(need, seq, now)
             try:
-                if self._missed is not None and not again:
-                    self._tell_missed(seq, limit, now)
                 prefix.hit(seq, now, again=again)
             except Exception:
                 self.pool.give(None if seq.private is None else seq.private[::-1], need)

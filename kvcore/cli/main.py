@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 VERBS = {
     "calibrate": "kvcore.cli.calibrate",
     "compare": "kvcore.cli.compare",
+    "curve": "kvcore.cli.curve",
     "demo": "kvcore.cli.demo",
+    "explain": "kvcore.cli.explain",
+    "export": "kvcore.cli.export",
     "plugins": "kvcore.cli.plugins",
+    "record": "kvcore.cli.record",
     "replay": "kvcore.cli.replay",
     "run": "kvcore.cli.run",
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
+    "sweep": "kvcore.cli.sweep",
 }
 """Where each verb is: a module with a click command of the verb's name."""
 

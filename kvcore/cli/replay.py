@@ -1,28 +1,79 @@
-"""`kvcore replay`: rebuild what a trace says happened, and check that it could have."""
+"""`kvcore replay`: check what a trace says happened, and run its requests again otherwise."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from kvcore.cli.output import emit_json, file_path, json_option, print_table
-from kvcore.errors import TraceError
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_option,
+    print_table,
+    print_text,
+    progress,
+)
+from kvcore.cli.values import plugin_option, slo_option
+from kvcore.errors import InputError, TraceError
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
 from kvcore.units import parse_seconds
+
+CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
 
 @click.command()
 @click.argument("file", callback=file_path)
 @click.option("--at", metavar="SECONDS", help="Report the state at this time of the trace.")
+@plugin_option("--eviction", help="What if: who dies when the pool is full.")
+@plugin_option("--prefix", help="What if: what can be reused.")
+@plugin_option("--retention", help="What if: what a running sequence forgets, or `none`.")
+@click.option("--blocks", type=int, help="What if: blocks of the pool.")
+@click.option(
+    "--block-size", type=int, help="What if: tokens in a block, of a pool of the same memory."
+)
+@plugin_option("--scheduler", help="What if: who runs in the next step.")
+@plugin_option("--latency", help="What if: how long a step takes.")
+@click.option("--max-tokens", type=int, help="What if: tokens of a step.")
+@click.option("--max-seqs", type=int, help="What if: sequences of a step.")
+@click.option(
+    "--steps",
+    type=click.Choice(["mixed", "prefill-first"]),
+    help="What if: prefill and decode together, or apart.",
+)
+@click.option(
+    "--chunked/--no-chunked", default=None, help="What if: prefill a prompt over several steps."
+)
+@click.option("--watermark", type=float, help="What if: share of blocks kept for growth.")
+@click.option("--rate-scale", type=float, help="What if: times as fast as in the workload.")
+@slo_option("--slo", help="What if: seconds, or `none`. Judges the recorded run too.")
+@click.option(
+    "--export",
+    callback=file_path,
+    metavar="FILE",
+    help="Run the requests again and write the new trace.",
+)
 @json_option
-def replay(*, file: Path, at: str | None, as_json: bool) -> None:
+def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     """Replay the trace FILE: rebuild the cache line by line, and check every line.
 
     Fails if a line is damaged or cannot follow from those before it, and, after reporting
     what was readable, if the file is cut.
+
+    With any of the options that begin with "What if", or --export, the requests of FILE are
+    run again, with these different and all else as recorded, and both runs are printed side
+    by side. That takes a whole trace of `compare`, or, under the model's clock, of
+    `simulate` or `run`.
     """
+    given = {name: value for name, value in asked.items() if value is not None}
+    if given:
+        if at is not None:
+            msg = "--at is for the recorded run alone: leave it out, or the what-if options"
+            raise InputError(msg)
+        _what_if(file, given, as_json=as_json)
+        return
     report = replay_trace(file, None if at is None else parse_seconds(at))
     if as_json:
         emit_json(report.as_dict())
@@ -31,6 +82,28 @@ def replay(*, file: Path, at: str | None, as_json: bool) -> None:
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)
+
+
+def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
+    """Run the requests again, and print both runs."""
+    from kvcore.lab import whatif  # noqa: PLC0415 - checking a trace does without it
+
+    caps = {name: given.pop(name) for name in CAPS if name in given}
+    found = whatif(file, **given, batching=caps or None, progress=progress)
+    if as_json:
+        emit_json(found.as_dict())
+        return
+    from kvcore.report import WhatIfReport  # noqa: PLC0415 - JSON does without it
+
+    report = WhatIfReport(found)
+    print_text(report.headline)
+    click.echo()
+    print_table(report.headers, report.rows, right=report.headers[1:])
+    click.echo()
+    print_text(report.verdict)
+    for headers, rows in report.tables:
+        click.echo()
+        print_table(headers, rows, right=headers[1:])
 
 
 def _print(report: Report) -> None:

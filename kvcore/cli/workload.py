@@ -8,7 +8,7 @@ from kvcore.errors import InputError
 from kvcore.files import refusal
 from kvcore.plugins import Plugins
 from kvcore.policy import Workload
-from kvcore.specs import nearest
+from kvcore.specs import nearest, takes_path
 from kvcore.workloads import recognise
 
 BUNDLED = "mooncake"
@@ -18,7 +18,8 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     """Return the workload that `text` names: a plugin with options, or the path of a file.
 
     None is the trace that comes with kvcore. A plugin's name comes first: `./zipf` is a
-    file. `seed` is that of a plugin with an option `seed` that does not set it.
+    file. `trace:FILE` is short for `trace:path=FILE`, of any plugin that takes a path.
+    `seed` is that of a plugin with an option `seed` that does not set it.
 
     Raises:
         InputError: neither, or a plugin or file that cannot be used as given.
@@ -27,9 +28,11 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     if not text:
         msg = "workload '': empty path; name a file or a workload plugin"
         raise InputError(msg)
-    name = text.partition(":")[0].strip()
+    name, _, rest = (part.strip() for part in text.partition(":"))
     names = plugins.names("workload")
     if name in names:
+        if rest and "=" not in rest and takes_path(plugins.get("workload", name), "path"):
+            text = f"{name}:path={rest}"
         defaults = {} if seed is None else {"seed": seed}
         workload: Workload = plugins.build("workload", text, defaults)
         return workload

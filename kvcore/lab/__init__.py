@@ -12,14 +12,24 @@ from kvcore.lab.caching import (
     with_and_without_cache,
 )
 from kvcore.lab.compare import SHARING, Comparison, Infinite, Row, Source, compare
+from kvcore.lab.curves import Curve, Curves, Steps, curve
+from kvcore.lab.explaining import Explanation, explain
+from kvcore.lab.figures import Change, Fate, Figures
 from kvcore.lab.optimum import Future, Optimum
 from kvcore.lab.untimed import replay, served
+from kvcore.lab.whatif import WhatIf, whatif
 
 __all__ = [
     "SHARING",
     "WORKED_EXAMPLE",
+    "Change",
     "Comparison",
+    "Curve",
+    "Curves",
     "Dense",
+    "Explanation",
+    "Fate",
+    "Figures",
     "Future",
     "Generation",
     "Infinite",
@@ -30,10 +40,15 @@ __all__ = [
     "Paged",
     "Row",
     "Source",
+    "Steps",
+    "WhatIf",
     "causal_attention",
     "compare",
+    "curve",
+    "explain",
     "generate",
     "replay",
     "served",
+    "whatif",
     "with_and_without_cache",
 ]

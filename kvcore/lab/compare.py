@@ -23,6 +23,7 @@ from kvcore.lab.untimed import replay
 from kvcore.model import PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.policy import EvictionPolicy, PrefixCache, Span, Workload
+from kvcore.recompute import cost_fields
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
@@ -251,7 +252,7 @@ class _Bench:
         self, policy: Contender, blocks: int, file: str | os.PathLike[str], seed: int | None
     ) -> Row:
         """Replay likewise, writing every decision to `file`."""
-        cost = {"model": self.recompute.model, "device": self.recompute.device}
+        cost = cost_fields(self.recompute)
         with Trace(file, workload=self.workload, seed=seed, recompute=cost) as trace:
             return self.row(policy, blocks, trace)
 

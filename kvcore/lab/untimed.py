@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.stats import CacheStats
+from kvcore.policy import EvictionPolicy, broken, overridden
 from kvcore.request import Request
 
 
@@ -23,6 +25,10 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     the pool has, while its lookups are those of the whole request. O(spans touched) a
     request.
 
+    An eviction policy that wants to look `ahead` n requests is told of them as if they
+    waited: before a request is opened, it and the n after it are awaited, in the order in
+    which they come; once it is closed it is not. So many are read ahead.
+
     Raises:
         InputError: a request that cannot be read, or whose keys the cache was not made for.
         PolicyError: the eviction policy failed.
@@ -31,6 +37,8 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     room = cache.pool.blocks * size
     by_key = cache.geometry.count == "keys"
     open_, commit, close = cache.open, cache.commit, cache.close
+    if any(overridden(cache.eviction, method) for method in ("awaited", "unawaited")):
+        requests = _announced(requests, cache.eviction)
     for request in requests:
         now = request.arrival
         tokens = len(request.keys) * request.key_tokens if by_key else request.prompt
@@ -39,3 +47,27 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
         commit(seq, seq.tokens - seq.computed, now)
         close(seq, now)
         yield seq
+
+
+def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterator[Request]:
+    """Yield `requests`, telling `eviction` of each as far ahead as it looks."""
+    coming, window = iter(requests), deque[Request]()
+    reach = None if eviction.ahead is None else eviction.ahead + 1
+    now = 0
+    while True:
+        fresh = list(islice(coming, None if reach is None else reach - len(window)))
+        window.extend(fresh)
+        if not window:
+            return
+        now = max(now, window[0].arrival)
+        for request in fresh:
+            _tell(eviction, "awaited", request, now)
+        yield window[0]
+        _tell(eviction, "unawaited", window.popleft(), now)
+
+
+def _tell(eviction: EvictionPolicy, method: str, request: Request, now: int) -> None:
+    try:
+        getattr(eviction, method)(request, now)
+    except Exception as error:
+        raise broken(eviction, method, error) from error

@@ -26,6 +26,8 @@ class EvictionPolicy(Plugin):
         expires_spans: whether the policy ever sets `span.expires`.
         blocks, block_size: the pool it serves, set by `attach`.
         beneficiary: id of the request for whom victims are being asked.
+        ahead: how many requests to come untimed replay tells it of (None: all of them),
+            since nothing waits there; see `awaited`. Set it before the cache is made.
     """
 
     kind: ClassVar[str] = "eviction"
@@ -34,6 +36,7 @@ class EvictionPolicy(Plugin):
     blocks: int = attrs.field(init=False, default=0, repr=False)
     block_size: int = attrs.field(init=False, default=0, repr=False)
     beneficiary: int | str | None = attrs.field(init=False, default=None, repr=False)
+    ahead: int | None = attrs.field(init=False, default=0, repr=False)
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Learn the pool's size in blocks and a block's in tokens. Called once."""
@@ -91,6 +94,16 @@ class EvictionPolicy(Plugin):
     def missed(self, request: Request, hit_blocks: int, now: int) -> None:
         """Learn that a first admission hit only `hit_blocks` blocks of its prompt."""
 
+    def awaited(self, request: Request, now: int, *, front: bool = False) -> None:
+        """Learn that `request` waits to be served: it arrived, or was preempted.
+
+        It goes behind those that wait already, or with `front` before them: the order in
+        which they queued up, not the scheduler's.
+        """
+
+    def unawaited(self, request: Request, now: int) -> None:
+        """Learn that `request` waits no longer: it has a seat, or is about to wait anew."""
+
     @abstractmethod
     def victim(self, now: int) -> Span:
         """Return the unpinned leaf to evict next, without forgetting it.
@@ -98,6 +111,14 @@ class EvictionPolicy(Plugin):
         The core evicts from its tail as much as it misses, and says so by `trimmed` or
         `removed`. Asked only while an unpinned leaf exists.
         """
+
+    def tail(self, span: Span) -> int:
+        """Return how many blocks, 1 or more, at the end of a victim may leave at once.
+
+        Before more of it goes, `victim` is asked again: for policies to which not all
+        blocks of a span are worth the same. Unless overridden, all of them.
+        """
+        return span.end - span.start
 
     def state(self) -> Any:
         """Return a value that two policies which decide alike compare equal by.

@@ -52,11 +52,18 @@ class ScoreEviction(EvictionPolicy):
         del span, now
         return None
 
+    def rescore(self, span: Span) -> None:
+        """Score `span` anew, if it is evictable, because what its score is made of changed.
+
+        To be called by the policy itself. O(log leaves).
+        """
+        if span in self._entries:
+            self._enter(span, self._now)
+
     def split(self, upper: Span, lower: Span) -> None:
         """Score the lower half anew: it is shorter now, and begins deeper."""
         del upper
-        if lower in self._entries:
-            self._enter(lower, self._now)
+        self.rescore(lower)
 
     def joined(self, upper: Span, lower: Span) -> None:
         """Score the lower half as the whole that it is again."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import attrs
 
-from kvcore.lab import SHARING, Comparison, Infinite, Optimum, Row
+from kvcore.lab import SHARING, Comparison, Curve, Infinite, Optimum, Row
 from kvcore.model import PrefillCost
 from kvcore.specs import as_text
+
+Named = TypeVar("Named", Row, Curve)
+"""What is of one policy."""
 
 CSV_COLUMNS = (
     "workload",
@@ -85,7 +88,7 @@ class ComparisonReport:
     def rows(self) -> list[list[str]]:
         """The rows of the table: one a policy, and one of the infinite cache."""
         table: dict[str, list[str]] = {}
-        for name, row in _named(self.comparison.rows):
+        for name, row in named(self.comparison.rows):
             table.setdefault(name, []).append(_cell(row))
         infinite = _cell(self.comparison.infinite)
         table["infinite"] = [infinite] * (len(self.headers) - 1)
@@ -122,7 +125,7 @@ class ComparisonReport:
         return f"{_enumerated(sizes)}{unit}"
 
     def _policies(self) -> list[tuple[str, Row]]:
-        rows = _named(self.comparison.rows)
+        rows = named(self.comparison.rows)
         return [(name, row) for name, row in rows if row.eviction != Optimum.name]
 
     def _most_hits(self) -> str:
@@ -199,7 +202,7 @@ def _cell(result: Row | Infinite) -> str:
     return f"{text} {f'({share:.0%})':>5}"
 
 
-def _named(rows: list[Row]) -> list[tuple[str, Row]]:
+def named(rows: list[Named]) -> list[tuple[str, Named]]:
     """Put the name of its policy before each row, with options that tell namesakes apart."""
     named = []
     for row in rows:

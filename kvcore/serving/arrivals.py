@@ -46,6 +46,7 @@ class Arrivals:
         self._requests = iter(requests)
         self._session_of: dict[int | str, str | None] = {}
         self._last = 0
+        self._closed = False
         self._due: list[tuple[int, int, Request]] = []
         self._following: dict[int | str, list[tuple[int, Request]]] = {}
         self._read()
@@ -78,13 +79,14 @@ class Arrivals:
             raise InputError(msg)
 
     def _read(self) -> None:
-        """Read up to the next open-loop request, or in sessions to the end."""
+        """Read up to the next open-loop request; from the first of a session on, to the end."""
         for request in self._requests:
             at = request.arrival
             if request.id in self._session_of:
                 msg = f"request {request.id!r}: an earlier request has the same id"
                 raise InputError(msg)
             self._session_of[request.id] = request.session
+            self._closed |= request.session is not None
             place = len(self._session_of)
             if at < self._last:
                 msg = (
@@ -106,7 +108,7 @@ class Arrivals:
             if self._scaled:
                 at = int(at / self._scale)
             self._enter(at, place, request)
-            if request.session is None:
+            if not self._closed:
                 return
 
     def _enter(self, at: int, place: int, request: Request) -> None:

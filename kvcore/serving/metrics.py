@@ -11,7 +11,7 @@ from kvcore.request import SLO
 from kvcore.serving.batching import Batching
 from kvcore.serving.load import offered_load
 from kvcore.serving.log import MET, UNJUDGED, RunLog
-from kvcore.serving.quantiles import distribution, weighted_distribution
+from kvcore.serving.quantiles import distribution
 from kvcore.units import NANOSECONDS, PICOSECONDS
 
 SCHEMA = 1
@@ -84,13 +84,6 @@ def _slo(slo: SLO) -> dict[str, float | None]:
 
 
 def _residency(seen: Residency | None) -> dict[str, Any] | None:
-    """Return how long blocks rested, by block; None where nothing was told."""
-    if seen is None or not (seen.hit_blocks or seen.evicted_blocks):
-        return None
-    gone = seen.evicted_blocks
-    return {
-        "age_at_hit_s": weighted_distribution(seen.hit_age, seen.hit_blocks, NANOSECONDS),
-        "age_at_eviction_s": weighted_distribution(seen.idle, gone, NANOSECONDS),
-        "lifetime_s": weighted_distribution(seen.lifetime, gone, NANOSECONDS),
-        "hits_at_eviction": weighted_distribution(seen.hits, gone, 1),
-    }
+    """Return how long blocks rested, by tier; None where nothing was told."""
+    rested = None if seen is None else seen.as_dict()
+    return None if seen is None or rested is None else {seen.tier: rested}

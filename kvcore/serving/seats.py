@@ -43,7 +43,7 @@ class Seats:
         server: ServiceTimes,
     ) -> None:
         """Start with all seats free."""
-        self.waiting = Waiting()
+        self.waiting = Waiting(cache.eviction)
         self.running: dict[Job, None] = {}
         self.paused: dict[Job, None] = {}
         self.chunks: list[tuple[Job, int]] = []
@@ -72,7 +72,7 @@ class Seats:
         if self._ranks:
             self._rank(job, now)
         try:
-            self.waiting.push(job, front=front)
+            self.waiting.push(job, now, front=front)
         except TypeError as error:
             raise broken(self._scheduler, "priority", error) from error
         if self._queued is not None:
@@ -225,7 +225,7 @@ class Seats:
             if not self._make_room(job, now):
                 self.refused = job
                 return False
-        self.waiting.remove(job)
+        self.waiting.remove(job, now)
         self.running[job] = None
         if self._admitted is not None:
             self._call("admitted", self._admitted, job, now)
@@ -319,7 +319,7 @@ class Seats:
         assert seq is not None
         if job.stage == PAUSED:
             del self.paused[job]
-            self.waiting.remove(job)
+            self.waiting.remove(job, now)
         else:
             self._unseat(job)
         self._record(job, "recompute", now, sake)
@@ -381,7 +381,7 @@ class Seats:
     def _rank_again(self, job: Job, now: int) -> None:
         if job in self.waiting and self._ranks:
             self._rank(job, now)
-            self.waiting.push(job)
+            self.waiting.push(job, now)
             self.changed = True
 
     def _priority(self, job: Job, now: int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeAlias
 
-from kvcore.policy import Job
+from kvcore.policy import EvictionPolicy, Job, broken, overridden
 from kvcore.policy.job import PAUSED
 
 Entry: TypeAlias = tuple[Any, bool, int, Job]
@@ -19,15 +19,19 @@ SLACK = 4
 class Waiting:
     """Jobs without a seat: a heap by rank, and the order in which they queued up.
 
-    Among equals those go first that hold blocks, then those that arrived first.
+    Among equals those go first that hold blocks, then those that arrived first. An
+    eviction policy that wants to know who waits is told.
     """
 
-    __slots__ = ("_entries", "_heap")
+    __slots__ = ("_awaited", "_entries", "_eviction", "_heap", "_unawaited")
 
-    def __init__(self) -> None:
+    def __init__(self, eviction: EvictionPolicy) -> None:
         """Start empty."""
         self._entries: OrderedDict[Job, Entry] = OrderedDict()
         self._heap: list[Entry] = []
+        self._eviction = eviction
+        self._awaited = overridden(eviction, "awaited")
+        self._unawaited = overridden(eviction, "unawaited")
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -41,9 +45,14 @@ class Waiting:
         """Say whether `job` waits."""
         return job in self._entries
 
-    def push(self, job: Job, *, front: bool = False) -> None:
+    def push(self, job: Job, now: int, *, front: bool = False) -> None:
         """Put `job` in by its rank, anew if it is there; at the front of the order of entry."""
         entry = (job.rank, job.stage != PAUSED, job.serial, job)
+        if self._awaited is not None and job not in self._entries:
+            try:
+                self._awaited(job.request, now, front=front)
+            except Exception as error:
+                raise broken(self._eviction, "awaited", error) from error
         self._entries[job] = entry
         if front:
             self._entries.move_to_end(job, last=False)
@@ -63,6 +72,11 @@ class Waiting:
             heappop(heap)
         return None
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: Job, now: int) -> None:
         """Take `job` out."""
         del self._entries[job]
+        if self._unawaited is not None:
+            try:
+                self._unawaited(job.request, now)
+            except Exception as error:
+                raise broken(self._eviction, "unawaited", error) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -63,6 +63,7 @@ class Witness(EvictionPolicy):
         cls = type(self.policy)
         names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
         self.__class__ = type(cls.__name__, (type(self),), names)
+        self.ahead = self.policy.ahead
 
     @property
     def expires_spans(self) -> bool:  # type: ignore[override]
@@ -128,6 +129,14 @@ class Witness(EvictionPolicy):
         """Pass it on."""
         self.policy.missed(request, hit_blocks, now)
 
+    def awaited(self, request: Request, now: int, *, front: bool = False) -> None:
+        """Pass it on."""
+        self.policy.awaited(request, now, front=front)
+
+    def unawaited(self, request: Request, now: int) -> None:
+        """Pass it on."""
+        self.policy.unawaited(request, now)
+
     def victim(self, now: int) -> Span:
         """Ask twice, and check the answer."""
         self.policy.beneficiary = self.beneficiary
@@ -140,6 +149,13 @@ class Witness(EvictionPolicy):
         assert not span.pins, f"{span!r} is pinned"
         assert span.is_leaf, f"{span!r} is no leaf"
         return span
+
+    def tail(self, span: Span) -> int:
+        """Ask twice, and check that asking changes nothing."""
+        blocks = self.policy.tail(span)
+        again = self.policy.tail(span)
+        assert again == blocks, f"asked twice for a tail, it answered {blocks}, then {again}"
+        return blocks
 
     def state(self) -> Any:
         """Return the policy's."""
@@ -250,13 +266,18 @@ def replay(
     cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
 ) -> list[Decision]:
     """Replay `requests` serially, untimed; return what was decided for each."""
+    return list(decided(cache, requests, evicted))
+
+
+def decided(
+    cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
+) -> Iterator[Decision]:
+    """Replay `requests` likewise; yield what was decided for each, as it is."""
     evicted = [] if evicted is None else evicted
-    decisions = []
     for seq in served(requests, cache):
         gone = _canonical(evicted)
         evicted.clear()
-        decisions.append(Decision("open", None, seq.hit_blocks, cache.pool.free, gone))
-    return decisions
+        yield Decision("open", None, seq.hit_blocks, cache.pool.free, gone)
 
 
 def snapshot(cache: KVCache) -> Any:

@@ -17,7 +17,7 @@ from kvcore.cache import KVCache
 from kvcore.policy import EvictionPolicy, PrefixCache, overridden
 from kvcore.request import Request, Retention
 from kvcore.specs import as_text, instantiate, qualified
-from kvcore.testing.driver import Decision, Driver, Witness, replay
+from kvcore.testing.driver import Decision, Driver, Witness, decided, replay
 from kvcore.testing.machine import cache_machine
 from kvcore.testing.traffic import (
     FORKS,
@@ -122,9 +122,9 @@ class EvictionPolicyTests(ABC):
         for step in steps:
             self.exchange(concurrent)
             decisions[0].append(concurrent.step(step))
-        for request in requests:
+        for decision in decided(serial.cache, requests, _witness(serial).evicted):
+            decisions[1].append(decision)
             self.exchange(serial)
-            decisions[1].extend(replay(serial.cache, [request], _witness(serial).evicted))
         assert decisions == expected, "restored from state(), it decided otherwise"
 
     @_seeds

@@ -3,6 +3,7 @@
 from kvcore.errors import StorageError
 from kvcore.trace.reader import TraceReader, read_events
 from kvcore.trace.replay import Report, replay
+from kvcore.trace.requests import TraceWorkload, read_request
 from kvcore.trace.runs import decode_runs, encode_runs
 from kvcore.trace.schema import EVENTS, SCHEMA
 from kvcore.trace.state import CacheState
@@ -16,8 +17,10 @@ __all__ = [
     "StorageError",
     "Trace",
     "TraceReader",
+    "TraceWorkload",
     "decode_runs",
     "encode_runs",
     "read_events",
+    "read_request",
     "replay",
 ]

@@ -13,6 +13,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.keys import KEY_BYTES
+from kvcore.model import DeviceSpec, ModelSpec
 from kvcore.request import SLO, Request
 from kvcore.trace.schema import EXPECTATIONS, is_key
 
@@ -70,8 +71,8 @@ def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
 def plain(value: Any) -> Any:
     """Return `value` as JSON that equal runs have equal: for options in the header.
 
-    Infinities and NaN become strings; a path is its text, any other object the name of its
-    class, since its `repr` may hold an address.
+    Infinities and NaN become strings; a path is its text, a model or a device an object of
+    its fields, any other object the name of its class, since its `repr` may hold an address.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -79,6 +80,8 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, SLO):
         value = slo_field(value)
+    if isinstance(value, (ModelSpec, DeviceSpec)):
+        value = attrs.asdict(value)
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

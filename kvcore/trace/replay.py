@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvcore.trace.lives import Lives
-from kvcore.trace.reader import TraceReader
+from kvcore.trace.reader import Line, TraceReader
 from kvcore.trace.schema import SCHEMA
 from kvcore.trace.state import CacheState
 from kvcore.trace.tables import Hits
@@ -66,17 +66,26 @@ def replay(file: str | os.PathLike[str], at: int | None = None) -> Report:
     for line in reader:
         if at is not None and report is None and line["t"] > at:
             report = _report(reader, state, events)
+        state = advanced(reader, state, line)
         event = line["event"]
-        try:
-            if state is None:
-                state = CacheState(line)
-            else:
-                state.apply(line)
-        except ValueError as error:
-            reader.fail(f"{event}: {error}")
         events[event] = events.get(event, 0) + 1
     report = report or _report(reader, state, events)
     return attrs.evolve(report, complete=reader.complete, cut_reason=reader.cut_reason)
+
+
+def advanced(reader: TraceReader, state: CacheState | None, line: Line) -> CacheState:
+    """Return the state after `line`, which `reader` has just read; None comes before HEADER.
+
+    Raises:
+        TraceError: the line contradicts what came before: file, line, reason.
+    """
+    try:
+        if state is None:
+            return CacheState(line)
+        state.apply(line)
+    except ValueError as error:
+        reader.fail(f"{line['event']}: {error}")
+    return state
 
 
 def _report(reader: TraceReader, state: CacheState | None, events: dict[str, int]) -> Report:

@@ -198,7 +198,7 @@ class Trace:
 
             plugins = {**self._cache["plugins"], **self._plugins}
             run, cache = dict(self._run), {**self._cache, "plugins": plugins}
-            about = {"schema": SCHEMA, "kvcore": _version(), "mode": run.pop("mode")}
+            about = {"schema": SCHEMA, "kvcore": version(), "mode": run.pop("mode")}
             logger = bind_logger(self._buffer)
             _write(logger.line, "the header", "HEADER", 0, plain({**about, **cache, **run}))
             self._logger, self.line = logger, logger.line
@@ -264,10 +264,11 @@ def _source(workload: Workload | Mapping[str, Any] | None) -> Mapping[str, Any] 
     return {"name": workload.name, "digest": workload.digest, "options": workload.options()}
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  (slow)
+def version() -> str:
+    """Return the version of kvcore that a header names."""
+    from importlib import metadata  # noqa: PLC0415  (slow)
 
     try:
-        return version("kvcore")
-    except PackageNotFoundError:
+        return metadata.version("kvcore")
+    except metadata.PackageNotFoundError:
         return "not installed"

@@ -18,6 +18,7 @@ from kvcore import (
     DeviceMemory,
     EvictionPolicy,
     Generator,
+    GhostTree,
     Job,
     LatencyModel,
     LoopState,
@@ -46,6 +47,7 @@ PAGE = (DOCS / "reference" / "contracts.md").read_text("utf-8")
 CONTRACTS = (
     Plugin,
     EvictionPolicy,
+    GhostTree,
     ScoreEviction,
     Span,
     Shape,

@@ -86,7 +86,7 @@ class BlockCache:
         self.block_size = block_size
         self.key_tokens = key_tokens
         self.count = count
-        self.policy = policy
+        self.policy = self.eviction = policy
         self.recompute = recompute
         self.pool = self.geometry = self
         self.evicted: list[tuple[str, Any, int]] = []

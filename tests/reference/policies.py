@@ -13,6 +13,15 @@ ROUNDED = Context(prec=8)
 class LRU:
     """The block unused the longest; what the others derive from."""
 
+    kind = "reference"
+    ahead = 0
+
+    def awaited(self, request, now):
+        """Learn that `request` will come."""
+
+    def unawaited(self, request, now):
+        """Learn that `request` has come."""
+
     def attach(self, cache):
         """Learn whose blocks they are."""
         self.cache = cache
@@ -225,3 +234,89 @@ class TTL(LRU):
         """Start their time again."""
         for block in blocks:
             block.expires = now + self.lifetime
+
+
+class Lookahead(LRU):
+    """What none of the next requests needs, then what is needed last."""
+
+    def __init__(self, requests):
+        """Take how many requests ahead to look."""
+        self.ahead = requests
+        self.waiting = []
+
+    def awaited(self, request, now):
+        """Put it behind the others."""
+        del now
+        self.waiting.append(request)
+
+    def unawaited(self, request, now):
+        """Take it out."""
+        del now
+        self.waiting.remove(request)
+
+    def score(self, block, _now):
+        """Return whether it is needed, and by whom, the last the lowest."""
+        turns = [-n for n, request in enumerate(self.waiting) if block.place[0] in request.keys]
+        return (bool(turns), max(turns, default=0))
+
+
+class LRUK(LRU):
+    """The block whose k-th last use is the longest ago; nothing is ever forgotten.
+
+    `data` is (latest use, latest use that counts, the ones before it).
+    """
+
+    def __init__(self, k=2, correlated=0):
+        """Take which use counts, and how soon after another one it does not."""
+        self.k = k
+        self.correlated = correlated
+        self.past = {}
+
+    def inserted(self, block, now):
+        """Shift its past by one."""
+        del now
+        _, *uses = self.past.get(block.place[0], [None])
+        block.data = [block.opened, block.opened, *uses]
+
+    def accessed(self, block, now):
+        """Shift its past by one, and close up the period that ends."""
+        del now
+        last, *uses = block.data
+        if block.opened - last > self.correlated:
+            uses = [block.opened, *(use + last - uses[0] for use in uses)]
+        block.data = [block.opened, *uses]
+
+    def leaves(self, block, now):
+        """Remember its past."""
+        del now
+        self.past[block.place[0]] = block.data
+
+    def score(self, block, _now):
+        """Return its k-th last use, 0 if there is none."""
+        return block.data[self.k] if len(block.data) > self.k else 0
+
+
+class TailLRU(LRU):
+    """What its conversation can do without, first; `data` is how far that reaches."""
+
+    def __init__(self, threshold, turn, *, seconds=False):
+        """Take the threshold, in tokens or seconds, and the tokens of the next turn."""
+        self.threshold = threshold
+        self.turn = turn
+        self.seconds = seconds
+
+    def released(self, blocks, now):
+        """Let all before a block reach as far as that."""
+        del now
+        for block in blocks:
+            for one in (block, *block.ancestors()):
+                one.data = max(one.data or 0, block.position + 1)
+
+    def score(self, block, _now):
+        """Return whether without its key's blocks the next turn would be late."""
+        size, ratio = self.cache.block_size, self.cache.key_tokens // self.cache.block_size
+        cached = block.position // max(ratio, 1) * max(ratio, 1) * size
+        missing = block.data * size - cached + self.turn
+        return (self.cache.recompute(cached, missing) if self.seconds else missing) > (
+            self.threshold
+        )

@@ -6,7 +6,20 @@ import pytest
 from caches import ask, compute, make, serve, spans
 
 from kvcore import InputError, Plugins, Retention
-from kvcore_plugins.eviction import FIFO, LFU, LRU, MRU, SLRU, TTL, Cost, Priority, Random
+from kvcore_plugins.eviction import (
+    ARC,
+    FIFO,
+    LFU,
+    LRU,
+    MRU,
+    S3FIFO,
+    SIEVE,
+    SLRU,
+    TTL,
+    Cost,
+    Priority,
+    Random,
+)
 
 SECOND = 10**9
 
@@ -23,6 +36,9 @@ CONSTRUCTED = {
     "mru": (MRU, 2, ["a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
     "lfu": (LFU, 2, ["a", "a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
     "slru": (SLRU, 2, ["a", "a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
+    "sieve": (SIEVE, 2, ["a", "a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
+    "s3fifo": (S3FIFO, 2, ["a", "a", "a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
+    "arc": (ARC, 2, ["a", "a", "b", "c"], {"|a", "|c"}, {"|b", "|c"}),
     "cost": (Cost, 5, ["abcd", "x", "y"], {"|abcd", "|y"}, {"|abc", "|x", "|y"}),
 }
 
@@ -173,6 +189,9 @@ def test_cost_ages():
         ("lfu:decay=0.9,half_life=3", "in place of half_life"),
         ("lfu:decay=0.9,unit=s", "unit=accesses or unit=touches"),
         ("slru:protected=2", "protected=2.0 must be a share"),
+        ("s3fifo:small=1", "small=1.0 must be a share of the pool, above 0 and below 1"),
+        ("s3fifo:ghost=inf", "ghost=inf must be a share of the pool, 0 or more"),
+        ("s3fifo:promote=4", "promote=4 must be 1 to 3"),
         ("ttl:ttl=-1", "ttl=-1.0 must be a positive number of seconds"),
         ("ttl:ttl=inf", "ttl=inf must be a positive number of seconds"),
     ],

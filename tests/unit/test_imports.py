@@ -27,6 +27,7 @@ LAYERS = [
     {"specs", "loading", "plugins", "workloads", "measurements", "calibration"},
     {"cache"},
     {"trace"},
+    {"events"},
     {"serving"},
     {"lab"},
     {"report"},

@@ -168,7 +168,7 @@ def test_the_lower_half_of_a_split_may_be_evicted_by_the_same_admission():
 
 
 def test_the_policy_is_told_in_order():
-    """Split, pins along the path, evictions, the miss, the accesses, leaf to root."""
+    """Split, pins along the path, the miss, evictions, the accesses, leaf to root."""
     cache = make(6, Recorded())
     serve(cache, "ab", "abcd", "xy")
     cache.eviction.told.clear()
@@ -176,9 +176,9 @@ def test_the_policy_is_told_in_order():
     assert cache.eviction.told == [
         ("split", "abc|d"),
         ("pinned", "|ab"),
+        ("missed", 3),
         ("removed", "abc|d"),
         ("trimmed", "|x"),
-        ("missed", 3),
         ("accessed", "ab|c"),
         ("accessed", "|ab"),
     ]

@@ -10,12 +10,41 @@ from kvcore.plugins import KINDS, Plugins, default
 
 NAMES = {
     "backend": ["torch-cpu", "torch-cuda"],
-    "eviction": ["cost", "fifo", "lfu", "lru", "mru", "priority", "random", "slru", "ttl"],
+    "eviction": [
+        "adaptive",
+        "arc",
+        "cost",
+        "fifo",
+        "lfu",
+        "lookahead",
+        "lru",
+        "lruk",
+        "mru",
+        "priority",
+        "random",
+        "s3fifo",
+        "sieve",
+        "slru",
+        "tail-lru",
+        "tinylfu",
+        "ttl",
+    ],
     "generator": ["huggingface", "sincos", "transformer"],
     "latency": ["linear", "roofline", "table", "token-rate"],
     "prefix": ["none", "radix"],
+    "retention": ["window"],
     "scheduler": ["fair", "fcfs", "lpm", "priority", "sjf", "slo", "srpt"],
-    "workload": ["azure", "jsonl", "mooncake", "weka", "zipf"],
+    "workload": [
+        "azure",
+        "jsonl",
+        "kv-events",
+        "lengths",
+        "lmcache",
+        "mooncake",
+        "trace",
+        "weka",
+        "zipf",
+    ],
 }
 
 

@@ -139,7 +139,7 @@ def state(cache):
         ("trimmed", "ab!", 1),
         ("removed", "ab!!", 2),
         ("leaf", "!!!!!!", 3),
-        ("missed", "abc!!", 2),
+        ("missed", "abc!!", 0),
         ("accessed", "abc!", 1),
     ],
 )

@@ -171,3 +171,14 @@ def test_times_are_whole_nanoseconds():
     """A fraction of a nanosecond is refused where the request is made."""
     with pytest.raises(InputError, match=r"arrival \(ns\).* are whole numbers.*arrival=1\.5"):
         Request(id="a", arrival=1.5, prompt=1, key_tokens=1)
+
+
+def test_a_session_goes_on_between_requests_without_one():
+    """A turn that is recorded long after its session is due, behind others, is sent in time."""
+    requests = [
+        ask("turn", 0, session="s"),
+        ask("alone", 1000),
+        ask("apart", 2000),
+        ask("next", 3000, session="s", after="turn", think=5),
+    ]
+    assert serve(requests).of("FINISH")[1] == (25, "next")

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 from kvcore import EvictionPolicy
 from kvcore.hookspecs import hookimpl
+from kvcore_plugins.eviction.adaptive import Adaptive
+from kvcore_plugins.eviction.arc import ARC
 from kvcore_plugins.eviction.cost import Cost
 from kvcore_plugins.eviction.fifo import FIFO
 from kvcore_plugins.eviction.lfu import LFU
+from kvcore_plugins.eviction.lookahead import Lookahead
 from kvcore_plugins.eviction.lru import LRU
+from kvcore_plugins.eviction.lruk import LRUK
 from kvcore_plugins.eviction.mru import MRU
 from kvcore_plugins.eviction.priority import Priority
 from kvcore_plugins.eviction.random import Random
+from kvcore_plugins.eviction.s3fifo import S3FIFO
+from kvcore_plugins.eviction.sieve import SIEVE
 from kvcore_plugins.eviction.slru import SLRU
+from kvcore_plugins.eviction.tail_lru import TailLRU
+from kvcore_plugins.eviction.tinylfu import TinyLFU
 from kvcore_plugins.eviction.ttl import TTL
 
 
 @hookimpl
 def kvcore_eviction_policies() -> list[type[EvictionPolicy]]:
     """Return the built-in eviction policies."""
-    return [Cost, FIFO, LFU, LRU, MRU, Priority, Random, SLRU, TTL]
+    return [
+        Adaptive,
+        ARC,
+        Cost,
+        FIFO,
+        LFU,
+        Lookahead,
+        LRU,
+        LRUK,
+        MRU,
+        Priority,
+        Random,
+        S3FIFO,
+        SIEVE,
+        SLRU,
+        TailLRU,
+        TinyLFU,
+        TTL,
+    ]

@@ -189,10 +189,7 @@ class Radix(SpanTree):
         missing = blocks
         try:
             while missing:
-                span = self._victim(now)
-                count = span.end - span.start
-                if count > missing:
-                    count = missing
+                span, count = self._victim(missing, now)
                 ids = span.ids
                 if ids is not None:
                     ids = ids[: -count - 1 : -1]
@@ -205,7 +202,7 @@ class Radix(SpanTree):
                 missing -= count
                 self.evicted += count
                 if self.residency is not None:
-                    self.residency.evicted(span, count, now)
+                    self.residency.evicted(span, count, now, "capacity")
                 if count == span.end - span.start:
                     self._take_out(span, "capacity")
                 else:
@@ -224,22 +221,6 @@ class Radix(SpanTree):
         if ids is not None and gone is not None:
             ids.extend(gone)
         pool.give(None if ids is None else ids[::-1], count)
-
-    def _victim(self, now: int) -> Span:
-        """Ask the policy for a victim, and refuse what may not be evicted."""
-        try:
-            span = self.eviction.victim(now)
-        except Exception as error:
-            raise broken(self.eviction, "victim", error) from error
-        if (
-            span.__class__ is not Span
-            or span.shape is not self.shape
-            or span.pins
-            or span.children
-            or span.parent is None
-        ):
-            self._refuse(span)
-        return span
 
     def check_integrity(self) -> None:
         """Check the tree's invariants. O(spans)."""
@@ -295,6 +276,8 @@ class Radix(SpanTree):
         if self.trace is not None:
             how = "grown" if grown else "new"
             self.record_commit(seq, span, first, upto - first, how, now)
+        if self.residency is not None:
+            self.residency.stored(span, upto - first)
         if self._listens or seq.family is not None:
             self._tell_stored(seq, span, first, ids, now, grown=grown)
 

@@ -58,6 +58,7 @@ class SpanTree(PrefixCache):
         self._on_leaf = overridden(eviction, "leaf")
         self._on_trimmed = overridden(eviction, "trimmed")
         self._on_removed = overridden(eviction, "removed")
+        self._tail = overridden(eviction, "tail")
         listeners = (self._on_inserted, self._on_grown)
         self._listens = self._expiring or listeners != (None, None)
 
@@ -159,6 +160,41 @@ class SpanTree(PrefixCache):
         for upper in reversed(uppers):
             self.join(upper)
 
+    def _victim(self, missing: int, now: int) -> tuple[Span, int]:
+        """Ask the policy for a victim; return it, and how many of its blocks leave."""
+        try:
+            span = self.eviction.victim(now)
+        except Exception as error:
+            raise broken(self.eviction, "victim", error) from error
+        if (
+            span.__class__ is not Span
+            or span.shape is not self.shape
+            or span.pins
+            or span.children
+            or span.parent is None
+        ):
+            self._refuse(span)
+        count = span.end - span.start
+        if self._tail is not None:
+            count = self._leaving(span, count)
+        return span, count if count < missing else missing
+
+    def _leaving(self, span: Span, blocks: int) -> int:
+        """Ask the policy how many of the `blocks` blocks of a victim leave at once."""
+        assert self._tail is not None
+        try:
+            count = self._tail(span)
+        except Exception as error:
+            raise broken(self.eviction, "tail", error) from error
+        if type(count) is not int or not 1 <= count <= blocks:
+            cls = type(self.eviction)
+            msg = (
+                f"eviction plugin {cls.name!r} ({cls.__module__}.{cls.__qualname__}) answered "
+                f"tail() of {span!r} with {count!r}: give 1 to {blocks}"
+            )
+            raise PolicyError(msg)
+        return count
+
     def _take_out(self, span: Span, reason: str) -> None:
         """Take a leaf out of the tree and tell the policy."""
         parent = span.parent
@@ -200,7 +236,7 @@ class SpanTree(PrefixCache):
             self._record_eviction(span, ids, now, "expired")
             self.expired_blocks += span.blocks
             if self.residency is not None:
-                self.residency.evicted(span, span.blocks, now)
+                self.residency.evicted(span, span.blocks, now, "expired")
             self.pool.give(ids, span.blocks)
             self._take_out(span, "expired")
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from kvcore import Workload
 from kvcore.hookspecs import hookimpl
-from kvcore_plugins.workloads import Azure, Jsonl, Mooncake, Weka, Zipf
+from kvcore_plugins.workloads import (
+    Azure,
+    Jsonl,
+    KvEvents,
+    Lengths,
+    LMCache,
+    Mooncake,
+    Recording,
+    Weka,
+    Zipf,
+)
 
 
 @hookimpl
 def kvcore_workloads() -> list[type[Workload]]:
     """Return the built-in workload classes."""
-    return [Azure, Jsonl, Mooncake, Weka, Zipf]
+    return [Azure, Jsonl, KvEvents, Lengths, LMCache, Mooncake, Recording, Weka, Zipf]

@@ -1,0 +1,180 @@
+"""`kvcore explain`: why requests missed, one of them or all, from a trace or a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+import orjson
+
+from kvcore.cache.geometry import COUNTINGS
+from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
+from kvcore.cli.workload import find_workload
+from kvcore.errors import InputError
+from kvcore.lab import SHARING, compare
+from kvcore.lab.explaining import Explanation
+from kvcore.lab.explaining import explain as explain_trace
+from kvcore.plugins import Plugins
+from kvcore.report.explain import RequestReport, SummaryReport
+from kvcore.workloads import lines
+
+EVICTION = "lru"
+COUNT = "keys"
+
+
+@click.command()
+@click.argument("source")
+@click.argument("request", required=False)
+@click.option("--summary", is_flag=True, help="Add all requests up.")
+@click.option("--top", type=click.IntRange(1), default=5, help="Rows of a summary's rankings.")
+@click.option("--blocks", type=int, help="Of a workload: the pool, in blocks.")
+@click.option("--eviction", metavar="PLUGIN", help=f"Of a workload.  [default: {EVICTION}]")
+@click.option("--block-size", type=int, help="Of a workload.  [default: as in a key]")
+@click.option(
+    "--count", type=click.Choice(COUNTINGS), help=f"Of a workload.  [default: {COUNT}]"
+)
+@click.option("--prefix", metavar="PLUGIN", help=f"Of a workload.  [default: {SHARING}]")
+@click.option("--seed", type=int, help="Of a workload, for policies that draw random numbers.")
+@json_option
+def explain(
+    *,
+    source: str,
+    request: str | None,
+    summary: bool,
+    top: int,
+    blocks: int | None,
+    eviction: str | None,
+    block_size: int | None,
+    count: str | None,
+    prefix: str | None,
+    seed: int | None,
+    as_json: bool,
+) -> None:
+    """Explain why REQUEST missed, or with --summary where hits were lost.
+
+    SOURCE is a trace, as --trace of compare, simulate and run writes it, or a workload as for
+    compare, which is then replayed in --blocks blocks, one request after another. What stands
+    before the cut of an unfinished trace is explained.
+    """
+    if (request is None) is not summary:
+        msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"
+        raise InputError(f"{msg}, not both" if summary else msg)
+    given = {
+        "--blocks": blocks,
+        "--eviction": eviction,
+        "--block-size": block_size,
+        "--count": count,
+        "--prefix": prefix,
+        "--seed": seed,
+    }
+    plugins = Plugins()
+    if _is_trace(source, plugins):
+        _refuse(source, given)
+        with progress("explaining", None) as tick:
+            explanation = explain_trace(source, tick=tick)
+    else:
+        explanation = _replayed(
+            source,
+            plugins,
+            blocks=blocks,
+            eviction=eviction or EVICTION,
+            block_size=block_size,
+            count=count or COUNT,
+            prefix=prefix or SHARING,
+            seed=seed,
+        )
+    if summary:
+        _summary(explanation, top, as_json=as_json)
+    else:
+        assert request is not None
+        _request(explanation, request, as_json=as_json)
+
+
+def _request(explanation: Explanation, request: str, *, as_json: bool) -> None:
+    reasons = explanation.of(request)
+    if as_json:
+        emit_json(explanation.as_dict() | explanation.request_dict(reasons))
+    else:
+        print_text(str(RequestReport(explanation, reasons)))
+
+
+def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
+    sums = explanation.summary(top)
+    if as_json:
+        emit_json(explanation.as_dict() | sums.as_dict())
+        return
+    report = SummaryReport(explanation, sums)
+    print_text(report.headline)
+    for headers, rows in (
+        (report.headers, report.rows),
+        (report.place_headers, report.place_rows),
+        (report.request_headers, report.request_rows),
+    ):
+        if rows:
+            click.echo()
+            print_table(headers, rows, right=headers[1:5])
+    click.echo()
+    print_text(report.notes)
+
+
+def _is_trace(source: str, plugins: Plugins) -> bool:
+    """Say whether `source` is a file that begins as a trace; a workload plugin comes first."""
+    path = Path(source)
+    name = source.partition(":")[0].strip()
+    if name in plugins.names("workload") or not path.is_file():
+        return False
+    with closing(lines(path)) as found:
+        first_line = next(found)[1]
+    try:
+        line = orjson.loads(first_line)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(line, dict) and line.get("event") == "HEADER"
+
+
+def _refuse(source: str, given: Mapping[str, object]) -> None:
+    """Refuse options of workloads: a trace has its own."""
+    options = [option for option, value in given.items() if value is not None]
+    if options:
+        msg = (
+            f"{source} is a trace: what it was recorded with is in it, so {', '.join(options)} "
+            "cannot change; `kvcore replay` runs its requests under another policy"
+        )
+        raise InputError(msg)
+
+
+def _replayed(
+    source: str,
+    plugins: Plugins,
+    *,
+    blocks: int | None,
+    eviction: str,
+    block_size: int | None,
+    count: str,
+    prefix: str,
+    seed: int | None,
+) -> Explanation:
+    """Replay a workload into a trace that is gone afterwards, and explain that."""
+    workload = find_workload(source, plugins, seed)
+    if blocks is None:
+        msg = f"{source} is a workload: say how large the pool is, such as --blocks 1000"
+        raise InputError(msg)
+    with TemporaryDirectory(prefix="kvcore-") as folder:
+        trace = Path(folder) / "trace.jsonl"
+        compare(
+            workload,
+            eviction,
+            blocks,
+            block_size=block_size,
+            count=count,
+            prefix=prefix,
+            seed=seed,
+            trace=trace,
+            plugins=plugins,
+            progress=progress,
+        )
+        with progress("explaining", None) as tick:
+            return explain_trace(trace, source=workload.name, tick=tick)

@@ -1,0 +1,129 @@
+"""`kvcore export`: tell in the formats of others what a trace says."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcore.cli.output import emit_json, file_path, json_option
+from kvcore.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCHEMA = 1
+USUAL_KEY_TOKENS = 512
+"""Tokens of a key in the traces that Mooncake's authors published."""
+
+
+def _events(trace: Path, out: Path) -> dict[str, Any]:
+    from kvcore.events import RecordingWriter, event_batches  # noqa: PLC0415 - a slow room
+
+    batches = 0
+    with RecordingWriter(out, engine="kvcore") as recording:
+        for batches, batch in enumerate(event_batches(trace), 1):
+            recording.batch(batch, seq=batches - 1)
+    return {"batches": batches}
+
+
+def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
+    from kvcore.events import Publisher, encode, event_batches  # noqa: PLC0415 - as above
+
+    payloads = map(encode, event_batches(trace))
+    # A trace that is none is told before anyone is waited for.
+    first = list(islice(payloads, 1))
+    with Publisher(address, replay) as publisher:
+        click.echo(f"kvcore: publishing at {publisher.address}, once someone listens", err=True)
+        return {"batches": publisher.hand_out(chain(first, payloads))}
+
+
+def _router_events(trace: Path, out: Path) -> dict[str, Any]:
+    from kvcore.events import dynamo_batches, encode, write_lines  # noqa: PLC0415 - as above
+
+    lines = (encode(batch) + b"\n" for batch in dynamo_batches(trace))
+    return {"events": write_lines(out, lines)}
+
+
+def _requests(trace: Path, out: Path) -> dict[str, Any]:
+    from kvcore.events import MooncakeRows, write_lines  # noqa: PLC0415 - as above
+
+    rows = MooncakeRows(trace)
+    found: dict[str, Any] = {"requests": write_lines(out, rows)}
+    return found | {"key_tokens": rows.key_tokens, "left_out": dict(rows.left_out)}
+
+
+FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "vllm": _events,
+    "dynamo": _router_events,
+    "mooncake": _requests,
+}
+"""By format: what writes a trace in it, and returns what there is to say of that."""
+
+
+@click.command()
+@click.argument("trace", callback=file_path)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(list(FORMATS)),
+    required=True,
+    help="vLLM's KV events, Dynamo's router events, or Mooncake's requests.",
+)
+@click.option(
+    "--out",
+    metavar="FILE",
+    callback=file_path,
+    help="Where to; .gz and .zst by name.",
+)
+@click.option("--zmq", metavar="ADDRESS", help="Publish there instead, as vLLM does.")
+@click.option("--replay", metavar="ADDRESS", help="With --zmq: send batches again there.")
+@json_option
+def export(
+    *,
+    trace: Path,
+    kind: str,
+    out: Path | None,
+    zmq: str | None,
+    replay: str | None,
+    as_json: bool,
+) -> None:
+    """Export the TRACE of a run as KV events or as requests, in a format of others.
+
+    Events as vLLM sends them are written as a recording, which `kvcore replay` checks, or
+    published over ZMQ: all of them once someone listens, until nobody does.
+    """
+    if out is not None and zmq is None and replay is None:
+        if out.exists() and trace.exists() and out.samefile(trace):
+            msg = f"cannot write {out}: it is the trace that is read; name another file"
+            raise InputError(msg)
+        found = FORMATS[kind](trace, out)
+    elif out is None and zmq is not None and kind == "vllm":
+        found = _publish(trace, zmq, replay)
+    else:
+        msg = "give --out FILE, or with --format vllm --zmq ADDRESS and perhaps --replay"
+        raise click.UsageError(msg)
+    to = out or zmq
+    for note in _notes(found):
+        click.echo(f"kvcore: {note}", err=True)
+    if as_json:
+        emit_json({"schema": SCHEMA, "format": kind, "out": str(to), **found})
+    else:
+        name, count = next(iter(found.items()))
+        click.echo(f"{to}: {count:,} {name}")
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    """Return what the format could not say."""
+    notes = []
+    if found.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):
+        notes.append(
+            f"a key is {found['key_tokens']} tokens, which the format cannot say: its readers "
+            f"take {USUAL_KEY_TOKENS} unless told"
+        )
+    for field, count in found.get("left_out", {}).items():
+        what = "had times below a millisecond" if field == "t" else f"had {field!r}"
+        notes.append(f"left out: {count:,} requests {what}")
+    return notes

@@ -1,0 +1,148 @@
+"""`kvcore sweep`: a grid of runs, which can be killed and goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvcore.cli.grid import GridFile, axis_options
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_option,
+    print_table,
+    print_text,
+    progress,
+)
+from kvcore.errors import InputError
+from kvcore.lab.sweeping import Grid, Journal, Sweep, executor_named
+from kvcore.lab.sweeping import sweep as run_sweep
+from kvcore.plugins import Plugins
+from kvcore.report.sweep import (
+    WRITERS,
+    SweepReport,
+    check_table,
+    sweep_document,
+    write_table,
+)
+from kvcore.workloads import spare
+
+JOURNAL = "journal.jsonl"
+"""The name of the journal in a directory."""
+
+FAILED = 1
+"""The exit code if a cell failed."""
+
+SHOWN = 10
+"""Failed cells that are told of."""
+
+
+@click.command
+@click.argument("file", callback=file_path, metavar="NAME.TOML")
+@click.option(
+    "--out",
+    callback=file_path,
+    metavar="DIR|FILE",
+    help="Results: a .csv, .json or .parquet file, or a directory.  [default: NAME-results]",
+)
+@click.option("--jobs", type=int, help="Cells at a time.  [default: one a CPU]")
+@click.option(
+    "--executor", metavar="WHERE", help="local, ray, or ray:HOST:PORT.  [default: local]"
+)
+@json_option
+@click.pass_context
+def sweep(
+    ctx: click.Context,
+    /,
+    *,
+    file: Path,
+    out: Path | None,
+    jobs: int | None,
+    executor: str | None,
+    as_json: bool,
+) -> None:
+    """Run workloads × policies × schedulers × sizes × devices, as NAME.TOML says.
+
+    Each cell of the grid is simulated (mode "simulate") or replayed without a clock (mode
+    "compare"), in processes of this machine or on a Ray cluster. What is finished is kept:
+    the same command after a crash goes on where it was.
+    """
+    given = {"out": out, "jobs": jobs, "executor": executor}
+    own = {each.name: each for each in ctx.command.params if each.name in given}
+    source = GridFile(file, axis_options() | own)
+    values = source.values(ctx)
+    chosen = source.own(values) | {k: v for k, v in given.items() if v is not None}
+    runner = executor_named(chosen.get("executor", "local"), chosen.get("jobs"))
+    journal, tables = _places(chosen.get("out") or file.with_name(f"{file.stem}-results"))
+    plan = source.plan(values)
+    _spare(plan.grid, [journal, *tables])
+    if journal.name == JOURNAL:
+        _make(journal.parent)
+    try:
+        with Journal(journal) as book:
+            result = run_sweep(plan, book, executor=runner, progress=progress)
+            for table in tables:
+                write_table(result, table)
+    except KeyboardInterrupt:
+        click.echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
+        raise
+    if as_json:
+        emit_json(sweep_document(result))
+    else:
+        _print(result, tables)
+    if result.failed:
+        _tell(result)
+        ctx.exit(FAILED)
+
+
+def _places(out: Path) -> tuple[Path, list[Path]]:
+    """Return where the journal and the tables go."""
+    if out.is_dir() or not out.suffix:
+        return out / JOURNAL, [out / "results.csv", out / "results.json"]
+    if out.suffix not in WRITERS:
+        msg = f"--out {out}: give a directory, or a file that ends in {', '.join(WRITERS)}"
+        raise InputError(msg)
+    check_table(out)
+    return out.with_name(f"{out.name}.journal"), [out]
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        msg = f"--out {directory}: cannot be made a directory: {reason}; name another one"
+        raise InputError(msg) from error
+
+
+def _spare(grid: Grid, written: list[Path]) -> None:
+    """Refuse to write over the requests."""
+    plugins = Plugins()
+    for spec in grid.axes.get("workload", ()):
+        workload = plugins.build("workload", spec)
+        for path in written:
+            spare(workload, path)
+
+
+def _print(result: Sweep, tables: list[Path]) -> None:
+    report = SweepReport(result)
+    print_text(report.headline)
+    click.echo()
+    print_table(report.headers, report.rows, right=report.right, split=True)
+    click.echo()
+    if report.reading:
+        print_text(report.reading)
+    print_text(f"All rows: {', '.join(map(str, tables))}.")
+
+
+def _tell(result: Sweep) -> None:
+    """Say on stderr which cells failed, and why."""
+    failed = result.failed
+    varied = [name for name in result.grid.varied if name in result.rows[0]]
+    for row in failed[:SHOWN]:
+        cell = ", ".join(f"{name} {row[name]}" for name in varied) or row["workload"]
+        click.echo(f"kvcore: failed: {cell}: {row['error']}", err=True)
+    if len(failed) > SHOWN:
+        click.echo(f"kvcore: failed: {len(failed) - SHOWN} more cells", err=True)
+    click.echo("kvcore: the same command tries the failed cells again", err=True)

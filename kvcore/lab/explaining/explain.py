@@ -1,0 +1,362 @@
+"""Read a trace, and tell of every prompt what missed and why."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, TypeAlias
+
+from kvcore.lab.explaining.explanation import Explanation
+from kvcore.lab.explaining.foresight import Turn, optimum_hits
+from kvcore.lab.explaining.ghosts import Ghosts
+from kvcore.lab.explaining.reasons import EVICTED, Eviction, Id, Loss, Place, Reasons
+from kvcore.trace import CacheState, read_events
+from kvcore.trace.layout import Prompt
+from kvcore.trace.tables import path
+
+Line: TypeAlias = dict[str, Any]
+
+SHARES_NOTHING = "none"
+"""The prefix cache that stores nothing for others."""
+
+STRIDE = 1024
+"""Lines between two ticks."""
+
+
+def explain(
+    file: str | os.PathLike[str],
+    *,
+    source: str | None = None,
+    tick: Callable[[int], object] | None = None,
+) -> Explanation:
+    """Say of each request of a trace what hit at its first admission, and why no more.
+
+    Every line is checked as by `kvcore.trace.replay`. What stands before a cut is explained.
+    Costs about twice such a replay; memory grows with the distinct keys, some 300 bytes each.
+
+    Args:
+        file: the trace.
+        source: what to call it; None: by its path.
+        tick: is told now and then how many more lines were read; None: nobody is.
+
+    Raises:
+        InputError: the file cannot be opened.
+        TraceError: it has no HEADER, a line is damaged or contradicts what came before.
+    """
+    reader = read_events(file)
+    inquest: Inquest | None = None
+    header: Line = {}
+    for line in reader:
+        try:
+            if inquest is None:
+                header, inquest = line, Inquest(line)
+            else:
+                inquest.take(line)
+        except ValueError as error:
+            reader.fail(f"{line['event']}: {error}")
+        if tick is not None and not reader.line % STRIDE:
+            tick(STRIDE)
+    if inquest is None:
+        reader.fail("there is no HEADER, so nothing can be told of what follows")
+    inquest.judge()
+    return Explanation(
+        source=str(reader.file) if source is None else source,
+        header=header,
+        complete=reader.complete,
+        cut_reason=reader.cut_reason,
+        requests=inquest.requests,
+    )
+
+
+class Inquest:
+    """Follows a trace from line to line, and notes at every first admission why it missed.
+
+    Attributes:
+        state: the cache, rebuilt.
+        requests: what became of those heard of, by id.
+    """
+
+    def __init__(self, header: Line) -> None:
+        """Start with the empty cache that HEADER gives."""
+        self.state = CacheState(header)
+        self.requests: dict[Id, Reasons] = {}
+        self._pool: int = header["blocks"]
+        self._size: int = header["block_size"]
+        self._ratio = max(1, header["key_tokens"] // self._size)
+        self._by_key = header["count"] == "keys"
+        prefix = header["plugins"].get("prefix", {}).get("name")
+        self._shares = prefix != SHARES_NOTHING
+        self._ghosts = Ghosts(self._ratio)
+        self._turns: list[Turn] = []
+        self._serials: dict[Id, int] = {}
+        # By key, the latest admission that has it, and the latest that goes on after it.
+        self._senders: dict[Any, int] = {}
+        self._leaders: dict[Any, int] = {}
+        # By span, the request that stored it or hit it last.
+        self._users: dict[int, Id] = {}
+        self._places: dict[Any, Place] = {}
+        self._salts: Counter[str | None] = Counter()
+        # Requests whose last key covers a part of a block.
+        self._partial: set[Id] = set()
+        # By key of which only the first blocks were ever sent: how many.
+        self._parts: dict[Any, int] = {}
+        self._returned = 0
+        self._take: dict[str, Callable[[Line], None]] = {
+            "REQUEST": self._request,
+            "COMMIT": self._commit,
+            "SPLIT": self._split,
+            "JOIN": self._join,
+            "HIT": self._hit,
+            "MISS": self._admission,
+            "KEYS": self._keys,
+            "REJECT": self._reject,
+        }
+
+    def take(self, line: Line) -> None:
+        """Take in the next line after HEADER.
+
+        Raises:
+            ViolationError: the line contradicts what came before.
+        """
+        event = line["event"]
+        if event == "EVICT" and line["scope"] == "cache":
+            self._evict(line)
+            return
+        self.state.apply(line)
+        if event in self._take:
+            self._take[event](line)
+
+    def judge(self) -> None:
+        """Tell capacity from policy, now that all requests are known."""
+        best = optimum_hits(self._turns, self._pool)
+        for turn, blocks in zip(self._turns, best, strict=True):
+            reasons = self.requests[turn.prompt.id]
+            if any(loss.category == EVICTED for loss in reasons.losses):
+                upto = blocks * self._size
+                reasons.losses = [part for loss in reasons.losses for part in loss.judged(upto)]
+
+    def _request(self, line: Line) -> None:
+        prompt = self.state.requests[line["id"]]
+        self.requests[prompt.id] = Reasons(
+            request=prompt.id,
+            tokens=prompt.blocks * self._size if self._by_key else line["prompt"],
+            salt=line.get("salt"),
+            tenant=line.get("tenant"),
+            arrived=line["t"],
+        )
+        unit = self._ratio * self._size
+        beyond = len(prompt.keys) * unit - line["prompt"] if self._by_key else 0
+        if 0 < beyond < unit or prompt.cacheable % self._ratio:
+            self._partial.add(prompt.id)
+
+    def _reject(self, line: Line) -> None:
+        self.requests[line["request"]].rejected = line["why"]
+
+    def _keys(self, line: Line) -> None:
+        """Take in keys of what a request has generated: it has sent them, too."""
+        serial = self._serials.get(line["request"])
+        if serial is None:
+            return
+        keys = self.state.requests[line["request"]].keys
+        first = len(keys) - len(line["keys"])
+        for key in keys[first:]:
+            self._senders.setdefault(key, serial)
+        for key in keys[max(0, first - 1) : -1]:
+            self._leaders.setdefault(key, serial)
+
+    def _evict(self, line: Line) -> None:
+        span = self.state.spans.get(line["span"])
+        end = 0 if span is None else span.end
+        self.state.apply(line)
+        assert span is not None
+        eviction = Eviction(
+            line["n"] + 1,
+            line["t"],
+            span.id,
+            end - span.end,
+            line["by"],
+            line["for"],
+            self._users[span.id],
+            line["age"],
+            line["hits"],
+            line["reason"] == "expired",
+        )
+        self._ghosts.add(span.keys, span.end, end, eviction)
+        if span.id not in self.state.spans:
+            del self._users[span.id]
+
+    def _commit(self, line: Line) -> None:
+        self._users[line["span"]] = self.state.sequences[line["seq"]].prompt.id
+
+    def _split(self, line: Line) -> None:
+        self._users[line["upper"]] = self._users[line["span"]]
+
+    def _join(self, line: Line) -> None:
+        del self._users[line["upper"]]
+
+    def _hit(self, line: Line) -> None:
+        for span in path(self.state.spans[line["span"]]):
+            self._users[span.id] = line["request"]
+        self._admission(line)
+
+    def _admission(self, line: Line) -> None:
+        """Take in a HIT or a MISS, of which the first of an admission tells its hit."""
+        reasons = self.requests[line["request"]]
+        if "again" in line:
+            reasons.again += line["seq"] != self._returned
+            self._returned = line["seq"]
+        elif reasons.seq is None:
+            reasons.admitted, reasons.seq = line["t"], line["seq"]
+            blocks = line.get("blocks", 0)
+            reasons.hit = blocks * self._size
+            self._admit(reasons, blocks)
+
+    def _admit(self, reasons: Reasons, hit: int) -> None:
+        """Say why no more than `hit` blocks hit, and remember what the prompt brings."""
+        prompt = self.state.requests[reasons.request]
+        keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
+        serial = len(self._turns)
+        known = 0
+        for sender, run in groupby(map(self._senders.get, keys)):
+            if sender is None:
+                break
+            first, known = known, known + sum(1 for _ in run)
+            wanted = (serial, first * self._ratio, known * self._ratio)
+            self._turns[sender].runs.append(wanted)
+        sent = known * self._ratio
+        if known and keys[known - 1] in self._parts:
+            sent += self._parts[keys[known - 1]] - self._ratio
+        reach = min(sent, prompt.limit)
+        reasons.losses = [
+            *self._lost(reasons, prompt, keys, hit, reach),
+            *self._rest(reasons, prompt, keys, (known, sent), max(hit, reach)),
+        ]
+        self._turns.append(Turn(prompt))
+        self._serials[prompt.id] = serial
+        self._salts[reasons.salt] += 1
+        self._note_part(prompt, keys)
+        self._senders.update(dict.fromkeys(keys, serial))
+        whole = len(keys) - (prompt.id in self._partial)
+        self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
+
+    def _note_part(self, prompt: Prompt, keys: list[Any]) -> None:
+        """Note how many blocks of its last key were ever sent, where those are not all."""
+        part = prompt.cacheable % self._ratio
+        for key in self._parts.keys() & keys[: -1 if part else None]:
+            del self._parts[key]
+        if part and (keys[-1] in self._parts or keys[-1] not in self._senders):
+            self._parts[keys[-1]] = max(part, self._parts.get(keys[-1], 0))
+
+    def _lost(
+        self, reasons: Reasons, prompt: Prompt, keys: list[Any], hit: int, reach: int
+    ) -> Iterator[Loss]:
+        """Yield the losses among blocks whose keys an earlier request had."""
+        if hit >= reach:
+            return
+        at, size = hit, self._size
+        if self._shares:
+            at, other = self._in_flight(reasons, prompt, hit, reach)
+            if at > hit:
+                tokens = (at - hit) * size
+                yield Loss(category="in_flight", first=hit * size, tokens=tokens, other=other)
+        held = max(at, min(reach, self._pool))
+        for first, end, eviction in self._ghosts.pieces(keys, at, held):
+            category, other = "unstored", self._sender(keys[(end - 1) // self._ratio])
+            if eviction is not None:
+                category = "expired" if eviction.expired else EVICTED
+                other = eviction.user
+            yield Loss(
+                category=category,
+                first=first * size,
+                tokens=(end - first) * size,
+                eviction=eviction,
+                other=other,
+            )
+        if held < reach:
+            tokens = (reach - held) * size
+            other = self._sender(keys[(reach - 1) // self._ratio])
+            yield Loss(category="truncated", first=held * size, tokens=tokens, other=other)
+
+    def _rest(
+        self,
+        reasons: Reasons,
+        prompt: Prompt,
+        keys: list[Any],
+        before: tuple[int, int],
+        first: int,
+    ) -> Iterator[Loss]:
+        """Yield the loss of the tokens from block `first` on: new ones, or none that can hit.
+
+        The keys and blocks that were sent `before` are counted from the prompt's first.
+        """
+        known, sent = before
+        at = first * self._size
+        tokens = reasons.tokens - at
+        if not tokens:
+            return
+        if sent < prompt.lookup:
+            yield self._compulsory(reasons, keys, known, at)
+        else:
+            category = "no_keys" if prompt.unkeyed else "granularity"
+            yield Loss(category=category, first=at, tokens=tokens)
+
+    def _compulsory(self, reasons: Reasons, keys: list[Any], known: int, first: int) -> Loss:
+        """Say how the keys that nobody sent before begin, after `known` others."""
+        way, other, place, salts = "starts", None, None, 0
+        before = keys[known - 1] if known else None
+        leader = self._leaders.get(before)
+        if not known:
+            salts = self._salts.total() - self._salts[reasons.salt]
+        elif known == len(keys) - 1 and reasons.request in self._partial:
+            way, other = "ends", self._sender(before)
+        elif leader is None or first < known * self._ratio * self._size:
+            way, other = "extends", self._sender(before)
+        else:
+            way, other = "diverges", self._turns[leader].prompt.id
+        tokens = reasons.tokens - first
+        if way in ("starts", "diverges"):
+            width = self._ratio * self._size
+            new = Place(known * width, width, reasons.request, other)
+            place = self._places.setdefault(before, new)
+            place.count(reasons.tokens, tokens)
+        return Loss(
+            category="compulsory",
+            first=first,
+            tokens=tokens,
+            other=other,
+            way=way,
+            place=place,
+            other_salts=salts,
+        )
+
+    def _in_flight(
+        self, reasons: Reasons, prompt: Prompt, hit: int, reach: int
+    ) -> tuple[int, Id | None]:
+        """Return up to where open sequences compute what follows the hit, and whose that is."""
+        furthest, whose = hit, None
+        keys, low = prompt.keys, hit // self._ratio
+        for seq in self.state.sequences.values():
+            other = seq.prompt
+            stop = min(reach, other.cacheable)
+            if (
+                seq.id == reasons.seq
+                or seq.gaps
+                or stop <= furthest
+                or other.keys[low] != keys[low]
+            ):
+                continue
+            high = -(-stop // self._ratio)
+            parting = bisect_left(
+                range(low, high), 1, key=lambda at: other.keys[at] != keys[at]
+            )
+            end = min(stop, (low + parting) * self._ratio)
+            if end > furthest:
+                furthest, whose = end, other.id
+        return furthest, whose
+
+    def _sender(self, key: Any) -> Id:
+        """Return the request that was admitted last of those with a key."""
+        return self._turns[self._senders[key]].prompt.id

@@ -1,0 +1,174 @@
+"""Hit curves as a picture."""
+
+from __future__ import annotations
+
+import io
+from itertools import cycle
+from math import ceil, floor, log10
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import PluginError
+from kvcore.lab import Optimum
+from kvcore.report.curves import CurvesReport
+from kvcore.report.tables import counted, named
+from kvcore.units import BINARY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+FORMS = ("png", "svg")
+
+# Okabe and Ito, "Color Universal Design", 2008: colour-blind people tell them apart too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+MARKERS = "osD^vPX"
+INK, GREY, PALE = "#222222", "#666666", "#E4E4E4"
+INCHES, DPI = (7.2, 4.4), 200
+MARGIN = 1.08
+"""Room beside the smallest and the largest size, as a factor."""
+
+DENSE = 600
+"""Points of the line of a curve that is known at every size."""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    # Without a salt the names inside an SVG are random.
+    "svg.hashsalt": "kvcore",
+}
+
+
+def matplotlib() -> ModuleType:
+    """Import matplotlib. Raises PluginError if it is not installed."""
+    try:
+        import matplotlib.figure as module  # noqa: PLC0415 - an extra, and 0.3 s
+    except ImportError as error:
+        msg = f"a plot needs matplotlib ({error}): pip install 'kvcore[lab]'"
+        raise PluginError(msg) from error
+    return module
+
+
+def plot(report: CurvesReport, form: str) -> bytes:
+    """Draw hit curves; return the picture as `png` or `svg`.
+
+    Curves that are known at every size are lines, others a point for each size. Below is the
+    pool as a share of the footprint, above it what that is in GiB or, without a layout, in
+    blocks. The same curves give the same bytes with the same matplotlib.
+
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
+    module = matplotlib()
+    from matplotlib import rc_context  # noqa: PLC0415 - as above
+
+    picture = io.BytesIO()
+    with rc_context(STYLE):
+        figure = module.Figure(figsize=INCHES, layout="constrained")
+        draw(figure.add_subplot(), report)
+        metadata = {"Date": None} if form == "svg" else None
+        figure.savefig(picture, format=form, dpi=DPI, metadata=metadata)
+    return picture.getvalue()
+
+
+def draw(axes: Axes, report: CurvesReport) -> None:
+    """Draw hit curves into `axes`."""
+    curves = report.curves
+    footprint = max(curves.distinct_blocks, 1)
+    looks = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
+    for name, curve in named(curves.curves):
+        sizes, hits = curve.blocks, curve.hit_blocks
+        style: dict[str, Any]
+        if curve.eviction == Optimum.name:
+            dashes = "--" if curve.options["bypass"] else "-"
+            style = {"color": INK, "linewidth": 1, "marker": ".", "linestyle": dashes}
+        else:
+            colour, marker = next(looks)
+            style = {"color": colour, "linewidth": 0.8, "marker": marker, "markersize": 4}
+        if curve.steps is not None:
+            sizes = _dense(sizes[0], sizes[-1])
+            hits = [curve.steps.at(size) for size in sizes]
+            style |= {"linewidth": 2, "marker": None}
+        shares = [_percent(curves.ratio(hit)) for hit in hits]
+        axes.plot([100 * size / footprint for size in sizes], shares, label=name, **style)
+    bound = _percent(curves.ratio(curves.hit_blocks))
+    axes.axhline(bound, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        f"never evicts: {bound:.1f}%",
+        xy=(0, bound),
+        xycoords=("axes fraction", "data"),
+        xytext=(6, 4),
+        textcoords="offset points",
+        color=GREY,
+        fontsize="small",
+    )
+    axes.set_ylim(0, 1.12 * bound or 1)
+    axes.yaxis.set_major_formatter("{x:.0f}%")
+    axes.set_ylabel("blocks looked up that hit")
+    axes.grid(color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=3)
+    axes.legend(loc="lower right", edgecolor="none", framealpha=1)
+    axes.set_title(_title(report), loc="left", fontsize="medium", pad=12)
+    _scales(axes, report, footprint)
+
+
+def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
+    """Make the horizontal axes logarithmic: the share below, what it takes above."""
+    sizes = [size for curve in report.curves.curves for size in curve.blocks]
+    low, high = 100 * min(sizes) / footprint, 100 * max(sizes) / footprint
+    axes.set_xscale("log")
+    axes.set_xlim(low / MARGIN, high * MARGIN)
+    blocks = counted(report.curves.distinct_blocks, "distinct block")
+    tokens = counted(report.curves.block_size, "token")
+    _name(axes.xaxis, low, high, f"pool, as a share of the {blocks} of {tokens}", "%")
+    layout = report.layout
+    factor, unit = footprint / 100, "blocks"
+    if layout is not None:
+        factor *= layout.bytes_per_block
+        size = "GiB" if high * factor >= BINARY["GiB"] else "MiB"
+        factor /= BINARY[size]
+        unit = f"{size} of K/V ({layout.model.name}, {layout.dtype})"
+
+    def amount(share: Any) -> Any:
+        return share * factor
+
+    def share(amount: Any) -> Any:
+        return amount / factor
+
+    above = axes.secondary_xaxis("top", functions=(amount, share))
+    above.tick_params(length=3)
+    above.spines["top"].set_visible(True)
+    _name(above.xaxis, low * factor, high * factor, unit, "")
+
+
+def _name(axis: Axis, low: float, high: float, label: str, sign: str) -> None:
+    """Label a logarithmic axis, with ticks at 1 and 3 times the powers of ten."""
+    powers = range(floor(log10(low)) - 1, ceil(log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]
+    inside = [tick for tick in ticks if low / MARGIN <= tick <= high * MARGIN]
+    axis.set_ticks(inside, [f"{tick:,.10g}{sign}" for tick in inside])
+    axis.set_ticks([], minor=True)
+    axis.set_label_text(label)
+
+
+def _title(report: CurvesReport) -> str:
+    curves, source = report.curves, report.curves.workload
+    return f"{source.name}, {counted(source.requests, 'request')}, {curves.count} counting"
+
+
+def _dense(low: int, high: int) -> list[int]:
+    """Return sizes from `low` to `high` at even ratios, so many that a line looks smooth."""
+    ratio = high / low
+    sizes = (round(low * ratio ** (step / DENSE)) for step in range(DENSE + 1))
+    return list(dict.fromkeys(sizes))
+
+
+def _percent(ratio: float | None) -> float:
+    return 100 * (ratio or 0.0)

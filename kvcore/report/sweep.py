@@ -1,0 +1,266 @@
+"""A sweep for people, the best policies first, and its rows as CSV, JSON or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+
+from kvcore.errors import InputError, PluginError
+from kvcore.files import WholeFile, part_of
+from kvcore.lab import Optimum
+from kvcore.lab.sweeping import Row, Sweep
+from kvcore.report.tables import counted
+from kvcore.specs import as_text
+from kvcore.units import format_bytes, format_number, format_seconds
+
+NONE = "–"
+
+POLICIES = ("prefix", "retention", "scheduler", "eviction")
+"""The axes whose values compete; cells that differ in nothing else are a contest."""
+
+
+@attrs.frozen
+class Measure:
+    """What cells are ranked by.
+
+    Attributes:
+        title: of the column with the best.
+        column: of the rows.
+        unit: the header of the column with its value.
+        text: writes a value.
+        best: `max` or `min`.
+    """
+
+    title: str
+    column: str
+    unit: str
+    text: Callable[[float], str]
+    best: Callable[..., float] = max
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+MEASURES: Mapping[str, Sequence[Measure]] = {
+    "compare": [
+        Measure("most hits", "hit_ratio_block", "of blocks", _share),
+    ],
+    "simulate": [
+        Measure("most goodput", "goodput", "requests/s", format_number),
+        Measure("least TTFT", "ttft_s_mean", "mean", format_seconds, min),
+        Measure("most hits", "hit_ratio_token", "of tokens", _share),
+    ],
+}
+
+
+@attrs.frozen
+class SweepReport:
+    """A sweep for people.
+
+    Attributes:
+        sweep: what is reported.
+    """
+
+    sweep: Sweep
+
+    @property
+    def headline(self) -> str:
+        """How many cells there are, and of what."""
+        sweep, axes = self.sweep, self.sweep.grid.axes
+        varied = ", ".join(f"{len(axes[name])} x {name}" for name in sweep.grid.varied)
+        how = "simulated" if sweep.grid.mode == "simulate" else "replayed without a clock"
+        failed = f" {counted(len(sweep.failed), 'cell')} failed." if sweep.failed else ""
+        kept = f" {sweep.found:,} were there already." if sweep.found else ""
+        of = f" ({varied})" if varied else ""
+        return f"{counted(len(sweep.rows), 'cell')}{of}, {how}.{kept}{failed}"
+
+    @property
+    def headers(self) -> list[str]:
+        """The headers of the table: what is varied, then the best by each measure."""
+        best = (header for each in self._measures for header in (each.title, each.unit))
+        return [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The rows of the table: one a contest, in the order of the grid."""
+        contests: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.sweep.rows:
+            key = tuple(_written(name, row) for name in self._given)
+            contests.setdefault(key, []).append(row)
+        return [[*key, *self._best(rows)] for key, rows in contests.items()]
+
+    @property
+    def right(self) -> list[str]:
+        """The headers of columns of numbers."""
+        numbers = ["blocks", "memory", "block_size", *(each.unit for each in self._measures)]
+        return [*numbers, "of the optimum"]
+
+    @property
+    def reading(self) -> str:
+        """What the table compares, and what in it is to be taken with care."""
+        lines = []
+        if self._competing:
+            by = " and ".join(self._competing)
+            lines.append(f"Each row: the best by {by}, all else being equal.")
+        overloaded = sum((row.get("offered_load") or 0) > 1 for row in self.sweep.rows)
+        if overloaded:
+            lines.append(
+                f"Overloaded: {counted(overloaded, 'cell')}, with an offered load above 1; "
+                "their times tell how long the workload is."
+            )
+        return "\n".join(lines)
+
+    @property
+    def _competing(self) -> list[str]:
+        return [name for name in self.sweep.grid.varied if name in POLICIES]
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in self.sweep.grid.varied if name not in POLICIES]
+
+    @property
+    def _measures(self) -> list[Measure]:
+        """The measures that at least one cell has."""
+        measures = MEASURES[self.sweep.grid.mode]
+        rows = self.sweep.rows
+        return [each for each in measures if any(row[each.column] is not None for row in rows)]
+
+    @property
+    def _bounded(self) -> bool:
+        return any(row.get("share_of_optimum") is not None for row in self.sweep.rows)
+
+    def _best(self, rows: list[Row]) -> Iterator[str]:
+        """Yield who is best by each measure, and how good that is."""
+        entrants = [row for row in rows if not _is_bound(row)] or rows
+        best: list[Row] = []
+        for measure in self._measures:
+            ranked = [row for row in entrants if row[measure.column] is not None]
+            if not ranked:
+                yield from (NONE, NONE)
+                continue
+            value = measure.best(row[measure.column] for row in ranked)
+            best = [row for row in ranked if row[measure.column] == value]
+            yield self._names(best, len(entrants))
+            yield measure.text(value)
+        if self._bounded:
+            share = best[0]["share_of_optimum"] if best else None
+            yield NONE if share is None else _share(share)
+
+    def _names(self, rows: list[Row], entrants: int) -> str:
+        if len(rows) == entrants > 1:
+            return "all alike"
+        competing = [name for name in self.sweep.grid.varied if name in POLICIES]
+        names = [
+            " + ".join(str(row[name]) for name in competing or ["eviction"]) for row in rows
+        ]
+        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def sweep_document(sweep: Sweep) -> dict[str, Any]:
+    """Return a sweep as JSON has it; the same however often it was killed on the way."""
+    return {
+        "schema": 1,
+        "mode": sweep.grid.mode,
+        "cells": len(sweep.rows),
+        "failed": len(sweep.failed),
+        "rows": sweep.rows,
+    }
+
+
+def check_table(path: Path) -> None:
+    """Check that `write_table` can write a file of this name here.
+
+    Raises:
+        InputError: none of the formats.
+        PluginError: Parquet, and polars is not installed.
+    """
+    if path.suffix not in WRITERS:
+        known = ", ".join(WRITERS)
+        msg = f"{path}: a table ends in one of {known}"
+        raise InputError(msg)
+    if path.suffix == ".parquet":
+        _polars()
+
+
+def write_table(sweep: Sweep, path: Path) -> None:
+    """Write the rows of a sweep to a file: CSV, JSON or Parquet (extra `lab`) by its name.
+
+    The file appears when it is whole. What a killed sweep has left of it is removed: call
+    this while the journal is open, so that nobody else is writing it.
+
+    Raises:
+        InputError, PluginError: as `check_table`, or it cannot be opened for writing.
+        StorageError: the disk refused it.
+    """
+    check_table(path)
+    data = WRITERS[path.suffix](sweep)
+    if part_of(path) != path:
+        part_of(path).unlink(missing_ok=True)
+    raw = WholeFile(path, str(path))
+    try:
+        with io.BufferedWriter(raw) as file:
+            file.write(data)
+            file.flush()
+            raw.finish()
+    except BaseException:
+        raw.discard()
+        raise
+
+
+def _csv(sweep: Sweep) -> bytes:
+    """Return the rows as CSV with a header; an empty cell is no value."""
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(sweep.rows[0])
+    for row in sweep.rows:
+        writer.writerow([None if value is None else as_text(value) for value in row.values()])
+    return file.getvalue().encode()
+
+
+def _json(sweep: Sweep) -> bytes:
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    return orjson.dumps(sweep_document(sweep), option=options)
+
+
+def _parquet(sweep: Sweep) -> bytes:
+    file = io.BytesIO()
+    frame = _polars().DataFrame(sweep.rows, infer_schema_length=None)
+    frame.write_parquet(file)
+    return file.getvalue()
+
+
+WRITERS: Mapping[str, Callable[[Sweep], bytes]] = {
+    ".csv": _csv,
+    ".json": _json,
+    ".parquet": _parquet,
+}
+"""The formats of a table, by the end of its name."""
+
+
+def _polars() -> Any:
+    try:
+        import polars as pl  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        msg = f"Parquet needs polars, which cannot be imported ({error}): "
+        msg += "pip install 'kvcore[lab]', or write .csv or .json"
+        raise PluginError(msg) from error
+    return pl
+
+
+def _written(name: str, row: Row) -> str:
+    """Return the value of an axis for people."""
+    if name == "memory":
+        return format_bytes(row["pool_bytes"])
+    value = row[name]
+    return f"{value:,}" if type(value) is int and name != "seed" else as_text(value)
+
+
+def _is_bound(row: Row) -> bool:
+    return str(row["eviction"]).partition(":")[0] == Optimum.name

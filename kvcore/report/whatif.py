@@ -1,0 +1,177 @@
+"""A recorded run and the same requests run again, side by side, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import isclose
+from typing import Any
+
+import attrs
+
+from kvcore.lab.figures import Change, Figures
+from kvcore.lab.whatif import WhatIf
+from kvcore.report.tables import counted
+from kvcore.specs import as_text
+from kvcore.units import NANOSECONDS, format_number, format_seconds
+
+NONE = "–"
+
+TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
+
+Row = list[str]
+
+
+@attrs.frozen
+class WhatIfReport:
+    """Two runs of the same requests for people.
+
+    Attributes:
+        whatif: the runs.
+        most: rows of each table of requests, at most.
+    """
+
+    whatif: WhatIf
+    most: int = 5
+
+    @property
+    def headline(self) -> str:
+        """What was run again, and with what different."""
+        found, before, after = self._parts
+        lines = [f"{found.workload}: {counted(before.requests, 'request')} of {found.file}."]
+        names = [name for name in after.config if after.config[name] != before.config[name]]
+        if not names:
+            lines.append("Run again as recorded: nothing was to be different.")
+        for name in names:
+            old, new = (_config(run.config[name]) for run in (before, after))
+            lines.append(f"{name.replace('_', ' ')}: {new} instead of {old}")
+        if found.kvcore != found.here:
+            lines.append(
+                f"Recorded by kvcore {found.kvcore}; this is {found.here}, which may decide "
+                "otherwise by itself: run it again as recorded (--export FILE) to see."
+            )
+        return "\n".join(lines)
+
+    @property
+    def headers(self) -> Row:
+        """The headers of the table of both runs."""
+        return ["", "recorded", "what if", "change"]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of that table, the most important first."""
+        return list(self._rows())
+
+    @property
+    def verdict(self) -> str:
+        """How many requests fared better, and how many worse."""
+        changes = self.whatif.changes
+        gained = sum(change.tokens > 0 for change in changes)
+        lost = sum(change.tokens < 0 for change in changes)
+        text = f"{counted(gained, 'request')} hit more, {lost:,} less."
+        if self.whatif.timed:
+            sooner = sum(change.ttft < 0 for change in changes)
+            later = sum(change.ttft > 0 for change in changes)
+            text += f" The first token comes earlier for {sooner:,}, later for {later:,}."
+        return text
+
+    @property
+    def tables(self) -> Iterator[tuple[Row, list[Row]]]:
+        """The tables of those who gained and lost most: headers, and rows."""
+        found = self.whatif
+        for title, changes in (
+            ("gained hits", found.gained(self.most)),
+            ("lost hits", found.lost(self.most)),
+            ("first token earlier", found.sooner(self.most)),
+            ("first token later", found.later(self.most)),
+        ):
+            if changes:
+                yield [title, *self._columns], [self._request(change) for change in changes]
+
+    @property
+    def _parts(self) -> tuple[WhatIf, Figures, Figures]:
+        return self.whatif, self.whatif.recorded, self.whatif.rerun
+
+    @property
+    def _columns(self) -> Row:
+        times = ["TTFT, recorded", "TTFT, what if"] if self.whatif.timed else []
+        return ["prompt", "hit, recorded", "hit, what if", *times]
+
+    def _request(self, change: Change) -> Row:
+        fates = change.recorded, change.rerun
+        times = [_ttft(fate.ttft) for fate in fates] if self.whatif.timed else []
+        hits = [f"{fate.hit_tokens:,}" for fate in fates]
+        return [str(change.request), f"{change.prompt:,}", *hits, *times]
+
+    def _rows(self) -> Iterator[Row]:
+        found, *runs = self._parts
+        hits = [run.hit for run in runs]
+        for weight in ("block", "token", "request"):
+            ratios = [hit["ratio"][weight] for hit in hits]
+            yield _row(f"hit ratio by {weight}", ratios, _share)
+        yield _row("blocks hit", [hit["hit_blocks"] for hit in hits], _count)
+        own = [hit["self_hit_blocks"] for hit in hits]
+        if any(own):
+            yield _row("own blocks found again", own, _count)
+        yield _row("blocks evicted", [run.evicted_blocks for run in runs], _count)
+        forgotten = [run.forgotten_blocks for run in runs]
+        if any(forgotten):
+            yield _row("blocks forgotten", forgotten, _count)
+        if not found.timed:
+            return
+        for key, name in TIMES:
+            spreads = [getattr(run, key) or {} for run in runs]
+            for column in ("mean", "p50", "p99"):
+                times = [spread.get(column) for spread in spreads]
+                yield _row(f"{name}, {column}", times, format_seconds)
+        yield _row("generated tokens/s", [r.throughput_tokens_s for r in runs], format_number)
+        if any(run.goodput is not None for run in runs):
+            yield _row("goodput, requests/s", [run.goodput for run in runs], format_number)
+            yield _row("within the SLO", [run.slo_met for run in runs], _share)
+        for how, name in (("pause", "paused"), ("recompute", "recomputed")):
+            yield _row(f"preempted, {name}", [run.preemptions[how] for run in runs], _count)
+        yield _row("rejected", [run.rejected for run in runs], _count)
+
+
+def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> Row:
+    before, after = values
+    cells = [NONE if value is None else write(value) for value in values]
+    return [name, *cells, _change(before, after, write)]
+
+
+def _change(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
+    """Say by how much a value changes: a share in points, a count as it is, else in percent."""
+    if before is None or after is None:
+        return NONE
+    if isclose(before, after):
+        return "="
+    if write is _share:
+        return f"{100 * (after - before):+.1f} points"
+    if write is _count:
+        return f"{after - before:+,}"
+    return f"{after / before - 1:+.1%}" if before else NONE
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _count(count: int) -> str:
+    return f"{count:,}"
+
+
+def _ttft(time: int | None) -> str:
+    return NONE if time is None else format_seconds(time / NANOSECONDS)
+
+
+def _config(value: Any) -> str:
+    """Return a part of a configuration as the command line has it."""
+    if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
+        options = ",".join(_options(value["options"].items()))
+        return f"{value['name']}:{options}" if options else str(value["name"])
+    if isinstance(value, Mapping):
+        return ",".join(_options(value.items())) or "none"
+    return f"{value:,}" if type(value) is int else as_text(value)
+
+
+def _options(options: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    return (f"{name}={as_text(value)}" for name, value in options if value is not None)

@@ -1,0 +1,222 @@
+"""Requests out of recorded KV events, where the recording or a log tells who looked up what."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+from attrs.converters import optional
+from attrs.validators import ge
+from attrs.validators import optional as if_given
+
+from kvcore import InputError, Request, Workload, block_keys
+from kvcore.events import BlockStored, PagesStored, Received, RecordingReader
+from kvcore.workloads import file_digest
+from kvcore_plugins.workloads.rows import Row, names, rows
+
+MODES = (None, "full")
+FIRST_TIER = (None, "GPU", "LEVEL_0", "device")
+
+EXPLANATION = (
+    "stored and removed blocks alone cannot be run again: a request that found its blocks "
+    "left no event. Say 'lookups=full' if the engine reported every use "
+    "(kv_cache_report_mode=full), or 'requests=LOG' for a log of its requests; "
+    "`kvcore replay {file}` checks and shows the events"
+)
+
+INCREMENTAL = (
+    "a run continues block {parent}, at which no request's report ends: the engine did not "
+    "report every use, and lookups cannot be told"
+)
+
+
+@attrs.define(slots=False, eq=False)
+class KvEvents(Workload):
+    """The requests behind recorded KV events.
+
+    With `lookups=full` the engine told each request's reused blocks, too: a run without a
+    parent begins a request, and runs that continue it belong to it. Generated blocks are
+    among them, since nothing tells them from a prompt: lookups are too many by those. Runs
+    whose beginning was not heard are left out.
+
+    With `requests` each line of a log is a request: `id`, `time` (seconds by the clock of
+    the events), `tokens` (ids of the prompt) or `hashes` (the engine's, of its full blocks)
+    with `prompt` (tokens), and `output` (tokens; 0). The recording says the block size and
+    the period: what lies outside is left out.
+
+    Times count from the first batch; a batch earlier than the one before it is taken to
+    come with that.
+
+    Attributes:
+        file: the recording.
+        lookups: `full` for a recording in full-report mode.
+        requests: the log, sorted by time.
+        block_size: tokens a block, for recordings that do not say it.
+        group: of layers whose blocks are taken, in models with several.
+    """
+
+    name: ClassVar[str] = "kv-events"
+
+    file: Path = attrs.field(converter=Path)
+    lookups: str | None = attrs.field(default=None)
+    requests: Path | None = attrs.field(default=None, converter=optional(Path))
+    block_size: int | None = attrs.field(default=None, validator=if_given(ge(1)))
+    group: int = attrs.field(default=0, validator=ge(0))
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a recording that nothing tells lookups of."""
+        if self.lookups not in MODES:
+            msg = f"'lookups' must be 'full', not {self.lookups!r}"
+            raise InputError(msg)
+        if (self.lookups is None) == (self.requests is None):
+            both = "'lookups' and 'requests' exclude one another: give one"
+            raise InputError(both if self.lookups else EXPLANATION.format(file=self.file))
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests. Holds a line, or of full lookups 8 bytes a block."""
+        if self.requests is not None:
+            yield from self._logged(self.requests)
+            return
+        size = self.key_tokens
+        arrivals, chains = self._chains(size)
+        for serial, (arrival, keys) in enumerate(zip(arrivals, chains, strict=True)):
+            yield Request(
+                id=serial,
+                arrival=arrival,
+                prompt=len(keys) * size,
+                keys=keys.tolist(),
+                key_tokens=size,
+            )
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens a block, as the first stored run or the option says."""
+        if self.block_size is not None:
+            return self.block_size
+        for event, _, _ in self._stored():
+            if isinstance(event, BlockStored) and event.block_size:
+                return event.block_size
+        msg = f"{self.file}: nothing in it says how many tokens a block has: give 'block_size'"
+        raise InputError(msg)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes, the options, and the log's."""
+        log = None if self.requests is None else file_digest(self.requests)
+        options = {"lookups": self.lookups, "block_size": self.block_size, "group": self.group}
+        return file_digest(self.file, requests=log, **options)
+
+    @classmethod
+    def recognises(cls, first_line: bytes) -> bool:
+        """Say whether the line is a recording's, or an event of TensorRT-LLM or Dynamo."""
+        found = names(first_line)
+        kinds = ({"kind", "schema", "format"}, {"event_id", "data"}, {"worker_id", "event"})
+        return any(kind <= found for kind in kinds)
+
+    @classmethod
+    def from_file(cls, path: Path) -> KvEvents:
+        """Refuse the file, saying what else is needed."""
+        return cls(file=path)
+
+    def _chains(self, size: int) -> tuple[array[int], list[array[int]]]:
+        """Return when each request came, and its keys: numbers of (parent, hash)."""
+        arrivals: array[int] = array("q")
+        chains: list[array[int]] = []
+        numbers: dict[tuple[Any, Any], int] = {}
+        ends: dict[tuple[Any, Any], list[int]] = {}
+        heard: set[tuple[Any, Any]] = set()
+        for event, now, whose in self._stored():
+            self._check_size(event, size)
+            blocks = list(event.blocks())
+            if not blocks:
+                continue
+            parent = blocks[0].parent
+            if parent is None:
+                chain = len(chains)
+                arrivals.append(now)
+                chains.append(array("Q"))
+            elif open_ := ends.get((whose, parent)):
+                chain = open_.pop()
+            elif (whose, parent) in heard:
+                msg = f"{self.file}: {INCREMENTAL.format(parent=parent)}"
+                raise InputError(msg)
+            else:
+                continue
+            keys = chains[chain]
+            for block in blocks:
+                before = keys[-1] if keys else None
+                keys.append(numbers.setdefault((before, block.hash), len(numbers)))
+                heard.add((whose, block.hash))
+            ends.setdefault((whose, blocks[-1].hash), []).append(chain)
+        return arrivals, chains
+
+    def _stored(self) -> Iterator[tuple[BlockStored | PagesStored, int, Any]]:
+        """Yield the runs stored in the first tier and the group, with time and publisher."""
+        for item, now in self._timed():
+            for event in item.batch.events:
+                if not isinstance(event, (BlockStored, PagesStored)):
+                    continue
+                tiers = {block.medium for block in event.blocks()}
+                if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
+                    yield event, now, (item.publisher, item.batch.source, item.batch.dp_rank)
+
+    def _timed(self) -> Iterator[tuple[Received, int]]:
+        """Yield the batches with their times from the first one on, in ns."""
+        first, now = None, 0
+        for item in RecordingReader(self.file):
+            if isinstance(item, Received):
+                time = item.batch.time
+                if time is not None:
+                    first = time if first is None else first
+                    now = max(now, time - first)
+                yield item, now
+
+    def _check_size(self, event: BlockStored | PagesStored, size: int) -> None:
+        told = event.block_size if isinstance(event, BlockStored) else None
+        if told not in (None, size):
+            msg = (
+                f"{self.file}: blocks of {told} tokens, before of {size}: choose a 'group' of "
+                "layers that has one size"
+            )
+            raise InputError(msg)
+
+    def _logged(self, log: Path) -> Iterator[Request]:
+        size = self.key_tokens
+        times = [item.batch.time for item, _ in self._timed() if item.batch.time is not None]
+        if not times:
+            msg = f"{self.file}: its events have no times: no log can be joined to it"
+            raise InputError(msg)
+        first, last = min(times), max(times)
+        earliest = 0
+        for row in rows(log):
+            time = row.nanoseconds("time")
+            if time < earliest:
+                raise row.error(field="time", expected="no earlier time than before")
+            earliest = time
+            if first <= time <= last:
+                yield _request(row, time - first, size)
+
+
+def _request(row: Row, arrival: int, size: int) -> Request:
+    name: Any = row.fields.get("id")
+    if type(name) not in (int, str):
+        raise row.error(field="id", expected="an integer or a text")
+    if "tokens" in row.fields:
+        tokens = row.keys("tokens")
+        prompt, keys = len(tokens), block_keys(tokens, size)
+        if not tokens:
+            raise row.error(field="tokens", expected="at least one token id")
+    else:
+        prompt = row.natural("prompt", 1)
+        keys = row.prompt_keys("hashes", prompt, size, 2**64)
+    return Request(
+        id=name,
+        arrival=arrival,
+        prompt=prompt,
+        output=row.optional(row.natural, "output", 0),
+        keys=keys,
+        key_tokens=size,
+    )

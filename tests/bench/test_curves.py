@@ -1,0 +1,146 @@
+"""One pass for all pool sizes against a replay a size by `kvcache-simulator`, same hits.
+
+The peer counts hits of the second half of the requests, after the first half has filled the
+pool. What the second half hits is what all hit less what the first half hits by itself. The
+sizes are those at which both mean the same: no smaller than the longest request, of which the
+peer keeps one block less than the pool has (it evicts the block it has just added, finds that
+the next one's parent is gone, and stops), and small enough for the first half to fill.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter
+
+import pytest
+from bench.harness import KEY_TOKENS, bundled, medians
+
+from kvcore.cache.geometry import Geometry
+from kvcore.lab import Future, Optimum, Steps
+
+pytest.importorskip("numba")
+peer = pytest.importorskip("kvcache_sim", reason="run `tox -e bench-curves`")
+
+from kvcache_sim.cpp_backend import ensure_cpp_simulator, run_cpp_sweep  # noqa: E402
+from kvcache_sim.plan import build_execution_plan  # noqa: E402
+from kvcache_sim.policies import simulate_policy  # noqa: E402
+from kvcache_sim.trace import TraceData  # noqa: E402
+
+from kvcore.lab.reuse import Reuse  # noqa: E402
+
+POINTS, TIMES = 30, 50
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """Return the bundled trace in memory, as the peer has it too."""
+    return bundled()
+
+
+@pytest.fixture(scope="module")
+def trace(requests):
+    """Return the peer's trace: keys one after another, a token a block."""
+    ids = [key for request in requests for key in request.keys]
+    starts = [0]
+    for request in requests:
+        starts.append(starts[-1] + len(request.keys))
+    return TraceData(
+        ids=ids,
+        tokens=[1] * len(ids),
+        request_starts=starts,
+        block_size=1,
+        request_count=len(requests),
+        unique_raw_blocks=len(set(ids)),
+        total_input_tokens=len(ids),
+        average_input_tokens=len(ids) / len(requests),
+        parse_errors=0,
+        skipped_records=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def sizes(requests):
+    """Return 30 sizes, from the longest request to what the first half fills."""
+    longest = max(len(request.keys) for request in requests)
+    filled = read(requests[: len(requests) // 2]).distinct_blocks
+    ratio = filled / longest
+    return [int(longest * ratio ** (step / (POINTS - 1))) for step in range(POINTS)]
+
+
+def read(requests):
+    """Return the reuse in `requests`."""
+    return Reuse.read(requests, Geometry("keys", KEY_TOKENS, KEY_TOKENS))
+
+
+def curve(requests):
+    """Return the curve for all sizes, keys and all read from `requests`."""
+    return Steps(*read(requests).lru())
+
+
+def second_half(requests, sizes):
+    """Return what the second half of the requests hits, by size."""
+    whole, first = curve(requests), curve(requests[: len(requests) // 2])
+    return [whole.at(size) - first.at(size) for size in sizes]
+
+
+def seconds(work):
+    """Return how long `work` takes."""
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def by_peer(trace, sizes):
+    """Return what the peer's simulator in Python hits, by size."""
+    plan = build_execution_plan(trace)
+    return [simulate_policy(plan, "lru", size).hitTokens for size in sizes]
+
+
+def by_peer_in_cpp(trace, sizes):
+    """Return what the peer's simulator in C++ hits, by size."""
+    half = trace.request_count // 2
+    found = run_cpp_sweep(trace, capacities=sizes, policies=["lru"], warmup_requests=half)
+    return [found.results["lru", size].hitTokens for size in sizes]
+
+
+def test_in_python(requests, trace, sizes):
+    """All sizes take a 50th of what 30 take the peer's simulator in Python, or less."""
+    expected: list[int] = []
+    theirs = seconds(lambda: expected.extend(by_peer(trace, sizes)))
+    assert second_half(requests, sizes) == expected
+    (ours,) = medians(7, lambda: seconds(lambda: curve(requests)))
+    print(
+        f"\nLRU at all sizes {ours * 1e3:.1f} ms; {POINTS} sizes by kvcache-simulator in "
+        f"Python {theirs:.2f} s: {theirs / ours:,.0f} x"
+    )
+    assert theirs >= TIMES * ours
+
+
+def test_in_cpp(requests, trace, sizes):
+    """The hits of the peer's simulator in C++ are the same; the ratio is printed only."""
+    try:
+        ensure_cpp_simulator()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert second_half(requests, sizes) == by_peer_in_cpp(trace, sizes)
+    ours, theirs = medians(
+        7,
+        partial(seconds, partial(curve, requests)),
+        partial(seconds, partial(by_peer_in_cpp, trace, sizes)),
+    )
+    print(
+        f"\nLRU at all sizes {ours * 1e3:.1f} ms; {POINTS} sizes by kvcache-simulator in "
+        f"C++ {theirs:.2f} s: {theirs / ours:,.0f} x"
+    )
+
+
+def test_the_optimum(requests):
+    """The compiled optimum is faster a size than the one in plain Python; printed only."""
+    geometry = Geometry("keys", KEY_TOKENS, KEY_TOKENS)
+    reuse, future = read(requests), Future.read(requests, geometry)
+    ours, plain = medians(
+        7,
+        partial(seconds, lambda: reuse.optimum(5_859, bypass=False)),
+        partial(seconds, lambda: Optimum().replay(future, 5_859, KEY_TOKENS)),
+    )
+    print(f"\noptimum, a size: compiled {ours * 1e3:.1f} ms, plain {plain * 1e3:.1f} ms")

@@ -1,0 +1,46 @@
+"""What miss reasons cost, against a replay of the same trace, which only checks it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from time import perf_counter
+
+from bench.harness import POOL, measured, medians
+
+from kvcore.lab import compare
+from kvcore.lab.explaining import explain
+from kvcore.trace import replay
+from kvcore_plugins.workloads import Mooncake
+
+RUNS = 3
+PROMISED = 5
+PROMISED_MB = 300
+
+
+def test_explain(tmp_path: Path) -> None:
+    """A summary of the bundled trace takes at most 5 times a replay, and below 300 MB."""
+    file = tmp_path / "trace.jsonl"
+    compare(Mooncake(), "lru", POOL, trace=file)
+
+    def replaying() -> float:
+        start = perf_counter()
+        replay(file)
+        return perf_counter() - start
+
+    def explaining() -> float:
+        start = perf_counter()
+        explain(file).summary()
+        return perf_counter() - start
+
+    plain, full = medians(RUNS, replaying, explaining)
+    command = ("-m", "kvcore", "explain", str(file), "--summary", "--json")
+    process = measured(sys.executable, *command)
+    print(
+        f"\nexplain --summary of the bundled trace: {full:.2f} s, a replay {plain:.2f} s: "
+        f"{full / plain:.2f} x  (promised {PROMISED})\n"
+        f"  as a process: {process.seconds:.2f} s, peak {process.peak_mb:.0f} MB  "
+        f"(promised {PROMISED_MB})"
+    )
+    assert full <= PROMISED * plain
+    assert process.peak_mb < PROMISED_MB

@@ -1,0 +1,173 @@
+"""`kvcore curve`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvcore.cli import main as frame
+
+pytest.importorskip("numba")
+pytest.importorskip("matplotlib")
+
+SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command line and returns stdout; it must succeed."""
+
+    def command(*arguments):
+        code = frame.run(["curve", *arguments, "--jobs", "1"])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, "")
+        return captured.out
+
+    return command
+
+
+@pytest.fixture
+def refused(capsys):
+    """Return a function that runs what cannot be done, with code 2, and returns the error."""
+
+    def command(*arguments):
+        code = frame.run(["curve", *arguments])
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, "")
+        return captured.err
+
+    return command
+
+
+def test_the_table_has_a_row_a_size(run):
+    """Sizes, their share of the footprint, and a column a policy."""
+    lines = run(SMALL, "--sizes", "10,50").splitlines()
+    assert lines[0].startswith("zipf: 60 requests look up 360 blocks of 16 tokens (keys")
+    assert lines[2].split() == ["blocks", "of", "all", "lru", "lfu", "optimum"]
+    assert [line.split()[0] for line in lines[4:6]] == ["10", "50"]
+    assert lines[6].startswith("A cache that never evicts holds")
+
+
+def test_json_has_these_fields(run):
+    """The document is the schema that is documented, no field more or less."""
+    document = json.loads(run(SMALL, "--sizes", "3", "--json", "--model", "llama-3-8b"))
+    assert list(document) == [
+        "schema",
+        "workload",
+        "count",
+        "block_size",
+        "weighting",
+        "lookup_blocks",
+        "infinite",
+        "curves",
+        "memory",
+    ]
+    assert list(document["infinite"]) == ["distinct_blocks", "hit_blocks", "hit_ratio"]
+    first = document["curves"][0]
+    assert list(first) == ["eviction", "options", "every_size", "points"]
+    assert list(first["points"][0]) == ["blocks", "hit_blocks", "hit_ratio"]
+    assert list(document["memory"]) == ["model", "kv_dtype", "bytes_per_block"]
+    assert document["schema"] == 1
+
+
+def test_the_last_point_is_the_bound(run):
+    """With a number of sizes, the last is the footprint, and hits all that can hit."""
+    document = json.loads(run(SMALL, "--sizes", "5", "--json"))
+    bound = document["infinite"]
+    for each in document["curves"]:
+        assert each["points"][-1]["blocks"] == bound["distinct_blocks"]
+        assert each["points"][-1]["hit_blocks"] == bound["hit_blocks"]
+
+
+def test_tokens_counting_has_no_optimum(run):
+    """Where none are named, the policies are those that the counting allows."""
+    document = json.loads(run(SMALL, "--sizes", "4,40", "--count", "tokens", "--json"))
+    assert [each["eviction"] for each in document["curves"]] == ["lru", "lfu"]
+    assert not any(each["every_size"] for each in document["curves"])
+
+
+@pytest.mark.parametrize(("name", "magic"), [("c.png", b"\x89PNG"), ("c.SVG", b"<?xml")])
+def test_out_draws_a_picture_and_prints_nothing(run, tmp_path, name, magic):
+    """The end of the name says which kind."""
+    out = tmp_path / name
+    assert run(SMALL, "--sizes", "4", "--out", str(out)) == ""
+    assert out.read_bytes().startswith(magic)
+
+
+def test_out_writes_the_numbers(run, tmp_path):
+    """CSV and JSON have the same numbers; `--json` prints them as well."""
+    table, document = tmp_path / "c.csv", tmp_path / "c.json"
+    run(SMALL, "--sizes", "4,40", "--out", str(table))
+    printed = run(SMALL, "--sizes", "4,40", "--out", str(document), "--json")
+    curves = json.loads(document.read_bytes())["curves"]
+    assert json.loads(printed)["curves"] == curves
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    points = [point for each in curves for point in each["points"]]
+    assert [int(row["hit_blocks"]) for row in rows] == [p["hit_blocks"] for p in points]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "1"], "give 2 or more"),
+        (["--sizes", "some"], "--sizes 'some': expected a number of sizes"),
+        (["--sizes", "5,0"], "a pool of 0 blocks"),
+        (["--sizes", "100001"], "too many"),
+        (["--eviction", ""], "has an empty name"),
+        (["--eviction", "lrux"], "did you mean 'lru'?"),
+        (["--count", "tokens", "--eviction", "optimum"], "`keys` counting alone"),
+        (["--kv-dtype", "fp8"], "give that too"),
+        (["--model", "no-model"], "no-model"),
+        (["--jobs", "0"], "0 jobs"),
+        (["--out", "c.pdf"], "end it with .png, .svg, .csv, .json"),
+        (["--out", "no/such/c.png"], "cannot write"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(refused, tmp_path, monkeypatch, arguments, message):
+    """With code 2, one line, and no file left behind."""
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(SMALL, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_leaves_what_was_there(refused, tmp_path):
+    """A file that stood at `--out` before the run still does, and no part of a new one."""
+    out = tmp_path / "c.csv"
+    out.write_text("mine")
+    refused(SMALL, "--out", str(out), "--block-size", "7")
+    assert out.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_the_workload_is_not_overwritten(refused, tmp_path):
+    """`--out` may not be the file that the requests come from."""
+    path = tmp_path / "r.json"
+    row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
+    path.write_text(json.dumps(row) + "\n")
+    assert "the requests come from" in refused(str(path), "--out", str(path))
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_at_once(tmp_path):
+    """Exit code 130, one word though every process of the terminal is told, and no file."""
+    out = tmp_path / "c.csv"
+    begun = tmp_path / "c.csv.part"
+    options = ["--eviction", "lfu", "--sizes", "200", "--jobs", "2", "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvcore", "curve", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as run:
+        while not begun.exists():
+            assert run.poll() is None
+        os.killpg(run.pid, signal.SIGINT)
+        printed, told = run.communicate()
+    assert (run.returncode, printed, told) == (130, b"", b"kvcore: interrupted\n")
+    assert not list(tmp_path.iterdir())

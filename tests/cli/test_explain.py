@@ -1,0 +1,186 @@
+"""`kvcore explain`: what it explains, prints and refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+from traces import lines, record, seal, serve
+
+from kvcore.cli import main as frame
+from kvcore.lab import compare
+from kvcore.lab.explaining import CATEGORIES
+from kvcore_plugins.workloads import Zipf
+
+SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
+PROGRAM = "from kvcore.cli.main import main; main()"
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command line; it returns code, stdout and stderr."""
+
+    def command(*arguments):
+        code = frame.run(["explain", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of a recorded trace."""
+    return record(tmp_path / "trace.jsonl")
+
+
+def test_json_of_a_summary_is_alone_on_stdout_and_adds_up(trace):
+    """`--summary --json` prints one document; what was lost adds up to what missed."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "explain", str(trace), "--summary", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert (told["schema"], told["source"], told["complete"]) == (1, str(trace), True)
+    assert set(told["lost"]) == set(CATEGORIES)
+    assert sum(lost["tokens"] for lost in told["lost"].values()) == told["missed_tokens"]
+    assert "furthest, deepest first among equals" in told["optimum"]
+
+
+def test_json_of_a_request_adds_up(run, trace):
+    """The losses of a request are all of its tokens that did not hit."""
+    code, out, err = run(trace, "last", "--json")
+    told = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (told["request"], told["state"], told["prompt_tokens"]) == ("last", "admitted", 25)
+    assert sum(loss["tokens"] for loss in told["losses"]) == told["missed_tokens"]
+
+
+def test_a_request_is_told_in_sentences(run, trace):
+    """Without `--json` the same is a few lines: what hit, then each loss."""
+    code, out, _ = run(trace, "same")
+    told = " ".join(out.split())
+    assert code == 0
+    assert told.startswith(f"Request same of {trace}: arrived at")
+    assert "Parts from request first between tokens 8 and 12" in told
+
+
+def test_a_summary_is_tables_with_the_rule_of_the_optimum(run):
+    """Without `--json` a summary has its tables, and names what decides."""
+    code, out, _ = run(SMALL, "--summary", "--blocks", 12)
+    assert code == 0
+    for words in ("lost ", "compulsory", "parting at token", "lost for it", "deepest first"):
+        assert words in out
+
+
+def test_a_run_with_a_clock_says_what_the_bound_is_of(run, tmp_path):
+    """Under a clock the optimum is that of the serial order, and the report says so."""
+    code, out, _ = run(serve(tmp_path / "served.jsonl"), "--summary")
+    told = " ".join(out.split())
+    assert code == 0
+    assert "1 rejected" in told
+    assert "1 admitted again after preemption" in told
+    assert "This run had a clock" in told
+
+
+def test_requests_that_were_never_admitted_say_so(run, tmp_path):
+    """Of a rejected request there is the reason, and no loss."""
+    file = serve(tmp_path / "served.jsonl")
+    told = " ".join(run(file, "huge")[1].split())
+    assert told.endswith("was turned away: needs 9 blocks, the pool has 8.")
+    assert json.loads(run(file, "huge", "--json")[1])["state"] == "rejected"
+    assert "admitted again 1 time" in " ".join(run(file, "long")[1].split())
+
+
+def test_a_cut_trace_is_explained_and_said_to_be_cut(run, trace):
+    """Of an unfinished trace what is there is explained, with where it ends."""
+    trace.write_bytes(trace.read_bytes()[:-100])
+    code, out, _ = run(trace, "--summary")
+    assert code == 0
+    assert "INCOMPLETE: the file ends inside line 49" in out
+    told = json.loads(run(trace, "--summary", "--json")[1])
+    assert (told["complete"], told["cut_reason"]) == (False, "the file ends inside line 49")
+
+
+def test_a_damaged_trace_exits_1_with_its_line(run, trace):
+    """A line that cannot be is told with file and line; stdout stays empty."""
+    events = lines(trace)
+    events[35]["span"] = 4
+    code, out, err = run(seal(trace, events), "--summary")
+    assert (code, out) == (1, "")
+    assert f"{trace}:36: EVICT: span 4" in err
+
+
+def test_a_workload_is_replayed_first(run):
+    """A workload and a pool are explained with one command, hits as `compare` has them."""
+    told = json.loads(
+        run(SMALL, "--summary", "--blocks", 20, "--eviction", "fifo", "--json")[1]
+    )
+    workload = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32)
+    (row,) = compare(workload, "fifo", 20).rows
+    assert told["hit_tokens"] == row.hit_blocks * row.block_size
+    assert (told["source"], told["eviction"], told["blocks"]) == ("zipf", "fifo", 20)
+    assert sum(lost["tokens"] for lost in told["lost"].values()) == told["missed_tokens"]
+
+
+def test_a_workload_may_count_tokens_in_other_blocks(run):
+    """Counting, block size and prefix cache are those of `compare`."""
+    arguments = (SMALL, "--summary", "--blocks", 40, "--count", "tokens", "--block-size", 8)
+    told = json.loads(run(*arguments, "--json")[1])
+    assert (told["count"], told["block_size"]) == ("tokens", 8)
+    told = json.loads(run(*arguments, "--prefix", "none", "--json")[1])
+    assert (told["prefix"], told["hit_tokens"]) == ("none", 0)
+
+
+def test_a_compressed_trace_is_known_as_one(run, trace):
+    """What a file is is told by its first line, compressed or not."""
+    packed = trace.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    assert run(packed, "--summary")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"),
+        (["first", "--summary"], "or --summary, not both"),
+        (["firts"], "'firts' is not in {trace} (did you mean 'first'?). Its 5 ids: first, "),
+        (
+            ["first", "--blocks", 3],
+            "is a trace: what it was recorded with is in it, so --block",
+        ),
+        (["first", "--top", 0], "Invalid value for '--top'"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(run, trace, arguments, words):
+    """Wrong usage of a trace exits 2, and says what to do."""
+    code, out, err = run(trace, *arguments)
+    assert (code, out) == (2, "")
+    assert words.format(trace=trace) in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            (SMALL, 3),
+            "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32 is a workl",
+        ),
+        (("zpif", 3), "there is no such file, and no workload plugin is named 'zpif'"),
+        ((SMALL, 3, "--blocks", 0), "a pool of 0 blocks was asked for"),
+        ((SMALL, 3, "--blocks", 9, "--eviction", "lru,lfu"), "policies given: 2"),
+        ((SMALL, 3, "--blocks", 9, "--eviction", "optimum"), "there is no trace of it"),
+        ((SMALL, 77, "--blocks", 9), "request '77' is not in zipf"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(run, arguments, words):
+    """Wrong usage of a workload exits 2, and says what to do."""
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err

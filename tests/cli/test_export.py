@@ -1,0 +1,124 @@
+"""`kvcore export` as a user meets it: exit code, stdout, stderr and the file."""
+
+import json
+
+import pytest
+from traces import BLOCK, ask, lines, record, seal, write
+
+from kvcore.cli.main import run
+from kvcore.events import check_recording
+from kvcore.trace import replay
+from kvcore_plugins.workloads import Mooncake
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of a recorded trace."""
+    return record(tmp_path / "t.jsonl")
+
+
+def export(capfd, *arguments):
+    """Run the verb; return its exit code, stdout and stderr."""
+    code = run(["export", *map(str, arguments)])
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_vllm_events_are_a_recording(trace, tmp_path, capfd):
+    """The file is a whole recording, which says who published."""
+    out = tmp_path / "events.jsonl.gz"
+    code, printed, err = export(capfd, trace, "--format", "vllm", "--out", out)
+    report = check_recording(out)
+    assert (code, err) == (0, "")
+    assert printed == f"{out}: {report.batches} batches\n"
+    assert (report.complete, report.engine) == (True, "kvcore")
+
+
+def test_router_events_are_lines(trace, tmp_path, capfd):
+    """Dynamo's lines check as well, numbered from 0."""
+    out = tmp_path / "events.jsonl"
+    assert export(capfd, trace, "--format", "dynamo", "--out", out)[0] == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["event"]["event_id"] for row in rows] == list(range(len(rows)))
+    assert check_recording(out).resident == {"device": replay(trace).pool["cached"]}
+
+
+def test_requests_come_back_as_mooncake(tmp_path, capfd):
+    """A trace of a Mooncake workload is exported as the rows that it came from."""
+    rows = [
+        {"timestamp": 3, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]},
+        {"timestamp": 9, "input_length": 512, "output_length": 0, "hash_ids": [1]},
+    ]
+    source, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = ["compare", str(source), "--eviction", "lru", "--blocks", "9"]
+    assert run([*done, "--count", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
+    capfd.readouterr()
+    code, printed, err = export(
+        capfd, tmp_path / "t.jsonl", "--format", "mooncake", "--out", out, "--json"
+    )
+    assert (code, err) == (0, "")
+    assert json.loads(printed) == {
+        "schema": 1,
+        "format": "mooncake",
+        "out": str(out),
+        "requests": 2,
+        "key_tokens": 512,
+        "left_out": {},
+    }
+    assert [json.loads(line) for line in out.read_text().splitlines()] == rows
+    assert list(Mooncake(out)) == list(Mooncake(source))
+
+
+def test_what_mooncake_cannot_say_is_told(tmp_path, capfd):
+    """Key sizes, fields and times that the format has no room for are named on stderr."""
+    trace = write(tmp_path / "t.jsonl", ask("a", "ab", tenant="x"), ask("b", "ac"))
+    code, _, err = export(capfd, trace, "--format", "mooncake", "--out", tmp_path / "o")
+    assert code == 0
+    assert f"a key is {BLOCK} tokens, which the format cannot say" in err
+    assert "left out: 1 requests had 'tenant'" in err
+    assert "left out: 1 requests had times below a millisecond" in err
+
+
+def test_keys_of_several_sizes_are_refused(tmp_path, capfd):
+    """Two sizes of keys cannot be said in one file, and none is left."""
+    trace = write(tmp_path / "t.jsonl", ask("a", "ab"), ask("b", "ac"))
+    events = lines(trace)
+    events[2]["key_tokens"] = 2 * BLOCK
+    out = tmp_path / "o"
+    code, _, err = export(capfd, seal(trace, events), "--format", "mooncake", "--out", out)
+    assert code == 1
+    assert "t.jsonl:3: keys of 8 tokens, before of 4: Mooncake's format has one size" in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "dynamo", "mooncake"])
+def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
+    """What a trace without END says is not exported, since something is missing."""
+    trace.write_bytes(trace.read_bytes()[:-200])
+    out = tmp_path / "o"
+    code, printed, err = export(capfd, trace, "--format", kind, "--out", out)
+    assert (code, printed) == (1, "")
+    assert "t.jsonl: incomplete: the file ends inside line" in err
+    assert sorted(tmp_path.iterdir()) == [trace]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["missing", "--format", "vllm", "--out", "o"], 2, "cannot read the trace missing"),
+        (["{t}", "--format", "vllm", "--out", "{t}"], 2, "it is the trace that is read"),
+        (["{t}", "--format", "vllm", "--out", "/"], 2, "it is a directory"),
+        (["{t}", "--format", "sglang", "--out", "o"], 2, "'sglang' is not one of 'vllm'"),
+        (["{t}", "--format", "vllm"], 2, "--out"),
+    ],
+)
+def test_wrong_use_is_refused(trace, tmp_path, monkeypatch, capfd, arguments, code, message):
+    """What cannot be done is told, and no file is left or changed."""
+    monkeypatch.chdir(tmp_path)
+    before = trace.read_bytes()
+    found, printed, err = export(capfd, *(word.format(t=trace) for word in arguments))
+    assert (found, printed) == (code, "")
+    assert message in err
+    assert trace.read_bytes() == before
+    assert sorted(tmp_path.iterdir()) == [trace]

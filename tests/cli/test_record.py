@@ -1,0 +1,283 @@
+"""`kvcore record` as a process, beside an engine that loses batches, restarts and dies."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from engine_wire import Engine
+
+from kvcore.events import (
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    Lost,
+    Received,
+    RecordingReader,
+    Restarted,
+    Skipped,
+    encode,
+)
+from kvcore.lab import compare
+from kvcore_plugins.workloads import Zipf
+
+PATIENCE = 60
+
+
+def stored(number):
+    """Return a payload: one batch, in which two blocks are stored and one removed."""
+    events = (
+        BlockStored(hashes=(2 * number, 2 * number + 1), tokens=tuple(range(8)), block_size=4),
+        BlockRemoved(hashes=(2 * number,)),
+    )
+    return encode(Batch(float(number), events, 0))
+
+
+@pytest.fixture
+def engine():
+    """Return an engine at free ports."""
+    with Engine() as engine:
+        yield engine
+
+
+@contextmanager
+def recording(engine, out, *options, replay=True):
+    """Yield a `kvcore record` process that the engine knows of."""
+    command = [sys.executable, "-m", "kvcore", "record", "--zmq", engine.address]
+    if replay:
+        command += ["--replay", engine.replay]
+    with subprocess.Popen(
+        [*command, "-o", out, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        engine.wait()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read(out):
+    """Return what a recording holds, and whether it is complete."""
+    reader = RecordingReader(out)
+    return list(reader), reader.complete
+
+
+def test_drops_are_asked_for_and_counted_once(engine, tmp_path):
+    """Batches of before, dropped and live make one stream; the report adds them up."""
+    out = tmp_path / "live.jsonl.gz"
+    engine.publish(stored(0), heard=False)
+    with recording(engine, out, "--batches", "5", "--json") as process:
+        engine.publish(stored(1))
+        engine.publish(stored(2), heard=False)
+        engine.publish(stored(3))
+        engine.publish(stored(4))
+        printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    report = json.loads(printed)
+    assert report["schema"] == 1
+    assert (report["batches"], report["stored"], report["removed"]) == (5, 10, 5)
+    assert (report["gaps"], report["missing"], report["restarts"]) == (0, 0, 0)
+    items, complete = read(out)
+    assert complete
+    assert [(item.seq, item.batch.ts) for item in items] == [(n, float(n)) for n in range(5)]
+
+
+def test_gaps_and_garbage_are_told_and_recorded(engine, tmp_path):
+    """What is lost, no batch, or not to be decoded is in the file and on stderr."""
+    out = tmp_path / "live.jsonl"
+    engine.publish(stored(0), heard=False)
+    with recording(engine, out, "--batches", "1", replay=False) as process:
+        engine.pub.send_multipart([b"only"])
+        engine.publish(b"\xc1")
+        engine.publish(stored(2))
+        _, told = process.communicate(timeout=PATIENCE)
+    items, complete = read(out)
+    assert complete
+    skipped, gap, unread, received = items
+    assert isinstance(skipped, Skipped)
+    assert (gap.first, gap.count) == (0, 1)
+    assert (unread.first, unread.count) == (1, 1)
+    assert isinstance(received, Received)
+    assert "a message was skipped: expected 3 frames" in told
+    assert "batch 0 is lost: there is no replay address" in told
+    assert "batch 1 is lost: it cannot be read: payload:" in told
+
+
+def test_a_restart_is_recorded(engine, tmp_path):
+    """A server that starts again is told, and recorded from its first batch on."""
+    out = tmp_path / "live.jsonl"
+    with recording(engine, out, "--batches", "3") as process:
+        engine.publish(stored(0))
+        engine.pub.send_multipart([b"heard"])
+        while "skipped" not in process.stderr.readline():
+            pass
+        engine.restart()
+        engine.wait()
+        engine.publish(stored(7), heard=False)
+        engine.publish(stored(8))
+        process.communicate(timeout=PATIENCE)
+    items, complete = read(out)
+    assert complete
+    kinds = [type(item) for item in items]
+    assert kinds == [Received, Skipped, Restarted, Received, Received]
+    assert [item.seq for item in items if isinstance(item, Received)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_with_a_complete_file(engine, tmp_path, number):
+    """Ctrl-C and SIGTERM end the recording: all that was heard is there, and the exit is 0."""
+    out = tmp_path / "live.jsonl.zst"
+    with recording(engine, out) as process:
+        engine.publish(stored(0))
+        engine.pub.send_multipart([b"heard"])
+        while "skipped" not in process.stderr.readline():
+            pass
+        process.send_signal(number)
+        printed, told = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, told) == (0, "")
+    assert "batches" in printed
+    items, complete = read(out)
+    assert complete
+    assert [type(item) for item in items] == [Received, Skipped]
+
+
+KILLED = """
+import os, signal, sys
+from kvcore.events.recorder import record
+from kvcore.events.recording import RecordingWriter
+from kvcore.events.transport import Server, Subscriber
+
+def kill(tally):
+    if tally.batches == 2000:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+address, replay, out = sys.argv[1:]
+with Subscriber(Server(address=address, replay=replay)) as it, RecordingWriter(out) as writer:
+    record(it, writer, tick=kill)
+"""
+
+
+def test_a_killed_recording_is_readable(engine, tmp_path):
+    """SIGKILL leaves a file that can be read up to where it is cut."""
+    out = tmp_path / "live.jsonl"
+    for number in range(2000):
+        engine.publish(stored(number), heard=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, engine.address, engine.replay, out],
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["live.jsonl.part"]  # noqa: PTH208 - names are enough
+    items, complete = read(tmp_path / "live.jsonl.part")
+    assert not complete
+    assert [item.seq for item in items] == list(range(len(items)))
+    assert len(items) > 1000
+
+
+def test_nothing_is_left_of_wrong_input(tmp_path):
+    """An address that is none is refused with exit code 2, and no file is begun."""
+    command = [sys.executable, "-m", "kvcore", "record", "--zmq", "5557", "-o", "x.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "address '5557': expected one such as tcp://127.0.0.1:5557" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_silence_is_told(tmp_path):
+    """Where nothing came, the recording is empty and complete, and stderr says so."""
+    out = tmp_path / "none.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "kvcore",
+        "record",
+        "--zmq",
+        "ipc://" + str(tmp_path / "s"),
+    ]
+    done = subprocess.run(
+        [*command, "--for", "0.01", "-o", out], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert f"no batch came from ipc://{tmp_path}" in done.stderr
+    assert read(out) == ([], True)
+
+
+def test_clears_and_unread_events_are_counted(engine, tmp_path):
+    """A clear is counted; an event that cannot be read is kept, counted and told."""
+    out = tmp_path / "live.jsonl"
+    clear = Batch(0.0, (AllBlocksCleared(),))
+    odd = encode(clear).replace(b"AllBlocksCleared", b"AllBlocksCleaned")
+    with recording(engine, out, "--batches", "2", "--json") as process:
+        engine.publish(encode(clear))
+        engine.publish(odd)
+        printed, told = process.communicate(timeout=PATIENCE)
+    report = json.loads(printed)
+    assert (report["cleared"], report["unread"]) == (1, 1)
+    assert "rank 0: batch 1: an event cannot be read: " in told
+    assert not [item for item in read(out)[0] if isinstance(item, Lost)]
+
+
+def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
+    """What `export --zmq` publishes and `record` hears is what `export --out` writes."""
+    trace, there, here = (tmp_path / name for name in ("t.jsonl", "there.jsonl", "here.jsonl"))
+    compare(Zipf(requests=60, prefixes=20), "lru", 300, trace=trace)
+    export = [sys.executable, "-m", "kvcore", "export", trace, "--format", "vllm"]
+    done = subprocess.run([*export, "--out", there, "--json"], capture_output=True, check=True)
+    batches = json.loads(done.stdout)["batches"]
+    with subprocess.Popen(
+        [*export, "--zmq", "tcp://127.0.0.1:*"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as publishing:
+        address = re.search(r"at (\S+),", publishing.stderr.readline())[1]
+        record = [sys.executable, "-m", "kvcore", "record", "--zmq", address, "-o", here]
+        subprocess.run([*record, "--batches", str(batches)], check=True, timeout=PATIENCE)
+        publishing.communicate(timeout=PATIENCE)
+    assert publishing.returncode == 0
+    assert [(item.seq, item.batch) for item in read(here)[0]] == [
+        (item.seq, item.batch) for item in read(there)[0]
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--out", "x.jsonl", "--zmq", "tcp://127.0.0.1:*"],
+        ["--out", "x.jsonl", "--replay", "tcp://127.0.0.1:*"],
+        ["--format", "dynamo", "--zmq", "tcp://127.0.0.1:*"],
+    ],
+)
+def test_export_goes_to_a_file_or_over_zmq(tmp_path, options):
+    """Both, neither, or a format that is not sent over ZMQ is refused with exit code 2."""
+    command = [sys.executable, "-m", "kvcore", "export", "t.jsonl", "--format", "vllm"]
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "give --out FILE, or with --format vllm --zmq ADDRESS" in done.stderr
+
+
+def test_a_missing_trace_is_told_before_anyone_is_waited_for(tmp_path):
+    """With `--zmq`, too, a trace that is not there ends the export at once."""
+    command = [sys.executable, "-m", "kvcore", "export", "no.jsonl", "--format", "vllm"]
+    done = subprocess.run(
+        [*command, "--zmq", "tcp://127.0.0.1:*"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 2
+    assert "no.jsonl" in done.stderr

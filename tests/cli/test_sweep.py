@@ -1,0 +1,308 @@
+"""`kvcore sweep`: what it runs, prints and writes, and what survives being killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+
+import pytest
+from sweeps import SMALL, command, install_mortal, run, wait_for
+
+from kvcore.cli import main as frame
+from kvcore.cli.grid import axis_options
+from kvcore.cli.simulate import simulate
+from kvcore.cli.workload import BUNDLED
+from kvcore.lab.sweeping import Cell, axes_of
+from kvcore.lab.sweeping.parts import BLOCK_SIZE
+
+LONG = """mode = "compare"
+workload = "mooncake"
+eviction = ["lru", "lfu", "fifo", "slru"]
+blocks = [1000, 3000, 5859]
+jobs = 2
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, capsys, monkeypatch):
+    """Return a function that sweeps a TOML text in this process: code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(toml, *flags):
+        (tmp_path / "sweep.toml").write_text(toml)
+        code = frame.run(["sweep", "sweep.toml", *map(str, flags)])
+        return code, *capsys.readouterr()
+
+    return invoke
+
+
+@pytest.fixture
+def refusal(sweep, tmp_path):
+    """Return a function that returns what is wrong; it leaves nothing behind."""
+
+    def invoke(toml, *flags, code=2):
+        found, out, err = sweep(toml, *flags)
+        assert (found, out) == (code, "")
+        assert [path.name for path in tmp_path.iterdir()] == ["sweep.toml"]
+        return err
+
+    return invoke
+
+
+def test_json_is_alone_on_stdout(tmp_path):
+    """As a process: one document, the same from a journal as from a run."""
+    (tmp_path / "sweep.toml").write_text(SMALL)
+    documents = []
+    for _ in range(2):
+        done = run("sweep.toml", "--json", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        documents.append(done.stdout)
+    assert documents[0] == documents[1]
+    document = json.loads(documents[0])
+    assert [document[key] for key in ("schema", "mode", "cells", "failed")] == [
+        *(1, "compare", 12, 0)
+    ]
+    assert (tmp_path / "sweep-results" / "results.json").read_text() == documents[0]
+
+
+def test_the_best_policies_are_printed(sweep):
+    """A row for each workload and size, and where all rows are."""
+    code, out, _ = sweep(SMALL, "--out", "all.csv")
+    assert code == 0
+    first, *lines = out.splitlines()
+    assert first.startswith("12 cells (2 x workload, 2 x blocks, 3 x eviction), replayed")
+    rows = [line.split() for line in lines if line.startswith("zipf")]
+    assert [row[1] for row in rows] == ["160", "400", "160", "400"]
+    assert lines[-1] == "All rows: all.csv."
+
+
+def test_the_bundled_trace_hits_what_it_should(sweep):
+    """LRU hits 39,258 of its blocks in 5,859, as every way of replaying it says."""
+    _, out, _ = sweep('mode = "compare"\nblocks = 5859\n', "--json")
+    (row,) = json.loads(out)["rows"]
+    assert (row["hit_blocks"], row["lookup_blocks"]) == (39258, 288500)
+
+
+def test_what_is_left_out_is_as_in_simulate():
+    """A cell's defaults are those of the command that runs one."""
+    given = simulate.make_context("simulate", []).params
+    for name in set(axes_of("simulate")) - {"workload", "model", "block_size"}:
+        assert getattr(Cell(), name) == given[name], name
+    assert Cell().model.name == given["model"]
+    assert str(Cell().workload) == BUNDLED
+    assert given["block_size"] == BLOCK_SIZE
+
+
+def test_there_is_an_option_for_every_axis():
+    """What reads `sweep.toml` knows all that a cell has."""
+    assert set(axis_options()) == {"mode", *axes_of("compare"), *axes_of("simulate")}
+
+
+def test_plugins_may_be_tables(sweep):
+    """The optimum too, which is no plugin."""
+    toml = """mode = "compare"
+workload = "zipf:requests=9"
+blocks = 9
+[[eviction]]
+name = "lfu"
+half_life = 3
+[[eviction]]
+name = "optimum"
+bypass = true
+"""
+    _, out, err = sweep(toml, "--json")
+    assert err == ""
+    rows = json.loads(out)["rows"]
+    assert [row["eviction"] for row in rows] == ["lfu:half_life=3", "optimum:bypass=true"]
+
+
+def test_paths_are_relative_to_the_file(tmp_path, capsys):
+    """Of a workload; and the results are beside the file."""
+    row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row))
+    (tmp_path / "s.toml").write_text('mode = "compare"\nworkload = "mine.jsonl"\nblocks = 9\n')
+    assert frame.run(["sweep", str(tmp_path / "s.toml"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rows"]
+    assert found["requests"] == 1
+    assert (tmp_path / "s-results" / "results.csv").exists()
+
+
+def test_a_simulated_sweep_has_times(sweep):
+    """Schedulers, devices and sizes, in the columns that were promised."""
+    toml = """workload = "zipf:requests=30,prefixes=3"
+scheduler = ["fcfs", "srpt"]
+device = ["a100-80g", "h100"]
+memory = ["8GiB", "16GiB"]
+slo = ["ttft=1,tpot=0.05", "none"]
+"""
+    code, out, _ = sweep(toml, "--json", "--jobs", 2)
+    rows = json.loads(out)["rows"]
+    assert (code, len(rows)) == (0, 16)
+    assert all(row["completed"] == 30 for row in rows)
+    assert {row["slo"] for row in rows if row["goodput"] is None} == {"none"}
+    assert rows[0]["ttft_s_mean"] > rows[8]["ttft_s_mean"], "an H100 is faster"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [[1, 3, 6], [2], [11]])
+def test_a_killed_sweep_gives_the_same_table(tmp_path, kills):
+    """SIGKILL after so many cells, then to the end: the table of one that ran through.
+
+    No finished cell is run again.
+    """
+    for name in ("killed", "whole"):
+        (tmp_path / f"{name}.toml").write_text(LONG)
+    journal = tmp_path / "killed-results" / "journal.jsonl"
+    deaths = 0
+    for enough in kills:
+        process = subprocess.Popen(
+            command("killed.toml"), cwd=tmp_path, stdout=subprocess.DEVNULL
+        )
+        wait_for(enough, journal, process)
+        process.kill()
+        deaths += process.wait() == -signal.SIGKILL
+    assert deaths, "each sweep was faster than its killer"
+    for name in ("killed", "whole"):
+        done = run(f"{name}.toml", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+    for name in ("results.csv", "results.json"):
+        killed, whole = (tmp_path / f"{way}-results" / name for way in ("killed", "whole"))
+        assert killed.read_bytes() == whole.read_bytes()
+    cells = [
+        line.split('"')[3] for line in journal.read_text().splitlines() if '"cell"' in line
+    ]
+    assert len(cells) == len(set(cells)) == 12
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path):
+    """Exit code 130, two sentences, no traceback of any process, and no process left."""
+    (tmp_path / "s.toml").write_text(LONG)
+    journal = tmp_path / "s-results" / "journal.jsonl"
+    process = subprocess.Popen(
+        command("s.toml"),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(1, journal, process)
+    process.send_signal(signal.SIGINT)
+    # The pipe ends when the last process that has it does.
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.splitlines() == [
+        "kvcore: what is finished is in s-results/journal.jsonl; run it again to go on",
+        "kvcore: interrupted",
+    ]
+
+
+def test_a_worker_that_is_killed_costs_nothing(tmp_path):
+    """Its cell is begun anew; the table is that of a sweep without deaths."""
+    env = install_mortal(tmp_path / "site")
+    toml = SMALL.replace('"lru"', f'"mortal:seen={tmp_path}/seen"')
+    for name in ("killed", "whole"):
+        (tmp_path / f"{name}.toml").write_text(toml)
+        done = run(f"{name}.toml", "--out", f"{name}.csv", cwd=tmp_path, env=env)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / "seen").exists()
+    assert (tmp_path / "killed.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+def test_a_cell_that_kills_its_worker_fails_alone(tmp_path):
+    """After some attempts; the sweep ends with code 1 and says which, and why."""
+    env = install_mortal(tmp_path / "site")
+    (tmp_path / "s.toml").write_text(SMALL.replace('"lru"', '"mortal"'))
+    done = run("s.toml", "--json", cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    failed = [row for row in document["rows"] if row["error"] is not None]
+    assert (document["cells"], document["failed"], len(failed)) == (12, 4, 4)
+    assert {row["eviction"] for row in failed} == {"mortal"}
+    assert "its worker died 3 times, at last by SIGKILL" in failed[0]["error"]
+    first, *_, last = done.stderr.splitlines()
+    assert (
+        "failed: workload zipf:requests=60,prefixes=4, blocks 160, eviction mortal: " in first
+    )
+    assert last == "kvcore: the same command tries the failed cells again"
+
+
+def test_a_sweep_that_runs_is_left_alone(tmp_path):
+    """A second one on its journal is refused, naming the process."""
+    (tmp_path / "s.toml").write_text(LONG)
+    journal = tmp_path / "s-results" / "journal.jsonl"
+    process = subprocess.Popen(command("s.toml"), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    wait_for(1, journal, process)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        done = run("s.toml", cwd=tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"process {process.pid} is sweeping with it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("toml", "reason"),
+    [
+        ("bloks = 3", "sweep.toml: there is no option 'bloks' (did you mean 'blocks'?)"),
+        ("trace = 'a.jsonl'", "sweep.toml: there is no option 'trace'"),
+        ("mode = 'compar'", "sweep.toml: mode: 'compar' is not one of"),
+        ("mode = ['compare', 'simulate']", "sweep.toml: mode: 2 values were given"),
+        ("jobs = [1, 2]", "sweep.toml: jobs: 2 values were given where one is needed"),
+        ("mode = 'compare'", "sweep.toml: blocks: a sweep in mode 'compare' needs pools"),
+        ("blocks = []", "sweep.toml: blocks: the list is empty"),
+        ("blocks = [10, 'many']", "sweep.toml: blocks: 'many' is not a valid integer"),
+        ("blocks = 3\nmemory = '1GiB'", "both say how large the pool is"),
+        ("block_size = [16, 48]", "sweep.toml: block_size: workload mooncake: block size 48"),
+        ("eviction = ['lru', 'lfu:half=3']", "sweep.toml: eviction: eviction plugin 'lfu' has"),
+        ("eviction = ['lru', 'optimum']", "sweep.toml: eviction: no eviction plugin is named"),
+        ("mode = 'compare'\nscheduler = 'srpt'", "sweep.toml: scheduler: there is no such"),
+        ("model = ['llama-3-8b', 'llama']", "sweep.toml: model: unknown model 'llama'"),
+        ("workload = ['zipf', 'sweep.toml']", "sweep.toml: workload: sweep.toml: no known"),
+        ("slo = ['ttft=3', 'tft=4']", "sweep.toml: slo: an SLO has no 'tft'"),
+        ("executor = 'rai'", "executor 'rai' is not known; there are: local, ray, ray:"),
+        ("jobs = 0", "jobs=0: give at least 1"),
+        ("blocks = [", "sweep.toml: is not TOML: "),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(refusal, toml, reason):
+    """The message names the file and the field; nothing is written."""
+    assert reason in refusal(toml)
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [
+        ("table.txt", "a file that ends in .csv, .json, .parquet"),
+        ("", "empty path"),
+        ("nowhere/table.csv", "nowhere/table.csv.journal: cannot be written"),
+        ("sweep.toml/results", "cannot be made a directory: Not a directory"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(refusal, out, reason):
+    """Before anything runs."""
+    assert reason in refusal(SMALL, "--out", out)
+
+
+def test_the_requests_are_not_written_over(tmp_path, monkeypatch, capsys):
+    """A table cannot be the file that a workload reads."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n"
+    )
+    (tmp_path / "s.toml").write_text('workload = "mine.csv"\n')
+    assert frame.run(["sweep", "s.toml", "--out", "mine.csv"]) == 2
+    assert "the requests come from mine.csv" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.csv", "s.toml"]
+
+
+def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path):
+    """Exit code 3."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    (tmp_path / "s.toml").write_text(SMALL)
+    done = run("s.toml", "--executor", "ray:127.0.0.1:1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "there is no Ray cluster at 127.0.0.1:1" in done.stderr
+    assert "ray start --head" in done.stderr

@@ -1,0 +1,97 @@
+"""`kvcore sweep --executor ray`: the same table from a cluster, whoever dies on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from secrets import token_hex
+
+import pytest
+from sweeps import SMALL, command, install_mortal, run, wait_for
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+pytestmark = pytest.mark.slow
+
+HEAD = """
+import ray
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+input()
+"""
+"""A cluster that lives until its stdin ends, and says where it is."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Start a cluster whose workers know the policy `mortal`; return (address, environment).
+
+    Its token is its own: no other cluster is reached with it, nor this one without it.
+    """
+    env = install_mortal(tmp_path_factory.mktemp("cluster") / "site")
+    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)}
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as head:
+        address = head.stdout.readline().strip()
+        if not address:
+            pytest.skip(f"no Ray cluster starts here: {head.communicate()[1][-300:]}")
+        yield address, env
+        head.communicate("\n")
+
+
+@pytest.fixture
+def sweep(cluster, tmp_path):
+    """Return a function that sweeps a TOML text on the cluster, into a file."""
+    address, env = cluster
+
+    def invoke(toml, out, executor=f"ray:{address}"):
+        (tmp_path / "sweep.toml").write_text(toml)
+        done = run("sweep.toml", "--executor", executor, "--out", out, cwd=tmp_path, env=env)
+        assert (done.returncode, done.stderr) == (0, "")
+        return (tmp_path / out).read_bytes()
+
+    return invoke
+
+
+def test_a_cluster_gives_the_table_that_processes_give(sweep, tmp_path):
+    """With a workload at a path relative to the working directory, too."""
+    rows = [
+        {
+            "timestamp": time,
+            "input_length": 900,
+            "output_length": 3,
+            "hash_ids": [time % 3, 10 + time % 3],
+        }
+        for time in range(9)
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    toml = SMALL.replace('["zipf', '["mine.jsonl", "zipf').replace("[160", "[2, 160")
+    assert sweep(toml, "ray.csv") == sweep(toml, "local.csv", "local")
+
+
+def test_a_worker_of_the_cluster_that_is_killed_costs_nothing(sweep, tmp_path):
+    """Its cell is begun anew; the table is that of a sweep without deaths."""
+    toml = SMALL.replace('"lru"', f'"mortal:seen={tmp_path}/seen"')
+    killed = sweep(toml, "killed.csv")
+    assert (tmp_path / "seen").exists(), "a worker was killed"
+    assert killed == sweep(toml, "whole.csv", "local")
+    assert b"SIGKILL" not in killed
+
+
+def test_a_killed_sweep_on_a_cluster_gives_the_same_table(cluster, sweep, tmp_path):
+    """SIGKILL of the sweep itself, after the second cell; the cluster goes on."""
+    address, env = cluster
+    toml = SMALL.replace("requests=60", "requests=2000").replace("requests=40", "requests=900")
+    (tmp_path / "sweep.toml").write_text(toml)
+    arguments = ("sweep.toml", "--executor", f"ray:{address}", "--out", "killed.csv")
+    process = subprocess.Popen(command(*arguments), cwd=tmp_path, env=env)
+    wait_for(2, tmp_path / "killed.csv.journal", process)
+    process.kill()
+    process.wait()
+    assert sweep(toml, "killed.csv") == sweep(toml, "whole.csv", "local")

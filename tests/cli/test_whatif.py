@@ -1,0 +1,159 @@
+"""`kvcore replay` with something different, as a process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvcore.trace import read_events
+
+PROGRAM = "from kvcore.cli.main import main; main()"
+WORKLOAD = "zipf:requests=120,prefixes=12,rate=2000,prefix_tokens=320,suffix_tokens=64"
+
+
+def run(*arguments, cwd=None):
+    """Run `kvcore`."""
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a trace of `compare` and one of `simulate`."""
+    folder = tmp_path_factory.mktemp("traces")
+    compared = ["compare", WORKLOAD, "--eviction", "lru", "--blocks", 150, "--trace", "u.jsonl"]
+    assert run(*compared, cwd=folder).returncode == 0
+    simulated = ["simulate", WORKLOAD, "--blocks", 300, "--trace", "m.jsonl.gz", "--seed", 3]
+    assert run(*simulated, cwd=folder).returncode == 0
+    return folder
+
+
+def test_both_runs_side_by_side(folder):
+    """A table has both, and the change; below it are those who gained and lost most."""
+    done = run("replay", "m.jsonl.gz", "--eviction", "lfu", "--blocks", 400, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "zipf: 120 requests of m.jsonl.gz."
+    assert "blocks: 400 instead of 300" in lines
+    assert "eviction: lfu:half_life=300.0,unit=s instead of lru" in lines
+    names = {line.split("  ")[0] for line in lines}
+    assert {"hit ratio by block", "TTFT, mean", "goodput, requests/s", "rejected"} <= names
+    assert "gained hits" in names
+
+
+def test_json_is_alone_on_stdout(folder):
+    """`--json` prints one document: both runs with their configurations, and all changes."""
+    done = run("replay", "m.jsonl.gz", "--scheduler", "srpt", "--json", cwd=folder)
+    document = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, document["schema"]) == (0, "", 1)
+    assert list(document) == [
+        *("schema", "file", "kvcore", "workload", "timed", "recorded", "rerun", "changes")
+    ]
+    recorded, rerun = document["recorded"], document["rerun"]
+    assert recorded["config"]["scheduler"]["name"] == "fcfs"
+    assert rerun["config"]["scheduler"]["name"] == "srpt"
+    assert recorded.keys() == rerun.keys()
+    for change in document["changes"]:
+        assert change.keys() == {"id", "prompt", "recorded", "rerun"}
+        assert change["recorded"] != change["rerun"]
+
+
+def test_the_recorded_figures_are_those_of_the_simulation(folder):
+    """What the trace tells of a run is what the run told."""
+    options = ["--blocks", 300, "--json"]
+    told = json.loads(run("simulate", WORKLOAD, "--seed", 3, *options).stdout)
+    again = json.loads(run("replay", "m.jsonl.gz", *options, cwd=folder).stdout)
+    for name in ("ttft_s", "e2e_s", "hit", "goodput", "evicted_blocks", "preemptions"):
+        assert again["recorded"][name] == again["rerun"][name] == told[name]
+    assert again["changes"] == []
+
+
+@pytest.mark.parametrize("name", ["u.jsonl", "m.jsonl.gz"])
+def test_an_export_is_the_trace_again(folder, tmp_path, name):
+    """With nothing different the new trace is the old one, byte for byte."""
+    done = run("replay", folder / name, "--export", tmp_path / name)
+    assert done.returncode == 0
+    assert "Run again as recorded: nothing was to be different." in done.stdout
+    assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_an_export_can_be_asked_what_if_again(folder, tmp_path):
+    """The trace of a new run is as good as a recorded one."""
+    new, back = tmp_path / "new.jsonl.gz", tmp_path / "back.jsonl.gz"
+    run("replay", folder / "m.jsonl.gz", "--eviction", "lfu", "--export", new)
+    assert run("replay", new).returncode == 0
+    run("replay", new, "--eviction", "lru", "--export", back)
+    assert back.read_bytes() == (folder / "m.jsonl.gz").read_bytes()
+
+
+def test_caps_are_those_of_simulate(folder, tmp_path):
+    """Each option of batching changes its own cap."""
+    new = tmp_path / "new.jsonl"
+    caps = ["--max-tokens", 512, "--max-seqs", 4, "--steps", "prefill-first", "--no-chunked"]
+    more = ["--watermark", 0.2, "--rate-scale", 2, "--slo", "ttft=1"]
+    done = run("replay", folder / "m.jsonl.gz", *caps, *more, "--export", new)
+    assert done.returncode == 0
+    header = next(iter(read_events(new)))
+    assert header["batching"] == {
+        "max_tokens": 512,
+        "max_seqs": 4,
+        "chunked": False,
+        "steps": "prefill-first",
+        "watermark": 0.2,
+    }
+    assert (header["rate_scale"], header["slo"]) == (2.0, {"ttft": 10**9})
+
+
+@pytest.mark.parametrize("verb", ["compare", "simulate"])
+def test_a_trace_is_a_workload(folder, verb):
+    """`trace:FILE` is the workload that was recorded, with its digest."""
+    options = ["--eviction", "lru", "--blocks", 300, "--json"]
+    named, direct = (
+        json.loads(run(verb, workload, *options, cwd=folder).stdout)
+        for workload in ("trace:m.jsonl.gz", f"{WORKLOAD},seed=3")
+    )
+    if verb == "compare":
+        assert named["workload"]["digest"] == direct["workload"]["digest"]
+        assert named["rows"][0]["hit_blocks"] == direct["rows"][0]["hit_blocks"]
+    else:
+        assert named["hit"] == direct["hit"]
+        assert named["e2e_s"] == direct["e2e_s"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--eviction", "lruu"], 2, "no eviction plugin is named 'lruu' (did you mean"),
+        (["--scheduler", "fcfs"], 2, "was recorded without a clock: it has no scheduler"),
+        (["--max-seqs", "3"], 2, "was recorded without a clock: it has no batching"),
+        (["--block-size", "24"], 2, "block size 24 and the workload's keys of 16 tokens"),
+        (["--blocks", "0"], 2, "0 blocks"),
+        (["--blocks", "9", "--at", "1"], 2, "--at is for the recorded run alone"),
+        (["--export", "u.jsonl"], 2, "that is the trace that is read"),
+        (["--export", "no/where.jsonl"], 2, "cannot write the trace no/where.jsonl"),
+        (["--slo", "soon"], 2, "'soon' is no SLO"),
+    ],
+)
+def test_what_is_refused(folder, options, code, message):
+    """Exit code, a message that says what is wrong, nothing on stdout, no file left."""
+    before = sorted(path.name for path in folder.iterdir())
+    done = run("replay", "u.jsonl", *options, cwd=folder)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_cut_trace_exits_1(folder, tmp_path):
+    """The file is at fault; the error says what to do."""
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes((folder / "u.jsonl").read_bytes()[:-30])
+    done = run("replay", cut, "--blocks", 9, "--export", tmp_path / "new.jsonl")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "incomplete: the file ends inside line" in done.stderr
+    assert not (tmp_path / "new.jsonl").exists()

@@ -1,0 +1,59 @@
+"""The how-to of sweeps shows the examples and what they print; the reference has all keys."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcore.cli.grid import OWN, axis_options
+from kvcore.lab.sweeping.bench import RESULTS
+
+ROOT = Path(__file__).parents[2]
+HOW_TO = (ROOT / "docs" / "how-to" / "sweeps.md").read_text("utf-8")
+REFERENCE = (ROOT / "docs" / "reference" / "sweep.md").read_text("utf-8")
+
+
+def shown(language):
+    """Return the fenced blocks of the how-to in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", HOW_TO, re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1], ids=["sweep.toml", "sweep_timed.toml"])
+def test_the_how_to_shows_what_the_example_prints(place, tmp_path):
+    """The file as it is in `examples/`, the command, and its output."""
+    name = ("sweep.toml", "sweep_timed.toml")[place]
+    text = (ROOT / "examples" / name).read_text("utf-8")
+    assert shown("toml")[place] == text
+    (tmp_path / name).write_text(text)
+    flags, *_ = re.findall(rf"^    kvcore sweep {name}(.*)$", HOW_TO, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcore", "sweep", name, *flags.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == shown("text")[place]
+
+
+def test_the_reference_has_every_key():
+    """Of the file: axes and options."""
+    for key in [*axis_options(), *OWN]:
+        assert f"`{key}`" in REFERENCE, key
+
+
+def test_the_reference_has_every_column():
+    """Of the results, distributions by their first and last."""
+    for column in [*RESULTS["simulate"], *RESULTS["compare"], "share_of_optimum", "pool_bytes"]:
+        time, _, part = column.rpartition("_s_")
+        if time and part:
+            assert f"`{time}_s`" in REFERENCE, column
+            assert f"`{part}`" in REFERENCE, column
+        else:
+            assert f"`{column}`" in REFERENCE, column

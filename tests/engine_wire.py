@@ -1,0 +1,121 @@
+"""An engine's end of the wire, written from the protocol: PUB live, ROUTER to send again.
+
+What it publishes can be lost on the way, and it can die and start again at its addresses.
+"""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import zmq
+
+PATIENCE_MS = 20_000
+END = b"\xff" * 8
+
+
+def number(sequence):
+    """Return a batch's number as it is sent."""
+    return sequence.to_bytes(8, "big")
+
+
+def unbind(socket, address):
+    """Unbind, and wait until the address is free."""
+    monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
+    socket.unbind(address)
+    assert monitor.poll(PATIENCE_MS), f"{address} is still bound"
+    socket.disable_monitor()
+    monitor.close(linger=0)
+
+
+class Engine:
+    """Publishes numbered payloads; `buffer` of them can be had again.
+
+    `replay_frames` is 4, or 3 as in servers that leave the topic out.
+    """
+
+    def __init__(
+        self,
+        address="tcp://127.0.0.1:*",
+        replay="tcp://127.0.0.1:*",
+        *,
+        topic=b"",
+        buffer=10_000,
+        replay_frames=4,
+        context=None,
+    ):
+        self.context = context or zmq.Context()
+        self.own = context is None
+        self.address, self.replay = address, replay
+        self.topic, self.buffer, self.replay_frames = topic, buffer, replay_frames
+        self.asked = []
+        self.holes = []
+        self.start()
+
+    def start(self):
+        """Bind, with nothing published."""
+        self.kept, self.next = [], 0
+        self.pub = self.context.socket(zmq.XPUB)
+        self.pub.bind(self.address)
+        self.address = self.pub.last_endpoint.decode().rstrip("\0")
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.bind(self.replay)
+        self.replay = self.router.last_endpoint.decode().rstrip("\0")
+        here, there = (self.context.socket(zmq.PAIR) for _ in range(2))
+        here.bind(f"inproc://stop-{id(self)}-{id(self.pub)}")
+        there.connect(f"inproc://stop-{id(self)}-{id(self.pub)}")
+        self.stopper = here
+        self.thread = Thread(target=self.answer, args=(self.router, there))
+        self.thread.start()
+
+    def die(self):
+        """Unbind, and forget."""
+        self.stopper.send(b"")
+        self.thread.join()
+        self.stopper.close(linger=0)
+        for socket, address in ((self.pub, self.address), (self.router, self.replay)):
+            if address.startswith("tcp:"):
+                unbind(socket, address)
+            socket.close(linger=0)
+
+    def restart(self):
+        """Die, and start again."""
+        self.die()
+        self.start()
+
+    def wait(self):
+        """Wait until someone subscribes."""
+        assert self.pub.poll(PATIENCE_MS), "nobody subscribed"
+        assert self.pub.recv().startswith(b"\x01")
+
+    def publish(self, payload, *, heard=True):
+        """Keep a batch, and send it if it is to be heard."""
+        frame = number(self.next)
+        self.next += 1
+        self.kept = [*self.kept, (self.topic, frame, payload)][-self.buffer :]
+        if heard:
+            self.pub.send_multipart([self.topic, frame, payload])
+
+    def answer(self, router, stopper):
+        """Answer replays until stopped: what the thread does."""
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(stopper, zmq.POLLIN)
+        while stopper not in dict(poller.poll()):
+            who, _, start = router.recv_multipart()
+            self.asked.append(int.from_bytes(start, "big"))
+            missing = self.holes.pop(0) if self.holes else ()
+            for batch in self.kept:
+                if batch[1] >= start and int.from_bytes(batch[1], "big") not in missing:
+                    router.send_multipart([who, b"", *batch[1 - self.replay_frames :]])
+            router.send_multipart([who, b"", *[b"", END, b""][1 - self.replay_frames :]])
+        stopper.close(linger=0)
+
+    def __enter__(self):
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_):
+        """Unbind for good."""
+        self.die()
+        if self.own:
+            self.context.term()

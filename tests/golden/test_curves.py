@@ -1,0 +1,55 @@
+"""Curves of the bundled trace: the numbers that must come out, and replays beside them."""
+
+from __future__ import annotations
+
+import pytest
+from golden.test_mooncake import LRU_KEYS, MAY_BYPASS, MUST_ADMIT, SIZES
+
+from kvcore.lab import compare, curve
+from kvcore_plugins.workloads import Mooncake
+
+pytest.importorskip("numba")
+
+LONGEST = 247
+"""Blocks of the longest request: smaller pools keep its leading ones."""
+
+
+@pytest.fixture(scope="module")
+def curves():
+    """Return the exact curves at the sizes of the other goldens."""
+    return curve(Mooncake(), "lru,optimum,optimum:bypass=true", SIZES)
+
+
+def test_the_bounds(curves):
+    """105,710 of 288,500 blocks can hit, and 182,790 are enough for that."""
+    bounds = (curves.lookup_blocks, curves.distinct_blocks, curves.hit_blocks)
+    assert bounds == (288_500, 182_790, 105_710)
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"), [(0, LRU_KEYS), (1, MUST_ADMIT), (2, MAY_BYPASS)]
+)
+def test_the_hits(curves, place, expected):
+    """LRU, the optimum that must admit, and the one that may bypass."""
+    assert tuple(curves.curves[place].hit_blocks) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block_size", "ratio", "points"), [(512, 1, 30), (16, 32, 8)], ids=["512", "16"]
+)
+def test_one_pass_is_a_replay_at_many_sizes(block_size, ratio, points):
+    """From 60 blocks of 512 tokens, below the longest request, to all of them."""
+    spread = (182_790 / 60) ** (1 / (points - 1))
+    sizes = [round(60 * ratio * spread**step) for step in range(points)]
+    assert sizes[0] < LONGEST * ratio < sizes[-1]
+    found = curve(Mooncake(), "lru", sizes, block_size=block_size).curves[0]
+    replayed = compare(Mooncake(), "lru", sizes, block_size=block_size)
+    assert found.hit_blocks == [row.hit_blocks for row in replayed.rows]
+
+
+def test_keys_counting_does_not_depend_on_the_block_size(curves):
+    """A 32nd of the block and 32 times the blocks: exactly 32 times the hits."""
+    fine = curve(Mooncake(), "lru,optimum", [32 * size for size in SIZES], block_size=16)
+    for coarse, each in zip(curves.curves, fine.curves, strict=False):
+        assert each.hit_blocks == [32 * hits for hits in coarse.hit_blocks]

@@ -1,0 +1,28 @@
+"""What knowing the next requests is worth on the bundled trace: from LRU to the optimum."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.lab import compare
+from kvcore_plugins.eviction import Lookahead
+from kvcore_plugins.workloads import Mooncake
+
+SIZES = (1_000, 5_859, 30_000)
+WINDOWS = (0, 64, 1_000, "all")
+
+
+@pytest.mark.slow
+def test_the_bridge_from_lru_to_the_optimum():
+    """Told of nothing it hits what LRU hits, of all what the optimum hits, else between."""
+    found = compare(Mooncake(), [lambda n=n: Lookahead(requests=n) for n in WINDOWS], SIZES)
+    hits = {
+        window: [row.hit_blocks for row in found.rows if row.options["requests"] == window]
+        for window in WINDOWS
+    }
+    assert hits == {
+        0: [12_847, 39_258, 93_978],
+        64: [16_979, 46_988, 94_589],
+        1_000: [51_705, 86_684, 101_750],
+        "all": [51_705, 101_431, 105_710],
+    }

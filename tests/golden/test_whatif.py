@@ -1,0 +1,42 @@
+"""The bundled trace: run again as it was recorded, it is written again byte for byte."""
+
+import pytest
+
+from kvcore import KVCache, Plugins, Trace
+from kvcore.lab import compare, whatif
+from kvcore.serving import simulate
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.workloads import Mooncake
+
+LRU_HITS = {3000: 18_850, 5859: 39_258}
+"""Of 288,500, by blocks of 512 in the pool, in `keys` counting; as DESIGN has them."""
+
+
+def test_a_comparison_again(tmp_path):
+    """At 3,000 blocks; and with 5,859 instead, it hits what a comparison with these does."""
+    path, again = tmp_path / "trace.jsonl.gz", tmp_path / "again.jsonl.gz"
+    compare(Mooncake(), "lru", 3000, trace=path)
+    found = whatif(path, export=again)
+    assert again.read_bytes() == path.read_bytes()
+    assert found.changes == []
+    assert found.recorded.hit["hit_blocks"] == LRU_HITS[3000]
+    larger = whatif(path, blocks=5859)
+    assert larger.rerun.hit["hit_blocks"] == LRU_HITS[5859]
+    gain = sum(change.tokens for change in larger.changes)
+    assert gain == (LRU_HITS[5859] - LRU_HITS[3000]) * 512
+
+
+@pytest.mark.parametrize(("scheduler", "scale"), [("fcfs", 1.0), ("srpt", 3.0)])
+def test_a_simulation_again(tmp_path, scheduler, scale):
+    """With and without overload; the default model on the default devices."""
+    path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
+    with Trace(path) as trace:
+        simulate(
+            Mooncake(),
+            cache=KVCache(3000, 512, eviction=LRU(), trace=trace),
+            scheduler=Plugins().build("scheduler", scheduler),
+            rate_scale=scale,
+        )
+    found = whatif(path, export=again)
+    assert again.read_bytes() == path.read_bytes()
+    assert found.changes == []

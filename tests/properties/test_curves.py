@@ -1,0 +1,71 @@
+"""One pass against replays: LRU at every pool size, and the optimum, on small trees."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from tries import number, replayed_hits, requests
+
+from kvcore.cache.geometry import Geometry
+from kvcore.lab import Future, Optimum, Steps
+
+pytest.importorskip("numba")
+from kvcore.lab.reuse import Reuse
+
+TEXTS = st.lists(st.text("ab", max_size=6), max_size=14)
+
+
+def read(served, ratio):
+    """Return the reuse of requests whose keys are `ratio` blocks of a token."""
+    return Reuse.read(served, Geometry("keys", 1, ratio))
+
+
+@given(texts=TEXTS, ratio=st.integers(1, 3), key=st.sampled_from([str, number]))
+@settings(max_examples=300, deadline=None)
+def test_one_pass_is_a_replay_at_every_size(texts, ratio, key):
+    """From one block, hence far below the longest request, to more than there are."""
+    served = requests(texts, ratio, key)
+    reuse = read(served, ratio)
+    steps = Steps(*reuse.lru())
+    sizes = range(1, reuse.distinct_blocks + 3)
+    assert [steps.at(size) for size in sizes] == [
+        replayed_hits(served, ratio, size) for size in sizes
+    ]
+
+
+@given(texts=st.lists(st.text("abcd", max_size=9), max_size=40), ratio=st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_more_blocks_never_hit_less_and_in_the_end_all(texts, ratio):
+    """The curve starts at no hits, never falls, and ends at the bound of an endless pool."""
+    served = requests(texts, ratio)
+    reuse = read(served, ratio)
+    steps = Steps(*reuse.lru())
+    hits = [steps.at(size) for size in range(reuse.distinct_blocks + 1)]
+    assert hits == sorted(hits)
+    assert (hits[0], hits[-1]) == (0, reuse.hit_blocks)
+    endless = max(sum(len(text) * ratio for text in texts), 1)
+    assert reuse.hit_blocks == replayed_hits(served, ratio, endless)
+
+
+@given(texts=TEXTS, ratio=st.integers(1, 3), bypass=st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_the_compiled_optimum_is_the_optimum(texts, ratio, bypass):
+    """At every size it hits what `Optimum.replay` does, which equals brute force."""
+    served = requests(texts, ratio)
+    reuse = read(served, ratio)
+    future = Future.read(served, Geometry("keys", 1, ratio))
+    for size in range(1, reuse.distinct_blocks + 3):
+        stats, _ = Optimum(bypass).replay(future, size, 1)
+        assert reuse.optimum(size, bypass=bypass) == stats.hit_blocks
+
+
+@given(texts=TEXTS)
+@settings(max_examples=100, deadline=None)
+def test_what_is_looked_up_is_distinct_or_reused(texts):
+    """The footprint is the number of different prefixes, whatever names the keys have."""
+    served = requests(texts)
+    reuse = read(served, 1)
+    distinct = {key for request in served for key in request.keys}
+    assert reuse.distinct_blocks == len(distinct)
+    assert reuse.lookup_blocks == sum(map(len, texts))

@@ -1,0 +1,121 @@
+"""Whatever is lost, replayed or restarted, each batch is heard at most once, and in order."""
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcore.events.ordering import Delivery, Gap, Ordering, Restart, Unanswered
+
+STEPS = st.lists(
+    st.sampled_from(["heard", "heard", "heard", "lost", "lost", "restart", "catch up"]),
+    max_size=60,
+)
+
+
+class Publisher:
+    """A publisher of which some batches are lost, and that forgets and breaks off."""
+
+    def __init__(self, keeps, draw=None):
+        self.keeps, self.draw = keeps, draw
+        self.life, self.kept = 0, []
+        self.next = 0
+
+    def publish(self):
+        """Return a new batch: its number and bytes that no other batch has."""
+        batch = self.next, f"{self.life}/{self.next}".encode()
+        self.next += 1
+        self.kept = [*self.kept, batch][-self.keeps :]
+        return batch
+
+    def restart(self):
+        """Forget all, and count from 0."""
+        self.life, self.next, self.kept = self.life + 1, 0, []
+
+    def replay(self, start):
+        """Yield what is kept from `start` on, as far as it gets."""
+        for batch in self.kept:
+            if batch[0] >= start:
+                fate = self.draw() if self.draw else "sent"
+                if fate == "broken":
+                    raise Unanswered(fate)
+                if fate == "sent":
+                    yield batch
+
+
+def listened(steps, publisher, *, replay=True):
+    """Return what a listener is told of a publisher that takes these steps."""
+    ordering = Ordering(0, publisher.replay if replay else None)
+    items = []
+    for step in steps:
+        if step == "restart":
+            publisher.restart()
+            ordering.doubt()
+        elif step == "catch up":
+            items += ordering.catch_up()
+        else:
+            batch = publisher.publish()
+            if step == "heard":
+                items += ordering.live(*batch)
+    return items
+
+
+def lives(items):
+    """Split what was heard at the restarts."""
+    found = [[]]
+    for item in items:
+        if isinstance(item, Restart):
+            found.append([])
+        else:
+            found[-1].append(item)
+    return found
+
+
+@given(steps=STEPS, keeps=st.integers(1, 8), replay=st.booleans(), data=st.data())
+@settings(max_examples=400)
+def test_nothing_is_counted_twice(steps, keeps, replay, data):
+    """No batch comes twice, and between two restarts batches and gaps make up all numbers."""
+    fates = st.sampled_from(["sent", "sent", "sent", "dropped", "broken"])
+    publisher = Publisher(keeps, lambda: data.draw(fates))
+    items = listened(steps, publisher, replay=replay)
+    payloads = [item.payload for item in items if isinstance(item, Delivery)]
+    assert len(payloads) == len(set(payloads))
+    for life in lives(items):
+        expected = 0
+        for item in life:
+            first = item.first if isinstance(item, Gap) else item.sequence
+            assert first == expected
+            expected = (item.last if isinstance(item, Gap) else item.sequence) + 1
+            assert expected > first
+
+
+@given(steps=STEPS)
+@settings(max_examples=400)
+def test_nothing_is_missing_that_can_be_had(steps):
+    """With a replay that has all, every batch of a life comes once one is heard, and no gap."""
+    publisher = Publisher(keeps=100)
+    items = listened([*steps, "heard"], publisher)
+    assert not [item for item in items if isinstance(item, Gap)]
+    last = max(life for life, _ in map(named, items))
+    assert [n for life, n in map(named, items) if life == last] == list(range(publisher.next))
+
+
+@given(steps=STEPS)
+def test_every_restart_that_shows_is_told(steps):
+    """Each time a number comes again with other bytes, a restart is told, and never else."""
+    publisher = Publisher(keeps=100)
+    items = listened(["heard", *steps], publisher)
+    seen = [named(item) for item in items if isinstance(item, Delivery)]
+    back = 0
+    for before, after in pairwise(seen):
+        assert after[1] in (before[1] + 1, 0)
+        back += after[1] <= before[1]
+    assert len(lives(items)) == 1 + back
+
+
+def named(item):
+    """Return the life and number that a batch's bytes tell."""
+    if not isinstance(item, Delivery):
+        return -1, -1
+    life, number = item.payload.split(b"/")
+    return int(life), int(number)

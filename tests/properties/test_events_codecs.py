@@ -1,0 +1,147 @@
+"""Whatever engines send is read, written and read again without a loss, and never crashes."""
+
+import random
+from copy import deepcopy
+
+import attrs
+import msgspec
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_events import PAYLOADS, batches, pack, wire_arrays
+
+from kvcore import KvcoreError
+from kvcore.events import Ledger, RecordingWriter, Unread, decode, encode
+from kvcore.events.plain import from_json, to_json
+from kvcore.events.reading import RecordingReader
+
+MUTATIONS = 10_000
+DEEPER = 0.8
+ODD = [None, True, -1, 2**64 - 1, 1.5, -0.0, "x", "", [], {}, [[1]], [None], {"type": "x"}, "$"]
+
+
+@given(batch=batches())
+@settings(max_examples=200)
+def test_what_is_written_is_read(batch):
+    """Any batch of any format comes back from its bytes as it was, times to the last bit."""
+    assert decode(encode(batch)) == batch
+
+
+@given(batch=batches())
+def test_bytes_are_written_as_they_were(batch):
+    """Reading bytes and writing them again gives the same bytes."""
+    payload = encode(batch)
+    assert encode(decode(payload)) == payload
+
+
+@given(event=wire_arrays(), rest=st.lists(st.none() | st.integers(0, 9), max_size=2))
+@settings(max_examples=200)
+def test_arrays_are_written_as_they_were(event, rest):
+    """An event as a positional array, of any length that its layout has, comes back as one."""
+    payload = pack([1.0, [event], *rest])
+    batch = decode(payload)
+    assert not isinstance(batch.events[0], Unread)
+    assert encode(batch) == payload
+    assert batch == decode(encode(attrs.evolve(batch, items=None)))
+
+
+@given(batch=batches())
+def test_recordings_hold_everything(batch, tmp_path_factory):
+    """A batch that went through a recording is what it was."""
+    path = tmp_path_factory.mktemp("recording") / "r.jsonl"
+    with RecordingWriter(path) as recording:
+        recording.batch(batch, seq=5, publisher=2)
+    [item] = RecordingReader(path)
+    assert (item.batch, item.seq, item.publisher) == (batch, 5, 2)
+    assert encode(item.batch) == encode(batch)
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["$bytes", "$"]), inner)
+    ),
+)
+
+
+@given(value=json_like | st.floats(allow_nan=False))
+def test_json_twins_are_faithful(value):
+    """What msgpack can hold and JSON cannot comes back from JSON."""
+    assert from_json(to_json(value)) == value
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_mutated_payloads_raise_nothing_else(name):
+    """Ten thousand damaged payloads are read, or refused by an error of kvcore's."""
+    draw = random.Random(name)  # noqa: S311 - damage, no secret
+    kept, refused = Ledger(), 0
+    for _ in range(MUTATIONS // len(PAYLOADS)):
+        payload = bytearray(_odd(PAYLOADS[name], draw))
+        for _ in range(draw.randint(0, 3)):
+            _mutate(payload, draw)
+        try:
+            batch = decode(bytes(payload))
+        except KvcoreError:
+            refused += 1
+        else:
+            kept.follow(attrs.evolve(batch, seq=None))
+            assert decode(encode(batch)).events == batch.events
+    assert kept.batches + refused == MUTATIONS // len(PAYLOADS)
+    assert kept.batches > 0 < refused
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\x91" * 100_000,
+        b"[" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\x93\x01\xdd\xff\xff\xff\xff",
+        b"\x92\x01\x91\xdf\xff\xff\xff\xff",
+        b"\x92\x01\x91" + b"\x91" * 200 + b"\xc0",
+        pack([1.0, [{"type": "BlockRemoved", "block_hashes": [], "x": [[]]}]])[:-1],
+        b"",
+        b"\xc1",
+    ],
+    ids=["deep", "deep JSON", "long", "long events", "long map", "nested", "cut", "", "byte"],
+)
+def test_bombs_are_refused(payload):
+    """Nesting and lengths that only a file of lies would have cost nothing."""
+    with pytest.raises(KvcoreError, match=r"^payload: "):
+        decode(payload)
+
+
+def _odd(payload, draw):
+    """Return a payload in which some values, if any, are of another kind."""
+    packed = payload[:1] != b"{"
+    value = msgspec.msgpack.decode(payload) if packed else orjson.loads(payload)
+    for _ in range(draw.randint(0, 2)):
+        _replace(value, draw)
+    return pack(value) if packed else orjson.dumps(value)
+
+
+def _replace(value, draw):
+    """Put something odd somewhere into a list or map, or into what is in it."""
+    places = list(value) if isinstance(value, dict) else range(len(value))
+    if not places:
+        return
+    place = draw.choice(places)
+    inner = value[place]
+    if isinstance(inner, (list, dict)) and inner and draw.random() < DEEPER:
+        _replace(inner, draw)
+    else:
+        value[place] = deepcopy(draw.choice(ODD))
+
+
+def _mutate(payload, draw):
+    place = draw.randrange(len(payload) or 1)
+    match draw.randrange(4):
+        case 0 if payload:
+            payload[place] = draw.randrange(256)
+        case 1:
+            del payload[place:]
+        case 2:
+            payload[place:place] = draw.randbytes(draw.randint(1, 5))
+        case _:
+            del payload[place : place + draw.randint(1, 5)]

@@ -1,0 +1,236 @@
+"""Miss reasons are right by construction: without what they name, misses would be hits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from io import BytesIO
+from tempfile import NamedTemporaryFile
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from policies import POLICIES, build
+from serving import servers
+
+from kvcore import KVCache, Request, Trace
+from kvcore.cache.geometry import Geometry
+from kvcore.lab import Future, Optimum, replay, served
+from kvcore.lab.explaining import explain
+from kvcore.testing import Driver, Traffic, request_lists, step_lists
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import NoPrefix, Radix
+
+TRAFFIC = Traffic(key_tokens=6)
+LAYOUTS = st.sampled_from(
+    [("keys", 6), ("keys", 2), ("tokens", 6), ("tokens", 2), ("tokens", 12), ("tokens", 3)]
+)
+LISTS = request_lists(TRAFFIC, most=25)
+POOLS = st.integers(1, 30)
+
+
+def explained(data):
+    """Explain the bytes of a trace."""
+    with NamedTemporaryFile(suffix=".jsonl") as file:
+        file.write(data)
+        file.flush()
+        return explain(file.name)
+
+
+def make(blocks, layout, eviction, **options):
+    """Return a cache of that counting and block size."""
+    count, size = layout
+    return KVCache(blocks, size, eviction=eviction, count=count, key_tokens=6, **options)
+
+
+def recorded(requests, blocks, layout, policy, prefix=None):
+    """Explain an untimed replay of `requests`."""
+    out = BytesIO()
+    with Trace(out) as trace:
+        prefix = Radix() if prefix is None else prefix
+        replay(requests, make(blocks, layout, build(policy), prefix=prefix, trace=trace))
+    return explained(out.getvalue())
+
+
+def check_sums(explanation, hits):
+    """See that losses follow one another from each hit to its prompt's end, and add up."""
+    for reasons in explanation.requests.values():
+        at = reasons.hit
+        for loss in reasons.losses:
+            assert (loss.first, loss.tokens > 0) == (at, True)
+            at = loss.end
+        assert at == (reasons.tokens if reasons.state == "admitted" else 0)
+    summary = explanation.summary()
+    assert summary.hit_tokens == hits
+    lost = summary.categories
+    assert sum(each.tokens for each in lost.values()) == summary.missed_tokens
+    assert sum(way.tokens for way in summary.ways.values()) == lost["compulsory"].tokens
+    with_losses = sum(bool(reasons.losses) for reasons in explanation.requests.values())
+    assert sum(each.stopped for each in lost.values()) == with_losses
+
+
+@given(policy=st.sampled_from(list(POLICIES)), requests=LISTS, blocks=POOLS, layout=LAYOUTS)
+@settings(max_examples=100)
+def test_the_categories_add_up(policy, requests, blocks, layout):
+    """The tokens of each prompt that missed are each lost for one reason, and so in sum."""
+    out = BytesIO()
+    with Trace(out) as trace:
+        cache = make(blocks, layout, build(policy), trace=trace)
+        stats = replay(requests, cache)
+    check_sums(explained(out.getvalue()), stats.hit_tokens)
+
+
+@given(requests=LISTS, blocks=POOLS, layout=LAYOUTS)
+def test_a_cache_that_shares_nothing_stores_nothing(requests, blocks, layout):
+    """Without a prefix cache nothing is evicted: what others had before was never stored."""
+    explanation = recorded(requests, blocks, layout, "lru", NoPrefix())
+    check_sums(explanation, 0)
+    told = {loss.category for each in explanation.requests.values() for loss in each.losses}
+    assert told <= {"compulsory", "unstored", "granularity", "no_keys", "truncated"}
+
+
+@given(server=servers(), scheduler=st.sampled_from(["fcfs", "lpm", "fair", "srpt"]))
+@settings(max_examples=60)
+def test_the_categories_add_up_under_a_clock(server, scheduler):
+    """So they do where requests overlap, wait, are preempted and rejected."""
+    run = server.run(scheduler)
+    check_sums(explained(run.trace), run.result.cache.stats.hit_tokens)
+
+
+@given(steps=step_lists(TRAFFIC, most=60), blocks=st.integers(4, 30), layout=LAYOUTS)
+def test_the_categories_add_up_whatever_is_called(steps, blocks, layout):
+    """So they do where sequences fork, roll back, and stay open."""
+    out = BytesIO()
+    with Trace(out) as trace:
+        cache = make(blocks, layout, LRU(), trace=trace)
+        Driver(cache).run(steps)
+    explanation = explained(out.getvalue())
+    check_sums(explanation, explanation.summary().hit_tokens)
+
+
+@given(
+    policy=st.sampled_from(["lru", "fifo", "lfu", "slru", "random", "ttl:ttl=2e-8"]),
+    requests=LISTS,
+    blocks=POOLS,
+    layout=LAYOUTS,
+)
+@settings(max_examples=100)
+def test_what_is_named_would_have_hit_had_it_stayed(policy, requests, blocks, layout):
+    """Blocks that are said to be evicted hit if they, and those before them, could not go.
+
+    The run is made again up to where the request said to have used them last has closed. Then
+    the prompt's blocks up to the last one named are pinned, which is no access, and the pool
+    grows by as many. However the policy then decides, the request hits all of them.
+    """
+    explanation = recorded(requests, blocks, layout, policy)
+    by_id = {request.id: request for request in requests}
+    for reasons in explanation.requests.values():
+        for loss in reasons.losses:
+            if loss.eviction is not None:
+                request, end = by_id[reasons.request], loss.end // layout[1]
+                cache = make(blocks, layout, build(policy))
+                assert hit_with_exempt(requests, cache, loss.other, request, end) >= end
+
+
+def hit_with_exempt(requests, cache, user, request, end):
+    """Return the hit of `request` with its first `end` blocks exempt since `user` closed."""
+    size = cache.geometry.block_size
+    before = next(n for n, each in enumerate(requests) if each.id == user) + 1
+    after = next(n for n, each in enumerate(requests) if each is request)
+    replay(requests[:before], cache)
+    keys = request.keys[: -(-end * size // request.key_tokens)]
+    path = Request(id="path", prompt=end * size + 1, keys=keys, key_tokens=request.key_tokens)
+    exempt = cache.open(path, 0, requests[before - 1].arrival, again=True)
+    assert exempt.hit_blocks >= end
+    room = cache.pool.blocks
+    cache.pool.blocks += exempt.hit_blocks
+    cache.pool.free += exempt.hit_blocks
+    for other in requests[before:after]:
+        short = fitting(other, room, cache)
+        cache_once(cache, short, other.arrival)
+    return cache.probe(request, request.arrival)
+
+
+def fitting(request, room, cache):
+    """Return (request, first tokens) as a replay in a pool of `room` blocks opens it."""
+    by_key, size = cache.geometry.count == "keys", cache.geometry.block_size
+    tokens = len(request.keys) * request.key_tokens if by_key else request.prompt
+    if tokens <= room * size:
+        return request, None
+    return request, max(0, (room - cache.probe(request, request.arrival)) * size)
+
+
+def cache_once(cache, opened, now):
+    """Open, commit and close a request."""
+    seq = cache.open(*opened, now)
+    cache.commit(seq, seq.tokens - seq.computed, now)
+    cache.close(seq, now)
+
+
+@given(
+    policy=st.sampled_from(["lru", "mru", "ttl:ttl=2e-8"]),
+    requests=LISTS,
+    blocks=POOLS,
+    layout=LAYOUTS,
+)
+@settings(max_examples=80)
+def test_what_room_would_not_help_misses_with_all_the_room(policy, requests, blocks, layout):
+    """A pool without bounds misses what is compulsory, granular or without a key.
+
+    Request by request: the rest is what it hits, and the smaller pool did not.
+    """
+    explanation = recorded(requests, blocks, layout, policy)
+    endless = served(requests, make(10_000, layout, LRU()))
+    for request, seq in zip(requests, endless, strict=True):
+        reasons = explanation.requests[request.id]
+        lost = Counter()
+        for loss in reasons.losses:
+            lost[loss.category] += loss.tokens
+        helped = sum(lost[name] for name in ("capacity", "policy", "expired", "truncated"))
+        assert seq.hit_blocks * layout[1] == reasons.hit + helped
+        assert lost.keys().isdisjoint({"unstored", "in_flight"})
+
+
+@given(
+    policy=st.sampled_from(["lru", "mru", "lfu", "random"]),
+    requests=LISTS,
+    blocks=POOLS,
+    size=st.sampled_from([6, 2]),
+)
+def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks, size):
+    """Request by request, what is laid to the policy is what Belady's rule hits beyond it."""
+    explanation = recorded(requests, blocks, ("keys", size), policy)
+    best = belady(requests, 6 // size, blocks)
+    stats, _ = Optimum().replay(Future.read(requests, Geometry("keys", size, 6)), blocks, size)
+    assert sum(best) == stats.hit_blocks
+    for reasons, hit in zip(explanation.requests.values(), best, strict=True):
+        kept = sum(loss.tokens for loss in reasons.losses if loss.category == "policy")
+        assert kept == max(0, hit * size - reasons.hit)
+
+
+def belady(requests, ratio, room):
+    """Return how many blocks of each request hit, by the rule taken literally, block by block.
+
+    A block is (its depth, its key). It leaves if its next request is furthest, the deepest
+    first among equals, and it is not of the request that is served.
+    """
+    paths = [
+        [(depth, request.keys[depth // ratio]) for depth in range(len(request.keys) * ratio)]
+        for request in requests
+    ]
+    wanted = [set(path) for path in paths]
+    cached, hits = set(), []
+    for now, path in enumerate(paths):
+        hit = next((n for n, block in enumerate(path) if block not in cached), len(path))
+        hits.append(hit)
+        own = set(path[:room])
+        cached |= own
+        while len(cached) > room:
+            cached.remove(
+                max(cached - own, key=lambda block: (after(wanted, now, block), block))
+            )
+    return hits
+
+
+def after(wanted, now, block):
+    """Return the number of the next request that wants `block`; of none, one past the last."""
+    coming = range(now + 1, len(wanted))
+    return next((n for n in coming if block in wanted[n]), len(wanted))

@@ -1,0 +1,128 @@
+"""Queue policies: on one-key requests the published algorithms, on prefixes one history a span.
+
+The algorithms are written down a second time in `reference/queues.py`. What has variants:
+
+* SIEVE has none.
+* S3-FIFO is algorithm 1 of its paper as in its authors' simulator: counts begin anew in the
+  main queue, and a ghost is looked up after room has been made.
+* ARC is figure 4 of its paper with real-valued steps.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from random import Random
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policies import build
+from reference import queues
+
+from kvcore import KVCache, Request, Retention
+from kvcore.lab import served
+from kvcore.testing import Traffic, Witness, random_requests, replay, request_lists
+from kvcore_plugins.workloads import Mooncake
+
+KEY = 6
+PLAIN = {
+    "sieve": queues.SIEVE,
+    "s3fifo": queues.S3FIFO,
+    "s3fifo:small=0.4,ghost=2,promote=1": partial(queues.S3FIFO, small=0.4, ghost=2, promote=1),
+    "s3fifo:ghost=0,promote=3": partial(queues.S3FIFO, ghost=0, promote=3),
+    "arc": queues.ARC,
+}
+
+every_policy = pytest.mark.parametrize("name", PLAIN)
+
+
+def flat_hits(name, keys, blocks):
+    """Return which of `keys`, each a request of its own, hit in a cache of as many blocks."""
+    cache = KVCache(blocks, 1, eviction=build(name), count="keys")
+    requests = (
+        Request(id=number, prompt=1, keys=[key], key_tokens=1)
+        for number, key in enumerate(keys)
+    )
+    return [bool(seq.hit_blocks) for seq in served(requests, cache)]
+
+
+@every_policy
+@given(keys=st.lists(st.integers(0, 12), max_size=120), blocks=st.integers(1, 9))
+def test_flat_requests(name, keys, blocks):
+    """Hit by hit as the plain algorithm, on any sequence of keys."""
+    plain = PLAIN[name](blocks)
+    assert flat_hits(name, keys, blocks) == [plain.hits(key) for key in keys]
+
+
+@every_policy
+def test_long_flat_requests(name):
+    """The same on long sequences, where the hand goes round many times."""
+    for seed in range(100):
+        draw = Random(seed)  # noqa: S311 - nothing secret
+        blocks = draw.randint(1, 9)
+        keys = [draw.randint(0, blocks + 4) for _ in range(200)]
+        plain = PLAIN[name](blocks)
+        assert flat_hits(name, keys, blocks) == [plain.hits(key) for key in keys]
+
+
+@every_policy
+@pytest.mark.parametrize("blocks", [10, 100, 1000])
+def test_flat_trace(name, blocks):
+    """The same on the blocks of the bundled trace, one a request, in smaller pools."""
+    keys = list(islice((key for request in Mooncake() for key in request.keys), 20_000))
+    plain = PLAIN[name](blocks)
+    hits = [plain.hits(key) for key in keys]
+    assert any(hits)
+    assert flat_hits(name, keys, blocks) == hits
+
+
+@every_policy
+@given(requests=request_lists(Traffic(key_tokens=KEY)), blocks=st.integers(1, 20))
+def test_block_size_does_not_matter(name, requests, blocks):
+    """Coarse keys over fine blocks: `ratio` times the hits, and the same victims."""
+    coarse = decisions(name, requests, blocks, 1)
+    for ratio in (2, 3, 6):
+        fine = decisions(name, requests, blocks, ratio)
+        assert [decision.hit for decision in fine] == [ratio * (d.hit or 0) for d in coarse]
+        keys = [key for decision in fine for _, key, _ in decision.evicted]
+        assert keys[::ratio] == [key for d in coarse for _, key, _ in d.evicted]
+
+
+@every_policy
+@pytest.mark.parametrize("seed", range(8))
+def test_halves_of_one_past_are_one(name, seed):
+    """A cut that tells nothing apart changes no decision.
+
+    A retention hint cuts what is hit at its border; these policies do not read hints.
+    """
+    requests = random_requests(seed, 150, Traffic(key_tokens=KEY, most_keys=12))
+    whole, cut = cached(name, 30), cached(name, 30)
+    more = 0
+    for request in requests:
+        hit = cut[0].probe(request)
+        hinted = request
+        if hit > 1:
+            hinted = attrs.evolve(request, retention=(Retention(0, hit // 2 * KEY, 60),))
+        expected, found = (
+            replay(cache, [asked], evicted)
+            for (cache, evicted), asked in ((whole, request), (cut, hinted))
+        )
+        assert found == expected
+        more += len(list(cut[0].prefix.spans())) - len(list(whole[0].prefix.spans()))
+    assert more, "nothing was cut"
+
+
+def cached(name, blocks, ratio=1):
+    """Return a cache in `keys` counting, and the list in which its evictions appear."""
+    witness = Witness(build(name))
+    size = KEY // ratio
+    cache = KVCache(blocks * ratio, size, eviction=witness, count="keys", key_tokens=KEY)
+    return cache, witness.evicted
+
+
+def decisions(name, requests, blocks, ratio):
+    """Replay `requests` with `ratio` blocks a key."""
+    cache, evicted = cached(name, blocks, ratio)
+    return replay(cache, requests, evicted)

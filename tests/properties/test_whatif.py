@@ -1,0 +1,235 @@
+"""A trace, run again as it was recorded, is written again byte for byte."""
+
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+import attrs
+import hypothesis.strategies as st
+import pytest
+from engine import Exact, compute, decided
+from hypothesis import given, settings
+from policies import POLICIES, build
+from schedulers import SCHEDULERS, STAND_INS, scheduler_of
+from serving import EVICTIONS, Bent, Single, servers
+
+from kvcore import SLO, KVCache, Plugins, Retention, Trace
+from kvcore.hookspecs import hookimpl
+from kvcore.lab import compare, replay, whatif
+from kvcore.serving import Batching, simulate, text_request
+from kvcore.testing import Traffic
+from kvcore.testing.strategies import request_lists
+from kvcore_plugins.workloads import Zipf
+
+few = settings(max_examples=max(settings.default.max_examples // 4, 1))
+
+
+class StandIns:
+    """The schedulers and latency models of these tests, as plugins with names."""
+
+    @hookimpl
+    def kvcore_schedulers(self):
+        """Return the schedulers."""
+        return list(STAND_INS.values())
+
+    @hookimpl
+    def kvcore_latency_models(self):
+        """Return the latency models."""
+        return [Bent, Single]
+
+
+PLUGINS = Plugins(extra=[StandIns()])
+SCALES = (1.0, 1, 3, 0.3, 1.7, 1e6, 1e-3)
+SLOS = (None, SLO(), SLO(ttft=200), SLO(ttft=90, tpot=30, deadline=900))
+
+
+def again(trace, **asked):
+    """Return what running the trace of these bytes again came to, and the new trace's bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = Path(folder) / "old.jsonl", Path(folder) / "new.jsonl"
+        old.write_bytes(trace)
+        return whatif(old, export=new, plugins=PLUGINS, **asked), new.read_bytes()
+
+
+def adorned(requests):
+    """Return requests with fields that change what is cached, or nothing at all."""
+    hints = (), (Retention(0, None, 90, 40),), (Retention(0, 4, 1), Retention(2, 9, 80))
+    return [
+        attrs.evolve(
+            request,
+            salt=(None, "blue", "a\u2028b")[place % 3],
+            retention=hints[place % 5 % 3],
+            slo=request.slo or (None, SLO(), SLO(ttft=50))[place % 3],
+            keys=list(map(name_key, request.keys)),
+            output_keys=list(map(name_key, request.output_keys)),
+        )
+        for place, request in enumerate(requests)
+    ]
+
+
+def name_key(key):
+    """Return a key of any kind that a trace holds: an int, 16 bytes, 32 hex digits."""
+    digits = f"{key:032x}"
+    return (key, bytes.fromhex(digits), f"AB{digits[2:]}")[key % 3]
+
+
+def simulated(server, scheduler, *, latency, scale, slo, prefix, retention):
+    """Return the result and the trace of a simulation."""
+    options = dict(server.options)
+    sizes = {name: options.pop(name) for name in ("block_size", "key_tokens")}
+    out = BytesIO()
+    with Trace(out, seed=scale if type(scale) is int else None) as trace:
+        cache = KVCache(
+            options.pop("blocks"),
+            eviction=build(server.eviction),
+            prefix=PLUGINS.build("prefix", prefix),
+            retention=retention and PLUGINS.build("retention", retention),
+            trace=trace,
+            **sizes,
+        )
+        result = simulate(
+            adorned(server.requests),
+            cache=cache,
+            scheduler=scheduler_of(scheduler),
+            latency=latency(reach=server.windows),
+            batching=Batching(**options),
+            slo=slo,
+            rate_scale=scale,
+        )
+    return result, out.getvalue()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@few
+@given(
+    server=servers(),
+    latency=st.sampled_from([Bent, Single]),
+    scale=st.sampled_from(SCALES),
+    slo=st.sampled_from(SLOS),
+    prefix=st.sampled_from(["radix", "none"]),
+    retention=st.sampled_from([None, None, "window:tokens=9,sinks=2"]),
+)
+def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention):
+    """Whatever schedules, evicts and arrives, sessions and rejected requests included.
+
+    Then nobody fares differently, and both runs have the figures of the simulation.
+    """
+    result, trace = simulated(
+        server,
+        scheduler,
+        latency=latency,
+        scale=scale,
+        slo=slo,
+        prefix=prefix,
+        retention=retention,
+    )
+    found, rerun = again(trace)
+    assert rerun == trace
+    assert not found.changes
+    recorded, new = (
+        attrs.evolve(figures, config={}) for figures in (found.recorded, found.rerun)
+    )
+    assert recorded == new
+    summary = result.summary()
+    same = (
+        "requests",
+        "completed",
+        "rejected",
+        "hit",
+        "evicted_blocks",
+        "preemptions",
+        "forgotten_blocks",
+    )
+    times = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "simulated_s", "goodput")
+    for name in (*same, *times, "throughput_tokens_s"):
+        assert getattr(new, name) == summary[name], name
+    assert new.slo_met == summary["slo"]["met"]
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@few
+@given(
+    requests=request_lists(Traffic(hints=True, longest_wait=20)),
+    count=st.sampled_from(["keys", "tokens"]),
+    prefix=st.sampled_from(["radix", "none"]),
+    blocks=st.integers(1, 40),
+    size=st.sampled_from([6, 3, 2, 1]),
+)
+def test_without_a_clock(eviction, requests, count, prefix, blocks, size):
+    """Every policy, both countings, requests longer than the pool, hints and tenants."""
+    out = BytesIO()
+    with Trace(out) as trace:
+        cache = KVCache(
+            blocks,
+            size,
+            eviction=build(eviction),
+            prefix=PLUGINS.build("prefix", prefix),
+            count=count,
+            key_tokens=6,
+            trace=trace,
+        )
+        stats = replay(adorned(requests), cache)
+    found, rerun = again(out.getvalue())
+    assert rerun == out.getvalue()
+    assert not found.changes
+    assert found.recorded == found.rerun
+    assert found.rerun.hit["ratio"] == stats.ratios()
+    assert found.rerun.hit["hit_tokens"] == stats.hit_tokens
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "fickle"])
+@few
+@given(server=servers())
+def test_of_a_run_on_tensors(scheduler, server):
+    """What was computed is run again without computing: every line between header and END."""
+    run = compute(
+        server.requests,
+        scheduler=scheduler,
+        eviction=server.eviction,
+        latency=Bent(reach=server.windows),
+        **server.options,
+    )
+    found, rerun = again(run.trace)
+    assert decided(rerun) == decided(run.trace)
+    assert not found.changes
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "urgent"])
+@given(
+    texts=st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 20)),
+        min_size=1,
+        max_size=8,
+    ),
+    blocks=st.integers(9, 30),
+    seqs=st.integers(1, 4),
+)
+def test_of_a_run_on_texts(scheduler, texts, blocks, seqs):
+    """Keys that only the run could tell are told again, when their blocks are full."""
+    requests = [
+        text_request(
+            number, tokens, output=output, block_size=4, arrival=number * 40, publish=True
+        )
+        for number, (tokens, output) in enumerate(texts)
+    ]
+    run = compute(
+        requests,
+        blocks=blocks,
+        scheduler=scheduler,
+        generator=Exact(),
+        max_seqs=seqs,
+        max_tokens=16,
+    )
+    _, rerun = again(run.trace)
+    assert decided(rerun) == decided(run.trace)
+
+
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
+def test_of_a_comparison(eviction, tmp_path):
+    """What `compare` traces, its seed, its cost and its workload's name."""
+    path = tmp_path / "trace.jsonl.gz"
+    workload = Zipf(requests=200, prefixes=30)
+    row = compare(workload, eviction, 300, trace=path, seed=3).rows[0]
+    found = whatif(path, export=tmp_path / "new.jsonl.gz")
+    assert (tmp_path / "new.jsonl.gz").read_bytes() == path.read_bytes()
+    assert found.rerun.evicted_blocks == row.evicted_blocks

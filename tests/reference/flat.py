@@ -1,0 +1,122 @@
+"""Published policies for single objects of one size, as their papers have them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+
+class LRUK:
+    """O'Neil, O'Neil and Weikum 1993, figure 2.1; the past of evicted pages is bounded.
+
+    The one thing left out: a page in its correlated period may be evicted.
+    """
+
+    def __init__(self, size, k, correlated, history):
+        """Take the buffer's size, and how many evicted pages are remembered."""
+        self.size, self.k, self.correlated, self.history = size, k, correlated, history
+        self.now = 0
+        self.last: dict[object, int] = {}
+        self.hist: dict[object, list[int]] = {}
+        self.gone: OrderedDict[object, list[int]] = OrderedDict()
+
+    def request(self, page):
+        """Return whether `page` hits."""
+        self.now += 1
+        if page in self.last:
+            if self.now - self.last[page] > self.correlated:
+                period = self.last[page] - self.hist[page][0]
+                older = [time + period if time else 0 for time in self.hist[page][:-1]]
+                self.hist[page] = [self.now, *older]
+            self.last[page] = self.now
+            return True
+        if len(self.last) == self.size:
+            victim = min(self.last, key=lambda page: (self.hist[page][-1], self.last[page]))
+            del self.last[victim]
+            self.gone[victim] = self.hist.pop(victim)
+            self.gone.move_to_end(victim)
+            if len(self.gone) > self.history:
+                self.gone.popitem(last=False)
+        self.hist[page] = [self.now, *self.gone.get(page, [0] * self.k)[:-1]]
+        self.last[page] = self.now
+        return False
+
+
+class Counts:
+    """What a sketch of any size would say that never mixes two keys up."""
+
+    def __init__(self, period):
+        """Take the number of uses after which counts are halved."""
+        self.period = period
+        self.uses = 0
+        self.counts: Counter[object] = Counter()
+        self.seen: set[object] = set()
+
+    def add(self, key):
+        """Count a use; the first in a period only opens the door."""
+        if key in self.seen:
+            self.counts[key] = min(15, self.counts[key] + 1)
+        self.seen.add(key)
+        self.uses += 1
+        if self.uses == self.period:
+            self.uses //= 2
+            self.seen.clear()
+            for each in self.counts:
+                self.counts[each] //= 2
+
+    def estimate(self, key):
+        """Return how often it was used."""
+        return self.counts[key] + (key in self.seen)
+
+
+class TinyLFU:
+    """Einziger, Friedman and Manes 2017 (W-TinyLFU): a window, and an SLRU behind a filter.
+
+    Variant: who left the window last is compared when room is needed next.
+    """
+
+    def __init__(self, size, window, protected, counts):
+        """Take the sizes of the cache, the window and the protected segment."""
+        self.size, self.sizes, self.counts = size, (window, protected), counts
+        self.window: OrderedDict[object, None] = OrderedDict()
+        self.probation: OrderedDict[object, None] = OrderedDict()
+        self.protected: OrderedDict[object, None] = OrderedDict()
+        self.trial: list[object] = []
+        self.evicted = False
+
+    def request(self, item):
+        """Return whether `item` hits."""
+        segments = (self.window, self.probation, self.protected)
+        inside = next((one for one in segments if item in one), None)
+        if inside is None and sum(map(len, segments)) == self.size:
+            self.evict()
+        if item in self.trial:
+            self.trial.remove(item)
+        self.counts.add(item)
+        if inside is None or inside is self.window:
+            self.window[item] = None
+            self.window.move_to_end(item)
+        else:
+            del inside[item]
+            self.protected[item] = None
+        if len(self.window) > self.sizes[0]:
+            candidate, _ = self.window.popitem(last=False)
+            self.probation[candidate] = None
+            self.trial = [candidate] if self.evicted else [*self.trial, candidate]
+            self.evicted = False
+        if len(self.protected) > self.sizes[1]:
+            demoted, _ = self.protected.popitem(last=False)
+            self.probation[demoted] = None
+        return inside is not None
+
+    def evict(self):
+        """Let the one used less often go: the least recent, or the first on trial."""
+        self.evicted = True
+        segment = self.probation or self.protected or self.window
+        victim = next(iter(segment))
+        if self.trial:
+            candidate = self.trial.pop(0)
+            if self.counts.estimate(candidate) <= self.counts.estimate(victim):
+                segment, victim = self.probation, candidate
+        del segment[victim]
+        if victim in self.trial:
+            self.trial.remove(victim)

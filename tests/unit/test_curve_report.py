@@ -1,0 +1,158 @@
+"""Hit curves as a table, CSV, JSON and a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from array import array
+
+import pytest
+
+from kvcore import PluginError
+from kvcore.catalogue import find_model
+from kvcore.lab import Curve, Curves, Source, Steps
+from kvcore.model import KVLayout
+from kvcore.report import CurvesReport
+from kvcore.report.curve_plot import draw, plot
+from kvcore.report.curves import percent
+
+PNG, SVG = b"\x89PNG\r\n", b"<?xml"
+LAYOUT = KVLayout(find_model("llama-3-8b"), "fp16", 16)
+
+
+def made(*curves, looked_up=200, distinct=100):
+    """Return curves of a workload called `chat`, half of whose blocks can hit."""
+    return Curves(
+        workload=Source(name="chat", digest="00", requests=7, key_tokens=16, options={}),
+        count="keys",
+        block_size=16,
+        lookup_blocks=looked_up,
+        distinct_blocks=distinct,
+        hit_blocks=looked_up // 2,
+        curves=list(curves),
+    )
+
+
+def one(eviction="lru", blocks=(1, 10, 100), hits=(1, 30, 100), steps=None, **options):
+    """Return a curve."""
+    return Curve(
+        eviction=eviction,
+        options=options,
+        blocks=list(blocks),
+        hit_blocks=list(hits),
+        steps=steps,
+    )
+
+
+EXACT = one(steps=Steps(array("q", [0, 1, 10, 100]), array("q", [0, 1, 28, 98])))
+CURVES = made(EXACT, one("lfu", half_life=60), one("optimum", bypass=True))
+
+
+def test_the_table_is_of_sizes_by_policies():
+    """A row has the blocks, their share of the footprint, and a ratio a policy."""
+    report = CurvesReport(CURVES)
+    assert report.headers == ["blocks", "of all", "lru", "lfu", "optimum"]
+    assert list(report.rows)[1] == ["10", "10%", "15.0%", "15.0%", "15.0%"]
+
+
+def test_namesakes_are_told_apart():
+    """Options that differ between two policies of one name are part of it."""
+    report = CurvesReport(made(one("lfu", half_life=60), one("lfu", half_life=300)))
+    assert report.headers[2:] == ["lfu:half_life=60", "lfu:half_life=300"]
+
+
+def test_with_a_layout_sizes_have_bytes():
+    """2 MiB a block of 16 tokens, in the table, in CSV and in a sentence."""
+    report = CurvesReport(CURVES, LAYOUT)
+    assert report.headers[2] == "memory"
+    assert [row[2] for row in report.rows] == ["2 MiB", "20 MiB", "200 MiB"]
+    assert "16 tokens of llama-3-8b in fp16 takes 2 MiB" in report.reading
+    assert report.document()["memory"]["bytes_per_block"] == 2 * 2**20
+
+
+def test_csv_reads_back():
+    """A row a policy and size; bytes are empty where they are not known."""
+    file = io.StringIO()
+    CurvesReport(CURVES).write_csv(file)
+    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
+    assert len(rows) == 9
+    assert json.loads(rows[3]["options"]) == {"half_life": 60}
+    assert (rows[4]["blocks"], rows[4]["bytes"], rows[4]["hit_ratio"]) == ("10", "", "0.15")
+
+
+def test_where_nothing_is_looked_up_the_headline_says_so():
+    """There is no ratio, hence no table."""
+    report = CurvesReport(made(one(blocks=[1], hits=[0]), looked_up=0, distinct=0))
+    assert report.empty
+    assert "Nothing in them has a key" in report.headline
+    assert report.document()["infinite"]["hit_ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(1, "100%"), (0.123, "12%"), (0.001, "0.1%"), (1.5, "150%")]
+)
+def test_a_share_has_two_digits(share, text):
+    """Round ones have fewer, and none is written with an exponent."""
+    assert percent(share) == text
+
+
+@pytest.mark.parametrize(("form", "magic"), [("png", PNG), ("svg", SVG)])
+@pytest.mark.parametrize("layout", [None, LAYOUT])
+def test_a_plot_is_the_same_every_time(form, magic, layout):
+    """The same curves make the same bytes."""
+    pytest.importorskip("matplotlib")
+    first, second = (plot(CurvesReport(CURVES, layout), form) for _ in range(2))
+    assert first.startswith(magic)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "curves",
+    [
+        made(one(blocks=[5], hits=[3])),
+        made(one(blocks=[1], hits=[0]), looked_up=0, distinct=0),
+        made(*(one(f"policy-{number}") for number in range(12))),
+        made(one(blocks=[1, 1000], hits=[0, 100])),
+    ],
+    ids=["one size", "nothing", "many policies", "beyond the footprint"],
+)
+def test_odd_curves_are_drawn_too(curves):
+    """One size, no look-up, more policies than colours, a pool larger than the footprint."""
+    pytest.importorskip("matplotlib")
+    assert plot(CurvesReport(curves, LAYOUT), "png").startswith(PNG)
+
+
+def drawn(curves, layout=None):
+    """Return the axes of a plot."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.add_subplot()
+    draw(axes, CurvesReport(curves, layout))
+    return axes
+
+
+def test_a_line_is_what_is_known_at_every_size():
+    """The curve of every size has no markers and hundreds of points; others have markers."""
+    exact, sampled, *_ = drawn(CURVES).lines
+    assert exact.get_marker() == "None"
+    assert len(exact.get_xdata()) == 100
+    assert list(sampled.get_xdata()) == [1, 10, 100]
+    assert list(sampled.get_ydata()) == [0.5, 15, 50]
+    assert sampled.get_marker() not in {"None", ""}
+
+
+def test_the_axes_say_what_they_measure():
+    """Shares of the footprint below; above blocks, or bytes of the model's K/V."""
+    axes = drawn(CURVES, LAYOUT)
+    (above,) = axes.child_axes
+    assert axes.get_xlabel() == "pool, as a share of the 100 distinct blocks of 16 tokens"
+    assert above.get_xlabel() == "MiB of K/V (llama-3-8b, fp16)"
+    assert drawn(CURVES).child_axes[0].get_xlabel() == "blocks"
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
+    """The table and the numbers need it not."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
+        plot(CurvesReport(CURVES), "png")

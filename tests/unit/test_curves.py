@@ -1,0 +1,369 @@
+"""Hit curves: their sizes, which of them take one pass, what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from array import array
+from contextlib import contextmanager
+from typing import ClassVar
+
+import attrs
+import pytest
+from tries import number, requests
+
+from kvcore import InputError, PluginError, PolicyError, Request, Workload
+from kvcore.cache.geometry import Geometry
+from kvcore.lab import Optimum, Steps, compare, curve
+from kvcore.lab.curves import spread_sizes
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.workloads import Zipf
+
+pytest.importorskip("numba")
+from kvcore.lab import kernels
+from kvcore.lab.reuse import Reuse
+
+SMALL = Zipf(requests=80, prefixes=8, prefix_tokens=64, suffix_tokens=48)
+SIZES = [3, 10, 30, 90]
+
+
+@attrs.define(slots=False, eq=False)
+class Prompts(Workload):
+    """Requests as they are given."""
+
+    name: ClassVar[str] = "prompts"
+    digest: ClassVar[str] = "none"
+    key_tokens: ClassVar[int] = 1
+
+    served: list[Request] = attrs.field(factory=list)
+
+    def __iter__(self):
+        """Yield them."""
+        return iter(self.served)
+
+
+@attrs.define(slots=False, eq=False)
+class Mine(LRU):
+    """LRU that evicts in its own way, and has not changed its name."""
+
+    def victim(self, now):
+        """Return the most recent leaf."""
+        del now
+        return next(span for span in reversed(self._order) if span.is_leaf)
+
+
+@attrs.define(slots=False, eq=False)
+class Failing(LRU):
+    """A policy that fails."""
+
+    name: ClassVar[str] = "failing"
+
+    def victim(self, now):
+        """Fail."""
+        msg = "no idea"
+        raise ValueError(msg)
+
+
+@attrs.define(slots=False, eq=False)
+class Deadly(LRU):
+    """A policy that ends its process."""
+
+    name: ClassVar[str] = "deadly"
+
+    def victim(self, now):
+        """End it."""
+        os._exit(7)
+
+
+def hits(curves):
+    """Return the hits by policy."""
+    return {each.eviction: each.hit_blocks for each in curves.curves}
+
+
+@pytest.mark.parametrize("count", ["keys", "tokens"])
+def test_it_hits_what_compare_says(count):
+    """Whether in one pass or replayed, the numbers are those of `compare`."""
+    policies = "lru,lfu,optimum" if count == "keys" else "lru,lfu"
+    rows = compare(SMALL, policies, SIZES, count=count).rows
+    expected = {}
+    for row in rows:
+        expected.setdefault(row.eviction, []).append(row.hit_blocks)
+    assert hits(curve(SMALL, policies, SIZES, count=count)) == expected
+
+
+@pytest.mark.parametrize("count", ["keys", "tokens"])
+def test_its_bounds_are_those_of_compare(count):
+    """Blocks looked up, the footprint, and what an endless cache hits."""
+    infinite = compare(SMALL, "lru", 10, count=count).infinite
+    for policies in ("lru", "fifo"):
+        found = curve(SMALL, policies, SIZES, count=count)
+        assert found.lookup_blocks == infinite.lookup_blocks
+        assert found.distinct_blocks == infinite.distinct_blocks
+        assert found.hit_blocks == infinite.hit_blocks
+        assert found.workload.requests == 80
+
+
+def test_only_lru_in_keys_counting_is_known_at_every_size():
+    """The optimum, other policies and `tokens` counting are known at the sizes asked for."""
+    found = curve(SMALL, "lru,lfu,optimum", SIZES).curves
+    assert [each.steps is not None for each in found] == [True, False, False]
+    (tokens,) = curve(SMALL, "lru", SIZES, count="tokens").curves
+    assert tokens.steps is None
+
+
+def test_a_policy_of_ones_own_is_replayed_whatever_its_name():
+    """A subclass of LRU that is still called `lru` is not taken for it."""
+    (found,) = curve(SMALL, Mine, SIZES).curves
+    rows = compare(SMALL, Mine, SIZES).rows
+    assert (found.eviction, found.steps) == ("lru", None)
+    assert found.hit_blocks == [row.hit_blocks for row in rows]
+
+
+def test_curves_come_in_the_order_in_which_they_were_asked_for():
+    """Replayed and exact ones may alternate; sizes are sorted, each once."""
+    found = curve(SMALL, ["fifo", Optimum(), "lru", "lfu"], [30, 3, 30]).curves
+    assert [each.eviction for each in found] == ["fifo", "optimum", "lru", "lfu"]
+    assert all(each.blocks == [3, 30] for each in found)
+
+
+def test_the_sizes_are_spread_at_even_ratios():
+    """From a thousandth to all, without repetition, and one block where there is nothing."""
+    assert spread_sizes(1_000_000, 4) == [1_000, 10_000, 100_000, 1_000_000]
+    assert spread_sizes(3, 5) == [1, 3]
+    assert spread_sizes(0, 9) == [1]
+
+
+def test_without_sizes_the_last_point_is_the_bound():
+    """A pool as large as the footprint hits all that can hit."""
+    found = curve(SMALL, "lru,optimum", points=5)
+    assert [each.blocks[-1] for each in found.curves] == [found.distinct_blocks] * 2
+    assert [each.hit_blocks[-1] for each in found.curves] == [found.hit_blocks] * 2
+
+
+def test_steps_go_through_their_corners_and_stay_level():
+    """Between two corners it is a line, after the last one level."""
+    steps = Steps(array("q", [0, 2, 5]), array("q", [0, 4, 4]))
+    assert [steps.at(blocks) for blocks in (0, 1, 2, 3, 5, 99)] == [0, 2, 4, 4, 4, 4]
+
+
+def test_nothing_to_look_up_is_no_error():
+    """Requests without keys, and a workload without requests, have flat curves."""
+    for served in ([], [Request(id=0, prompt=4, key_tokens=1)]):
+        found = curve(Prompts(served), "lru,optimum,fifo")
+        assert hits(found) == {"lru": [0], "optimum": [0], "fifo": [0]}
+        assert found.ratio(0) is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        number,
+        lambda text: -number(text),
+        lambda text: number(text) + 2**70,
+        str.encode,
+        lambda text: number(text) if len(text) < 3 else text,
+        lambda text: number(text) * 2**20,
+    ],
+    ids=["int", "negative", "large", "bytes", "mixed", "far apart"],
+)
+def test_a_key_may_be_anything(key):
+    """What a key is changes no hit, nor does the first that is no 64-bit integer."""
+    texts = ["abcd", "ab", "abce", "xyz", "abcd", "xy", "xyzw", "abce"] * 3
+    reuse = Reuse.read(requests(texts, key=key), Geometry("keys", 1))
+    assert reuse.lru() == Reuse.read(requests(texts), Geometry("keys", 1)).lru()
+
+
+def test_the_table_of_keys_grows():
+    """A prompt with more keys than the table has slots at first is read all the same."""
+    keys = list(range(3 * kernels.SLOTS))
+    served = [Request(id=n, prompt=len(keys), keys=keys, key_tokens=1) for n in range(2)]
+    reuse = Reuse.read(served, Geometry("keys", 1))
+    assert reuse.distinct_blocks == reuse.hit_blocks == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "place", "key"),
+    [
+        ([[1, 2], [3, 2], [1]], 1, 2),
+        ([[1, 2], [2]], 1, 2),
+        ([[1], [], [4, 1]], 2, 1),
+        ([[5, 5]], 0, 5),
+        ([["a", "b"], ["c", "b"]], 1, "'b'"),
+    ],
+)
+def test_a_key_after_two_others_is_refused(prompts, place, key):
+    """The error says at which request, and which key."""
+    served = [
+        Request(id=n, prompt=len(keys), keys=keys, key_tokens=1)
+        for n, keys in enumerate(prompts)
+    ]
+    with pytest.raises(InputError, match=f"request at place {place} .*: key {key} does not"):
+        curve(Prompts(served), "lru")
+
+
+def test_more_keys_than_the_loops_can_count_are_refused(monkeypatch):
+    """The error says how many there are and how many there may be."""
+    monkeypatch.setattr("kvcore.lab.reuse.MOST_KEYS", 3)
+    with pytest.raises(InputError, match="has 4 keys, and an exact curve takes at most 3"):
+        curve(Prompts(requests(["ab", "ac"])), "lru")
+
+
+def test_keys_of_another_size_are_refused():
+    """A request whose keys stand for other numbers of tokens is named."""
+    with pytest.raises(InputError, match="request 0 has keys of 2 tokens"):
+        curve(Prompts(requests(["ab"], 2)), "lru")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policies": []}, "nothing to compare"),
+        ({"policies": "lru", "blocks": []}, "no pool to make a curve of"),
+        ({"policies": "lru", "blocks": [0]}, "a pool of 0 blocks"),
+        ({"policies": "lru", "points": 1}, "a curve through 1 sizes"),
+        ({"policies": "lru", "jobs": 0}, "0 jobs"),
+        ({"policies": "lru", "block_size": 5}, "block size 5"),
+        ({"policies": "optimum", "count": "tokens"}, "`keys` counting alone"),
+        ({"policies": "lru", "count": "bytes"}, "counting 'bytes'"),
+    ],
+)
+def test_what_makes_no_curve_is_refused(options, message):
+    """The error says what was asked and what to give."""
+    with pytest.raises(InputError, match=message):
+        curve(SMALL, **options)
+
+
+def test_what_is_no_workload_is_refused():
+    """A name is none: the error says how to build one."""
+    with pytest.raises(InputError, match="'zipf' is no workload"):
+        curve("zipf", "lru")
+
+
+def test_progress_is_told_of_loading_reading_and_replaying():
+    """What is done comes with its number of steps, all of which are told."""
+    told = []
+
+    @contextmanager
+    def progress(what, total):
+        done = []
+        yield done.append
+        told.append((what.partition(" (")[0], total, sum(done)))
+
+    curve(SMALL, "lru,fifo,optimum", SIZES, progress=progress)
+    assert told == [
+        ("loading compiled loops", None, 0),
+        ("reading zipf", 80, 80),
+        ("the optimum by size", 4, 4),
+        ("replaying zipf by size", 4, 4),
+    ]
+
+
+@pytest.mark.slow
+def test_the_result_does_not_depend_on_jobs():
+    """Policies with random choices and floats too: the same in one process and in two."""
+    policies = "lfu,random,cost"
+    alone = curve(SMALL, policies, SIZES, seed=3)
+    assert curve(SMALL, policies, SIZES, seed=3, jobs=2) == alone
+
+
+@pytest.mark.slow
+def test_an_error_in_another_process_is_the_same_error():
+    """It names the policy, the method and what was raised."""
+    with pytest.raises(PolicyError, match=r"'failing' .* raised ValueError in victim\(\)"):
+        curve(SMALL, Failing, SIZES, jobs=2)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_told():
+    """The error says what may have happened and what to try."""
+    with pytest.raises(PluginError, match=r"a process .* died: .*fewer jobs"):
+        curve(SMALL, Deadly, SIZES, jobs=2)
+
+
+def test_a_policy_that_other_processes_cannot_have_is_refused():
+    """A class that is no part of a module cannot be sent; one job does not need to."""
+
+    class Local(LRU):
+        name = "local"
+
+    with pytest.raises(InputError, match=r"policy 'local' cannot be sent .*one job"):
+        curve(SMALL, Local, SIZES, jobs=2)
+    assert curve(SMALL, Local, SIZES).curves[0].eviction == "local"
+
+
+@pytest.mark.parametrize("policies", ["lru", "optimum"])
+def test_without_numba_exact_curves_say_what_to_install(monkeypatch, policies):
+    """Others are replayed all the same."""
+    monkeypatch.setitem(sys.modules, "kvcore.lab.reuse", None)
+    with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
+        curve(SMALL, policies, SIZES)
+    assert curve(SMALL, "fifo", SIZES).hit_blocks
+
+
+def test_numba_is_imported_for_an_exact_curve_alone():
+    """Neither the lab nor a curve by replay loads it, numpy or matplotlib."""
+    code = """
+import sys
+import kvcore.cli.curve, kvcore.lab, kvcore.report
+from kvcore.lab import curve
+from kvcore_plugins.workloads import Zipf
+heavy = {"numba", "numpy", "matplotlib"}
+curve(Zipf(requests=5), "fifo", [4])
+assert not heavy & set(sys.modules)
+curve(Zipf(requests=5), "lru", [4])
+assert heavy - set(sys.modules) == {"matplotlib"}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_compiled_is_kept_where_it_is_said(tmp_path):
+    """Compiled in one process, loaded in the next: `NUMBA_CACHE_DIR` says where."""
+    code = """
+from kvcore.lab import kernels
+stats = kernels.find_runs.stats
+print(stats.cache_path, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+    command = [sys.executable, "-c", code]
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    first, second = (
+        subprocess.run(command, check=True, env=env, capture_output=True, text=True).stdout
+        for _ in range(2)
+    )
+    assert first.startswith(str(tmp_path))
+    assert first.endswith(" 0 1\n")
+    assert second.endswith(" 1 0\n")
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch):
+    """A function whose file has no place for a cache works without one."""
+    jit = kernels.njit
+
+    def nowhere(*args, cache=False):
+        if cache:
+            msg = "no locator available"
+            raise RuntimeError(msg)
+        return jit(*args)
+
+    monkeypatch.setattr(kernels, "njit", nowhere)
+    assert kernels.compiled("i8(i8)")(lambda number: number + 1)(2) == 3
+
+
+def test_the_loops_say_the_same_uncompiled(monkeypatch):
+    """Python runs the very functions that numba compiles, to the same arrays."""
+    served = requests(["abcd", "ab", "abce", "xyz", "abcd", "xy", "abce"] * 2)
+    geometry = Geometry("keys", 1)
+    compiled = Reuse.read(served, geometry)
+    sizes = range(1, 12)
+    expected = [compiled.optimum(size, bypass=bypass) for size in sizes for bypass in (0, 1)]
+    for name in ("follow", "add", "evict", "larger"):
+        monkeypatch.setattr(kernels, name, getattr(kernels, name).py_func)
+    monkeypatch.setattr(kernels, "SLOTS", 4)
+    for name in ("find_runs", "reuse_depths", "optimum_hits"):
+        plain = getattr(kernels, name).py_func
+        monkeypatch.setattr(f"kvcore.lab.reuse.{name}", plain)
+    found = Reuse.read(served, geometry)
+    assert found.lru() == compiled.lru()
+    assert expected == [
+        found.optimum(size, bypass=bypass) for size in sizes for bypass in (0, 1)
+    ]

@@ -1,0 +1,130 @@
+from collections import deque
+from itertools import islice
+from threading import Thread
+
+import pytest
+import zmq
+
+from kvcore.errors import InputError
+from kvcore.events.ordering import Delivery, Gap
+from kvcore.events.publisher import Publisher
+from kvcore.events.transport import Server, Subscriber
+
+PATIENCE = 20
+FREE = "tcp://127.0.0.1:*"
+
+
+class Listener:
+    """Hears `count` items of a publisher on a thread of its own."""
+
+    def __init__(self, publisher, count, **options):
+        server = Server(address=publisher.address, replay=publisher.replay, **options)
+        self.items = []
+        self.thread = Thread(target=self.listen, args=(server, count))
+        self.thread.start()
+
+    def listen(self, server, count):
+        """Hear them, and go: what the thread does."""
+        with Subscriber(server) as subscriber:
+            self.items += islice(subscriber.items(PATIENCE), count)
+
+    def heard(self, publisher):
+        """Return what it has heard, once it has gone."""
+        while publisher.subscribers:
+            publisher.serve(0.01)
+        self.thread.join()
+        return self.items
+
+
+def test_what_is_published_is_heard():
+    """Batches of before and after someone came are heard, in order and each once."""
+    with Publisher(FREE, FREE) as publisher:
+        assert [publisher.publish(b"a"), publisher.publish(b"b")] == [0, 1]
+        listener = Listener(publisher, 4)
+        assert publisher.wait_for(1, PATIENCE)
+        assert [publisher.publish(b"c"), publisher.publish(b"d")] == [2, 3]
+        heard = listener.heard(publisher)
+    assert [(item.sequence, item.payload) for item in heard] == [
+        (0, b"a"),
+        (1, b"b"),
+        (2, b"c"),
+        (3, b"d"),
+    ]
+
+
+def test_as_many_as_the_buffer_holds_can_be_had_again():
+    """Older batches than the buffer holds are gone, and found missing."""
+    with Publisher(FREE, FREE, buffer=2) as publisher:
+        for payload in (b"a", b"b", b"c"):
+            publisher.publish(payload)
+        listener = Listener(publisher, 3)
+        assert publisher.wait_for(1, PATIENCE)
+        gap, *rest = listener.heard(publisher)
+    assert (gap.first, gap.last) == (0, 0)
+    assert [item.payload for item in rest] == [b"b", b"c"]
+
+
+def test_without_a_replay_address_nothing_can_be_had_again():
+    """A publisher without one says so, and what was before is a gap."""
+    with Publisher(FREE) as publisher:
+        assert publisher.replay is None
+        publisher.publish(b"a")
+        listener = Listener(publisher, 2)
+        assert publisher.wait_for(1, PATIENCE)
+        publisher.publish(b"b")
+        gap, batch = listener.heard(publisher)
+    assert isinstance(gap, Gap)
+    assert batch == Delivery(0, 1, b"b")
+
+
+def test_a_slow_listener_loses_nothing():
+    """Far more batches than all queues hold arrive, none of them as a replay."""
+    with Publisher(FREE) as publisher:
+        listener = Listener(publisher, 5_000, queue=1)
+        assert publisher.wait_for(1, PATIENCE)
+        deque(map(publisher.publish, [b"x" * 1000] * 5_000), maxlen=0)
+        heard = listener.heard(publisher)
+    assert [item.sequence for item in heard] == list(range(5_000))
+
+
+def test_a_request_that_is_none_is_not_answered():
+    """Who asks for something else than a number gets nothing; the next one is answered."""
+    with (
+        Publisher("inproc://live", "inproc://again", context=(context := zmq.Context())) as it,
+        context,
+        context.socket(zmq.DEALER) as asking,
+    ):
+        it.publish(b"a")
+        asking.connect("inproc://again")
+        for request in ([b"what?"], [b"", b"short"], [b"", b"\xff" * 8], [b"", bytes(8)]):
+            asking.send_multipart(request)
+        it.serve(0)
+        assert asking.recv_multipart() == [b"", b"", bytes(8), b"a"]
+        assert asking.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
+        assert not asking.poll(0)
+        it.close()
+
+
+def test_handing_out_waits_for_the_first_and_the_last():
+    """All payloads go to who comes first, and replays are answered until they have gone."""
+    with Publisher(FREE, FREE) as publisher:
+        listener = Listener(publisher, 3)
+        assert publisher.hand_out(iter([b"a", b"b", b"c"])) == 3
+        assert publisher.subscribers == 0
+        listener.thread.join()
+    assert [item.payload for item in listener.items] == [b"a", b"b", b"c"]
+
+
+def test_waiting_for_listeners_ends():
+    """Nobody comes: `wait_for` says so after the time given."""
+    with Publisher(FREE) as publisher:
+        assert not publisher.wait_for(1, 0.01)
+
+
+def test_an_address_in_use_is_refused():
+    """Where another publishes already, the error says where, and nothing stays open."""
+    with (
+        Publisher(FREE) as publisher,
+        pytest.raises(InputError, match=f"cannot publish at {publisher.address}: Address"),
+    ):
+        Publisher(publisher.address)

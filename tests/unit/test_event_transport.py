@@ -1,0 +1,320 @@
+import sys
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from threading import Thread
+
+import pytest
+import zmq
+from engine_wire import END, Engine, number
+
+from kvcore.errors import InputError, PluginError
+from kvcore.events.ordering import Delivery, Gap, Garbage, Restart
+from kvcore.events.transport import Server, Subscriber
+
+PATIENCE = 20
+
+
+@pytest.fixture
+def engine():
+    """Return an engine that listens at free ports."""
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def listen():
+    """Return a function that subscribes to an engine and waits until it knows."""
+    with ExitStack() as stack:
+
+        def listen(engine, **options):
+            server = Server(**{"address": engine.address, "replay": engine.replay} | options)
+            subscriber = stack.enter_context(Subscriber(server))
+            engine.wait()
+            return subscriber
+
+        yield listen
+
+
+@contextmanager
+def router():
+    """Yield a ROUTER socket and its address, at which nobody answers."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        yield socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+def heard(subscriber, count):
+    """Return the next `count` items."""
+    items = list(islice(subscriber.items(PATIENCE), count))
+    assert len(items) == count
+    return items
+
+
+def restart(engine, subscriber):
+    """Let an engine die and start again, and a subscriber find it again."""
+    engine.restart()
+    # Only while it is asked for items does a subscriber subscribe again.
+    for _ in range(PATIENCE * 100):
+        assert not list(subscriber.items(0.01))
+        if engine.pub.poll(0):
+            break
+    engine.wait()
+
+
+def test_live_batches_come_in_order(engine, listen):
+    """What is published while one listens is heard, as it was sent."""
+    subscriber = listen(engine)
+    for payload in (b"a", b"b", b"c"):
+        engine.publish(payload)
+    items = heard(subscriber, 3)
+    assert [(item.sequence, item.payload) for item in items] == [
+        (0, b"a"),
+        (1, b"b"),
+        (2, b"c"),
+    ]
+
+
+def test_what_was_before_is_asked_for(engine, listen):
+    """A late listener gets what the publisher keeps, though nothing new is published."""
+    engine.publish(b"a", heard=False)
+    engine.publish(b"b", heard=False)
+    assert heard(listen(engine), 2) == [
+        Delivery(0, 0, b"a", replayed=True),
+        Delivery(0, 1, b"b", replayed=True),
+    ]
+
+
+def test_without_replay_what_was_before_is_a_gap(engine, listen):
+    """With nobody to ask, a late listener is told what it has missed."""
+    engine.publish(b"a", heard=False)
+    subscriber = listen(engine, replay=None)
+    engine.publish(b"b")
+    gap, batch = heard(subscriber, 2)
+    assert gap == Gap(0, 0, 0, "there is no replay address to ask for them")
+    assert batch == Delivery(0, 1, b"b")
+
+
+def test_dropped_batches_are_asked_for(engine, listen):
+    """Batches that were lost on the way are asked for, from the first, and come in order."""
+    subscriber = listen(engine)
+    engine.publish(b"a")
+    assert heard(subscriber, 1) == [Delivery(0, 0, b"a", replayed=True)]
+    for payload in (b"b", b"c"):
+        engine.publish(payload, heard=False)
+    engine.publish(b"d")
+    items = heard(subscriber, 3)
+    assert [item.payload for item in items] == [b"b", b"c", b"d"]
+    assert engine.asked == [0, 0]
+
+
+def test_what_comes_live_during_a_replay_counts_once(engine, listen):
+    """A replay also brings what comes by itself as well: each batch is heard once."""
+    subscriber = listen(engine)
+    engine.publish(b"a", heard=False)
+    for payload in (b"b", b"c", b"d"):
+        engine.publish(payload)
+    items = heard(subscriber, 4)
+    engine.publish(b"e")
+    items += heard(subscriber, 1)
+    assert [item.sequence for item in items] == [0, 1, 2, 3, 4]
+    assert not items[-1].replayed
+
+
+def test_what_is_not_kept_any_more_is_a_gap(listen):
+    """Of batches that were lost, those that the publisher has dropped are told as lost."""
+    with Engine(buffer=2) as engine:
+        for payload in (b"a", b"b", b"c"):
+            engine.publish(payload, heard=False)
+        gap, *rest = heard(listen(engine), 3)
+    assert gap == Gap(0, 0, 0, "the publisher does not have them any more")
+    assert [item.payload for item in rest] == [b"b", b"c"]
+
+
+def test_a_hole_in_an_answer_is_asked_for_again(engine, listen):
+    """An answer that lacks batches in its middle, dropped on the way, is asked for again."""
+    engine.holes = [{1, 2}]
+    for payload in (b"a", b"b", b"c", b"d"):
+        engine.publish(payload, heard=False)
+    items = heard(listen(engine), 4)
+    assert [item.sequence for item in items] == [0, 1, 2, 3]
+    assert engine.asked == [0, 1]
+
+
+def test_a_replay_that_nobody_answers_leaves_a_gap(engine, listen):
+    """Where the replay address is silent, the gap says so, and listening goes on."""
+    with router() as (_, replay):
+        engine.publish(b"a", heard=False)
+        subscriber = listen(engine, replay=replay, replay_timeout=0.01)
+        engine.publish(b"b")
+        gap, batch = heard(subscriber, 2)
+    reason = f"no answer from {replay} within 10 ms"
+    assert (gap, batch) == (Gap(0, 0, 0, reason), Delivery(0, 1, b"b"))
+
+
+@pytest.mark.parametrize("answer", [[b"what?"], [b"", b"short", b"x"], [b""] * 6])
+def test_a_replay_of_garbage_leaves_a_gap(engine, listen, answer):
+    """Where the replay address answers with something else, the gap says so."""
+    with router() as (odd, replay):
+
+        def respond():
+            for _ in range(2):
+                odd.send_multipart([odd.recv_multipart()[0], *answer])
+
+        engine.publish(b"a", heard=False)
+        subscriber = listen(engine, replay=replay)
+        engine.publish(b"b")
+        thread = Thread(target=respond)
+        thread.start()
+        gap, _ = heard(subscriber, 2)
+        thread.join()
+    assert gap.reason == f"{replay} answered with something that is no batch"
+
+
+def test_answers_without_a_topic_are_read(listen):
+    """Servers that leave the topic out of a replay are understood."""
+    with Engine(replay_frames=3, topic=b"kv") as engine:
+        engine.publish(b"a", heard=False)
+        assert heard(listen(engine), 1) == [Delivery(0, 0, b"a", replayed=True)]
+
+
+def test_a_restart_is_told_and_counts_from_zero(engine, listen):
+    """A publisher that dies and comes back at its address begins anew, in full."""
+    subscriber = listen(engine)
+    for payload in (b"a", b"b"):
+        engine.publish(payload)
+    heard(subscriber, 2)
+    restart(engine, subscriber)
+    engine.publish(b"c", heard=False)
+    engine.publish(b"d")
+    assert heard(subscriber, 3) == [
+        Restart(0, expected=2, sequence=1),
+        Delivery(0, 0, b"c", replayed=True),
+        Delivery(0, 1, b"d", replayed=True),
+    ]
+
+
+def test_a_restart_that_has_overtaken_is_told(engine, listen):
+    """A new life whose first batch to be heard is the one expected of the old is found out."""
+    subscriber = listen(engine)
+    engine.publish(b"a")
+    heard(subscriber, 1)
+    restart(engine, subscriber)
+    engine.publish(b"b", heard=False)
+    engine.publish(b"c")
+    assert heard(subscriber, 3) == [
+        Restart(0, expected=1, sequence=0),
+        Delivery(0, 0, b"b", replayed=True),
+        Delivery(0, 1, b"c", replayed=True),
+    ]
+
+
+def test_a_restart_before_anything_came_live_is_told(engine, listen):
+    """Numbers that a replay brought, with other bytes, are of a new life."""
+    for payload in (b"a", b"b"):
+        engine.publish(payload, heard=False)
+    subscriber = listen(engine)
+    heard(subscriber, 2)
+    restart(engine, subscriber)
+    engine.publish(b"c")
+    assert heard(subscriber, 2) == [Restart(0, 2, 0), Delivery(0, 0, b"c")]
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b"only"], "expected 3 frames (topic, number, payload), got 1"),
+        ([b"", number(0), b"x", b"y"], "expected 3 frames (topic, number, payload), got 4"),
+        ([b"", b"\0" * 7, b"x"], "expected a number of 8 bytes from 0 on, got 00000000000000"),
+        ([b"", b"", b"x"], "expected a number of 8 bytes from 0 on, got none"),
+        ([b"", END, b"x"], "expected a number of 8 bytes from 0 on, got ffffffffffffffff"),
+        (
+            [b"", b"\0" * 9, b"x"],
+            "expected a number of 8 bytes from 0 on, got 9 bytes 0000000000000000...",
+        ),
+    ],
+)
+def test_garbage_is_told_and_skipped(engine, listen, frames, reason):
+    """A message that is no batch is reported, and what follows is heard."""
+    subscriber = listen(engine)
+    engine.pub.send_multipart(frames)
+    engine.publish(b"a")
+    items = heard(subscriber, 2)
+    assert Garbage(0, reason) in items
+    assert {item.payload for item in items if isinstance(item, Delivery)} == {b"a"}
+
+
+def test_only_the_topic_asked_for(listen):
+    """Batches of topics that do not begin as asked are not heard, live or replayed."""
+    with Engine() as engine:
+        for topic in (b"kv@a", b"other", b"kv@b"):
+            engine.topic = topic
+            engine.publish(topic, heard=False)
+        subscriber = listen(engine, topic="kv")
+        items = heard(subscriber, 2)
+        for topic in (b"other", b"kv@c"):
+            engine.topic = topic
+            engine.publish(topic)
+        items += heard(subscriber, 1)
+    assert [item.payload for item in items] == [b"kv@a", b"kv@b", b"kv@c"]
+
+
+def test_each_rank_counts_for_itself():
+    """Several publishers are heard at addresses in a row, each with its own numbers."""
+    with (
+        zmq.Context() as context,
+        Engine("inproc://kv", "inproc://again", context=context) as first,
+        Engine("inproc://kv_dp1", "inproc://again_dp1", context=context) as second,
+    ):
+        first.publish(b"a", heard=False)
+        second.publish(b"b", heard=False)
+        server = Server(address="inproc://kv", replay="inproc://again", ranks=2)
+        with Subscriber(server, context) as subscriber:
+            items = heard(subscriber, 2)
+    assert items == [
+        Delivery(0, 0, b"a", replayed=True),
+        Delivery(1, 0, b"b", replayed=True),
+    ]
+
+
+def test_listening_ends_in_time(engine, listen):
+    """`items` ends after the seconds given, though nothing was heard."""
+    assert list(listen(engine).items(0.01)) == []
+
+
+def test_listening_can_be_stopped(engine, listen):
+    """`stop` ends `items` though more could come, even while an answer is waited for."""
+    with router() as (silent, replay):
+
+        def stop():
+            silent.recv_multipart()
+            subscriber.stop()
+
+        subscriber = listen(engine, replay=replay, replay_timeout=PATIENCE)
+        thread = Thread(target=stop)
+        thread.start()
+        assert list(subscriber.items()) == []
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"address": "5557"}, "expected one such as tcp://127.0.0.1:5557"),
+        ({"address": "tcp://*:5557"}, "name the server's: tcp://127.0.0.1:5557"),
+        ({"address": "tcp://h:70000"}, "there is no port 70000; the highest is 65535"),
+        ({"address": "tcp://h:65535", "ranks": 2}, "rank 1 would have port 65536"),
+        ({"address": "tcp://h:1", "replay": "here"}, "address 'here': expected one such"),
+    ],
+)
+def test_addresses_that_are_none_are_refused(options, complaint):
+    """An address that cannot be connected to is refused at once, with what would be one."""
+    with pytest.raises(InputError, match="address") as error:
+        Subscriber(Server(**options))
+    assert complaint in str(error.value)
+
+
+def test_without_pyzmq_the_extra_is_named(monkeypatch):
+    """Where pyzmq is missing, the error says what to install."""
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(PluginError, match=r"pip install 'kvcore\[events\]'"):
+        Subscriber(Server(address="tcp://127.0.0.1:5557"))

@@ -1,0 +1,187 @@
+import re
+
+import pytest
+from kv_events import DYNAMO, MOONCAKE, PAYLOADS, TRTLLM, VLLM, batch, pack, stored
+
+from kvcore import InputError, TraceError
+from kvcore.events import BlockStored, PagesStored, Unread, decode, encode
+
+
+def read(*events):
+    """Return the events of a batch of `events`."""
+    return decode(pack([1.0, list(events)])).events
+
+
+def test_vllm_events_are_read_by_name():
+    """The batch captured from vLLM has its fields where the model has them."""
+    found = decode(pack(VLLM))
+    run, gone = found.events
+    assert (found.ts, found.dp_rank, found.time) == (1.5, 0, 1_500_000_000)
+    assert run.hashes == (12555718149727645726, 6316901218105635996, 4611920248672570002)
+    assert (run.parent, run.block_size, run.medium, run.group) == (None, 4, "GPU", 0)
+    assert run.extra_keys == (("s1",), None, None)
+    assert run.more == {"kv_cache_spec_kind": "full_attention"}
+    assert gone.hashes == (4611920248672570002,)
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_payloads_are_written_as_they_were(name):
+    """Payloads as engines send them come back byte for byte."""
+    assert encode(decode(PAYLOADS[name])) == PAYLOADS[name]
+
+
+def test_arrays_are_read_by_place():
+    """Hashes may be signed, a parent bytes, and tokens pairs or texts."""
+    [run] = decode(PAYLOADS["array"]).events
+    assert (run.hashes, run.parent) == ((-3, 4), b"p" * 32)
+    assert (run.tokens, run.medium, run.wire.array) == (((1, 2), "x"), "CPU", True)
+
+
+def test_both_layouts_of_an_array_find_the_group():
+    """VLLM's array has the group where Dynamo's has a slot before it."""
+    start = ["BlockStored", [1], None, [7], 1, None, "GPU", None, None]
+    vllm, dynamo, kind = read([*start, 3, "mla"], [*start, None, 3, "mla"], [*start, None, "m"])
+    assert (vllm.group, vllm.more) == (3, {"kv_cache_spec_kind": "mla"})
+    assert (dynamo.group, dynamo.more) == (3, {"kv_cache_spec_kind": "mla"})
+    assert (kind.group, kind.more) == (None, {"kv_cache_spec_kind": "m"})
+
+
+def test_unknown_fields_are_kept():
+    """Fields of maps, and items beyond an array's layout, come back."""
+    one, two = read(
+        {"type": "AllBlocksCleared", "why": {"a": [1, b"x"]}}, ["AllBlocksCleared", "tail"]
+    )
+    assert one.more == {"why": {"a": [1, b"x"]}}
+    assert two.more == {"#1": "tail"}
+
+
+def test_trtllm_blocks_have_levels():
+    """A polled event has its number, window, and per block a level and priority."""
+    found = decode(TRTLLM)
+    [run] = found.events
+    assert isinstance(run, PagesStored)
+    assert (found.format, found.seq, found.ts, run.group) == ("trtllm", 7, None, 4096)
+    assert [(b.hash, b.content, b.medium) for b in run.blocks()] == [(5, ((1, 0),), "LEVEL_0")]
+
+
+def test_dynamo_blocks_have_hashes_of_their_tokens():
+    """A router event has worker, number and tier; its blocks no tokens, but their hash."""
+    found = decode(DYNAMO)
+    [run] = found.events
+    assert (found.format, found.source, found.seq, found.dp_rank) == ("dynamo", 3, 4, 0)
+    assert (run.hashes, run.contents, run.tokens, run.medium) == ((5,), (6,), None, "device")
+
+
+def test_mooncake_counts_milliseconds_and_names_objects():
+    """The store's batches have whole milliseconds, its blocks their object's key."""
+    found = decode(pack(MOONCAKE))
+    assert (found.format, found.time) == ("mooncake", 1780000000123 * 10**6)
+    assert found.events[0].hashes == ("model@0/abc",)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (7, r"events\[1\] must be a map or an array, not 7"),
+        ({"block_hashes": [1]}, r"events\[1\]\.type must be one of BlockStored, .*, not None"),
+        (["Moved"], r"events\[1\]\.type must be one of .*, not 'Moved'"),
+        (["BlockRemoved"], r"events\[1\] has no field 'block_hashes'"),
+        (
+            ["BlockRemoved", [1, "x"]],
+            r"events\[1\]\.block_hashes\[1\] must be an integer of 64",
+        ),
+        (["BlockRemoved", [True]], r"block_hashes\[0\] must be an integer"),
+        (["BlockStored", [1], None, [-1], 1], r"token_ids\[0\] must be a token id"),
+        (["BlockStored", [1], None, [[1, 2, 3]], 1], r"token_ids\[0\] must be a token id"),
+        (["BlockStored", [1], None, [1], 0], r"block_size must be an integer from 1 on, not 0"),
+        (["BlockStored", [1], None, [1], 1, None, 5], r"medium must be a text, not 5"),
+    ],
+)
+def test_what_cannot_be_read_is_kept_with_its_place(event, reason):
+    """An event that is wrong is Unread, says where, and does not harm the others."""
+    good = {"type": "AllBlocksCleared"}
+    payload = pack([1.0, [good, event, good]])
+    found = decode(payload)
+    kinds = [isinstance(each, Unread) for each in found.events]
+    assert kinds == [False, True, False]
+    assert re.search(reason, found.events[1].reason)
+    assert encode(found) == payload
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (pack([1.0]), r"payload: batch must be \[ts, events, dp_rank\], not \[1\.0\]"),
+        (pack(["x", []]), "batch.ts must be a finite number, not 'x'"),
+        (pack([float("nan"), []]), "batch.ts must be a finite number, not nan"),
+        (pack([1.0, {}]), "batch.events must be a list"),
+        (pack([1.0, [], "r"]), "batch.dp_rank must be an integer from 0"),
+        (pack([1.0, [{"type": "AllBlocksCleared", "x": {1: 2}}]]), "texts as names, not 1"),
+        (pack([1.0, []])[:-1], "no msgpack: "),
+        (pack(5), "neither a msgpack array nor JSON"),
+        (b"hello", "neither a msgpack array nor JSON: it begins b'hello'"),
+        (b'{"a":1}', "must be an event with event_id and data, or worker_id and event"),
+        (b'{"event_id":-1,"data":{}}', "event.event_id must be an integer from 0"),
+        (b'{"worker_id":1,"event":3}', "line.event must be a map, not 3"),
+    ],
+)
+def test_what_is_no_batch_is_refused(payload, reason):
+    """A payload that is no batch raises TraceError with the place."""
+    with pytest.raises(TraceError, match=reason):
+        decode(payload)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'{"type":"moved"}', "event.data.type must be created, stored, removed or updated"),
+        (
+            b'{"type":"stored","blocks":[{"block_hash":1}]}',
+            r"data\.blocks\[0\] has no field 'tokens'",
+        ),
+        (
+            b'{"type":"updated","block_hash":1,"priority":{"new_value":1}}',
+            "priority has no field 'old_value'",
+        ),
+    ],
+)
+def test_polled_events_say_what_is_wrong(data, reason):
+    """An event of TensorRT-LLM that is wrong inside has its number, and the place."""
+    payload = b'{"event_id":9,"data":' + data + b',"window_size":5}'
+    found = decode(payload)
+    assert found.seq == 9
+    assert re.search(reason, found.events[0].reason)
+    assert decode(encode(found)) == found
+
+
+def test_a_format_refuses_what_it_cannot_say():
+    """Events that a format has no word for are refused when written, naming them."""
+    with pytest.raises(InputError, match="PagesStored cannot be said in the events of vLLM"):
+        encode(batch(PagesStored(pages=())))
+    with pytest.raises(InputError, match="one event a line"):
+        encode(batch(stored(1), format="trtllm"))
+    with pytest.raises(
+        InputError, match="BlockStored cannot be said in Dynamo's router events"
+    ):
+        encode(batch(stored(1), format="dynamo", seq=0, source=0))
+    with pytest.raises(
+        InputError, match="no format of KV events is called 'x'; there are: msg"
+    ):
+        encode(batch(format="x"))
+
+
+def test_an_array_has_no_place_for_every_field():
+    """A field that an array's layout does not reach is refused, not dropped."""
+    event = decode(pack([1.0, [["BlockRemoved", [1]]]])).events[0]
+    changed = BlockStored(hashes=(1,), tokens=(), block_size=1, medium="GPU", wire=event.wire)
+    with pytest.raises(InputError, match=r"as an array has no place for .*medium"):
+        encode(batch(changed))
+
+
+def test_tokens_that_do_not_fill_the_blocks_tell_nothing():
+    """Blocks have contents only where tokens divide evenly among them."""
+    whole = stored(1, 2, size=2)
+    assert [block.content for block in whole.blocks()] == [(1, 1), (2, 2)]
+    ragged = BlockStored(hashes=(1, 2), tokens=(1, 2, 3), block_size=2)
+    assert [block.content for block in ragged.blocks()] == [None, None]
+    assert [block.parent for block in ragged.blocks()] == [None, 1]

@@ -1,0 +1,182 @@
+from kv_events import batch, removed, stored
+
+from kvcore.events import (
+    AllBlocksCleared,
+    Batch,
+    BlockUpdated,
+    Ledger,
+    Page,
+    PagesStored,
+    Place,
+    Unread,
+)
+
+SECOND = 1.0
+
+
+def follow(*batches, **options):
+    """Return a ledger that has followed `batches`, numbered from 0."""
+    ledger = Ledger(**options)
+    for seq, each in enumerate(batches):
+        ledger.follow(each, seq)
+    return ledger
+
+
+def held(ledger):
+    """Return the resident hashes with their multiplicities, wherever they are."""
+    return {key: n for blocks in ledger.resident().values() for key, n in blocks.items()}
+
+
+def test_stored_is_resident_until_removed():
+    """Blocks are there from being stored to being removed."""
+    ledger = follow(batch(stored(1, 2, 3)), batch(removed(3)))
+    assert held(ledger) == {1: 1, 2: 1}
+    assert (ledger.stored, ledger.removed, sum(ledger.anomalies.values())) == (3, 1, 0)
+
+
+def test_stored_twice_must_be_removed_twice():
+    """A hash stored again is another copy: one removal leaves it resident."""
+    ledger = follow(batch(stored(1), stored(1)), batch(removed(1)))
+    assert held(ledger) == {1: 1}
+    assert (ledger.stored, ledger.stored_again, ledger.removed) == (1, 1, 0)
+    ledger.follow(batch(removed(1)))
+    assert (held(ledger), ledger.removed) == ({}, 1)
+
+
+def test_full_reports_are_reuse():
+    """In full-report mode what is stored again is a reuse, and one removal takes it out."""
+    ledger = follow(batch(stored(1), stored(1, 2)), batch(removed(1)), full=True)
+    assert held(ledger) == {2: 1}
+    assert (ledger.stored, ledger.reused, ledger.stored_again) == (2, 1, 0)
+
+
+def test_an_origin_says_reuse():
+    """A run whose origin is REUSED is no other copy, whatever the mode."""
+    ledger = follow(batch(stored(1), stored(1, more={"origin": "REUSED"})))
+    assert (held(ledger), ledger.reused) == ({1: 1}, 1)
+
+
+def test_tiers_ranks_and_groups_are_apart():
+    """One hash may be in several places, and leaves each by itself."""
+    ledger = follow(
+        Batch(0.0, (stored(1, medium="GPU"), stored(1, medium="CPU")), 0),
+        Batch(0.0, (stored(1, medium="GPU", group=1),), 0),
+        Batch(0.0, (removed(1, medium="GPU"),), 0),
+    )
+    assert ledger.resident() == {
+        Place(0, 0, None, "CPU"): {1: 1},
+        Place(0, 0, 1, "GPU"): {1: 1},
+    }
+
+
+def test_removal_without_a_tier_finds_the_block():
+    """A removal that names no tier takes the block from the one that has it."""
+    ledger = follow(batch(stored(1, medium="GPU"), removed(1)))
+    assert (held(ledger), ledger.anomalies["never_stored"]) == ({}, 0)
+
+
+def test_removals_of_nothing_are_told():
+    """A removal of a block that is not there is counted, with its place."""
+    ledger = follow(batch(stored(1)), batch(stored(2), removed(9)))
+    assert ledger.anomalies["never_stored"] == 1
+    [found] = ledger.examples
+    assert (found.where, found.what) == ("batch 1, event 1", "block 9")
+
+
+def test_unknown_parents_are_told():
+    """A run below a block that is not resident is counted, and is resident."""
+    ledger = follow(batch(stored(2, parent=1)))
+    assert (ledger.anomalies["unknown_parent"], held(ledger)) == (1, {2: 1})
+
+
+def test_collisions_are_told():
+    """A hash under another parent, or of other tokens, is a collision; a new life is none."""
+    other = stored(1, size=2)
+    ledger = follow(batch(stored(1, 2)), batch(stored(2)), batch(other))
+    assert ledger.anomalies["collision"] == 2
+    assert [each.what for each in ledger.examples] == [
+        "block 2: parent None, before 1",
+        "block 1: other tokens than before",
+    ]
+    fresh = follow(batch(stored(1), removed(1), other))
+    assert fresh.anomalies["collision"] == 0
+
+
+def test_repeated_hashes_are_told():
+    """An event that has a hash twice is counted."""
+    assert follow(batch(stored(1, 1))).anomalies["repeated"] == 1
+
+
+def test_unread_events_are_told():
+    """An event that could not be read is counted, with its reason."""
+    ledger = follow(batch(Unread(7, "events[0] must be a map")))
+    assert ledger.anomalies["unread"] == 1
+    assert ledger.examples[0].what == "events[0] must be a map"
+
+
+def test_clear_drops_a_rank():
+    """A clear drops what its rank holds, and nothing of the others."""
+    ledger = Ledger()
+    ledger.follow(Batch(0.0, (stored(1, 2),), 0))
+    ledger.follow(Batch(0.0, (stored(3),), 1))
+    ledger.follow(Batch(0.0, (AllBlocksCleared(),), 0))
+    assert (held(ledger), ledger.cleared) == ({3: 1}, 2)
+
+
+def test_replayed_batches_count_once():
+    """A number that was passed is ignored, if its time was, too."""
+    first, second = batch(stored(1), ts=1.0), batch(stored(2), ts=2.0)
+    ledger = follow(first, second)
+    assert not ledger.follow(first, 0)
+    assert not ledger.follow(second, 1)
+    assert (held(ledger), ledger.replayed, ledger.batches) == ({1: 1, 2: 1}, 2, 2)
+
+
+def test_gaps_are_told():
+    """Numbers that are left out are a gap, per publisher."""
+    ledger = Ledger()
+    for publisher, seq in (("a", 0), ("b", 7), ("a", 3), ("b", 8)):
+        ledger.follow(batch(), seq, publisher)
+    assert (ledger.gaps, ledger.missing) == ([("a", 1, 2)], 2)
+
+
+def test_a_told_gap_is_not_told_twice():
+    """After a gap that the transport reports, the next number is none."""
+    ledger = follow(batch())
+    ledger.miss(None, 1, 4)
+    ledger.follow(batch(), 5)
+    assert ledger.gaps == [(None, 1, 4)]
+
+
+def test_a_restart_forgets():
+    """A lower number with a later time is a new life: what the old one held is gone."""
+    ledger = follow(batch(stored(1), ts=1.0), batch(stored(2), ts=2.0))
+    assert ledger.follow(batch(stored(3), ts=9.0), 0)
+    assert (held(ledger), ledger.restarts, ledger.forgotten) == ({3: 1}, 1, 2)
+
+
+def test_a_restart_may_begin_with_a_gap():
+    """The new life's first batches may be lost, too."""
+    ledger = Ledger()
+    for seq in range(5):
+        ledger.follow(batch(ts=seq), seq)
+    ledger.follow(batch(ts=9.0), 2)
+    assert (ledger.restarts, ledger.gaps) == (1, [(None, 0, 2)])
+
+
+def test_levels_move_blocks():
+    """An update of the level moves a block from one tier to another."""
+    page = Page(hash=5, tokens=((1, 0),), level=0, priority=35)
+    ledger = follow(
+        batch(PagesStored(pages=(page,))), batch(BlockUpdated(hash=5, level=(0, 1)))
+    )
+    assert ledger.resident() == {Place(None, None, None, "LEVEL_1"): {5: 1}}
+    assert ledger.moved == 1
+    ledger.follow(batch(BlockUpdated(hash=6, level=(0, 1))))
+    assert ledger.anomalies["never_stored"] == 1
+
+
+def test_many_anomalies_keep_few_examples():
+    """All anomalies are counted; only the first twenty keep their places."""
+    ledger = follow(*(batch(removed(9)) for _ in range(50)))
+    assert (ledger.anomalies["never_stored"], len(ledger.examples)) == (50, 20)

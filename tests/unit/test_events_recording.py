@@ -1,0 +1,212 @@
+import gzip
+
+import orjson
+import pytest
+from kv_events import DYNAMO, TRTLLM, batch, record, removed, stored
+
+from kvcore import InputError, TraceError
+from kvcore.events import (
+    Lost,
+    Received,
+    RecordingReader,
+    RecordingWriter,
+    Restarted,
+    Skipped,
+    check_recording,
+    decode,
+    is_recording,
+)
+
+RUN = [batch(stored(1, 2), ts=1.0), batch(removed(2), ts=2.0), batch(stored(3), ts=3.0)]
+
+
+def items(path):
+    """Return what a recording holds, and its reader."""
+    reader = RecordingReader(path)
+    return list(reader), reader
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.jsonl.zst"])
+def test_a_recording_holds_its_batches(tmp_path, name):
+    """Batches come back with their numbers, whatever the compression."""
+    path = record(tmp_path / name, *RUN, engine="vllm 0.33")
+    found, reader = items(path)
+    assert found == [Received(each, seq, None) for seq, each in enumerate(RUN)]
+    assert reader.complete
+    assert (reader.header["format"], reader.header["engine"]) == ("msgpack", "vllm 0.33")
+    assert is_recording(path)
+
+
+def test_equal_streams_make_equal_files(tmp_path):
+    """There is nothing in a recording but the stream."""
+    one, two = (record(tmp_path / name, *RUN) for name in ("a.jsonl.gz", "b.jsonl.gz"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_gaps_restarts_and_garbage_are_lines(tmp_path):
+    """What the transport finds wrong comes back in its place."""
+    with RecordingWriter(tmp_path / "r.jsonl") as recording:
+        recording.batch(RUN[0], 0, 1)
+        recording.gap(1, 3, 1, "not kept any more")
+        recording.restart(1)
+        recording.garbage("two frames", 1)
+    found, _ = items(tmp_path / "r.jsonl")
+    assert found[1:] == [
+        Lost(1, 1, 3, "not kept any more"),
+        Restarted(1),
+        Skipped(1, "two frames"),
+    ]
+
+
+def test_other_formats_say_so(tmp_path):
+    """A batch of another format than most is read as what it is."""
+    mixed = [RUN[0], decode(TRTLLM), decode(DYNAMO)]
+    found, _ = items(record(tmp_path / "r.jsonl", *mixed))
+    assert [item.batch for item in found] == mixed
+
+
+def test_files_of_json_events_are_recordings(tmp_path):
+    """TensorRT-LLM's and Dynamo's lines need no header, end, or last newline."""
+    for payload in (TRTLLM, DYNAMO):
+        path = tmp_path / "events.jsonl"
+        path.write_bytes(payload + b"\n" + payload)
+        found, reader = items(path)
+        assert is_recording(path)
+        assert reader.complete
+        assert [item.batch for item in found] == [decode(payload)] * 2
+
+
+def test_a_killed_recording_is_readable(tmp_path):
+    """What was flushed before a kill is read, and the file says that it is cut."""
+    recording = RecordingWriter(tmp_path / "r.jsonl")
+    recording.batch(RUN[0], 0)
+    recording.flush()
+    recording.batch(RUN[1], 1)
+    copy = tmp_path / "copy.jsonl"
+    recording._sink.hexdigest()
+    copy.write_bytes((tmp_path / "r.jsonl.part").read_bytes() + b'{"n":2,"ki')
+    recording.discard()
+    found, reader = items(copy)
+    assert [item.seq for item in found] == [0]
+    assert not reader.complete
+    assert reader.cut_reason == "the file ends inside line 3"
+    assert not list(tmp_path.glob("r.jsonl*"))
+
+
+def test_without_end_it_is_incomplete(tmp_path):
+    """A file that stops after a whole line is incomplete, too; so is a cut gzip stream."""
+    whole = record(tmp_path / "r.jsonl", *RUN).read_bytes()
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    assert items(cut)[1].cut_reason == "the file ends after line 4, without END"
+    cut.write_bytes(gzip.compress(whole)[:-20])
+    assert not items(cut)[1].complete
+
+
+def test_an_exception_leaves_nothing(tmp_path):
+    """A recording whose block raises is not there."""
+    with pytest.raises(RuntimeError), RecordingWriter(tmp_path / "r.jsonl"):
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_recording_takes_no_more(tmp_path):
+    """A batch after the end is refused."""
+    with RecordingWriter(tmp_path / "r.jsonl") as recording:
+        pass
+    with pytest.raises(InputError, match="BATCH after the end"):
+        recording.batch(RUN[0])
+
+
+def damage(line, **fields):
+    """Return what changes a recording's line `line`."""
+
+    def change(lines):
+        lines[line] = orjson.dumps(orjson.loads(lines[line]) | fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (damage(0, schema=2), r":1: schema 2; this version reads schema 1"),
+        (damage(0, kind="HEADER"), r":1: no recording of KV events"),
+        (damage(0, format="x"), r":1: format 'x' is not known; there are: msgpack"),
+        (damage(1, n=7), r":2: this line has n = 7; 1 stand before it"),
+        (damage(1, kind="X"), r":2: unknown kind of line 'X'; there are: BATCH"),
+        (damage(1, more=1), r":2: BATCH has a field 'more'"),
+        (damage(1, seq=-1), r":2: BATCH has a field 'seq' of -1"),
+        (damage(1, value=[1]), r":2: batch must be \[ts, events, dp_rank\]"),
+        (damage(1, value=[1, {"$x": 1}]), r":2: the name '\$x' is none"),
+        (damage(1, value=[2.0, []]), r":5: END has digest"),
+        (damage(4, lines={}), r":5: END has lines {}"),
+        (lambda lines: lines.append(lines[1]), r":6: a line follows END"),
+        (lambda lines: lines.insert(1, b"{"), r":2: not JSON"),
+        (lambda lines: lines.insert(0, b"hello"), r":1: no recording of KV events.*not JSON"),
+    ],
+)
+def test_damage_is_told_with_its_line(tmp_path, change, reason):
+    """A damaged line raises TraceError with file, line and reason."""
+    path = record(tmp_path / "r.jsonl", *RUN)
+    lines = path.read_bytes().splitlines()
+    change(lines)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(TraceError, match=reason):
+        items(path)
+
+
+def test_other_files_are_no_recordings(tmp_path):
+    """A file that is missing, a trace or a workload is none."""
+    assert not is_recording(tmp_path / "missing")
+    path = tmp_path / "x.jsonl"
+    for text in (
+        "",
+        "hello\n",
+        '{"event":"HEADER","schema":1}\n',
+        '{"timestamp":1}\n',
+        "[1]\n",
+    ):
+        path.write_text(text)
+        assert not is_recording(path)
+    with pytest.raises(InputError, match=r"cannot read the recording .*missing"):
+        items(tmp_path / "missing")
+
+
+def test_check_says_what_is_resident(tmp_path):
+    """The report counts blocks, and says what such a stream cannot tell."""
+    report = check_recording(record(tmp_path / "r.jsonl", *RUN))
+    assert report.resident == {"-": 2}
+    assert report.blocks["stored"] == 3
+    assert report.blocks["removed"] == 1
+    assert report.events == {"BlockStored": 2, "BlockRemoved": 1}
+    assert "a request that found its blocks leaves no event" in report.tells
+    assert orjson.loads(orjson.dumps(report.as_dict()))["schema"] == 1
+
+
+def test_check_says_what_is_missing(tmp_path):
+    """Gaps, restarts and anomalies are in the report, and in its sentence."""
+    with RecordingWriter(tmp_path / "r.jsonl") as recording:
+        recording.batch(batch(stored(2, parent=1), removed(7)), 3)
+        recording.gap(4, 2)
+        recording.garbage("two frames")
+        recording.restart()
+        recording.batch(batch(stored(1)), 0)
+    report = check_recording(tmp_path / "r.jsonl")
+    assert report.gaps == [{"publisher": None, "first": 4, "count": 2}]
+    assert (report.missing, report.garbage, report.restarts) == (2, 1, 1)
+    assert report.anomalies["unknown_parent"] == report.anomalies["never_stored"] == 1
+    assert "3 batches are missing or unreadable" in report.tells
+    assert "stored before it begins" in report.tells
+    assert report.blocks["forgotten"] == 1
+
+
+def test_check_of_nothing(tmp_path):
+    """An empty file is an incomplete recording of nothing."""
+    (tmp_path / "r.jsonl").write_bytes(b"")
+    report = check_recording(tmp_path / "r.jsonl")
+    assert (report.complete, report.cut_reason, report.batches) == (
+        False,
+        "the file is empty",
+        0,
+    )

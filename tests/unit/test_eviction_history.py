@@ -1,0 +1,209 @@
+"""LRU-K, tail-LRU, W-TinyLFU and adaptive: what sets them apart."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from caches import ask, make, serve, spans
+
+from kvcore import InputError, Plugins
+from kvcore.lab import replay
+from kvcore_plugins.eviction import LFU, LRU, LRUK, TTL, Adaptive, TailLRU, TinyLFU
+
+SCAN = ["a", "a", "b", "c"]
+LOOP = ["a", "b", "c"] * 20
+TALKS = ["wx", "abcd", "y", "z"]
+
+CONSTRUCTED = {
+    "lruk": (LRUK, 2, SCAN, {"|a", "|c"}, {"|b", "|c"}),
+    "tinylfu": (TinyLFU, 2, SCAN, {"|a", "|c"}, {"|b", "|c"}),
+    "tail-lru": (
+        lambda: TailLRU(threshold=4, unit="tokens", turn=0),
+        6,
+        TALKS,
+        {"|w", "|abc", "|y", "|z"},
+        {"|abcd", "|y", "|z"},
+    ),
+}
+
+
+def served(policy, blocks, texts, **options):
+    """Return the cache, counting keys, after serving `texts`."""
+    cache = make(blocks, policy, count="keys", **options)
+    serve(cache, *texts)
+    return cache
+
+
+def kept(policy, blocks, texts, **options):
+    """Return the spans that are cached after serving `texts`."""
+    return set(spans(served(policy, blocks, texts, **options)))
+
+
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_a_policy_differs_from_lru(name):
+    """On its constructed trace a policy keeps what its idea says, and LRU keeps the other."""
+    policy, blocks, texts, its, lrus = CONSTRUCTED[name]
+    assert kept(policy(), blocks, texts) == its
+    assert kept(LRU(), blocks, texts) == lrus
+
+
+def test_lruk_asks_when_the_kth_use_was():
+    """Of two used twice, that goes whose use before the latest is older, unlike with LFU."""
+    texts = ["a", "b", "b", "a", "c"]
+    assert kept(LRUK(), 2, texts) == {"|b", "|c"}
+    assert kept(LFU(half_life=float("inf")), 2, texts) == {"|a", "|c"}
+
+
+def test_lruk_knows_what_comes_back():
+    """Used before it was evicted, a counts as used twice; without history it does not."""
+    texts = ["a", "b", "c", "a", "d", "e"]
+    assert "|a" in kept(LRUK(), 2, texts)
+    assert "|a" not in kept(LRUK(history=0), 2, texts)
+
+
+def test_lruk_counts_a_burst_once():
+    """Uses within the correlated period are one use, and b, used twice apart, stays."""
+    texts = ["b", "x", "x", "b", "a", "a", "c"]
+    assert kept(LRUK(correlated=1), 2, texts) == {"|b", "|c"}
+
+
+def test_tail_lru_lets_no_more_go_than_is_surplus():
+    """The surplus of the least recent goes, then that of the other, then the least recent."""
+    policy = TailLRU(threshold=8, unit="tokens", turn=0)
+    assert kept(policy, 9, ["abcd", "uvwxy", "123"]) == {"|ab", "|uvwx", "|123"}
+    policy = TailLRU(threshold=8, unit="tokens", turn=0)
+    assert kept(policy, 9, ["abcd", "uvwxy", "12345"]) == {"|a", "|uvw", "|12345"}
+
+
+def test_tail_lru_reckons_with_the_next_turn():
+    """Where the next turn alone takes the threshold, there is no surplus: it is LRU."""
+    policy = TailLRU(threshold=4, unit="tokens", turn=4)
+    assert kept(policy, 6, TALKS) == kept(LRU(), 6, TALKS)
+
+
+def test_tail_lru_in_seconds():
+    """The threshold is what the recompute cost says: 4 tokens cost 2 s at 0.5 s a token."""
+    options = {"recompute": lambda _context, tokens: tokens / 2}
+    policy = TailLRU(threshold=2, turn=0)
+    assert kept(policy, 6, TALKS, **options) == {"|w", "|abc", "|y", "|z"}
+    policy = TailLRU(threshold=1.9, turn=0)
+    assert kept(policy, 6, TALKS, **options) == kept(LRU(), 6, TALKS)
+
+
+def test_tail_lru_measures_a_shared_start_by_its_longest_conversation():
+    """The common block of a short and a long conversation is no surplus of the long one."""
+    policy = TailLRU(threshold=4, unit="tokens", turn=0)
+    cache = served(policy, 6, ["ax", "abcd", "y"])
+    assert {text: span.data for text, span in spans(cache).items()} == {
+        "|a": 4,
+        "a|x": 2,
+        "a|bcd": 4,
+        "|y": 1,
+    }
+
+
+def test_tinylfu_does_not_let_a_newcomer_replace_what_is_used_more():
+    """b, on trial, loses against a, used twice, although a is less recent."""
+    policy = TinyLFU(window=0, protected=0)
+    assert kept(policy, 2, SCAN) == {"|a", "|c"}
+
+
+def test_tinylfu_lets_a_newcomer_in_that_is_used_more():
+    """b, known from before, is used more than a, and stays."""
+    policy = TinyLFU(window=0, protected=0)
+    assert kept(policy, 2, ["b", "b", "b", "x", "y", "z", "b", "w"]) == {"|b", "|w"}
+
+
+def test_adaptive_learns_which_expert_errs():
+    """Among passers-by a comes back: LRU, which evicts it, loses its weight, and a hits."""
+    passers = iter("bcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    texts = "aa" + "".join(
+        f"{one}{other}a" for one, other in zip(passers, passers, strict=False)
+    )
+    policy = Adaptive(experts=(LRU(), LFU(half_life=float("inf"))))
+    cache = served(policy, 2, texts)
+    assert policy.weights["lfu"] > policy.weights["lru"]
+    assert sum(policy.weights.values()) == pytest.approx(1)
+    assert cache.stats.hit_blocks > served(LRU(), 2, texts).stats.hit_blocks
+
+
+def test_adaptive_without_learning_trusts_all_alike():
+    """At rate 0 the weights stay what they were."""
+    policy = Adaptive(experts="lru+mru+fifo", rate=0)
+    served(policy, 2, LOOP)
+    assert set(policy.weights.values()) == {1 / 3}
+
+
+def test_adaptive_forgives():
+    """With all of it forgotten at each regret, the weights are even again."""
+    policy = Adaptive(experts="lru+mru", discount=1)
+    served(policy, 2, LOOP)
+    assert set(policy.weights.values()) == {0.5}
+
+
+def test_adaptive_does_not_blame_for_what_all_would_have_evicted():
+    """Two experts that agree on every victim keep equal weights, though both err."""
+    policy = Adaptive(experts="lru+slru:protected=0")
+    served(policy, 2, LOOP)
+    assert policy.weights == {"lru": 0.5, "slru": 0.5}
+
+
+def test_adaptive_draws_by_seed():
+    """Other seeds draw other experts, and one seed always the same."""
+    requests = [attrs.evolve(ask(text), id=number) for number, text in enumerate("abcdefgab")]
+    outcomes = []
+    for seed in (*range(8), 0):
+        cache = make(3, Adaptive(experts="lru+mru", rate=0, seed=seed), count="keys")
+        replay(requests, cache)
+        outcomes.append(set(spans(cache)))
+    assert outcomes[0] == outcomes[-1]
+    assert any(outcome != outcomes[0] for outcome in outcomes)
+
+
+def test_an_expert_has_data_of_its_own():
+    """Two policies that both keep data in spans decide as each would alone."""
+    texts = ["a", "a", "b", "c", "b", "d", "a", "e", "ab", "abc", "f"] * 3
+    for one, other in (("lfu", "cost"), ("cost", "lfu")):
+        mixed = Adaptive(experts=f"{one}+{other}", rate=0)
+        mixed._weights = [1.0, 0.0]
+        alone = Plugins().build("eviction", one)
+        assert kept(mixed, 4, texts) == kept(alone, 4, texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lruk:k=0", "k=0 must be 1 or more"),
+        ("lruk:correlated=-1", "correlated=-1 must be a number of admissions"),
+        ("lruk:history=-1", "history=-1.0 must be a share of the pool"),
+        ("tail-lru:threshold=-1", "threshold=-1.0 must be 0 or more"),
+        ("tail-lru:unit=ms", "takes s or tokens, not 'ms'"),
+        ("tail-lru:turn=-5", "turn=-5 must be a number of tokens"),
+        ("tinylfu:window=2", "window=2.0 must be a share, 0 to 1"),
+        ("tinylfu:protected=-1", "protected=-1.0 must be a share, 0 to 1"),
+        ("tinylfu:period=0", "period=0 must be 1 or more"),
+        ("adaptive:rate=2", "rate=2.0 must be 0 to 1"),
+        ("adaptive:ghosts=inf", "ghosts=inf must be a share of the pool"),
+        ("adaptive:experts=lru", "experts='lru' must be two or more, as in lru+lfu"),
+        ("adaptive:experts=lru+lfo", "did you mean 'lfu'"),
+        ("adaptive:experts=lru+ttl", "'ttl' lets spans expire"),
+    ],
+)
+def test_bad_options_are_refused(text, says):
+    """An option out of range says which, its value, and what it may be."""
+    with pytest.raises(InputError) as caught:
+        Plugins().build("eviction", text)
+    assert says in str(caught.value)
+
+
+def test_options_are_checked_in_code_too():
+    """What the command line refuses, the constructor refuses."""
+    with pytest.raises(InputError, match="unit='ms' is not known; there are: s, tokens"):
+        TailLRU(unit="ms")
+    with pytest.raises(InputError, match="'lru' is no eviction policy"):
+        Adaptive(experts=("lru", "lfu"))
+    with pytest.raises(InputError, match="'ttl' lets spans expire"):
+        Adaptive(experts=(LRU(), TTL()))
+    expert = LRU()
+    with pytest.raises(InputError, match="'lru' is in use already"):
+        Adaptive(experts=(expert, expert))

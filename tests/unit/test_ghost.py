@@ -1,0 +1,247 @@
+"""Ghosts: a tree of runs remembers exactly what a list of blocks would."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import ClassVar
+
+import attrs
+import pytest
+from caches import ask, make, spans
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import GhostTree, InputError, KVCache, Span
+from kvcore.testing import Driver, Traffic, random_steps, step_lists
+from kvcore_plugins.eviction import LRU
+
+KEY = 6
+HINTS = Traffic(key_tokens=KEY, hints=True)
+
+
+class Blocks:
+    """The same memory block by block: the plain reading of what a `GhostTree` promises."""
+
+    def __init__(self, room):
+        """Remember at most `room` blocks, the least recently added first."""
+        self.room = room
+        self.kept = OrderedDict()
+
+    def add(self, places):
+        """Remember `places`, the deepest first."""
+        for place in reversed(places):
+            self.kept.pop(place, None)
+            self.kept[place] = None
+        while len(self.kept) > self.room:
+            self.kept.popitem(last=False)
+
+    def forget(self, places):
+        """Forget `places`; return how many were remembered."""
+        return sum(place in self.kept and not self.kept.pop(place) for place in places)
+
+    def match(self, places):
+        """Return how many of `places` are remembered."""
+        return sum(place in self.kept for place in places)
+
+
+@attrs.define(slots=False, eq=False)
+class Haunted(LRU):
+    """LRU that remembers what it evicts twice, by runs and by blocks.
+
+    It lets go of what is cached again only if `forgets`.
+    """
+
+    name: ClassVar[str] = "haunted"
+
+    room: int = 1000
+    forgets: bool = True
+
+    def attach(self, blocks, block_size):
+        """Make both memories, of `room` keys."""
+        super().attach(blocks, block_size)
+        self.ghosts = GhostTree(self.room * max(KEY, block_size))
+        self.blocks_kept = Blocks(self.room * max(KEY // block_size, 1))
+
+    def inserted(self, span, now):
+        """Forget it."""
+        super().inserted(span, now)
+        self._forget(span)
+
+    def grown(self, span, blocks):
+        """Forget all of it."""
+        del blocks
+        self._forget(span)
+
+    def trimmed(self, span, blocks):
+        """Remember what was cut off."""
+        self.ghosts.add(span, blocks)
+        self.blocks_kept.add(places(span, span.end, span.end + blocks))
+
+    def removed(self, span, reason):
+        """Remember it."""
+        super().removed(span, reason)
+        self.ghosts.add(span, span.blocks)
+        self.blocks_kept.add(places(span, span.start, span.end))
+
+    def _forget(self, span: Span):
+        if self.forgets:
+            forgotten = self.ghosts.forget(span)
+            blocks = self.blocks_kept.forget(places(span, span.start, span.end))
+            assert forgotten == blocks * self.block_size
+
+
+def places(span, start, end):
+    """Return the blocks `[start, end)` of a path as (position, key)."""
+    ratio = span.shape.ratio
+    return [(position, span.path_keys[position // ratio]) for position in range(start, end)]
+
+
+def asked(request, block_size):
+    """Return the blocks of a prompt as (position, key)."""
+    ratio, stride = max(1, KEY // block_size), max(1, block_size // KEY)
+    keys = request.keys[stride - 1 :: stride]
+    return [(position, keys[position // ratio]) for position in range(len(keys) * ratio)]
+
+
+def nodes(tree):
+    """Return every run of `tree`, remembered or not."""
+    found, stack = [], list(tree._ring.children.values())
+    while stack:
+        found.append(stack.pop())
+        stack.extend(found[-1].children.values())
+    return found
+
+
+def haunted(policy, blocks, count, size):
+    """Return the driver of a cache with `policy`."""
+    return Driver(KVCache(blocks, size, eviction=policy, count=count, key_tokens=KEY))
+
+
+def assert_alike(policy, steps, count, size):
+    """Drive a cache through `steps`: at each, both memories are the same."""
+    driver = haunted(policy, 9 * KEY // size, count, size)
+    for step in steps:
+        driver.step(step)
+        assert policy.ghosts.tokens == len(policy.blocks_kept.kept) * size
+        if step.request is not None:
+            found = policy.blocks_kept.match(asked(step.request, size)) * size
+            assert policy.ghosts.match(step.request) == found
+
+
+layouts = pytest.mark.parametrize(
+    ("count", "size"), [("keys", 6), ("keys", 2), ("tokens", 6), ("tokens", 2), ("tokens", 12)]
+)
+
+
+@layouts
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("room", [0, 1, 4, 30])
+def test_runs_remember_what_blocks_would(room, forgets, count, size):
+    """Whatever happens to a cache: the same tokens, and the same match for each prompt."""
+    for seed in range(3):
+        steps = random_steps(seed, 200, HINTS)
+        assert_alike(Haunted(room=room, forgets=forgets), steps, count, size)
+
+
+@layouts
+@given(steps=step_lists(HINTS), room=st.integers(0, 12), forgets=st.booleans())
+def test_any_steps(count, size, steps, room, forgets):
+    """As above, from lists of steps that shrink to a small counterexample."""
+    assert_alike(Haunted(room=room, forgets=forgets), steps, count, size)
+
+
+def test_the_tail_leaves_first():
+    """Over capacity a run loses its tail, as the cache would have evicted it."""
+    policy = Haunted(room=3)
+    cache = make(5, policy, block_size=KEY, count="keys")
+    serve_keys(cache, "abcde", "vwxyz")
+    assert [matched(policy, text) for text in ("abc", "abcde", "v")] == [3, 3, 0]
+
+
+def test_a_gap_is_no_end():
+    """What is remembered below a prefix that is still cached is found."""
+    policy = Haunted()
+    cache = make(5, policy, block_size=KEY, count="keys")
+    serve_keys(cache, "abcde", "xy")
+    assert "|abc" in spans(cache)
+    assert matched(policy, "abcde") == 2
+
+
+def test_memory_is_that_of_runs():
+    """A span that loses one block at a time is one run, below what is left of it."""
+    policy = Haunted()
+    cache = make(40, policy, block_size=KEY, count="keys")
+    serve_keys(cache, "".join(map(chr, range(2000, 2040))), *map(chr, range(3000, 3039)))
+    assert [run.end - run.start for run in nodes(policy.ghosts)] == [1, 39]
+    policy.ghosts.resize(0)
+    assert not nodes(policy.ghosts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_run_is_there_for_nothing(seed):
+    """A run that remembers nothing has a run below that does, or two below it."""
+    policy = Haunted(room=9)
+    driver = haunted(policy, 9, "keys", KEY)
+    for step in random_steps(seed, 200, HINTS):
+        driver.step(step)
+        for run in nodes(policy.ghosts):
+            remembering = any(child.newer is not None for child in run.children.values())
+            assert run.newer is not None or remembering or len(run.children) > 1
+
+
+def test_resize_forgets_the_oldest():
+    """A smaller capacity holds at once; a larger one brings nothing back."""
+    policy = Haunted()
+    cache = make(1, policy, block_size=KEY, count="keys")
+    serve_keys(cache, *"abcd")
+    policy.ghosts.resize(2 * KEY + KEY - 1)
+    assert [matched(policy, text) for text in "abc"] == [0, 1, 1]
+    policy.ghosts.resize(100 * KEY)
+    assert policy.ghosts.tokens == 2 * KEY
+
+
+def test_match_changes_nothing():
+    """To look is not to use: the order in which ghosts leave stays as it was."""
+    policy = Haunted(room=2)
+    cache = make(1, policy, block_size=KEY, count="keys")
+    serve_keys(cache, *"abc")
+    before = policy.ghosts.state()
+    assert matched(policy, "a") == 1
+    assert policy.ghosts.state() == before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_state_is_all_there_is(seed):
+    """A tree that restores the state of another has the same state, after any more steps."""
+    one, other = Haunted(room=7), Haunted(room=7)
+    steps = random_steps(seed, 200, HINTS)
+    drivers = haunted(one, 9, "keys", KEY), haunted(other, 9, "keys", KEY)
+    for step in steps:
+        for driver in drivers:
+            driver.step(step)
+        state = other.ghosts.state()
+        other.ghosts = GhostTree(0)
+        other.ghosts.restore(state)
+        assert other.ghosts.state() == state
+        assert [run[:2] for run in state[2]] == [run[:2] for run in one.ghosts.state()[2]]
+
+
+def test_fewer_than_no_tokens_are_refused():
+    """A capacity below 0 is an error that says so."""
+    with pytest.raises(InputError, match="a ghost of -1 tokens: give 0 or more"):
+        GhostTree(-1)
+    with pytest.raises(InputError, match="a ghost of -2 tokens"):
+        GhostTree(3).resize(-2)
+
+
+def serve_keys(cache, *texts):
+    """Serve each text, a key of `KEY` tokens a letter."""
+    for text in texts:
+        seq = cache.open(ask(text, key_tokens=KEY))
+        cache.commit(seq, seq.tokens)
+        cache.close(seq)
+
+
+def matched(policy, text):
+    """Return how many letters of `text` are remembered."""
+    return policy.ghosts.match(ask(text, key_tokens=KEY)) // KEY

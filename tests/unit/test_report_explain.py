@@ -1,0 +1,114 @@
+"""Miss reasons in words: a sentence for every reason."""
+
+from __future__ import annotations
+
+import pytest
+from caches import Mortal
+from traces import BLOCK, ask
+
+from kvcore import KVCache, Trace
+from kvcore.lab import replay
+from kvcore.lab.explaining import explain
+from kvcore.report.explain import RequestReport, SummaryReport
+from kvcore_plugins.eviction import LRU
+
+
+@pytest.fixture
+def explained(tmp_path):
+    """Return a function that replays requests a nanosecond apart, and explains that."""
+
+    def make(*requests, blocks=8, eviction=None, count="tokens"):
+        file = tmp_path / "trace.jsonl"
+        for now, request in enumerate(requests):
+            request.arrival = request.arrival or now
+        with Trace(file) as trace:
+            eviction = LRU() if eviction is None else eviction
+            cache = KVCache(blocks, BLOCK, eviction=eviction, count=count, trace=trace)
+            replay(requests, cache)
+        return explain(file, source="run")
+
+    return make
+
+
+def told(explanation, name):
+    """Return the report on a request, as lines."""
+    return str(RequestReport(explanation, explanation.of(name))).splitlines()
+
+
+def test_an_eviction_is_told_with_who_when_and_for_whom(explained):
+    """Who had it last, when which policy evicted it for whom, and how long before this use."""
+    explanation = explained(
+        ask("a", "ab"), ask("thief", "pqrstu"), ask("b", "ab", 9, arrival=2 * 10**9), blocks=6
+    )
+    assert told(explanation, "b")[:3] == [
+        "Request b of run: arrived at 2 s, admitted at 2 s as sequence 3.",
+        "Of 9 tokens, 0 hit and 9 missed:",
+        (
+            "- from token 0 to 8 (8 tokens, 130 us of prefill): capacity. Used last by request "
+            "a. Evicted at 1e-09 s by lru for request thief, 2 s before this use; unused for "
+            "1 ns then, after 0 hits. The optimum would not have had them."
+        ),
+    ]
+    assert told(explanation, "b")[-1].startswith("The optimum evicts the block whose next")
+
+
+def test_evictions_one_after_another_are_told_together(explained):
+    """Losses that differ in their evictions alone are one line, from the first to the last."""
+    scan = [ask("x", "xyzu"), ask("y", "m"), ask("z", "n")]
+    explanation = explained(ask("a", "abcd"), *scan, ask("b", "abcd", 17))
+    evicted = [line for line in told(explanation, "b") if "Used last" in line]
+    assert len(explanation.of("b").losses) > len(evicted)
+    assert (
+        "Evicted from 2e-09 s (by lru for request y) to 3e-09 s (for request z)" in evicted[0]
+    )
+
+
+def test_what_expired_is_told_with_how_long_it_rested(explained):
+    """An expiry says when it was noticed, and how long nobody had used it."""
+    explanation = explained(ask("a", "ab"), ask("b", "ab", 9, arrival=50), eviction=Mortal())
+    assert "Used last by request a. Expired, dropped at 5e-08 s after 50 ns" in "\n".join(
+        told(explanation, "b")
+    )
+
+
+def test_what_is_new_is_told_by_how_it_begins(explained):
+    """Parting, going on, starting, and ending in a part of a block each have their sentence."""
+    explanation = explained(
+        ask("one", "ab"),
+        ask("more", "abcd"),
+        ask("other", "abxy"),
+        ask("third", "abpq"),
+        ask("new", "z", salt="s"),
+        ask("cut", "abcdx", 18),
+        blocks=99,
+        count="keys",
+    )
+    words = {name: told(explanation, name)[2] for name in ("more", "other", "new", "cut")}
+    assert words["more"].endswith("Goes on where request one ends, as nobody did before.")
+    assert words["other"].endswith(
+        "Parts from request more between tokens 8 and 12; 2 requests part here, 50% into their "
+        "prompts."
+    )
+    assert "Of other salts there were 4; whether one has the same text cannot" in words["new"]
+    assert "Its last key covers a part of a block" in words["cut"]
+
+
+def test_a_prompt_that_hits_whole_has_nothing_to_explain(explained):
+    """In `keys` counting a full match is a full hit: no loss is told."""
+    explanation = explained(ask("a", "ab"), ask("b", "ab"), count="keys")
+    assert told(explanation, "b")[1:] == ["Of 8 tokens, 8 hit and 0 missed."]
+
+
+def test_a_trace_without_requests_has_an_empty_summary(explained):
+    """Nothing was asked, nothing was lost: no row, and no division by nothing."""
+    explanation = explained()
+    report = SummaryReport(explanation, explanation.summary())
+    assert (report.rows, report.place_rows, report.request_rows) == ([], [], [])
+    assert "Of 0 prompt tokens, 0 hit (0.0%) and 0 missed." in report.headline
+
+
+def test_what_other_salts_may_hold_is_said_once(explained):
+    """The summary says how much could be there under another salt, at most."""
+    explanation = explained(ask("a", "ab", salt="x"), ask("b", "pq", salt="y"))
+    report = SummaryReport(explanation, explanation.summary())
+    assert "8 tokens came after requests of other salts" in report.notes

@@ -1,0 +1,169 @@
+"""A sweep for people, and its rows in files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcore import InputError, PluginError
+from kvcore.lab.sweeping import Grid, Sweep
+from kvcore.report.sweep import SweepReport, check_table, sweep_document, write_table
+
+COLUMNS = {
+    "offered_load": None,
+    "goodput": None,
+    "ttft_s_mean": None,
+    "hit_ratio_token": None,
+    "error": None,
+}
+
+
+def untimed(grid, *hits, best=None):
+    """Return a sweep without a clock whose cells hit such shares of blocks."""
+    rows = [
+        {
+            "workload": str(cell.workload),
+            "blocks": cell.blocks,
+            "pool_bytes": cell.memory,
+            "eviction": str(cell.eviction),
+            "chunked": True,
+            "hit_ratio_block": share,
+            "share_of_optimum": share / best if best and share is not None else None,
+            "error": None if share is not None else "it broke",
+        }
+        for cell, share in zip(grid, hits, strict=True)
+    ]
+    return Sweep(grid, rows, found=0, ran=len(rows))
+
+
+def timed(grid, *results):
+    """Return a sweep under a clock whose cells have such results."""
+    rows = [
+        {"scheduler": str(cell.scheduler), "eviction": str(cell.eviction), **COLUMNS, **result}
+        for cell, result in zip(grid, results, strict=True)
+    ]
+    return Sweep(grid, rows, found=1, ran=len(rows) - 1)
+
+
+def test_the_best_of_each_contest_is_a_row():
+    """By workload and size, in the order of the grid; the optimum does not compete."""
+    grid = Grid(
+        "compare", workload=["zipf", "weka"], blocks=1000, eviction=["lru", "lfu", "optimum"]
+    )
+    report = SweepReport(untimed(grid, 0.25, 0.5, 0.8, 0.3, 0.1, 0.8, best=0.8))
+    assert report.headers == ["workload", "most hits", "of blocks", "of the optimum"]
+    assert report.rows == [["zipf", "lfu", "50.0%", "62.5%"], ["weka", "lru", "30.0%", "37.5%"]]
+    assert report.headline == (
+        "6 cells (2 x workload, 3 x eviction), replayed without a clock."
+    )
+    assert report.reading == "Each row: the best by eviction, all else being equal."
+
+
+def test_equals_are_counted():
+    """Two of three that hit as much, and all that do."""
+    grid = Grid("compare", blocks=[1000, 2000], eviction=["lru", "lfu", "fifo"])
+    rows = SweepReport(untimed(grid, 0.5, 0.5, 0.1, 0.2, 0.2, 0.2)).rows
+    assert rows == [["1,000", "lru and 1 more", "50.0%"], ["2,000", "all alike", "20.0%"]]
+
+
+def test_a_simulation_has_a_best_by_each_measure():
+    """The least of a time, the most of everything else; schedulers compete with policies."""
+    grid = Grid("simulate", scheduler=["fcfs", "srpt"], eviction="lru", seed=1)
+    report = SweepReport(
+        timed(
+            grid,
+            {"goodput": 3.0, "ttft_s_mean": 0.5, "hit_ratio_token": 0.1},
+            {"goodput": 2.0, "ttft_s_mean": 0.25, "hit_ratio_token": 0.2},
+        )
+    )
+    assert report.rows == [["fcfs", "3", "srpt", "250 ms", "srpt", "20.0%"]]
+    assert report.headline == "2 cells (2 x scheduler), simulated. 1 were there already."
+
+
+def test_overload_is_told():
+    """Times of a queue that only grows say nothing of a policy."""
+    grid = Grid("simulate", seed=[1, 2])
+    report = SweepReport(timed(grid, {"offered_load": 0.9}, {"offered_load": 1.2}))
+    assert report.reading == (
+        "Overloaded: 1 cell, with an offered load above 1; their times tell how long the "
+        "workload is."
+    )
+
+
+def test_measures_that_no_cell_has_are_left_out():
+    """Without an SLO there is no goodput."""
+    grid = Grid("simulate", eviction=["lru", "lfu"])
+    report = SweepReport(timed(grid, {"ttft_s_mean": 1.0}, {"ttft_s_mean": 2.0}))
+    assert report.headers == ["least TTFT", "mean"]
+    assert report.rows == [["lru", "1 s"]]
+
+
+def test_failed_cells_do_not_compete():
+    """A contest without any other has no best."""
+    grid = Grid("compare", memory=[2**30, 2**31], eviction=["lru", "lfu"])
+    report = SweepReport(untimed(grid, None, 0.5, None, None))
+    assert report.rows == [["1 GiB", "lfu", "50.0%"], ["2 GiB", "–", "–"]]
+    assert report.headline.endswith("3 cells failed.")
+
+
+def test_without_competitors_there_is_nothing_to_explain():
+    """A sweep over sizes alone."""
+    grid = Grid("compare", blocks=[10, 20])
+    report = SweepReport(untimed(grid, 0.1, 0.2))
+    assert report.reading == ""
+    assert report.rows == [["10", "lru", "10.0%"], ["20", "lru", "20.0%"]]
+
+
+@pytest.fixture
+def sweep():
+    """Return a sweep with a failed cell."""
+    return untimed(Grid("compare", blocks=[10, 20]), 1 / 3, None)
+
+
+def test_csv_has_a_column_for_each_field(sweep, tmp_path):
+    """Ratios in full, nothing where there is no value."""
+    write_table(sweep, tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert list(first) == list(sweep.rows[0])
+    assert (float(first["hit_ratio_block"]), first["chunked"]) == (1 / 3, "true")
+    assert (second["hit_ratio_block"], second["error"]) == ("", "it broke")
+
+
+def test_json_is_the_document(sweep, tmp_path):
+    """What `--json` prints."""
+    write_table(sweep, tmp_path / "t.json")
+    document = json.loads((tmp_path / "t.json").read_bytes())
+    assert document == json.loads(json.dumps(sweep_document(sweep)))
+    assert (document["schema"], document["cells"], document["failed"]) == (1, 2, 1)
+
+
+def test_parquet_has_the_rows(sweep, tmp_path):
+    """With nulls where there is no value."""
+    polars = pytest.importorskip("polars", reason="Parquet needs polars")
+    write_table(sweep, tmp_path / "t.parquet")
+    assert polars.read_parquet(tmp_path / "t.parquet").to_dicts() == sweep.rows
+
+
+def test_parquet_needs_polars(tmp_path, monkeypatch):
+    """Without it the error says what to install, before anything is run."""
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
+        check_table(tmp_path / "t.parquet")
+
+
+def test_other_files_are_refused():
+    """Naming those there are."""
+    with pytest.raises(InputError, match=r"t.txt: .*one of .csv, .json, .parquet"):
+        check_table(Path("t.txt"))
+
+
+def test_what_a_killed_sweep_has_left_is_replaced(sweep, tmp_path):
+    """The journal is this sweep's alone, so an unfinished table is its own."""
+    (tmp_path / "t.csv.part").write_text("half")
+    write_table(sweep, tmp_path / "t.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.csv"]

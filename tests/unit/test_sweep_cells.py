@@ -1,0 +1,229 @@
+"""What a cell's result is, and what names it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from kvcore import KVCache, PluginError, simulate
+from kvcore.lab import compare
+from kvcore.lab.sweeping import (
+    Cell,
+    Grid,
+    Journal,
+    Outcome,
+    Plan,
+    Processes,
+    RayCluster,
+    executor_named,
+    sweep,
+)
+from kvcore.lab.sweeping.bench import Bench, Task
+from kvcore.lab.sweeping.parts import Parts, Shelf
+from kvcore_plugins.latency import Roofline
+from kvcore_plugins.workloads import Zipf
+
+ZIPF = "zipf:requests=60,prefixes=4"
+
+
+class Here:
+    """Runs tasks in this process, in reverse, and remembers them."""
+
+    def __init__(self):
+        self.ran = []
+
+    def run(self, tasks):
+        """Yield the outcomes."""
+        bench = Bench()
+        for task in reversed(list(tasks)):
+            self.ran.append(task.digest)
+            yield bench.attempt(task)
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """Return a function that sweeps a grid in this process."""
+
+    def run(mode, executor=None, **axes):
+        with Journal(tmp_path / "journal") as journal:
+            return sweep(Plan.of(Grid(mode, **axes)), journal, executor=executor or Here())
+
+    return run
+
+
+def digest(**fields):
+    """Return the digest of a cell."""
+    return Parts(Cell(**{"workload": ZIPF, "blocks": 90, **fields}), Shelf()).digest
+
+
+def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
+    """The same hits, evictions and share of the optimum as `compare` finds."""
+    policies = ["optimum", "lru", "lfu:half_life=5", "optimum:bypass=true"]
+    rows = swept("compare", workload=ZIPF, eviction=policies, blocks=[40, 160]).rows
+    by_size = compare(Zipf(requests=60, prefixes=4, seed=0), policies, [40, 160]).rows
+    expected = sorted(by_size, key=lambda row: row.blocks)
+    for row, other in zip(rows, expected, strict=True):
+        assert row["hit_blocks"] == other.hit_blocks
+        assert row["evicted_blocks"] == other.evicted_blocks
+        assert row["share_of_optimum"] == other.share_of_optimum
+        assert row["hit_ratio_request"] == other.hit_ratio["request"]
+
+
+def test_a_timed_cell_is_a_simulation(swept):
+    """The numbers of `simulate`, as its summary has them."""
+    (row,) = swept("simulate", workload=ZIPF, blocks=900, tensor_parallel=2, seed=3).rows
+    workload = Zipf(requests=60, prefixes=4, seed=3)
+    summary = simulate(
+        workload, cache=KVCache(900, 16), latency=Roofline(tensor_parallel=2)
+    ).summary()
+    assert row["ttft_s_p99"] == summary["ttft_s"]["p99"]
+    assert row["step_count"] == summary["steps"]
+    assert row["hit_blocks"] == summary["hit"]["hit_blocks"]
+    assert row["pool_active_peak"] == summary["pool"]["active"]["peak"]
+    assert row["slo_met"] is not None
+
+
+def test_rows_come_in_the_order_of_the_grid(swept):
+    """Whatever the order in which cells are finished."""
+    rows = swept("compare", workload=ZIPF, eviction=["lru", "fifo"], blocks=[20, 40]).rows
+    order = [(row["blocks"], row["eviction"]) for row in rows]
+    assert order == [(20, "lru"), (20, "fifo"), (40, "lru"), (40, "fifo")]
+
+
+def test_finished_cells_are_not_run_again(swept):
+    """A larger sweep runs what is new, and has the rows of all."""
+    first, second = Here(), Here()
+    swept("compare", first, workload=ZIPF, eviction="lru", blocks=[20, 40])
+    result = swept("compare", second, workload=ZIPF, eviction=["lru", "fifo"], blocks=[20, 40])
+    assert (len(first.ran), len(second.ran)) == (2, 2)
+    assert not set(first.ran) & set(second.ran)
+    assert (result.found, result.ran) == (2, 2)
+    assert all(row["hit_blocks"] is not None for row in result.rows)
+
+
+def test_cells_that_come_to_the_same_are_run_once(swept):
+    """An option at its default is the option left out; both have a row."""
+    executor = Here()
+    rows = swept(
+        "compare", executor, workload=ZIPF, eviction=["lfu", "lfu:half_life=none"], blocks=40
+    ).rows
+    assert len(executor.ran) == 1
+    assert [row["eviction"] for row in rows] == ["lfu", "lfu:half_life=none"]
+    assert rows[0]["hit_blocks"] == rows[1]["hit_blocks"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mode": "compare"},
+        {"workload": "zipf:requests=61,prefixes=4"},
+        {"blocks": 91},
+        {"block_size": 8},
+        {"eviction": "fifo"},
+        {"eviction": "lfu:half_life=9"},
+        {"prefix": "none"},
+        {"scheduler": "srpt"},
+        {"latency": "linear"},
+        {"device": "a100-80g"},
+        {"model": "llama-3-70b"},
+        {"tensor_parallel": 2},
+        {"kv_dtype": "fp8"},
+        {"max_seqs": 9},
+        {"rate_scale": 2},
+        {"slo": None},
+        {"seed": 1},
+    ],
+)
+def test_another_cell_has_another_digest(fields):
+    """Whatever its result may depend on."""
+    assert digest(**fields) != digest()
+
+
+def test_the_digest_says_what_is_run_not_how_it_was_written():
+    """Memory for as many blocks, a default spelled out, a model's name in capitals."""
+    assert digest(blocks=None, memory="180MiB") == digest()
+    assert digest(model="Llama-3-8B", latency="roofline:overhead=0.002") == digest()
+
+
+def test_files_count_by_what_is_in_them(tmp_path):
+    """A workload that was moved is the same; one that was changed is another."""
+    row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
+    paths = [tmp_path / name for name in "abc"]
+    for path, length in zip(paths, (50, 50, 51), strict=True):
+        path.write_text(json.dumps(row | {"input_length": length}))
+    first, moved, changed = (digest(workload=f"mooncake:path={path}") for path in paths)
+    assert first == moved != changed
+
+
+def test_a_policy_that_was_edited_is_another_one(tmp_path, monkeypatch):
+    """The file that a plugin is written in is part of what names a cell."""
+    module = sys.modules["kvcore_plugins.eviction.lru"]
+    before = digest()
+    edited = tmp_path / "lru.py"
+    edited.write_text("# another way\n")
+    monkeypatch.setattr(module, "__file__", str(edited))
+    assert digest() != before
+
+
+def test_a_worker_that_would_run_another_cell_refuses():
+    """As one whose kvcore, plugins or files are not those that the sweep was planned with."""
+    outcome = Bench().attempt(Task("00", Cell(workload=ZIPF)))
+    assert outcome.result is None
+    assert "this process would run another cell" in outcome.error
+
+
+def test_what_a_cell_raises_is_its_outcome():
+    """Of an error that is not kvcore's own, with the place."""
+    outcome = Bench().attempt(Task("00", None))
+    assert outcome == Outcome("00", None, outcome.error)
+    assert outcome.error.startswith("AttributeError in ")
+
+
+def test_a_cell_that_fails_leaves_the_others_alone(swept, tmp_path):
+    """It has a row without results that says why, and is tried again the next time."""
+    path = tmp_path / "cut.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 900, "output_length": 3, "hash_ids": [1, 2]},
+        {"timestamp": 1, "input_length": "long", "output_length": 3, "hash_ids": [1]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    axes = {"workload": [f"mooncake:path={path}", ZIPF], "blocks": 40}
+    result = swept("compare", **axes)
+    (failed,) = result.failed
+    assert failed is result.rows[0]
+    assert "input_length" in failed["error"]
+    assert failed["hit_blocks"] is None
+    assert (result.rows[1]["error"], swept("compare", **axes).ran) == (None, 1)
+
+
+def test_processes_give_the_same_as_this_one(swept, tmp_path):
+    """Workers are no part of the result."""
+    axes = {"workload": ZIPF, "eviction": ["lru", "fifo", "optimum"], "blocks": [20, 40]}
+    here = swept("compare", **axes)
+    with Journal(tmp_path / "other") as journal:
+        there = sweep(Plan.of(Grid("compare", **axes)), journal, executor=Processes(2))
+    assert here.rows == there.rows
+    assert there.ran == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "executor"),
+    [
+        ("local", Processes(3)),
+        ("ray", RayCluster("auto", 3)),
+        ("ray:10.0.0.1:6379", RayCluster("10.0.0.1:6379", 3)),
+        ("ray://head:10001", RayCluster("ray://head:10001", 3)),
+    ],
+)
+def test_executors_have_names(text, executor):
+    """With an address of a cluster behind the colon."""
+    assert executor_named(text, 3) == executor
+
+
+def test_a_cluster_needs_ray(monkeypatch):
+    """Without it the error says what to install."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(PluginError, match=r"pip install 'kvcore\[ray\]'"):
+        next(RayCluster().run([Task("00", Cell())]))

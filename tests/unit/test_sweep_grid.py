@@ -1,0 +1,122 @@
+"""The grid of a sweep: its order, what is left out, what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore import SLO, InputError
+from kvcore.lab.sweeping import Cell, Grid, Plan, axes_of
+
+
+def test_the_last_axis_changes_fastest():
+    """Cells come in the order of the fields, whatever the order they were given in."""
+    grid = Grid("compare", eviction=["lru", "lfu"], blocks=[10, 20], workload=["zipf", "weka"])
+    cells = [(str(cell.workload), cell.blocks, str(cell.eviction)) for cell in grid]
+    assert cells == [
+        (workload, blocks, eviction)
+        for workload in ("zipf", "weka")
+        for blocks in (10, 20)
+        for eviction in ("lru", "lfu")
+    ]
+
+
+def test_a_single_value_needs_no_list():
+    """What has one value is not varied."""
+    grid = Grid("compare", blocks=10, eviction=("lru", "fifo"))
+    assert grid.axes["blocks"] == (10,)
+    assert grid.varied == ["eviction"]
+
+
+def test_values_given_twice_count_once():
+    """Also where they are written in two ways."""
+    grid = Grid("compare", memory=["1GiB", 2**30, "1024MiB"], eviction=["lru", "lru"])
+    assert grid.axes == {"memory": (2**30,), "eviction": grid.axes["eviction"]}
+    assert len(list(grid)) == 1
+
+
+def test_without_axes_there_is_one_cell():
+    """A simulation as `kvcore simulate` runs it."""
+    assert list(Grid()) == [Cell()]
+
+
+def test_a_run_without_a_clock_has_nothing_that_takes_time():
+    """The axes of the two modes differ by what they have a use for."""
+    timed, untimed = set(axes_of("simulate")), set(axes_of("compare"))
+    assert timed - untimed >= {"scheduler", "latency", "slo", "rate_scale", "max_seqs"}
+    assert untimed - timed == {"count"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "axes", "reason"),
+    [
+        ("replay", {}, "mode: 'replay' is not known; there are: simulate, compare"),
+        ("simulate", {"bloks": 3}, "there is no axis 'bloks' (did you mean 'blocks'?)"),
+        ("simulate", {"count": "keys"}, "count: there is no such thing in mode 'simulate'"),
+        ("compare", {"scheduler": "srpt"}, "scheduler: there is no such thing in mode"),
+        ("compare", {}, "blocks: a sweep in mode 'compare' needs pools"),
+        ("simulate", {"blocks": []}, "blocks: the list is empty"),
+        ("simulate", {"blocks": "3"}, "blocks: expected a whole number, not '3'"),
+        ("simulate", {"seed": True}, "seed: expected a whole number, not True"),
+        ("simulate", {"chunked": 1}, "chunked: expected True or False, not 1"),
+        ("simulate", {"slo": "ttft=3"}, "slo: expected an SLO, or None"),
+        ("simulate", {"memory": "3"}, "memory: size '3': expected a number followed by"),
+        ("simulate", {"device": "h10"}, "device: unknown device 'h10'"),
+        ("simulate", {"model": "lama"}, "model: unknown model 'lama'"),
+        ("simulate", {"eviction": "lru,lfu"}, "eviction: 'lru,lfu' is not one plugin"),
+        ("simulate", {"eviction": 3}, "eviction: 3 is not one plugin"),
+        ("simulate", {"blocks": 3, "memory": "1GiB"}, "both say how large the pool is"),
+    ],
+)
+def test_axes_that_cannot_be_are_refused(mode, axes, reason):
+    """The message names the axis, and what there is."""
+    with pytest.raises(InputError) as refused:
+        Grid(mode, **axes)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "axes", "reason"),
+    [
+        ("compare", {"blocks": 9, "block_size": [16, 17]}, "block_size: workload zipf: "),
+        ("compare", {"blocks": [9, 0]}, "blocks: a pool of 0 blocks"),
+        ("compare", {"memory": "1KiB"}, "memory: 1 KiB is less than a block"),
+        ("compare", {"blocks": 9, "count": "bytes"}, "counting 'bytes' is not known"),
+        ("compare", {"blocks": 9, "kv_dtype": "fp3"}, "kv_dtype: "),
+        ("compare", {"blocks": 9, "eviction": ["lru", "lruu"]}, "eviction: no eviction plugin"),
+        ("compare", {"blocks": 9, "eviction": "lfu:half=3"}, "eviction: eviction plugin 'lfu'"),
+        ("compare", {"blocks": 9, "eviction": "optimum:by=3"}, "eviction: the optimum has no"),
+        ("compare", {"blocks": 9, "prefix": "tree"}, "prefix: no prefix plugin"),
+        ("simulate", {"eviction": "optimum"}, "eviction: no eviction plugin is named"),
+        ("simulate", {"scheduler": "best"}, "scheduler: no scheduler plugin"),
+        ("simulate", {"latency": "linear:step=-1"}, "latency: "),
+        ("simulate", {"max_seqs": [4, 0]}, "max_seqs=0"),
+        ("simulate", {"watermark": 2}, "watermark=2.0 is no share"),
+        ("simulate", {"rate_scale": 0}, "rate_scale=0.0"),
+        ("simulate", {"tensor_parallel": 0}, "tensor_parallel: "),
+        ("simulate", {"model": "llama-3.1-405b"}, "tensor_parallel: llama-3.1-405b on 4 x"),
+    ],
+)
+def test_a_cell_that_cannot_be_is_refused_before_anything_runs(mode, axes, reason):
+    """One such cell is enough; the message names the field."""
+    with pytest.raises(InputError) as refused:
+        Plan.of(Grid(mode, workload="zipf", **axes))
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("axes", "reason"),
+    [({"count": ["keys", "tokens"]}, "count: the optimum"), ({"prefix": "none"}, "prefix: ")],
+)
+def test_the_optimum_is_refused_where_it_is_no_bound(axes, reason):
+    """As `compare` refuses it."""
+    with pytest.raises(InputError, match=reason):
+        Plan.of(Grid("compare", workload="zipf", blocks=9, eviction="optimum", **axes))
+
+
+def test_a_row_says_what_was_chosen_for_it():
+    """The pool in blocks and bytes, whichever was given; plugins as text."""
+    grid = Grid(workload="zipf", memory="1GiB", slo=[SLO(ttft=10**9), None])
+    first, second = Plan.of(grid).rows
+    assert (first["blocks"], first["pool_bytes"]) == (512, 2**30)
+    assert (first["slo"], second["slo"]) == ("ttft=1", "none")
+    assert (first["scheduler"], first["block_size"]) == ("fcfs", 16)

@@ -1,0 +1,113 @@
+"""The journal of a sweep: what a killed writer leaves, whose it is, what is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import InputError
+from kvcore.lab.sweeping import Journal
+
+CELLS = {f"{number:032x}": {"hit_blocks": number, "ratio": number / 7} for number in range(5)}
+
+
+def write(path, cells):
+    """Add cells to a journal."""
+    with Journal(path) as journal:
+        for digest, result in cells.items():
+            journal.add(digest, {"blocks": 3}, result, 0.25)
+
+
+def read(path):
+    """Return the results of a journal."""
+    with Journal(path) as journal:
+        return journal.results
+
+
+def test_what_was_added_is_there_again(tmp_path):
+    """Numbers come back as they were, to the last digit."""
+    write(tmp_path / "j", CELLS)
+    assert read(tmp_path / "j") == CELLS
+
+
+def test_a_line_says_what_the_cell_was(tmp_path):
+    """Axes, result and time, for people who look into the file."""
+    write(tmp_path / "j", {"ab": {"hits": 1}})
+    *_, line = (tmp_path / "j").read_text().splitlines()
+    expected = {"cell": "ab", "axes": {"blocks": 3}, "result": {"hits": 1}, "wall_s": 0.25}
+    assert json.loads(line) == expected
+
+
+@given(data=st.data())
+def test_a_torn_end_is_cut_off(tmp_path_factory, data):
+    """Wherever the file ends: whole lines are kept, and what is added next is readable."""
+    path = tmp_path_factory.mktemp("torn") / "j"
+    write(path, CELLS)
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:cut])
+    kept = whole[:cut].count(b'"wall_s":0.25}\n')
+    assert list(read(path)) == list(CELLS)[:kept]
+    write(path, {"ff": {"hits": 1}})
+    assert list(read(path)) == [*list(CELLS)[:kept], "ff"]
+
+
+def test_zeros_at_the_end_are_torn_too(tmp_path):
+    """Some file systems leave them after a power cut."""
+    write(tmp_path / "j", CELLS)
+    with (tmp_path / "j").open("ab") as file:
+        file.write(bytes(100) + b"\n")
+    assert read(tmp_path / "j") == CELLS
+
+
+def test_damage_in_the_middle_is_refused(tmp_path):
+    """Naming the line; the file stays as it is."""
+    write(tmp_path / "j", CELLS)
+    lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2][:-9] + b"\n"
+    (tmp_path / "j").write_bytes(b"".join(lines))
+    with pytest.raises(InputError, match=r"j:3: is no line of a sweep's journal"):
+        read(tmp_path / "j")
+    assert (tmp_path / "j").read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"schema":2,"run":{"pid":1}}\n', '{"a":1}\n{"b":2}\n', "1,2\n3,4\n"]
+)
+def test_another_file_is_refused(tmp_path, text):
+    """A journal of another schema, JSON lines of something else, a table."""
+    (tmp_path / "j").write_text(text)
+    with pytest.raises(InputError, match="j:1: is no line of a sweep's journal"):
+        read(tmp_path / "j")
+
+
+def test_two_cannot_have_it_at_once(tmp_path):
+    """The second is told which process has it."""
+    with Journal(tmp_path / "j"), pytest.raises(InputError) as refused, Journal(tmp_path / "j"):
+        pass
+    assert f"process {os.getpid()} is sweeping with it" in str(refused.value)
+
+
+def test_the_lock_of_a_killed_process_is_none(tmp_path):
+    """The kernel takes it back: there is nothing to remove."""
+    code = (
+        "import os, signal, sys; from kvcore.lab.sweeping import Journal\n"
+        "with Journal(sys.argv[1]) as journal:\n"
+        "    journal.add('ab', {}, {'hits': 1}, 0.5)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "j"], check=False)
+    assert done.returncode == -9
+    assert read(tmp_path / "j") == {"ab": {"hits": 1}}
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    """Naming it."""
+    with pytest.raises(InputError, match="nowhere/j: cannot be written"):
+        read(tmp_path / "nowhere" / "j")

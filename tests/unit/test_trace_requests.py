@@ -1,0 +1,189 @@
+"""Requests read back from the lines of a trace."""
+
+import attrs
+import pytest
+from schedulers import scheduler_of
+from serving import Even, ask
+from traces import lines, seal, write
+from traces import serve as serve_by_hand
+
+from kvcore import SLO, InputError, KVCache, Request, Retention, Trace, TraceError
+from kvcore.lab import compare
+from kvcore.serving import Batching, simulate, text_request
+from kvcore.trace import TraceWorkload, read_request
+from kvcore.trace.fields import request_fields
+from kvcore.workloads import file_digest
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.workloads import Recording, Zipf
+
+FULL = Request(
+    id="full",
+    arrival=3,
+    prompt=48,
+    output=5,
+    keys=[b"\x0b" * 16, 7, "AB" * 16],
+    key_tokens=16,
+    salt="blue",
+    tenant="acme",
+    priority=-1,
+    slo=SLO(ttft=5),
+    predicted=4,
+    retention=(Retention(0, None, 90, 10**9), Retention(16, 32, 1)),
+    session="s",
+    after=4,
+    think=9,
+    output_keys=[b"\x0c" * 16],
+)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        FULL,
+        attrs.evolve(FULL, slo=SLO(), keys=[1, 2], id=7),
+        Request(id=0, prompt=0, key_tokens=1, keys=[]),
+    ],
+)
+def test_a_request_is_read_as_it_was(request_):
+    """Every field comes back, keys of all three kinds included; none is made up."""
+    line = {"n": 1, "t": request_.arrival, "event": "REQUEST", **request_fields(request_)}
+    assert read_request(line) == request_
+    assert read_request(line, 99) == attrs.evolve(request_, arrival=99)
+
+
+def recorded(path, requests, **options):
+    """Record a simulation of `requests`, the workload of which is called `mine`."""
+    source = {"name": "mine", "digest": "d1ce", "options": {"x": 2}}
+    with Trace(path, workload=source) as trace:
+        simulate(
+            requests,
+            cache=KVCache(100, 4, eviction=LRU(), trace=trace),
+            scheduler=scheduler_of("fcfs"),
+            latency=Even(),
+            batching=Batching(watermark=0),
+            **options,
+        )
+    return path
+
+
+def turns():
+    """Return a session of two requests."""
+    return [ask("a", 0, session="s"), ask("b", 1, session="s", after="a", think=100)]
+
+
+def test_it_is_the_workload_that_was_recorded(tmp_path):
+    """Name, digest, options and key size are in the header."""
+    workload = TraceWorkload(recorded(tmp_path / "trace.jsonl.gz", [ask("a", 3)]))
+    assert (workload.name, workload.digest, workload.options()) == ("mine", "d1ce", {"x": 2})
+    assert workload.key_tokens == 4
+    assert [request.id for request in workload] == ["a"]
+
+
+def test_without_a_workload_it_is_a_trace(tmp_path):
+    """Where the header names none, it has the name of the format and the file's digest."""
+    path = write(tmp_path / "trace.jsonl", ask("a", 0, key_tokens=4))
+    workload = TraceWorkload(path)
+    assert (workload.name, workload.options()) == ("trace", {})
+    assert workload.digest == file_digest(path)
+
+
+@pytest.mark.parametrize("scale", [1, 0.3, 1e-3, 3, 1.7])
+def test_times_are_those_of_the_workload(tmp_path, scale):
+    """Whatever the rate: run at that rate again, requests arrive when they did."""
+    arrivals = [0, 1, 2, 7, 1000, 123_456_789]
+    requests = [ask(place, at) for place, at in enumerate(arrivals)]
+    path = recorded(tmp_path / "trace.jsonl", requests, rate_scale=scale)
+    found = [request.arrival for request in TraceWorkload(path)]
+    again = recorded(tmp_path / "again.jsonl", TraceWorkload(path), rate_scale=scale)
+    assert lines(again)[:-1] == lines(path)[:-1]
+    lost = [at - back for at, back in zip(arrivals, found, strict=True)]
+    assert min(lost) >= 0
+    assert max(lost) < max(scale, 1)
+
+
+@pytest.mark.parametrize(
+    ("requests", "scale", "same"),
+    [
+        ([ask("a", 3), ask("b", 9)], 1.0, True),
+        ([ask("a", 3), ask("b", 9)], 0.5, True),
+        ([ask("a", 3), ask("b", 9)], 2.0, False),
+        (turns(), 1.0, False),
+    ],
+)
+def test_the_digest_is_the_workloads_where_the_requests_are(tmp_path, requests, scale, same):
+    """Times that were rounded, and those of sessions, are the run's: then it is the file's."""
+    path = recorded(tmp_path / "trace.jsonl", requests, rate_scale=scale)
+    assert TraceWorkload(path).restores == same
+    assert Recording(path).digest == ("d1ce" if same else file_digest(path))
+
+
+def test_a_comparison_of_a_recording_is_that_of_its_workload(tmp_path):
+    """The plugin gives the requests, hence the hits, and the digest of what was recorded."""
+    source, path = Zipf(requests=120, prefixes=9), tmp_path / "trace.jsonl.zst"
+    first = compare(source, "lru", 200, trace=path)
+    second = compare(Recording(path), "lru", 200)
+    assert second.infinite == first.infinite
+    assert second.rows[0].hit_blocks == first.rows[0].hit_blocks
+    assert second.workload.digest == source.digest
+
+
+def test_texts_have_the_keys_that_their_run_told(tmp_path):
+    """Of a run on tensors, keys of generated blocks are known from the start."""
+    path = tmp_path / "trace.jsonl"
+    text = text_request("a", range(5), output=9, block_size=4, publish=True)
+    key = text.keys[0].hex()
+    fields = request_fields(text)
+    write(
+        path,
+        ("REQUEST", fields),
+        ("KEYS", {"request": "a", "keys": [key]}),
+        ("KEYS", {"request": "a", "keys": [9]}),
+    )
+    assert not next(iter(TraceWorkload(path))).output_keys
+    events = lines(path)
+    events[0]["executor"] = "run"
+    seal(path, events)
+    assert next(iter(TraceWorkload(path))).output_keys == [text.keys[0], 9]
+
+
+def test_a_cut_trace_is_told_at_the_cut(tmp_path):
+    """The requests before it come, then an error says where it ends."""
+    path = recorded(tmp_path / "trace.jsonl", [ask("a", 3)])
+    path.write_bytes(path.read_bytes()[:-10])
+    requests = iter(TraceWorkload(path))
+    assert next(requests).id == "a"
+    with pytest.raises(TraceError, match=r"trace\.jsonl: incomplete: the file ends inside"):
+        next(requests)
+
+
+def test_a_request_that_cannot_be_is_told_with_its_line(tmp_path):
+    """A hint for no tokens passes no Request, and no trace."""
+    path = write(tmp_path / "trace.jsonl", ask("a", 0, key_tokens=4))
+    events = lines(path)
+    events[1]["retention"] = [[8, 4, 35, None]]
+    with pytest.raises(TraceError, match=r"trace\.jsonl:2: REQUEST: .*8 to 4: no tokens"):
+        list(TraceWorkload(seal(path, events)))
+
+
+def test_what_is_no_trace(tmp_path):
+    """A file without a header, an empty one, and none at all are told apart."""
+    path = tmp_path / "requests.csv"
+    path.write_text("TIMESTAMP,ContextTokens\n")
+    with pytest.raises(TraceError, match="its first line is no HEADER"):
+        TraceWorkload(path).key_tokens  # noqa: B018
+    path.write_text("")
+    with pytest.raises(TraceError, match="the file is empty"):
+        TraceWorkload(path).key_tokens  # noqa: B018
+    with pytest.raises(InputError, match="No such file"):
+        TraceWorkload(tmp_path / "nowhere").key_tokens  # noqa: B018
+
+
+def test_a_trace_by_hand_has_its_requests_too(tmp_path):
+    """Nothing but REQUEST lines matters: who ran them does not."""
+    path = serve_by_hand(tmp_path / "trace.jsonl")
+    assert [request.id for request in TraceWorkload(path)] == [
+        "long",
+        "huge",
+        "short",
+        "silent",
+    ]

@@ -1,0 +1,230 @@
+"""What if: what may be different, what is built again, and what is refused."""
+
+from functools import partial
+
+import attrs
+import orjson
+import pytest
+from recordings import PLUGINS, ended, timed, untimed
+from serving import ask
+from traces import ask as ask_for
+from traces import lines
+
+from kvcore import SLO, InputError, KVCache, Trace
+from kvcore.catalogue import find_device, find_model
+from kvcore.lab import compare, replay, whatif
+from kvcore.model import PrefillCost
+from kvcore.recompute import cost_fields, read_cost
+from kvcore.serving import Batching
+from kvcore_plugins.eviction import MRU
+from kvcore_plugins.latency import Linear, Roofline
+from kvcore_plugins.prefix import NoPrefix
+from kvcore_plugins.workloads import Zipf
+
+
+class TestAnotherPolicy:
+    """A trace of six requests on which LRU and MRU differ."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        """Return it: three prompts of a block, asked for twice in turn, in a pool of two."""
+        return untimed(tmp_path / "trace.jsonl", "abcabc", blocks=2)
+
+    @pytest.mark.parametrize("eviction", ["mru", MRU, MRU(), partial(MRU)])
+    def test_it_is_given_in_any_way(self, path, eviction):
+        """A name, a class, an instance, or a function: all say the same."""
+        found = whatif(path, eviction=eviction)
+        assert found.rerun.config["eviction"] == {"name": "mru", "options": {}}
+        assert found.recorded.config["eviction"] == {"name": "lru", "options": {}}
+        assert (found.recorded.hit["hit_blocks"], found.rerun.hit["hit_blocks"]) == (0, 2)
+
+    def test_who_gained_and_who_lost(self, path):
+        """Each request that fared differently is told, with what it hit in both runs."""
+        found = whatif(path, eviction="mru")
+        assert [(c.request, c.prompt, c.tokens) for c in found.gained()] == [
+            (3, 4, 4),
+            (5, 4, 4),
+        ]
+        assert found.changes == found.gained()
+        assert found.lost() == found.sooner() == found.later() == []
+        back = whatif(path, blocks=1)
+        assert back.changes == []
+
+    def test_the_new_trace_is_that_of_the_new_run(self, path, tmp_path):
+        """What is exported is what a fresh run under that policy writes."""
+        whatif(path, eviction="mru", export=tmp_path / "new.jsonl")
+        with Trace(tmp_path / "fresh.jsonl") as trace:
+            cache = KVCache(2, 4, eviction=MRU(), count="keys", trace=trace)
+            replay([ask_for(place, text) for place, text in enumerate("abcabc")], cache)
+        assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
+
+    def test_no_prefix_is_shared(self, path):
+        """Another prefix cache is as easily asked for."""
+        assert whatif(path, prefix=NoPrefix).rerun.hit["hit_blocks"] == 0
+
+    def test_an_option_may_be_infinite(self, tmp_path):
+        """Infinities are text in the header, and numbers again in the policy."""
+        path = tmp_path / "trace.jsonl"
+        compare(Zipf(requests=50), "lfu:half_life=inf", 30, trace=path)
+        found = whatif(path, export=tmp_path / "new.jsonl")
+        assert found.changes == []
+        assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()
+
+    def test_a_random_policy_takes_the_seed_of_the_run(self, tmp_path):
+        """A plugin that is named, and draws, draws from the recorded seed."""
+        path = tmp_path / "trace.jsonl"
+        compare(Zipf(requests=50), "lru", 30, trace=path, seed=9)
+        options = whatif(path, eviction="random").rerun.config["eviction"]["options"]
+        assert options == {"seed": 9}
+
+
+class TestAnotherPool:
+    """Blocks of another size, and more of them."""
+
+    def test_another_block_size_is_the_same_memory(self, tmp_path):
+        """Without a number of blocks there are as many as the memory holds."""
+        path = untimed(tmp_path / "trace.jsonl", ["abc", "abd", "abc"], blocks=4)
+        config = whatif(path, block_size=2).rerun.config
+        assert (config["block_size"], config["blocks"]) == (2, 8)
+        config = whatif(path, block_size=1, blocks=5).rerun.config
+        assert (config["block_size"], config["blocks"]) == (1, 5)
+
+    def test_a_block_size_that_fits_no_key(self, tmp_path):
+        """The error names both sizes."""
+        path = untimed(tmp_path / "trace.jsonl", ["abc"])
+        with pytest.raises(InputError, match=r"block size 3 and .* keys of 4 tokens"):
+            whatif(path, block_size=3)
+
+    def test_a_pool_without_a_block(self, tmp_path):
+        """Blocks larger than the whole pool are refused."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")], blocks=2)
+        with pytest.raises(InputError, match="2 blocks of 4 tokens is less than a block of 16"):
+            whatif(path, block_size=16, plugins=PLUGINS)
+
+    @pytest.mark.parametrize("size", [0, -4])
+    def test_a_block_size_that_is_none(self, tmp_path, size):
+        """A block has at least one token."""
+        path = untimed(tmp_path / "trace.jsonl", ["abc"])
+        with pytest.raises(InputError, match=f"block size {size}"):
+            whatif(path, block_size=size)
+
+
+class TestUnderAClock:
+    """Schedulers, latency models, caps, rates and expectations."""
+
+    def test_sessions_keep_their_own_pace(self, tmp_path):
+        """A turn comes when the one before has ended and its client has thought."""
+        turns = [
+            ask("a", 0, output=3, session="s"),
+            ask("b", 1, session="s", after="a", think=100),
+        ]
+        path = timed(tmp_path / "trace.jsonl", turns)
+        assert ended(path) == {"a": 30, "b": 140}
+        slow = tmp_path / "slow.jsonl"
+        whatif(path, latency=Linear(step=1e-6, prefill=0, decode=0, context=0), export=slow,
+               plugins=PLUGINS)  # fmt: skip
+        assert ended(slow) == {"a": 3000, "b": 4100}
+
+    def test_another_scheduler(self, tmp_path):
+        """Who gains time and who loses it is told by request, in nanoseconds."""
+        requests = [ask("long", 0, output=2), ask("late", 1), ask("dear", 1, priority=1)]
+        path = timed(tmp_path / "trace.jsonl", requests, batching={"max_seqs": 1})
+        found = whatif(path, scheduler="priority", plugins=PLUGINS)
+        assert [(c.request, c.ttft) for c in found.sooner()] == [("dear", -10)]
+        assert [(c.request, c.ttft) for c in found.later()] == [("late", 10)]
+        assert found.rerun.config["scheduler"]["name"] == "priority"
+        assert found.gained() == found.lost() == []
+
+    def test_other_caps_leave_the_rest(self, tmp_path):
+        """A cap that is not given is as recorded; a whole `Batching` replaces all."""
+        path = timed(
+            tmp_path / "trace.jsonl", [ask("a")], batching={"max_tokens": 64, "max_seqs": 8}
+        )
+        config = whatif(path, batching={"max_seqs": 1}, plugins=PLUGINS).rerun.config
+        assert (config["batching"]["max_seqs"], config["batching"]["max_tokens"]) == (1, 64)
+        config = whatif(path, batching=Batching(), plugins=PLUGINS).rerun.config
+        assert config["batching"] == attrs.asdict(Batching())
+        with pytest.raises(InputError, match="max_seqs=0"):
+            whatif(path, batching={"max_seqs": 0}, plugins=PLUGINS)
+
+    def test_another_rate_is_one_of_the_workload(self, tmp_path):
+        """Twice as fast as the workload, however fast the recorded run was."""
+        requests = [ask(place, place * 1000) for place in range(4)]
+        path = timed(tmp_path / "trace.jsonl", requests, rate_scale=4)
+        whatif(path, rate_scale=2, export=tmp_path / "new.jsonl", plugins=PLUGINS)
+        arrivals = [e["t"] for e in lines(tmp_path / "new.jsonl") if e["event"] == "REQUEST"]
+        assert arrivals == [0, 500, 1000, 1500]
+
+    def test_both_runs_are_judged_alike(self, tmp_path):
+        """What is expected now is expected of the recorded run as well."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b", 100)])
+        assert whatif(path, plugins=PLUGINS).recorded.slo_met is None
+        found = whatif(path, slo=SLO(ttft=9), plugins=PLUGINS)
+        assert (found.recorded.slo_met, found.rerun.slo_met) == (0, 0)
+        found = whatif(path, slo=SLO(ttft=10), plugins=PLUGINS)
+        assert (found.recorded.slo_met, found.rerun.slo_met) == (1, 1)
+
+    def test_sequences_may_forget_or_not(self, tmp_path):
+        """A retention policy can be had, replaced and left out."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a", prompt=40, output=9)])
+        windowed = tmp_path / "windowed.jsonl"
+        found = whatif(path, retention="window:tokens=8", export=windowed, plugins=PLUGINS)
+        assert (found.recorded.forgotten_blocks, found.rerun.forgotten_blocks) == (0, 10)
+        back = whatif(windowed, retention="none", plugins=PLUGINS)
+        assert (back.recorded.forgotten_blocks, back.rerun.forgotten_blocks) == (10, 0)
+        assert "retention" not in back.rerun.config
+        assert whatif(windowed, plugins=PLUGINS).rerun == found.rerun
+
+    def test_nothing_may_be_expected(self, tmp_path):
+        """An empty SLO takes the recorded one away, in the new header too."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")], slo=SLO(ttft=9))
+        found = whatif(path, slo=SLO(), export=tmp_path / "new.jsonl", plugins=PLUGINS)
+        assert found.rerun.slo_met is None
+        assert "slo" not in lines(tmp_path / "new.jsonl")[0]
+
+    def test_a_latency_model_is_of_what_was_recorded(self, tmp_path):
+        """Named, it takes model and device of the header where it says nothing of them."""
+        about = {
+            "model": {"name": "llama-3-8b", "kv_dtype": "fp8"},
+            "device": {"name": "h200", "count": 2},
+        }
+        path = timed(tmp_path / "trace.jsonl", [ask("a")], header=about)
+        options = whatif(
+            path, latency="roofline:device=a100-80g", plugins=PLUGINS
+        ).rerun.config["latency"]["options"]
+        assert (options["device"], options["kv_dtype"]) == ("a100-80g", "fp8")
+        assert options["tensor_parallel"] == 2
+
+    def test_a_model_without_a_name_is_recorded_whole(self, tmp_path):
+        """A model or device that is in no catalogue is built again from its fields."""
+        model = attrs.evolve(find_model("gemma-2-2b"), name="mine")
+        latency = Roofline(model=model, device=find_device("h100"), tensor_parallel=1)
+        path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b")], latency=latency)
+        whatif(path, export=tmp_path / "new.jsonl")
+        assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        PrefillCost.of(find_model("gemma-2-2b"), find_device("a100-80g")),
+        PrefillCost.of(
+            attrs.evolve(find_model("llama-3-8b"), name="mine"), find_device("h100")
+        ),
+        PrefillCost(0.25, ((None, 0.5), (8, 1e-9))),
+        PrefillCost(1.0, (), "llama-3-8b", "h100"),
+    ],
+)
+def test_a_cost_comes_back_from_the_header(cost):
+    """Names are enough for what is in the catalogue; else the seconds are written too."""
+    assert read_cost(orjson.loads(orjson.dumps(cost_fields(cost)))) == cost
+
+
+def test_the_cost_of_a_comparison_is_recorded(tmp_path):
+    """A policy that weighs what a block costs decides alike when it is run again."""
+    path = tmp_path / "trace.jsonl"
+    cost = PrefillCost(1e-3, ((None, 1e-5),))
+    compare(Zipf(requests=80), "cost", 40, trace=path, recompute=cost)
+    assert whatif(path).changes == []
+    whatif(path, export=tmp_path / "new.jsonl")
+    assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()

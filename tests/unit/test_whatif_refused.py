@@ -1,0 +1,157 @@
+"""What if: what cannot be run again, or not so."""
+
+from pathlib import Path
+
+import pytest
+from recordings import PLUGINS, timed, untimed
+from serving import ask
+from traces import ask as ask_for
+from traces import lines, record, seal
+from traces import serve as serve_by_hand
+
+from kvcore import SLO, InputError, KVCache, PluginError, Trace, TraceError
+from kvcore.lab import whatif
+from kvcore_plugins.eviction import LFU, LRU
+from kvcore_plugins.scheduling import FCFS, Priority
+
+
+class TestRefused:
+    """What cannot be run again, or not so; nothing is left of an export."""
+
+    def refused(self, path, kind, message, **asked):
+        """Check that it is refused, and that no file is left of the export."""
+        with pytest.raises(kind, match=message):
+            whatif(path, export=path.with_name("new.jsonl"), **{"plugins": PLUGINS} | asked)
+        assert not list(path.parent.glob("new.jsonl*"))
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"scheduler": FCFS},
+            {"latency": "linear"},
+            {"batching": {"max_seqs": 1}},
+            {"slo": SLO(ttft=1)},
+            {"rate_scale": 2.0},
+        ],
+        ids=lambda asked: next(iter(asked)),
+    )
+    def test_time_without_a_clock(self, tmp_path, asked):
+        """An untimed trace has no server; the error says what has."""
+        path = untimed(tmp_path / "trace.jsonl", ["ab"])
+        message = f"without a clock: it has no {next(iter(asked))}.*kvcore simulate trace:FILE"
+        self.refused(path, InputError, message, **asked)
+
+    def test_the_wall_clock(self, tmp_path):
+        """Nothing can run again what real time decided."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")])
+        events = lines(path)
+        events[0]["mode"] = "wall"
+        self.refused(seal(path, events), InputError, "by the wall clock.*simulate trace:FILE")
+
+    @pytest.mark.parametrize("make", [record, serve_by_hand])
+    def test_calls_made_by_hand(self, tmp_path, make):
+        """Sequences that overlap, forks, and a clock without a server are no run of ours."""
+        path = make(tmp_path / "trace.jsonl")
+        self.refused(path, InputError, "by hand|says nothing of the batching")
+
+    def test_a_request_that_was_never_admitted(self, tmp_path):
+        """An untimed trace in which a request got no room was made by hand as well."""
+        path = tmp_path / "trace.jsonl"
+        with Trace(path) as trace:
+            cache = KVCache(2, 4, eviction=LRU(), trace=trace)
+            trace.request(ask_for("a", "abc"), 0)
+            cache.close(cache.open(ask_for("b", "ab")))
+        self.refused(path, InputError, r"trace\.jsonl:3: .*made by hand")
+
+    def test_a_cut_trace(self, tmp_path):
+        """Half a run is not compared with a whole one."""
+        path = untimed(tmp_path / "trace.jsonl", ["ab", "cd"])
+        path.write_bytes(path.read_bytes()[:-20])
+        self.refused(path, TraceError, "incomplete: the file ends inside.*record it again")
+
+    def test_a_trace_that_contradicts_itself(self, tmp_path):
+        """It is checked line by line before anything is compared."""
+        path = untimed(tmp_path / "trace.jsonl", ["ab", "ab"])
+        events = lines(path)
+        hit = next(event for event in events if event["event"] == "HIT")
+        hit["blocks"] = 1
+        message = rf"trace\.jsonl:{hit['n'] + 1}: HIT: 1 blocks hit; 2 are cached"
+        self.refused(seal(path, events), TraceError, message)
+
+    def test_a_plugin_that_is_not_installed(self, tmp_path):
+        """It is named, with what to do; another one in its place is taken."""
+        path = untimed(tmp_path / "trace.jsonl", ["ab"])
+        events = lines(path)
+        events[0]["plugins"]["eviction"]["name"] = "mine"
+        seal(path, events)
+        message = (
+            "eviction plugin 'mine', which is not installed here: install .*--eviction NAME"
+        )
+        self.refused(path, PluginError, message)
+        assert whatif(path, eviction="lru").rerun.completed == 1
+
+    @pytest.mark.parametrize(
+        ("name", "options", "message"),
+        [
+            (
+                "lfu",
+                {"half_life": -1, "unit": "s", "decay": None},
+                "cannot be built as recorded",
+            ),
+            ("lru", {"old": 1}, "recorded with options {'old': 1}, of which .* makes {}"),
+            ("lru", {"old": "1"}, "cannot be built as recorded: .*no option 'old'"),
+        ],
+    )
+    def test_options_that_are_not_what_they_were(self, tmp_path, name, options, message):
+        """Another version of a plugin is not taken for the recorded one."""
+        path = untimed(tmp_path / "trace.jsonl", ["ab"])
+        events = lines(path)
+        events[0]["plugins"]["eviction"] = {"name": name, "options": options}
+        self.refused(seal(path, events), InputError, message)
+
+    def test_a_latency_model_whose_file_changed(self, tmp_path):
+        """Coefficients other than recorded would make another run."""
+        table = tmp_path / "steps.csv"
+        head = "prefill_tokens,decode_sequences,context_tokens,seconds\n"
+        table.write_text(f"{head}0,0,0,1e-8\n")
+        latency = PLUGINS.build("latency", f"table:path={table}")
+        path = timed(tmp_path / "trace.jsonl", [ask("a")], latency=latency)
+        assert whatif(path).changes == []
+        table.write_text(f"{head}0,0,0,2e-8\n")
+        self.refused(path, InputError, "'table' had other coefficients")
+        table.unlink()
+        self.refused(path, InputError, "'table' cannot be built as recorded: .*steps.csv")
+
+    @pytest.mark.parametrize(
+        ("field", "value", "message"),
+        [
+            ("batching", {"max_seqs": 4, "seats": 9}, r"trace\.jsonl: batching .*'seats'"),
+            ("batching", {"max_seqs": "4"}, "give whole numbers"),
+            ("recompute", "dear", r"trace\.jsonl: what it costs .* read from 'dear'"),
+            ("recompute", {"model": "mine", "device": "h100"}, "unknown model 'mine'"),
+            ("recompute", {"model": 3, "device": None}, "cannot be read from"),
+        ],
+    )
+    def test_a_header_that_cannot_be(self, tmp_path, field, value, message):
+        """What the schema leaves open is looked at where it is used."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")])
+        events = lines(path)
+        events[0][field] = value
+        self.refused(seal(path, events), InputError, message)
+
+    def test_an_export_over_the_trace(self, tmp_path):
+        """The trace that is read stays."""
+        path = untimed(tmp_path / "trace.jsonl", ["ab"])
+        before = path.read_bytes()
+        for name in ("trace.jsonl", "./trace.jsonl"):
+            with pytest.raises(InputError, match="that is the trace that is read"):
+                whatif(path, export=Path(tmp_path) / name)
+        assert path.read_bytes() == before
+
+    def test_what_is_no_plugin(self, tmp_path):
+        """An unknown name, and a plugin of another kind."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")])
+        self.refused(path, InputError, "no eviction plugin is named 'lruu'", eviction="lruu")
+        self.refused(path, InputError, "is no eviction plugin", eviction=FCFS)
+        self.refused(path, InputError, "is no scheduler plugin", scheduler=LFU)
+        self.refused(path, InputError, "is no latency plugin", latency=Priority())

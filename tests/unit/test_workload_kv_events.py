@@ -1,0 +1,205 @@
+import re
+
+import orjson
+import pytest
+from kv_events import DYNAMO, batch, record, removed, stored
+
+from kvcore import InputError, block_keys
+from kvcore.events import Batch, Page, PagesStored
+from kvcore.workloads import checked, recognise
+from kvcore_plugins.workloads import Jsonl, KvEvents, Mooncake
+
+SECOND = 10**9
+
+
+@pytest.fixture
+def full(tmp_path):
+    """Return what reads batches as a recording in full-report mode."""
+
+    def read(*batches, **options):
+        path = record(tmp_path / "r.jsonl", *batches)
+        return list(checked(KvEvents(path, lookups="full", **options)))
+
+    return read
+
+
+@pytest.fixture
+def joined(tmp_path):
+    """Return what reads the rows of a log, joined to batches at 10 s and 20 s."""
+
+    def read(*rows):
+        path = record(tmp_path / "r.jsonl", batch(stored(1, size=4), ts=10.0), batch(ts=20.0))
+        log = tmp_path / "log.jsonl"
+        log.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+        return list(KvEvents(path, requests=log))
+
+    return read
+
+
+def test_a_root_run_is_a_request(full):
+    """What begins without a parent is a request, at its batch's time from the first one on."""
+    one, two = full(batch(stored(1, 2, size=4), ts=5.0), batch(stored(1, 2, 3, size=4), ts=7.5))
+    assert (one.arrival, one.prompt, one.keys, one.key_tokens) == (0, 8, [0, 1], 4)
+    assert (two.arrival, two.prompt, two.keys) == (5 * SECOND // 2, 12, [0, 1, 2])
+
+
+def test_runs_continue_the_request_that_ends_there(full):
+    """Later chunks belong to a request that ends at their parent, each to one of equal ones."""
+    one, two = full(
+        batch(stored(1, 2)),
+        batch(stored(1, 2)),
+        batch(stored(3, parent=2), stored(4, parent=2)),
+        batch(stored(5, parent=3)),
+    )
+    assert two.keys == [0, 1, 2, 4]
+    assert one.keys == [0, 1, 3]
+
+
+def test_removals_are_no_requests(full):
+    """Only what is looked up counts."""
+    assert len(full(batch(stored(1)), batch(removed(1)))) == 1
+
+
+def test_what_ran_before_is_left_out(full):
+    """A run whose beginning was not heard belongs to no request."""
+    [only] = full(batch(stored(9, parent=8)), batch(stored(1)))
+    assert only.keys == [0]
+
+
+def test_incremental_reports_are_told(full):
+    """A run below a block where no request ends shows that uses were not reported."""
+    with pytest.raises(
+        InputError, match="continues block 1, at which no request's report ends"
+    ):
+        full(batch(stored(1, 2)), batch(stored(3, parent=1)))
+
+
+def test_other_tiers_and_groups_are_left_out(full):
+    """Blocks that go to the host, or of another group of layers, are no lookups."""
+    elsewhere = stored(7, medium="CPU"), stored(8, group=1)
+    assert [r.keys for r in full(batch(stored(1, medium="GPU"), *elsewhere))] == [[0]]
+    assert [r.keys for r in full(batch(*elsewhere), group=1)] == [[0]]
+
+
+def test_block_sizes_must_agree(full):
+    """Blocks of another size in the same group are refused."""
+    with pytest.raises(InputError, match="blocks of 2 tokens, before of 4: choose a 'group'"):
+        full(batch(stored(1, size=4), stored(2, size=2)))
+
+
+def test_times_do_not_go_back(full):
+    """A batch of a publisher whose clock is behind comes with the one before it."""
+    arrivals = [r.arrival for r in full(batch(stored(1), ts=2.0), batch(stored(2), ts=1.0))]
+    assert arrivals == [0, 0]
+
+
+def test_ranks_are_apart(full):
+    """A run continues a request of its own rank only."""
+    one, two, three = full(
+        Batch(0.0, (stored(1),), 0),
+        Batch(0.0, (stored(1),), 1),
+        Batch(0.0, (stored(2, parent=1), stored(3)), 0),
+    )
+    assert (one.keys, two.keys, three.keys) == ([0, 1], [0], [2])
+
+
+def test_formats_without_a_block_size_need_one(tmp_path):
+    """Where no event tells the block size, the option must."""
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(DYNAMO + b"\n")
+    with pytest.raises(InputError, match="how many tokens a block has: give 'block_size'"):
+        list(KvEvents(path, lookups="full"))
+    [only] = KvEvents(path, lookups="full", block_size=32)
+    assert (only.prompt, only.keys, only.arrival) == (32, [0], 0)
+
+
+def test_a_log_of_tokens(joined):
+    """A logged request has the keys of its tokens, in blocks of the recording's size."""
+    [only] = joined({"id": "a", "time": 12.5, "tokens": [*range(9)], "output": 3})
+    assert (only.id, only.arrival, only.prompt, only.output) == ("a", 5 * SECOND // 2, 9, 3)
+    assert only.keys == block_keys(range(9), 4)
+
+
+def test_a_log_of_hashes(joined):
+    """A logged request may have the engine's hashes instead, and its length."""
+    [only] = joined({"id": 1, "time": 10, "hashes": [2**64 - 1, 7], "prompt": 11})
+    assert (only.keys, only.prompt, only.key_tokens) == ([2**64 - 1, 7], 11, 4)
+
+
+def test_the_log_is_cut_to_the_recording(joined):
+    """Requests before the first batch and after the last are left out."""
+    times = (9.9, 10.0, 20.0, 20.1)
+    rows = [{"id": n, "time": time, "tokens": [1]} for n, time in enumerate(times)]
+    found = joined(*rows)
+    assert [request.id for request in found] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"id": 1, "tokens": [1]}, "field 'time': expected a number of seconds"),
+        ({"id": None, "time": 10, "tokens": [1]}, "field 'id': expected an integer or a text"),
+        ({"id": 1, "time": 10, "tokens": []}, "field 'tokens': expected at least one token"),
+        ({"id": 1, "time": 10, "tokens": [-1]}, r"field 'tokens\[0\]': expected an integer"),
+        (
+            {"id": 1, "time": 10, "hashes": [1]},
+            "field 'prompt': expected a whole number from 1",
+        ),
+        ({"id": 1, "time": 10, "hashes": [1, 2], "prompt": 4}, "at most 1 keys"),
+    ],
+)
+def test_wrong_rows_are_told(joined, row, reason):
+    """A row of the log that cannot be used is refused with line and field."""
+    with pytest.raises(InputError, match=r"log\.jsonl:1: .*" + reason):
+        joined(row)
+
+
+def test_log_must_be_sorted(joined):
+    """A row before the one above it is refused."""
+    rows = [{"id": t, "time": t, "tokens": [1]} for t in (12, 11)]
+    with pytest.raises(InputError, match=r"log\.jsonl:2: field 'time': expected no earlier"):
+        joined(*rows)
+
+
+def test_events_without_times_join_no_log(tmp_path):
+    """Events of Dynamo have no clock to join by."""
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(DYNAMO + b"\n")
+    with pytest.raises(InputError, match="its events have no times"):
+        list(KvEvents(path, requests=path, block_size=4))
+
+
+def test_neither_is_refused_with_the_reason(tmp_path):
+    """Stored and removed blocks alone are no workload: the error says why, and what helps."""
+    path = record(tmp_path / "r.jsonl", batch(stored(1)))
+    with pytest.raises(InputError, match=r"left no event.*lookups=full.*requests=LOG.*replay"):
+        recognise(path, [Jsonl, KvEvents, Mooncake])
+    with pytest.raises(InputError, match="exclude one another"):
+        KvEvents(path, lookups="full", requests=path)
+    with pytest.raises(InputError, match="'lookups' must be 'full', not 'all'"):
+        KvEvents(path, lookups="all")
+
+
+def test_digest_tells_files_and_options_apart(tmp_path):
+    """What the requests depend on is in the digest."""
+    path = record(tmp_path / "r.jsonl", batch(stored(1)))
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"id":1,"time":0,"tokens":[1]}\n')
+    workloads = [
+        KvEvents(path, lookups="full"),
+        KvEvents(path, lookups="full", group=1),
+        KvEvents(path, requests=log),
+    ]
+    digests = {workload.digest for workload in workloads}
+    assert len(digests) == 3
+    assert all(re.fullmatch("[0-9a-f]{32}", digest) for digest in digests)
+
+
+def test_polled_events_are_read_too(full):
+    """TensorRT-LLM's blocks of the first level are lookups, those of the host are not."""
+
+    def run(level):
+        page = Page(hash=5, tokens=((1, 0),), level=level, priority=35)
+        return Batch(None, (PagesStored(pages=(page,)),), format="trtllm", seq=level)
+
+    assert [r.keys for r in full(run(0), run(1), block_size=1)] == [[0]]

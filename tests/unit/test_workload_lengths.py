@@ -1,0 +1,162 @@
+import gzip
+
+import pytest
+
+from kvcore.errors import InputError
+from kvcore.plugins import Plugins
+from kvcore.workloads import recognise
+from kvcore_plugins.workloads import Azure, Lengths
+
+SERVEGEN = "request_id,timestamp,input_tokens,output_tokens"
+
+
+def write(path, *rows):
+    """Write the lines of a table."""
+    path.write_text("\n".join(rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        (SERVEGEN, "0,1.5,10,3"),
+        ("Timestamp,Model,Request tokens,Response tokens,Total tokens", "1.5,GPT-4,10,3,13"),
+        ("arrived_at\tnum_prefill_tokens\tnum_decode_tokens", "1.5\t10\t3"),
+        ("time;Input Length;Output Length;", "1.5;10;3;"),
+        (',"arrival_time","prompt_len","output_len"', '0, "1.5","10","3"'),
+    ],
+)
+def test_usual_columns_are_found(tmp_path, header, row):
+    """Tables of ServeGen, BurstGPT, Vidur and their like need no column names."""
+    path = write(tmp_path / "t", header, row)
+    workload = recognise(path, [Azure, Lengths])
+    assert isinstance(workload, Lengths)
+    (request,) = workload
+    assert (request.prompt, request.output) == (10, 3)
+
+
+def test_columns_can_be_named(tmp_path):
+    """Columns of other names are taken where the options say so, in text as well."""
+    path = write(tmp_path / "t.csv", "when,ctx,gen,who,chat", "0,7,5,ann,c1", "1,8,5,,")
+    text = f"lengths:path={path},time=when,input=ctx,output=gen,tenant=who,session=chat"
+    first, second = Plugins().build("workload", text)
+    assert (first.prompt, first.output, first.tenant, first.session) == (7, 5, "ann", "c1")
+    assert (second.tenant, second.session) == (None, None)
+
+
+def test_a_named_column_comes_before_a_usual_one(tmp_path):
+    """What is named is taken, though another column looks right."""
+    path = write(tmp_path / "t.csv", "time,prompt_tokens,billed,output_tokens", "0,1,9,1")
+    (request,) = Lengths(path, input="billed")
+    assert request.prompt == 9
+
+
+def test_sessions_and_tenants_are_found(tmp_path):
+    """Usual columns of sessions and users are taken; requests come when they came."""
+    path = write(tmp_path / "t.csv", f"{SERVEGEN},Session ID,user", "0,0,1,1,s,u")
+    (request,) = Lengths(path)
+    assert (request.session, request.tenant, request.after) == ("s", "u", None)
+
+
+@pytest.mark.parametrize(
+    ("unit", "times", "arrival"),
+    [
+        ("s", ("1711929600.0000001", "1711929600.5"), 499_999_900),
+        ("ms", ("27482", "27483.25"), 1_250_000),
+        ("us", ("0", "1e3"), 1_000_000),
+        ("ns", ("5", "12"), 7),
+        ("s", ("2024-05-10 00:00:00", "2024-05-10T00:00:00.25Z"), 250_000_000),
+        ("s", ("2024-05-10 02:00:00+02:00", "2024-05-10 00:00:01.000001"), 1_000_001_000),
+    ],
+)
+def test_times_are_read_exactly(tmp_path, unit, times, arrival):
+    """Arrivals count from the first row's; no digit is lost."""
+    path = write(tmp_path / "t.csv", SERVEGEN, *(f"0,{time},1,1" for time in times))
+    assert [request.arrival for request in Lengths(path, unit=unit)] == [0, arrival]
+
+
+def test_nothing_is_shared(tmp_path):
+    """Lengths say nothing of prompts: there are no keys, and a block is what is asked for."""
+    workload = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,100,1"), key_tokens=64)
+    (request,) = workload
+    assert request.keys == ()
+    assert request.key_tokens == workload.key_tokens == 64
+
+
+def test_whole_numbers_may_have_a_point(tmp_path):
+    """A length such as 374.0, as data frames write it, is whole."""
+    (request,) = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,374.0,44."))
+    assert (request.prompt, request.output) == (374, 44)
+
+
+def test_compressed_tables_are_read(tmp_path):
+    """Compression is told by its bytes, as everywhere."""
+    path = tmp_path / "t.csv"
+    path.write_bytes(gzip.compress(f"{SERVEGEN}\r\n0,0,1,1\r\n".encode()))
+    assert len(list(Lengths(path))) == 1
+
+
+def test_digest_depends_on_the_options(tmp_path):
+    """Other columns or units make other requests, hence another digest."""
+    path = write(tmp_path / "t.csv", SERVEGEN, "0,0,1,1")
+    digests = {Lengths(path).digest, Lengths(path, unit="ms").digest}
+    assert len(digests | {Lengths(path, input="output_tokens").digest}) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("0,soon,1,1", "field 'timestamp': expected a number, or a time such .*, got \"soon\""),
+        ("0,-1,1,1", "field 'timestamp': expected a number"),
+        ("0,1e99,1,1", "field 'timestamp': expected a number"),
+        ("0,1.4,1,1", r"field 'timestamp': expected no earlier time than before"),
+        ("0,2,0,1", "field 'input_tokens': expected .* at least 1, got \"0\""),
+        ("0,2,1.5,1", "field 'input_tokens': expected a whole number"),
+        ("0,2,1,", "field 'output_tokens': expected .* at least 0, got \"\""),
+        ("0,2,1", "field 'output_tokens': .* the field is missing"),
+        ("0", "field 'timestamp': expected a number.* the field is missing"),
+        ("0,2,1,1,5", "field 'output_tokens': expected the last column"),
+        ('0,2,"1,1', "not a row of a table: unexpected end of data"),
+    ],
+)
+def test_bad_field_is_named(tmp_path, row, complaint):
+    """A row that cannot be used is reported with file, line, column and what it holds."""
+    path = write(tmp_path / "t.csv", SERVEGEN, "0,1.5,1,1", row)
+    with pytest.raises(InputError, match=rf"t\.csv:3: {complaint}"):
+        list(Lengths(path))
+
+
+@pytest.mark.parametrize(
+    ("header", "options", "complaint"),
+    [
+        ("when,input,output", {}, "no column that looks like 'time'; .* time=COLUMN"),
+        (SERVEGEN, {"input": "ctx"}, "no column called 'ctx'; .* There are: request_id, time"),
+        (SERVEGEN, {"tenant": "who"}, "no column called 'who'; name it by the option tenant"),
+        ("0,0.1,0.5,Gamma,2.1,0.5", {}, "no column that looks like 'time'"),
+    ],
+)
+def test_missing_columns_are_named(tmp_path, header, options, complaint):
+    """A table without a column that is needed or named is refused, with those it has."""
+    path = write(tmp_path / "t.csv", header, "1,1,1")
+    with pytest.raises(InputError, match=rf"t\.csv:1: {complaint}"):
+        list(Lengths(path, **options))
+
+
+def test_header_alone_is_refused(tmp_path):
+    """A file without rows has nothing to run."""
+    with pytest.raises(InputError, match="no rows after the header"):
+        list(Lengths(write(tmp_path / "t.csv", SERVEGEN)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"TIMESTAMP,ContextTokens,GeneratedTokens",
+        b'{"timestamp": 0, "input_length": 1, "output_length": 2}',
+        b'"time,input,output',
+        b"\xff\xfe\x00",
+    ],
+)
+def test_other_files_are_not_taken_for_tables(line):
+    """A file of another format, of which a name may look right, is not recognised."""
+    assert not Lengths.recognises(line)
