@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from itertools import accumulate
@@ -14,7 +15,7 @@ EXACT = 200
 """Values up to here have a bucket each."""
 
 LARGEST = 2**63
-"""Buckets end here; what is larger is in the last one."""
+"""The last bucket ends here, or later: no time in nanoseconds is longer."""
 
 
 @cache
@@ -53,13 +54,19 @@ class Histogram:
         high: the largest sample.
     """
 
-    __slots__ = ("_borders", "_weights", "high", "total", "weight")
+    __slots__ = (
+        *("_above", "_borders", "_place", "_upto", "_weights"),
+        *("high", "total", "weight"),
+    )
 
     def __init__(self) -> None:
         """Start empty."""
         self.weight = self.total = self.high = 0
         self._borders = borders()
-        self._weights: dict[int, int] = {}
+        self._weights: defaultdict[int, int] = defaultdict(int)
+        # The bucket of the last sample, where the next one mostly is as well.
+        self._place = self._upto = 0
+        self._above = -1
 
     def add(self, value: int, weight: int) -> None:
         """Put in `value`, `weight` times."""
@@ -67,8 +74,11 @@ class Histogram:
         self.total += value * weight
         if value > self.high:
             self.high = value
-        place = bisect_left(self._borders, value)
-        self._weights[place] = self._weights.get(place, 0) + weight
+        if not self._above < value <= self._upto:
+            self._place = place = bisect_left(self._borders, value)
+            self._upto = self._borders[place]
+            self._above = self._borders[place - 1] if place else -1
+        self._weights[self._place] += weight
 
     def at_most(self, bounds: Iterable[int]) -> list[int]:
         """Return how many samples are at most each of `bounds`, exact for borders.
@@ -89,9 +99,8 @@ class Histogram:
         found = {}
         for percent in PERCENTS:
             rank = -(-percent * self.weight // 100)
-            place = places[bisect_left(upto, rank)]
-            top = self._borders[place] if place < len(self._borders) else self.high
-            found[f"p{percent}"] = min(top, self.high)
+            border = self._borders[places[bisect_left(upto, rank)]]
+            found[f"p{percent}"] = min(border, self.high)
         return found
 
     def as_dict(self, unit: int, bounds: Iterable[int]) -> dict[str, Any] | None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Keys
 from typing import Any
 
 from kvcore.cache.histogram import Histogram
-from kvcore.policy import GhostTree, Shape, Span
+from kvcore.cache.refaults import Refaults
+from kvcore.policy import Span
 from kvcore.request import Key
 from kvcore.units import NANOSECONDS
 
@@ -32,7 +33,7 @@ class Residency:
     by reference, of as many evicted blocks as the pool has.
 
     Args:
-        blocks, block_size: of the pool; as many evicted blocks are remembered.
+        blocks: of the pool; as many evicted blocks are remembered.
         tier: what to call it.
 
     Attributes:
@@ -41,32 +42,31 @@ class Residency:
         lifetime: of what was evicted, the time since it was stored.
         hits_at_eviction: of what was evicted, how many other requests had hit it.
         stored_blocks: blocks that entered the tier.
-        restored_blocks: those of them that had been evicted for room, and after them less
-            than a pool of others.
+        refaults: those of them that had been evicted for room, with no more than a pool
+            of others after them.
         evicted_blocks: blocks that left, by reason: `capacity` or `expired`.
     """
 
     __slots__ = (
-        "_ghosts",
         "age_at_eviction",
         "age_at_hit",
         "blocks",
         "evicted_blocks",
         "hits_at_eviction",
         "lifetime",
-        "restored_blocks",
+        "refaults",
         "stored_blocks",
         "tier",
     )
 
-    def __init__(self, blocks: int, block_size: int, tier: str = TIER) -> None:
+    def __init__(self, blocks: int, tier: str = TIER) -> None:
         """Start empty."""
         self.blocks, self.tier = blocks, tier
         self.age_at_hit, self.age_at_eviction = Histogram(), Histogram()
         self.lifetime, self.hits_at_eviction = Histogram(), Histogram()
-        self.stored_blocks = self.restored_blocks = 0
+        self.stored_blocks = 0
         self.evicted_blocks = {"capacity": 0, "expired": 0}
-        self._ghosts = GhostTree(blocks * block_size)
+        self.refaults = Refaults(blocks)
 
     def hit(self, span: Span, now: int) -> None:
         """Take in a hit of `span` and all before it, which is not written down in them yet."""
@@ -77,47 +77,31 @@ class Residency:
 
     def stored(self, span: Span, blocks: int) -> None:
         """Take in that the last `blocks` blocks of `span` were stored just now."""
-        self.entered(span.path_keys, span.end - blocks, span.end, span.shape)
+        self.entered(span.path_keys, span.end - blocks, span.end, span.shape.ratio)
 
     def evicted(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Take in that the last `blocks` blocks of `span` are about to leave."""
-        self.left(
-            span.path_keys,
-            span.end - blocks,
-            span.end,
-            span.shape,
-            idle=now - span.last_access,
-            lifetime=now - span.created,
-            hits=span.hits,
-            reason=reason,
-        )
+        self.left(blocks, now - span.last_access, now - span.created, span.hits, reason)
+        if reason == "capacity":
+            end = span.end
+            self.refaults.evicted(span.path_keys, end - blocks, end, span.shape.ratio)
 
-    def entered(self, keys: Keys[Key], first: int, end: int, shape: Shape) -> None:
-        """Take in that the blocks `[first, end)` of a path with these keys were stored."""
+    def entered(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
+        """Take in that the blocks `[first, end)` of a path were stored; a key has `ratio`."""
         self.stored_blocks += end - first
-        again = self._ghosts.forget_path(keys, first, end)
-        self.restored_blocks += again // shape.block_size
+        self.refaults.stored(keys, first, end, ratio)
 
-    def left(
-        self,
-        keys: Keys[Key],
-        first: int,
-        end: int,
-        shape: Shape,
-        *,
-        idle: int,
-        lifetime: int,
-        hits: int,
-        reason: str,
-    ) -> None:
-        """Take in that these leave: `capacity` or `expired` is why."""
-        blocks = end - first
+    def left(self, blocks: int, idle: int, lifetime: int, hits: int, reason: str) -> None:
+        """Take in how long blocks had rested that leave: `capacity` or `expired` is why."""
         self.evicted_blocks[reason] += blocks
         self.age_at_eviction.add(idle, blocks)
         self.lifetime.add(lifetime, blocks)
         self.hits_at_eviction.add(hits, blocks)
-        if reason == "capacity":
-            self._ghosts.add_path(keys, first, end, shape)
+
+    @property
+    def restored_blocks(self) -> int:
+        """Blocks stored again that had been evicted for room within a pool of evictions."""
+        return self.refaults.blocks
 
     @property
     def never_hit_blocks(self) -> int:

@@ -66,8 +66,20 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     run again, with these different and all else as recorded, and both runs are printed side
     by side. That takes a whole trace of `compare`, or, under the model's clock, of
     `simulate` or `run`.
+
+    FILE may also be a recording of a real server's KV events, as `kvcore record` writes it:
+    it is checked, and what it can tell is shown.
     """
     given = {name: value for name, value in asked.items() if value is not None}
+    if _is_recording(file):
+        if given or at is not None:
+            msg = (
+                f"{file} is a recording of KV events, which has no lookups: it can be checked, "
+                "but not run again, nor shown at a time; leave the options out"
+            )
+            raise InputError(msg)
+        _show_recording(file, as_json=as_json)
+        return
     if given:
         if at is not None:
             msg = "--at is for the recorded run alone: leave it out, or the what-if options"
@@ -79,6 +91,29 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
         emit_json(report.as_dict())
     else:
         _print(report)
+    if not report.complete:
+        msg = f"{file}: incomplete: {report.cut_reason}"
+        raise TraceError(msg)
+
+
+def _is_recording(file: Path) -> bool:
+    from kvcore.events.reading import is_recording  # noqa: PLC0415 - for this alone
+
+    return is_recording(file)
+
+
+def _show_recording(file: Path, *, as_json: bool) -> None:
+    """Check a recording of KV events, and print what it holds."""
+    from kvcore.events import check_recording  # noqa: PLC0415 - traces do without it
+    from kvcore.report.recording import rows  # noqa: PLC0415 - likewise
+
+    report = check_recording(file)
+    if as_json:
+        emit_json(report.as_dict())
+    else:
+        print_table(["recording", report.file], rows(report), right=[report.file])
+        click.echo()
+        print_text(report.tells)
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)

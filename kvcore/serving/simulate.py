@@ -141,7 +141,7 @@ def serve(
             rate_scale=rate_scale,
             slo=slo,
         )
-    cache.prefix.residency = Residency(cache.pool.blocks, cache.geometry.block_size)
+    cache.prefix.residency = Residency(cache.pool.blocks)
     start = perf_counter()
     loop.run()
     return loop, perf_counter() - start
