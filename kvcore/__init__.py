@@ -14,6 +14,7 @@ from kvcore.keys import block_keys
 from kvcore.plugins import Plugins
 from kvcore.policy import (
     Attend,
+    AttendOptions,
     Backend,
     Batch,
     DecodeSteps,
@@ -53,6 +54,7 @@ __all__ = [
     "DEFAULT_PRIORITY",
     "SLO",
     "Attend",
+    "AttendOptions",
     "Backend",
     "Batch",
     "Batching",

@@ -12,7 +12,7 @@ from typing import Any
 PERCENTS = (50, 90, 95, 99)
 
 EXACT = 200
-"""Values up to here have a bucket each."""
+"""Values up to here have a bucket each: the first two decades, and a fifth of the third."""
 
 LARGEST = 2**63
 """The last bucket ends here, or later: no time in nanoseconds is longer."""
@@ -54,19 +54,13 @@ class Histogram:
         high: the largest sample.
     """
 
-    __slots__ = (
-        *("_above", "_borders", "_place", "_upto", "_weights"),
-        *("high", "total", "weight"),
-    )
+    __slots__ = ("_borders", "_weights", "high", "total", "weight")
 
     def __init__(self) -> None:
         """Start empty."""
         self.weight = self.total = self.high = 0
         self._borders = borders()
         self._weights: defaultdict[int, int] = defaultdict(int)
-        # The bucket of the last sample, where the next one mostly is as well.
-        self._place = self._upto = 0
-        self._above = -1
 
     def add(self, value: int, weight: int) -> None:
         """Put in `value`, `weight` times."""
@@ -74,11 +68,7 @@ class Histogram:
         self.total += value * weight
         if value > self.high:
             self.high = value
-        if not self._above < value <= self._upto:
-            self._place = place = bisect_left(self._borders, value)
-            self._upto = self._borders[place]
-            self._above = self._borders[place - 1] if place else -1
-        self._weights[self._place] += weight
+        self._weights[bisect_left(self._borders, value)] += weight
 
     def at_most(self, bounds: Iterable[int]) -> list[int]:
         """Return how many samples are at most each of `bounds`, exact for borders.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import attrs
 
@@ -19,7 +19,15 @@ from kvcore.cache import KVCache
 from kvcore.errors import PluginError
 from kvcore.keys import block_keys
 from kvcore.model import token_projections
-from kvcore.policy import Backend, Generator, Rows, Tensor, TensorLayout, TokenStep
+from kvcore.policy import (
+    AttendOptions,
+    Backend,
+    Generator,
+    Rows,
+    Tensor,
+    TensorLayout,
+    TokenStep,
+)
 from kvcore.request import Request
 
 DTYPE = "fp64"
@@ -47,16 +55,11 @@ class Keeping(ABC):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        **how: Unpack[AttendOptions],
     ) -> Tensor:
         """Count the rows, keep them, and attend to all there are: see `Attend`."""
         self.projected[layer] += len(keys)
-        return self.attend(
-            layer, queries, keys, values, scale=scale, window=window, sinks=sinks
-        )
+        return self.attend(layer, queries, keys, values, **how)
 
     @property
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from kvcore.policy.backend import Backend, DeviceMemory, Rows, Tensor, TensorLayout
 from kvcore.policy.eviction import EvictionPolicy
-from kvcore.policy.generator import Attend, Generator, TokenStep
+from kvcore.policy.generator import Attend, AttendOptions, Generator, TokenStep
 from kvcore.policy.ghost import GhostTree
 from kvcore.policy.job import DecodeSteps, Job
 from kvcore.policy.latency import Batch, LatencyModel, Line, Windows
@@ -17,6 +17,7 @@ from kvcore.policy.workload import Workload
 
 __all__ = [
     "Attend",
+    "AttendOptions",
     "Backend",
     "Batch",
     "DecodeSteps",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypedDict, Unpack
 
 import attrs
 
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from kvcore.policy.latency import Windows
 
 
+class AttendOptions(TypedDict, total=False):
+    """How a layer attends, as `Backend.attend` explains it; what is left out is as there."""
+
+    scale: float | None
+    window: int | None
+    sinks: int
+
+
 class Attend(Protocol):
     """What a generator is given to reach the cache."""
 
@@ -25,10 +33,7 @@ class Attend(Protocol):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        **how: Unpack[AttendOptions],
     ) -> Tensor:
         """Store K/V of the step's tokens in the paged cache; return attention's output.
 

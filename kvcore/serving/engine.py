@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Unpack
 
 import attrs
 
@@ -14,6 +14,7 @@ from kvcore.measurements import MeasuredStep
 from kvcore.model import ModelSpec
 from kvcore.plugins import plugin_of
 from kvcore.policy import (
+    AttendOptions,
     Backend,
     Batch,
     Generator,
@@ -247,14 +248,10 @@ class TensorExecutor:
                 queries: Tensor,
                 keys: Tensor,
                 values: Tensor,
-                *,
-                scale: float | None = None,
-                window: int | None = None,
-                sinks: int = 0,
+                **how: Unpack[AttendOptions],
             ) -> Tensor:
                 self._ask("store", layer, plan, keys, values)
-                options = {"scale": scale, "window": window, "sinks": sinks}
-                return self._ask("attend", layer, plan, queries, **options)
+                return self._ask("attend", layer, plan, queries, **how)
 
             return generator.forward(
                 TokenStep(step.tokens, step.positions, step.lengths, step.draws, step.seeds),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import attrs
 import torch
 from torch import Tensor
 
-from kvcore.policy import Attend, Backend, DeviceMemory, Generator, TokenStep
+from kvcore.policy import Attend, AttendOptions, Backend, DeviceMemory, Generator, TokenStep
 
 DTYPES = {
     "fp64": torch.float64,
@@ -101,15 +101,12 @@ class DenseCache:
             queries: Tensor,
             keys: Tensor,
             values: Tensor,
-            *,
-            scale: float | None = None,
-            window: int | None = None,
-            sinks: int = 0,
+            **how: Unpack[AttendOptions],
         ) -> Tensor:
             rows = (torch.split(x, list(lengths)) for x in (queries, keys, values))
             return torch.cat(
                 [
-                    attention(q, *self._grown((name, layer), k, v), scale, window, sinks)
+                    attention(q, *self._grown((name, layer), k, v), **how)
                     for name, q, k, v in zip(names, *rows, strict=True)
                 ]
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import attrs
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from kvcore.errors import InputError, KvcoreError
 from kvcore.model import ModelSpec
 from kvcore.plugins import Plugins
-from kvcore.policy import Backend, Generator, Rows, TensorLayout
+from kvcore.policy import AttendOptions, Backend, Generator, Rows, TensorLayout
 from kvcore.specs import qualified
 
 if TYPE_CHECKING:
@@ -251,13 +251,11 @@ def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) 
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        **how: Unpack[AttendOptions],
     ) -> Tensor:
+        window = how.get("window")
         calls.append(_Call(texts, layer, queries, keys, values, window, dtype))
-        return attend(layer, queries, keys, values, scale=scale, window=window, sinks=sinks)
+        return attend(layer, queries, keys, values, **how)
 
     return watched
 

@@ -4,6 +4,7 @@ from kvcore.errors import StorageError
 from kvcore.trace.reader import TraceReader, read_events
 from kvcore.trace.replay import Report, replay
 from kvcore.trace.requests import TraceWorkload, read_request
+from kvcore.trace.residency import residency
 from kvcore.trace.runs import decode_runs, encode_runs
 from kvcore.trace.schema import EVENTS, SCHEMA
 from kvcore.trace.state import CacheState
@@ -23,4 +24,5 @@ __all__ = [
     "read_events",
     "read_request",
     "replay",
+    "residency",
 ]

@@ -1,0 +1,116 @@
+"""What a cache tells of its blocks, and what its trace tells, are the same."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from io import BytesIO
+from pathlib import Path
+
+import hypothesis.strategies as st
+from hypothesis import given
+from policies import POLICIES, build
+from schedulers import SCHEDULERS
+from serving import servers
+
+from kvcore import KVCache, Trace
+from kvcore.cache import Residency
+from kvcore.cache.refaults import Refaults
+from kvcore.lab import replay
+from kvcore.testing import Traffic
+from kvcore.testing.strategies import request_lists
+from kvcore.trace import residency
+
+
+def of_trace(content):
+    """Return what the trace of these bytes tells."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.jsonl"
+        file.write_bytes(content)
+        return residency(file).as_dict()
+
+
+@given(server=servers(), scheduler=st.sampled_from(SCHEDULERS))
+def test_under_a_clock(server, scheduler):
+    """With preemption, growth, hints, expiry and overlapping requests."""
+    run = server.run(scheduler)
+    assert run.result.cache.prefix.residency.as_dict() == of_trace(run.trace)
+
+
+@given(
+    requests=request_lists(Traffic(key_tokens=4)),
+    policy=st.sampled_from(sorted(POLICIES)),
+    blocks=st.integers(1, 40),
+    layout=st.sampled_from([("keys", 4), ("keys", 1), ("tokens", 4), ("tokens", 2)]),
+)
+def test_in_untimed_replay(requests, policy, blocks, layout):
+    """Under any policy, in either counting, with keys of one block and of several."""
+    count, size = layout
+    out = BytesIO()
+    with Trace(out) as trace:
+        cache = KVCache(
+            blocks, size, eviction=build(policy), count=count, key_tokens=4, trace=trace
+        )
+        cache.prefix.residency = Residency(blocks)
+        replay(requests, cache)
+    assert cache.prefix.residency.as_dict() == of_trace(out.getvalue())
+
+
+@given(
+    requests=request_lists(Traffic(key_tokens=4)),
+    blocks=st.integers(1, 20),
+    window=st.integers(0, 60),
+)
+def test_refaults_equal_a_clock_for_each_block(requests, blocks, window):
+    """With a key a block: stored again with at most `window` evictions after its own."""
+    cache = KVCache(blocks, 4, eviction=build("lru"), count="keys")
+    cache.prefix.residency = seen = Watching(blocks)
+    seen.refaults, seen.expected = Refaults(window), ByBlock(window, 1)
+    replay(requests, cache)
+    assert seen.refaults.blocks == seen.expected.blocks
+
+
+@given(requests=request_lists(Traffic(key_tokens=4)), blocks=st.integers(4, 60))
+def test_refaults_of_blocks_smaller_than_keys(requests, blocks):
+    """Without a window, blocks that share a key are counted one by one as well."""
+    cache = KVCache(blocks, 1, eviction=build("lru"), count="keys", key_tokens=4)
+    cache.prefix.residency = seen = Watching(blocks)
+    seen.refaults, seen.expected = Refaults(10**9), ByBlock(10**9, 4)
+    replay(requests, cache)
+    assert seen.refaults.blocks == seen.expected.blocks
+
+
+class Watching(Residency):
+    """Tells the reference what it is told."""
+
+    def stored(self, span, blocks):
+        """Tell it too."""
+        super().stored(span, blocks)
+        self.expected.stored(span.path_keys, span.end - blocks, span.end)
+
+    def evicted(self, span, blocks, now, reason):
+        """Tell it too."""
+        super().evicted(span, blocks, now, reason)
+        self.expected.evicted(span.path_keys, span.end - blocks, span.end)
+
+
+class ByBlock:
+    """Refaults, block by block."""
+
+    def __init__(self, window, ratio):
+        """Remember nothing yet."""
+        self.window, self.ratio = window, ratio
+        self.blocks = self.clock = 0
+        self.gone = OrderedDict()
+
+    def evicted(self, keys, start, end):
+        """Note when each block of one eviction left."""
+        self.clock += end - start
+        for place in range(start, end):
+            self.gone[keys[place // self.ratio], place % self.ratio] = self.clock
+
+    def stored(self, keys, start, end):
+        """Count the blocks that left a short while ago."""
+        for place in range(start, end):
+            left = self.gone.pop((keys[place // self.ratio], place % self.ratio), None)
+            self.blocks += left is not None and self.clock - left <= self.window
