@@ -33,14 +33,40 @@ class Decoder(Protocol):
         """Return all that can be decoded so far."""
 
 
-class Compressor(Protocol):
+class Encoder(Protocol):
     """A streaming compressor, as `zlib` and `zstandard` make them."""
 
     def compress(self, data: bytes, /) -> bytes:
         """Take bytes; return those of the compressed stream that are ready."""
 
-    def flush(self) -> bytes:
+    def flush(self, mode: int = ..., /) -> bytes:
+        """Return the rest of the stream, or, in a mode that says so, all up to here."""
+
+
+class Compressor:
+    """A streaming compressor that can let go of what it holds without ending.
+
+    Args:
+        encoder: what compresses.
+        up_to_here: the mode in which its `flush` does not end the stream.
+    """
+
+    def __init__(self, encoder: Encoder, up_to_here: int) -> None:
+        """Begin a stream."""
+        self._encoder = encoder
+        self._up_to_here = up_to_here
+
+    def compress(self, data: bytes) -> bytes:
+        """Take bytes; return those of the compressed stream that are ready."""
+        return self._encoder.compress(data)
+
+    def sync(self) -> bytes:
+        """Return what it takes to decode all that was taken so far. Costs some bytes."""
+        return self._encoder.flush(self._up_to_here)
+
+    def finish(self) -> bytes:
         """Return the rest of the stream."""
+        return self._encoder.flush()
 
 
 Codec: TypeAlias = tuple[str, Callable[[], Decoder], type[Exception]]
@@ -102,13 +128,14 @@ def _zstd() -> Codec:
 
 def _to_gzip() -> Compressor:
     # zlib's own gzip header has no name and the time 0.
-    return zlib.compressobj(wbits=31)
+    return Compressor(zlib.compressobj(wbits=31), zlib.Z_SYNC_FLUSH)
 
 
 def _to_zstd() -> Compressor:
     import zstandard  # noqa: PLC0415 - as above
 
-    return zstandard.ZstdCompressor(write_checksum=True).compressobj()
+    encoder = zstandard.ZstdCompressor(write_checksum=True).compressobj()
+    return Compressor(encoder, zstandard.COMPRESSOBJ_FLUSH_BLOCK)
 
 
 _CODECS: dict[bytes, Callable[[], Codec]] = {

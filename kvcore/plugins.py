@@ -253,15 +253,32 @@ def _clash(kind: str, name: str, *claims: Found) -> str:
     )
 
 
+def check_name(cls: type[Plugin]) -> None:
+    """Refuse a plugin class without a name, before a trace or a table has to call it by one.
+
+    Raises:
+        PluginError: says which class.
+    """
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str):
+        msg = (
+            f"{cls.kind} plugin {qualified(cls)} has no name ({name!r}): give the class one, "
+            f"such as name = {cls.__name__.lower()!r}"
+        )
+        raise PluginError(msg)
+
+
 def plugin_of(kind: type[Plugin], given: object, name: str) -> Any:
     """Return `given` if it is an instance of `kind`; the built-in `name` for None.
 
     Raises:
         InputError: `given` is a class, a name, or a plugin of another kind.
+        PluginError: its class has no name.
     """
     if given is None:
         return default(kind.kind, name)()
     if isinstance(given, kind):
+        check_name(type(given))
         return given
     what = given.__name__ if isinstance(given, type) else repr(given)
     msg = (

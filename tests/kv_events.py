@@ -83,6 +83,7 @@ MOONCAKE = [
 pack = msgspec.msgpack.encode
 PAYLOADS = {
     "map": pack(VLLM),
+    "batch as a map": pack({"ts": 1.5, "events": VLLM[1], "data_parallel_rank": 0}),
     "array": pack([2, [["BlockStored", [-3, 4], b"p" * 32, [[1, 2], "x"], 1, None, "CPU"]]]),
     "mooncake": pack(MOONCAKE),
     "trtllm": TRTLLM,

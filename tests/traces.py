@@ -12,6 +12,7 @@ from kvcore import KVCache, Request, Trace
 from kvcore.trace import read_events
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_plugins.retention import Window
 
 BLOCK = 4
 
@@ -87,6 +88,29 @@ def drive(cache):
     cache.close(last, 21)
     again = cache.open(ask("first", "abc", 13), None, 22, again=True)
     cache.close(again, 23)
+
+
+def forget(path):
+    """Record sequences that forget: shared blocks, their own, after a fork, until closed."""
+    with Trace(path) as trace:
+        window = Window(tokens=5)
+        cache = KVCache(
+            11, BLOCK, eviction=LRU(), prefix=Radix(), retention=window, trace=trace
+        )
+        first = cache.open(ask("first", "abcd", 18), 10, 1)
+        cache.commit(first, 10, 2)
+        cache.extend(first, 8, 3)
+        cache.commit(first, 8, 4)
+        child = cache.fork(first, 5)
+        for now, seq in enumerate((child, first), 6):
+            cache.extend(seq, 9, now)
+            cache.commit(seq, 9, now)
+        cache.close(first, 8)
+        cache.extend(child, 1, 9)
+        cache.commit(child, 1, 9)
+        cache.close(child, 10)
+        cache.close(cache.open(ask("last", "qrstuv"), None, 11), 12)
+    return path
 
 
 def serve(path):

@@ -10,17 +10,11 @@ import attrs
 from kvcore.cache.geometry import Geometry, retention_steps
 from kvcore.cache.integrity import check_blocks
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.record import check_admission, record_header, record_open
+from kvcore.cache.record import check_admission, record_close, record_header, record_open
 from kvcore.cache.refusals import check_fork, check_rollback, refuse_commit, refuse_stranger
 from kvcore.cache.retention import forget
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.sharing import (
-    copy_tail,
-    free_last,
-    shared_tail,
-    table,
-    with_ids,
-)
+from kvcore.cache.sharing import copy_tail, free_last, shared_tail, table, with_ids
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import plugin_of
@@ -269,7 +263,7 @@ class KVCache:
             seq.family.remove(seq)
         if self.trace is not None:
             freed = free_last(self.pool, seq, seq.private_blocks)
-            self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="close")
+            record_close(self.trace, seq, freed, now)
         elif seq.blocks > seq.span.end:
             free_last(self.pool, seq, seq.private_blocks)
         self.prefix.close(seq, now)

@@ -1,10 +1,11 @@
-"""The header of a trace, and the lines of an admission: what hit, where it stopped and why."""
+"""The header of a trace, and the lines in which a sequence opens and closes."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
 from kvcore.cache.geometry import Geometry
+from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Sequence
 from kvcore.errors import InputError
 from kvcore.policy import Match, Plugin, Recorder
@@ -67,6 +68,13 @@ def record_open(
         trace.line("MISS", now, request=request.id, seq=seq.id, block=hit, why=why, **repeat)
     if seq.private:
         trace.line("ALLOC", now, seq=seq.id, first=hit, runs=seq.private)
+
+
+def record_close(trace: Recorder, seq: Sequence, freed: Ids | None, now: int) -> None:
+    """Write FREE of a sequence that closes, and all that it had forgotten."""
+    gaps = [(first, end - first) for first, end in seq.gaps]
+    forgotten = {"forgotten": gaps} if gaps else {}
+    trace.line("FREE", now, seq=seq.id, runs=freed, reason="close", **forgotten)
 
 
 def _why(seq: Sequence, limit: int, match: Match) -> str:

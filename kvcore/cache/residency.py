@@ -116,7 +116,8 @@ class Residency:
 
         * a whole pool has been evicted for room, so that there is something to judge by;
         * of what was evicted, more than half had never been hit;
-        * no fewer came back within a pool of evictions (`restored_blocks`) than were hit.
+        * some came back within a pool of evictions (`restored_blocks`), and no fewer than
+          were hit.
 
         The last says that of what was wanted twice at a distance that a pool of twice the
         size holds, at least half was gone: that pool would hit about twice as much. What is
@@ -132,7 +133,7 @@ class Residency:
         return (
             self.evicted_blocks["capacity"] >= self.blocks
             and 2 * self.never_hit_blocks > gone
-            and self.restored_blocks >= self.age_at_hit.weight
+            and self.restored_blocks >= max(self.age_at_hit.weight, 1)
         )
 
     def as_dict(self) -> dict[str, Any] | None:
@@ -150,3 +151,8 @@ class Residency:
             "never_hit_blocks": self.never_hit_blocks,
             "thrashing": self.thrashing,
         }
+
+    def by_tier(self) -> dict[str, Any] | None:
+        """Return that under the name of the tier, or None."""
+        rested = self.as_dict()
+        return None if rested is None else {self.tier: rested}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import index
 
-from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.sequence import Gap, Sequence
+from kvcore.cache.pool import CountingPool, Ids
+from kvcore.cache.sequence import Gap, Sequence, merged
+from kvcore.cache.sharing import shares_private
 from kvcore.policy import Recorder, RetentionPolicy, broken
 
 
@@ -18,56 +20,65 @@ def forget(
 ) -> int:
     """Let `seq` forget what its retention policy says it may; return how many blocks.
 
-    Nothing while it shares private blocks with a fork. O(gaps), ids by slices.
+    Nothing while it shares private blocks with a fork, nor before it has computed what a
+    fork has published of them meanwhile: it is about to write there, for all who find it.
+    O(ranges log ranges + gaps), and O(gaps) for each new one; ids move by slices.
 
     Raises:
         PolicyError: the policy raised, or named tokens that are not computed; nothing has
             changed.
     """
-    if seq.family is not None and len(seq.family) > 1:
+    behind = seq.computed < seq.span.end * seq.span.shape.block_size
+    if behind or shares_private(pool, seq):
         return 0
     try:
-        ranges = list(retention.forgettable(seq))
-        gone = list(_new(seq.gaps, _whole_blocks(ranges, seq)))
+        wanted = _whole_blocks(retention.forgettable(seq), seq)
     except Exception as error:
         raise broken(retention, "forgettable", error) from error
-    for first, end in gone:
-        freed = _drop(pool, seq, first, end)
-        if trace is not None:
+    gone = list(_new(seq.gaps, wanted))
+    if not gone:
+        return 0
+    # Deepest first: what is still to go keeps its place.
+    gone.reverse()
+    freed = [_drop(pool, seq, first, end) for first, end in gone]
+    seq.gaps = merged([*seq.gaps, *gone])
+    count = sum(end - first for first, end in gone)
+    seq.forgotten += count
+    if trace is not None:
+        for (first, end), ids in zip(gone, freed, strict=True):
             trace.line(
-                "EVICT", now, seq=seq.id, first=first, blocks=end - first, runs=freed,
+                "EVICT", now, seq=seq.id, first=first, blocks=end - first, runs=ids,
                 by=retention.name, reason="retention", scope="sequence",
             )  # fmt: skip
-    return sum(end - first for first, end in gone)
+    return count
 
 
 def _whole_blocks(ranges: Iterable[tuple[int, int]], seq: Sequence) -> list[Gap]:
     """Return the blocks that lie whole in ranges of tokens, in order."""
-    size = seq.span.shape.block_size
-    for start, end in ranges:
-        if not 0 <= start <= seq.computed or not start <= end <= seq.computed:
+    size, blocks = seq.span.shape.block_size, []
+    for given in ranges:
+        # Whole numbers of any kind, such as those of arrays.
+        start, end = map(index, given)
+        if not 0 <= start <= end <= seq.computed:
             msg = f"tokens {start} to {end} of {seq.computed} computed ones"
             raise ValueError(msg)
-    return sorted((-(-start // size), end // size) for start, end in ranges)
+        blocks.append((-(-start // size), end // size))
+    return sorted(blocks)
 
 
-def _new(gaps: Iterable[Gap], wanted: Iterable[Gap]) -> Iterator[Gap]:
+def _new(gaps: tuple[Gap, ...], wanted: Iterable[Gap]) -> Iterator[Gap]:
     """Yield the parts of `wanted`, in order, that are in none of `gaps`, nor twice."""
-    taken = sorted(gaps)
-    done = 0
+    at = place = 0
     for first, end in wanted:
-        at = max(first, done)
-        for low, high in taken:
-            if high <= at:
-                continue
-            if low >= end:
-                break
+        at = max(at, first)
+        while at < end:
+            while place < len(gaps) and gaps[place][1] <= at:
+                place += 1
+            low, high = gaps[place] if place < len(gaps) else (end, end)
             if at < low:
-                yield at, low
+                high = min(low, end)
+                yield at, high
             at = high
-        if at < end:
-            yield at, end
-        done = max(done, end)
 
 
 def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None:
@@ -77,28 +88,13 @@ def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None
     """
     own = max(first, seq.span.end)
     count = max(end - own, 0)
-    ids: Ids | None = None
-    if seq.private is not None:
-        assert isinstance(pool, BlockPool)
-        at = own - seq.span.end - seq.forgotten_between(seq.span.end, own)
-        ids = seq.private[at : at + count]
-        ids.reverse()
-        del seq.private[at : at + count]
-        pool.release(ids)
-    else:
-        pool.give(None, count)
-    seq.gaps = _merged([*seq.gaps, (first, end)])
-    seq.forgotten += end - first
     seq.returned += count
+    if seq.private is None:
+        pool.give(None, count)
+        return None
+    at = own - seq.span.end - seq.forgotten_between(seq.span.end, own)
+    ids = seq.private[at : at + count]
+    ids.reverse()
+    del seq.private[at : at + count]
+    pool.give(ids, count)
     return ids
-
-
-def _merged(gaps: list[Gap]) -> tuple[Gap, ...]:
-    """Return disjoint gaps in order, those that touch as one."""
-    merged: list[Gap] = []
-    for first, end in sorted(gaps):
-        if merged and merged[-1][1] == first:
-            merged[-1] = merged[-1][0], end
-        else:
-            merged.append((first, end))
-    return tuple(merged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Keys
 from typing import TypeAlias
 
@@ -78,3 +79,14 @@ class Sequence:
     def __repr__(self) -> str:
         """Show id, request and length."""
         return f"<Sequence {self.id}: request {self.request.id}, {self.tokens} tokens>"
+
+
+def merged(gaps: Iterable[Gap]) -> tuple[Gap, ...]:
+    """Return disjoint gaps in order, those that touch as one."""
+    parts: list[Gap] = []
+    for first, end in sorted(gaps):
+        if parts and parts[-1][1] == first:
+            parts[-1] = parts[-1][0], end
+        else:
+            parts.append((first, end))
+    return tuple(parts)

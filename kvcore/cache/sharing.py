@@ -25,6 +25,13 @@ def with_ids(
     return named
 
 
+def shares_private(pool: CountingPool, seq: Sequence) -> bool:
+    """Say whether another sequence owns private blocks of `seq` too. O(blocks) in C."""
+    if seq.private is None or not isinstance(pool, BlockPool) or not pool.owners:
+        return False
+    return not pool.owners.keys().isdisjoint(seq.private)
+
+
 def shared_tail(pool: CountingPool, seq: Sequence) -> int | None:
     """Return the id of the last block of `seq` if another sequence owns it too."""
     if seq.private and isinstance(pool, BlockPool):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import click
 from kvcore.cache.geometry import COUNTINGS
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.catalogue import find_device
+from kvcore.cli.metrics import STDOUT, metrics_file, prometheus_option
 from kvcore.cli.model import find_or_read
 from kvcore.cli.output import (
     emit_json,
@@ -25,12 +27,18 @@ from kvcore.cli.output import (
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError
 from kvcore.files import whole_file
-from kvcore.lab import SHARING
+from kvcore.lab import SHARING, Comparison
 from kvcore.lab import compare as run_comparison
 from kvcore.model import KV_DTYPES, KVLayout, PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.policy import Workload
-from kvcore.report import ComparisonReport, counted, write_csv
+from kvcore.report import (
+    ComparisonReport,
+    ResidencyReport,
+    comparison_metrics,
+    counted,
+    write_csv,
+)
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import checked, spare
 
@@ -71,6 +79,8 @@ DEVICE = "h100"
 @click.option(
     "--csv", callback=file_path, metavar="FILE", help="Write the rows as CSV as well."
 )
+@click.option("--residency", is_flag=True, help="Measure how long blocks rest as well.")
+@prometheus_option
 @json_option
 def compare(
     *,
@@ -87,6 +97,8 @@ def compare(
     check: bool,
     trace: Path | None,
     csv: Path | None,
+    residency: bool,
+    prometheus: Path | None,
     as_json: bool,
 ) -> None:
     """Compare eviction policies on WORKLOAD, by pool size.
@@ -120,8 +132,7 @@ def compare(
     if check:
         _check(source)
     prefix_cache = SHARING if prefix is None else prefix
-    with ExitStack() as stack:
-        file = None if csv is None else stack.enter_context(whole_file(csv))
+    with _outputs(source, csv, prometheus, trace, as_json=as_json) as write:
         comparison = run_comparison(
             source,
             [_contest(count, prefix_cache) if eviction is None else eviction],
@@ -132,11 +143,11 @@ def compare(
             recompute=recompute,
             seed=seed,
             trace=trace,
+            residency=residency or prometheus is not None,
             plugins=plugins,
             progress=progress,
         )
-        if file is not None:
-            write_csv(comparison, file)
+        write(comparison)
     if as_json:
         document = {"schema": 1, **attrs.asdict(comparison)}
         if budget is not None:
@@ -144,9 +155,38 @@ def compare(
         if prefix is not None:
             document["prefix"] = prefix
         emit_json(document)
-        return
-    labels = None if budget is None else budget.labels
-    report = ComparisonReport(comparison, labels, prefix_cache, recompute)
+    elif prometheus != STDOUT:
+        labels = None if budget is None else budget.labels
+        _print(ComparisonReport(comparison, labels, prefix_cache, recompute), budget, residency)
+        if prefix is not None:
+            print_text(f"Prefix cache: {prefix}.")
+
+
+@contextmanager
+def _outputs(
+    source: Workload,
+    csv: Path | None,
+    prometheus: Path | None,
+    trace: Path | None,
+    *,
+    as_json: bool,
+) -> Iterator[Callable[[Comparison], None]]:
+    """Open the files for rows and metrics; yield what writes them."""
+    with (
+        nullcontext() if csv is None else whole_file(csv) as rows,
+        metrics_file(prometheus, source, csv, trace, as_json=as_json) as metrics,
+    ):
+
+        def write(comparison: Comparison) -> None:
+            if rows is not None:
+                write_csv(comparison, rows)
+            if metrics is not None:
+                metrics(comparison_metrics(comparison))
+
+        yield write
+
+
+def _print(report: ComparisonReport, budget: Budget | None, residency: bool) -> None:  # noqa: FBT001
     print_text(report.headline)
     if report.empty:
         return
@@ -154,8 +194,11 @@ def compare(
     print_text(report.reading)
     if budget is not None:
         print_text(str(budget))
-    if prefix is not None:
-        print_text(f"Prefix cache: {prefix}.")
+    if residency:
+        rested = ResidencyReport(report.comparison)
+        click.echo()
+        print_table(rested.headers, rested.rows, right=rested.headers[1:])
+        print_text(rested.reading)
 
 
 @attrs.frozen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +27,7 @@ from kvcore.errors import InputError
 from kvcore.files import whole_file
 from kvcore.lab import curve as make_curves
 from kvcore.lab.curves import POINTS
+from kvcore.lab.workers import cpus
 from kvcore.model import KV_DTYPES, KVLayout, PrefillCost
 from kvcore.plugins import Plugins
 from kvcore.report import CurvesReport
@@ -123,7 +123,7 @@ def curve(
             count=count,
             recompute=PrefillCost.of(spec, find_device(DEVICE)),
             seed=seed,
-            jobs=_cpus() if jobs is None else jobs,
+            jobs=cpus() if jobs is None else jobs,
             plugins=plugins,
             progress=progress,
         )
@@ -180,10 +180,3 @@ def _sizes(text: str) -> tuple[int, list[int] | None]:
         msg = f"--sizes {text}: that many points are too many; give {MOST_POINTS} or fewer"
         raise InputError(msg)
     return numbers[0], None
-
-
-def _cpus() -> int:
-    """Return how many CPUs this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

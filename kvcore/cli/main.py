@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from contextlib import suppress
 from errno import ENOSPC
@@ -35,8 +36,12 @@ VERBS = {
 }
 """Where each verb is: a module with a click command of the verb's name."""
 
-USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
-"""Exit codes besides an error's own; the last two are those a shell gives for the signal."""
+USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
+"""Exit codes besides an error's own; the last three are those a shell gives for the signal."""
+
+
+class Terminated(KeyboardInterrupt):
+    """Somebody asked the process to end: whatever Ctrl-C would drop is dropped."""
 
 
 class Verbs(click.Group):
@@ -99,6 +104,8 @@ def kvcore(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit: the `kvcore` program."""
     _replace_missing_streams()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     code = run(sys.argv[1:])
     # What is left goes with the process: looking through it for cycles takes 20 ms.
     gc.freeze()
@@ -118,8 +125,9 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(f"error: {error}", error.exit_code)
     except click.ClickException as error:
         return _fail(_usage(error), USAGE)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", INTERRUPTED)
+    except (KeyboardInterrupt, click.Abort) as error:
+        asked = isinstance(error, Terminated)
+        return _fail("terminated", TERMINATED) if asked else _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         return BROKEN_PIPE
     except OSError as error:
@@ -136,6 +144,10 @@ def _invoke(arguments: Sequence[str]) -> int:
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
     return 0
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated
 
 
 def _usage(error: click.ClickException) -> str:

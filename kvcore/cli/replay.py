@@ -74,8 +74,9 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     if _is_recording(file):
         if given or at is not None:
             msg = (
-                f"{file} is a recording of KV events, which has no lookups: it can be checked, "
-                "but not run again, nor shown at a time; leave the options out"
+                f"{file} is a recording of KV events: it is checked and shown, without "
+                "options. `kvcore compare` and `curve` run its requests as "
+                f"kv-events:file={file},lookups=full, if the engine reported every use"
             )
             raise InputError(msg)
         _show_recording(file, as_json=as_json)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvcore.cli.engine import Engine, RunOptions
+from kvcore.cli.metrics import STDOUT, metrics_file
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -102,19 +103,27 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     engine = Engine(options, frozenset(from_file))
     if options.step_times is not None:
         spare(engine.workload, options.step_times)
+    as_json = options.as_json
     with ExitStack() as stack:
         trace, times = stack.enter_context(outputs(options, engine)), None
+        write_metrics = stack.enter_context(
+            metrics_file(options.prometheus, engine.workload, options.trace, as_json=as_json)
+        )
         if options.step_times is not None:
             times = stack.enter_context(whole_file(options.step_times))
         result = _serve(engine, trace)
         if times is not None:
             write_steps(times, result.steps)
         document = _document(engine, result)
+        if write_metrics is not None:
+            write_metrics(_metrics(engine, result, document))
         if options.out is not None:
             names = ("config", "outputs")
             result.write(options.out, **{n: document[n] for n in names if n in document})
-    if options.as_json:
+    if as_json:
         emit_json(document)
+    elif options.prometheus == STDOUT:
+        return
     elif engine.texts:
         _print_texts(document)
     else:
@@ -190,6 +199,19 @@ def _document(engine: Engine, result: RunResult) -> dict[str, Any]:
     return document
 
 
+def _metrics(engine: Engine, result: RunResult, document: dict[str, Any]) -> str:
+    from kvcore.report import run_metrics  # noqa: PLC0415 - nobody else needs it
+
+    return run_metrics(document | {"config": _named(engine, document)}, result.requests)
+
+
+def _named(engine: Engine, document: dict[str, Any]) -> dict[str, Any]:
+    """Return what was run, under the name of the workload that it is a part of."""
+    name = engine.workload.options().get("workload", engine.workload.name)
+    config: dict[str, Any] = document["config"]
+    return config | {"workload": config["workload"] | {"name": name}}
+
+
 def _print_texts(document: dict[str, Any]) -> None:
     for output in document["outputs"]:
         print_text(f"> {output['prompt']}")
@@ -205,11 +227,11 @@ def _print_texts(document: dict[str, Any]) -> None:
 def _print_report(engine: Engine, result: RunResult, document: dict[str, Any]) -> None:
     from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
 
-    options, config, load = engine.options, document["config"], document["offered_load"]
+    options, load = engine.options, document["offered_load"]
     part = engine.workload.options()
     report = SimulationReport(
         document,
-        config | {"workload": {"name": part["workload"]}},
+        _named(engine, document),
         refusal=next(iter(result.log.reasons.values()), None),
         remedies=[] if load is None or load <= 1 else list(engine.remedies(result)),
         clock="measured" if options.clock == "wall" else "simulated",
@@ -225,6 +247,12 @@ def _print_report(engine: Engine, result: RunResult, document: dict[str, Any]) -
     click.echo()
     print_table(["quantity", "amount"], report.amounts)
     click.echo()
+    if report.resting:
+        print_table(["time of blocks", *report.columns], report.resting, right=report.columns)
+        click.echo()
+    if report.thrashing:
+        print_text(report.thrashing)
+        click.echo()
     print_text(report.closing)
 
 

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from kvcore.cli.config import config_option
+from kvcore.cli.metrics import prometheus_option
 from kvcore.cli.output import file_path
 from kvcore.cli.values import plugin_option, slo_option
 from kvcore.errors import InputError
@@ -83,6 +84,7 @@ output_options = _all_of(
         metavar="DIR",
         help="Write summary.json, requests.jsonl and trace.jsonl.gz.",
     ),
+    prometheus_option,
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvcore.cli.metrics import STDOUT, metrics_file
 from kvcore.cli.output import (
     emit_json,
     json_option,
@@ -66,18 +67,32 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     one_of(given, "trace", "out", "both write a trace", from_file)
     options = Options(**given)
     setup = Setup(options, frozenset(from_file))
-    with outputs(options, setup) as trace:
+    as_json = options.as_json
+    with (
+        outputs(options, setup) as trace,
+        metrics_file(
+            options.prometheus, setup.workload, options.trace, as_json=as_json
+        ) as write_metrics,
+    ):
         result, document = _run(setup, trace, options.allocation)
+        if write_metrics is not None:
+            write_metrics(_metrics(result, document))
         if options.allocation == "contiguous":
             paged, asked = _run(setup, None, "paged")
             document |= {"config": asked["config"], "paged": paged.summary()}
         if options.out is not None:
             more = {name: document[name] for name in ("config", "paged") if name in document}
             result.write(options.out, **more)
-    if options.as_json:
+    if as_json:
         emit_json(document)
-    else:
+    elif options.prometheus != STDOUT:
         _print(setup, result, document)
+
+
+def _metrics(result: Result, document: dict[str, Any]) -> str:
+    from kvcore.report import run_metrics  # noqa: PLC0415 - nobody else needs it
+
+    return run_metrics(document, result.requests)
 
 
 def _run(
@@ -131,6 +146,9 @@ def _print(setup: Setup, result: Result, document: dict[str, Any]) -> None:
     if report.resting:
         click.echo()
         print_table(["time of blocks", *report.columns], report.resting, right=report.columns)
+    if report.thrashing:
+        click.echo()
+        print_text(report.thrashing)
     click.echo()
     print_text(report.closing)
 

@@ -34,7 +34,7 @@ def decode(payload: bytes) -> Batch:
     if len(payload) > MOST_BYTES:
         msg = f"payload: {len(payload):,} bytes; more than {MOST_BYTES:,} are not read"
         raise TraceError(msg)
-    packed = payload[:1] in _ARRAYS
+    packed = payload[:1] in _CONTAINERS
     try:
         value = _unpack(payload) if packed else _parse(payload)
         return read_value(value, _format(value, packed=packed))
@@ -52,7 +52,7 @@ def encode(batch: Batch) -> bytes:
     """
     try:
         value = write_value(batch)
-        return _packer().encode(value) if batch.format in PACKED else orjson.dumps(value)
+        return _msgpack().encode(value) if batch.format in PACKED else orjson.dumps(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         msg = f"the batch cannot be written as {batch.format}: {error}"
         raise InputError(msg) from error
@@ -98,15 +98,12 @@ def _parse(payload: bytes) -> Any:
     try:
         return orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        msg = f"neither a msgpack array nor JSON: it begins {shown(payload)}"
+        msg = f"neither a msgpack array or map nor JSON: it begins {shown(payload)}"
         raise WrongError(msg) from error
 
 
 def _unpack(payload: bytes) -> Any:
-    try:
-        from msgspec import msgpack  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise PluginError(NO_MSGSPEC) from error
+    msgpack = _msgpack()
     try:
         return msgpack.decode(payload)
     except (ValueError, RecursionError) as error:
@@ -114,12 +111,13 @@ def _unpack(payload: bytes) -> Any:
         raise WrongError(msg) from error
 
 
-def _packer() -> Any:
+def _msgpack() -> ModuleType:
     try:
         from msgspec import msgpack  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise PluginError(NO_MSGSPEC) from error
-    return msgpack.Encoder()
+    return msgpack
 
 
-_ARRAYS = {bytes([first]) for first in (*range(0x90, 0xA0), 0xDC, 0xDD)}
+_CONTAINERS = {bytes([first]) for first in (*range(0x80, 0xA0), *range(0xDC, 0xE0))}
+"""First bytes of arrays and maps in msgpack; JSON begins with none of them."""

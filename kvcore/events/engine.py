@@ -1,13 +1,15 @@
-"""The msgpack batches of vLLM, SGLang and TensorRT-LLM: `[ts, events, dp_rank]`.
+"""The msgpack batches of vLLM, SGLang and TensorRT-LLM: `[ts, events, dp_rank]`, or a map.
 
-An event is a map with a `type` tag, or, from older releases, an array that begins with the
-tag. vLLM: `vllm/distributed/kv_events.py`; SGLang: `srt/disaggregation/kv_events.py`;
-TensorRT-LLM: `_torch/pyexecutor/kv_cache_events.py`. The order of an array is that of the
+Newer vLLM names the items: `ts`, `events`, `data_parallel_rank`. An event is a map with a
+`type` tag, or, from older releases, an array that begins with the tag. vLLM:
+`vllm/distributed/kv_events.py`; SGLang: `srt/disaggregation/kv_events.py`; TensorRT-LLM:
+`_torch/pyexecutor/kv_cache_events.py`. The order of an array is that of the
 dynamo-kv-router's `zmq_wire` notes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvcore.errors import InputError
@@ -89,7 +91,14 @@ KNOWN: dict[str, tuple[type[Any], Table, tuple[str, ...]]] = {
 """By tag: the class, its fields, and those that vLLM writes even if they are null."""
 
 TAGS = {cls: tag for tag, (cls, _, _) in KNOWN.items()}
-BATCH = ("[ts, events, dp_rank]", 2, 3)
+BATCH = table(
+    Field("ts", TIME, "ts", required=True),
+    Field("events", LIST, "events", required=True),
+    Field("data_parallel_rank", COUNT, "dp_rank"),
+)
+"""The items of a batch: those of an array in this order."""
+
+LEAST = 2
 
 
 def read_batch(value: Any) -> Batch:
@@ -98,62 +107,58 @@ def read_batch(value: Any) -> Batch:
     Raises:
         WrongError: it is no batch.
     """
-    ts, events, rank, rest = split_batch(value)
-    return Batch(
-        ts=ts,
-        events=tuple(_guarded(event, f"events[{place}]") for place, event in enumerate(events)),
-        dp_rank=rank,
-        more=rest,
-        items=len(value),
-    )
+    return opened(value, _read)
 
 
-def write_batch(batch: Batch) -> list[Any]:
+def write_batch(batch: Batch) -> list[Any] | dict[str, Any]:
     """Return the batch as it is packed.
 
     Raises:
         InputError: it holds an event that this format has no word for, or no time.
     """
-    return join_batch(batch, [_write(event) for event in batch.events])
+    return closed(batch, [_write(event) for event in batch.events])
 
 
-def split_batch(value: Any) -> tuple[float, list[Any], int | None, dict[str, Any]]:
-    """Take a batch apart: time, events, rank, and items beyond these by `#` and place.
+def opened(value: Any, read_event: Callable[[Any, str], Event]) -> Batch:
+    """Read a batch, array or map, whose events are read by `read_event`.
+
+    What that refuses with a WrongError becomes `Unread`. Items of an array beyond the rank
+    are in `more` by `#` and their place.
 
     Raises:
-        WrongError: it is none.
+        WrongError: it is no batch, or an event that cannot be read cannot be kept either.
     """
-    says, least, most = BATCH
-    if type(value) is not list or len(value) < least:
+    fields, array = value, type(value) is list
+    if array and len(value) >= LEAST:
+        others = (f"#{place}" for place in range(len(BATCH), len(value)))
+        fields = dict(zip((*BATCH, *others), value, strict=False))
+    elif type(value) is not dict:
         where = "batch"
-        raise wrong(where, f"must be {says}, not {shown(value)}")
-    TIME.check(value[0], "batch.ts")
-    LIST.check(value[1], "batch.events")
-    rank = value[2] if len(value) >= most else None
-    if rank is not None:
-        COUNT.check(rank, "batch.dp_rank")
-    rest = {
-        f"#{place}": kept(item, f"batch[{place}]")
-        for place, item in enumerate(value[most:], most)
-    }
-    return value[0], value[1], rank, rest
+        raise wrong(where, f"must be [ts, events, dp_rank], not {shown(value)}")
+    attributes, more = read(fields, BATCH, "batch")
+    events = []
+    for number, event in enumerate(fields["events"]):
+        place = f"events[{number}]"
+        try:
+            events.append(read_event(event, place))
+        except WrongError as error:
+            events.append(Unread(kept(event, place), str(error)))
+    attributes["events"] = tuple(events)
+    return Batch(**attributes, more=more, wire=Wire(array, tuple(fields)))
 
 
-def join_batch(batch: Batch, events: list[Any]) -> list[Any]:
-    """Return the array of a batch with so written events."""
+def closed(batch: Batch, events: list[Any]) -> list[Any] | dict[str, Any]:
+    """Return the array or the map of a batch with so written events.
+
+    Raises:
+        InputError: it has no time.
+    """
     if batch.ts is None:
         msg = "a batch without a time cannot be written: this format begins with one"
         raise InputError(msg)
-    items = [batch.ts, events, batch.dp_rank, *batch.more.values()]
-    short = batch.items == BATCH[1] and items[2:] == [None]
-    return items[: BATCH[1]] if short else items
-
-
-def _guarded(value: Any, place: str) -> Event:
-    try:
-        return _read(value, place)
-    except WrongError as error:
-        return Unread(kept(value, place), str(error))
+    fields = written(batch, BATCH, BATCH) | {"events": events}
+    array = batch.wire is None or batch.wire.array
+    return list(fields.values()) if array else fields
 
 
 def _read(value: Any, place: str) -> Event:
@@ -170,7 +175,9 @@ def _read(value: Any, place: str) -> Event:
         raise wrong(where, f"must be one of {', '.join(KNOWN)}, not {shown(tag)}")
     cls, known, _ = KNOWN[tag]
     attributes, more = read(fields, known, place)
-    event: Event = cls(**attributes, more=more, wire=Wire(array, tuple(fields)))
+    event: Event = cls(
+        **attributes, more=more, wire=Wire(array, tuple(fields if array else value))
+    )
     return event
 
 
@@ -201,10 +208,10 @@ def _write(event: Event) -> Any:
     if tag is None:
         raise unsayable(event, "the events of vLLM")
     _, known, default = KNOWN[tag]
-    fields = written(event, known, default)
     wire = getattr(event, "wire", None)
     if wire is None or not wire.array:
-        return {"type": tag, **fields}
+        return written(event, known, ("type", *default)) | {"type": tag}
+    fields = written(event, known, default)
     if len(fields) > len(wire.names):
         others = ", ".join(list(fields)[len(wire.names) :])
         msg = f"{tag} as an array has no place for {others}: evolve it with wire=None"

@@ -142,7 +142,7 @@ def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
         InputError: the file cannot be opened for writing.
         StorageError: the disk is full. What `lines` raises leaves no file, too.
     """
-    sink, count = Sink(out), 0
+    sink, count = Sink(out, kind="file"), 0
     try:
         with io.BufferedWriter(sink, BUFFER_BYTES) as buffer:
             for count, line in enumerate(lines, 1):  # noqa: B007 - the last one is returned
@@ -172,7 +172,7 @@ class _Events:
 
     def of(self, state: CacheState, line: dict[str, Any]) -> list[BlockStored | BlockRemoved]:
         """Let `state` take in a line; return the events that it is."""
-        if line["event"] == "EVICT":
+        if line["event"] == "EVICT" and line["scope"] == "cache":
             span = state.spans.get(line["span"])
             keys, end = ([], 0) if span is None else (span.keys, span.end)
             before = state.cached

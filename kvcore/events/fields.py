@@ -90,6 +90,8 @@ def read(fields: Any, known: Table, place: str) -> tuple[dict[str, Any], dict[st
     more: dict[str, Any] = {}
     for name, value in fields.items():
         field = known.get(name)
+        if type(name) is not str:
+            raise wrong(place, f"must have texts as names, not {shown(name)}")
         if field is None:
             more[name] = kept(value, f"{place}.{name}")
         elif value is not None or field.required:

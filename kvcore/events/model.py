@@ -30,7 +30,7 @@ SECOND, MILLISECOND = 10**9, 10**6
 
 @attrs.frozen
 class Wire:
-    """How an event was written, so that it is written the same way again.
+    """How an event or a batch was written, so that it is written the same way again.
 
     Attributes:
         array: as a positional array rather than a map.
@@ -201,8 +201,8 @@ class Batch:
         seq: its number in its publisher's stream, in formats that carry it inside.
         source: the publisher, likewise (Dynamo's `worker_id`).
         more: other fields around the events, under their own names.
-        items: how many items its array had, trailing ones may be left out; None: as the
-            format writes it today. Not compared.
+        wire: how it was written, as an array or a map, trailing items may be left out; None:
+            as an array. Not compared.
     """
 
     ts: float | None
@@ -212,7 +212,7 @@ class Batch:
     seq: int | None = None
     source: int | None = None
     more: Mapping[str, Any] = attrs.field(factory=dict)
-    items: int | None = attrs.field(default=None, eq=False)
+    wire: Wire | None = attrs.field(default=None, eq=False)
 
     @property
     def time(self) -> int | None:

@@ -14,7 +14,7 @@ import orjson
 from kvcore.compression import CutError, DamageError, decoded
 from kvcore.errors import InputError, TraceError
 from kvcore.events import polled, router
-from kvcore.events.codecs import FORMATS, read_value
+from kvcore.events.codecs import FORMATS, MOST_BYTES, read_value
 from kvcore.events.fields import WrongError
 from kvcore.events.model import Batch
 from kvcore.events.plain import from_json
@@ -78,11 +78,20 @@ COMMON = {"publisher": (int,), "seq": (int,), "format": (str,), "why": (str,)}
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:
-    """Say whether a file begins as a recording, or as events in JSON do."""
+    """Say whether a file begins as a recording, or as events in JSON do.
+
+    What can be read only once, such as a pipe, is left unread, and said to be none.
+    """
+    head = bytearray()
     try:
+        if not Path(path).is_file():
+            return False
         with Path(path).open("rb") as file:
-            head = next(decoded(file), b"")
-    except (OSError, CutError, DamageError):
+            for piece in decoded(file):
+                head += piece
+                if b"\n" in piece or len(head) > MOST_BYTES:
+                    break
+    except (OSError, ValueError, CutError, DamageError):
         return False
     try:
         line = orjson.loads(head.partition(b"\n")[0])
@@ -160,7 +169,7 @@ class RecordingReader:
         except OSError as error:
             msg = f"cannot read the recording {self.file}: {refusal(self.file, error)}"
             raise InputError(msg) from error
-        if rest and self.header and not self._sealed and _is_json(rest):
+        if rest and not self._sealed and _is_json(rest):
             self.line += 1
             yield rest
         elif rest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import closing
 from time import monotonic
@@ -23,7 +24,7 @@ from kvcore.events.recording import RecordingWriter, unread
 from kvcore.events.transport import Subscriber
 
 FLUSH_SECONDS = 1.0
-"""How often what is buffered is handed on, for the case that the process is killed."""
+"""How often what is held back is handed on, for the case that the process is killed."""
 
 
 @attrs.define
@@ -92,17 +93,17 @@ def record(
         StorageError: the disk is full.
     """
     encode(Batch(0.0, ()))  # Fails at once where msgspec is missing, not at the first batch.
-    tally, flushed = Tally(), monotonic()
-    with closing(subscriber.items(seconds)) as items:
-        for item in items:
-            for sentence in _write(item, writer, tally):
-                tell(sentence)
-            tick(tally)
-            if tally.batches == batches:
-                break
-            if monotonic() - flushed > FLUSH_SECONDS:
-                writer.flush()
-                flushed = monotonic()
+    tally = Tally()
+    end = math.inf if seconds is None else monotonic() + seconds
+    while not subscriber.stopped and (left := end - monotonic()) > 0:
+        with closing(subscriber.items(min(left, FLUSH_SECONDS))) as items:
+            for item in items:
+                for sentence in _write(item, writer, tally):
+                    tell(sentence)
+                tick(tally)
+                if tally.batches == batches:
+                    return tally
+        writer.flush()
     return tally
 
 

@@ -26,7 +26,7 @@ class RecordingWriter:
 
     Close it when the stream is over, best by a `with` block: only then the file appears
     under its name. An exception leaves nothing; a process that is killed leaves
-    `<path>.part`, readable up to the last 64 KiB or `flush`.
+    `<path>.part`, readable at least up to the last `flush`.
 
     Lines are numbered (`n`). The first is RECORDING: schema, version, format, engine. Then
     come BATCH (publisher, number, and what the payload unpacks to), GAP (publisher, first
@@ -57,7 +57,7 @@ class RecordingWriter:
         self.lines: dict[str, int] = {}
         self._format = format
         self._closed = False
-        self._sink = Sink(file)
+        self._sink = Sink(file, kind="recording")
         self._buffer = io.BufferedWriter(self._sink, BUFFER_BYTES)
         self._line("RECORDING", schema=SCHEMA, kvcore=_version(), format=format, engine=engine)
 
@@ -88,8 +88,12 @@ class RecordingWriter:
         self._line("GARBAGE", publisher=publisher, why=why)
 
     def flush(self) -> None:
-        """Hand on what is buffered, so that a process that is killed now leaves it."""
+        """Hand on what is held back, so that a process that is killed a moment later leaves it.
+
+        Costs a file that is compressed some bytes.
+        """
         self._buffer.flush()
+        self._sink.sync()
 
     def close(self) -> None:
         """Write END and give the file its name. A second call does nothing."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcore.events.engine import join_batch, split_batch
+import attrs
+
+from kvcore.events.engine import closed, opened
 from kvcore.events.fields import (
     ANYTHING,
     HASH,
@@ -18,8 +20,6 @@ from kvcore.events.fields import (
     TEXT,
     TOKENS,
     Field,
-    WrongError,
-    kept,
     read,
     shown,
     table,
@@ -85,31 +85,16 @@ def read_batch(value: Any) -> Batch:
     Raises:
         WrongError: it is no batch.
     """
-    ts, events, rank, rest = split_batch(value)
-    return Batch(
-        ts=ts,
-        events=tuple(_guarded(event, f"events[{place}]") for place, event in enumerate(events)),
-        dp_rank=rank,
-        format="mooncake",
-        more=rest,
-        items=len(value),
-    )
+    return attrs.evolve(opened(value, _read), format="mooncake")
 
 
-def write_batch(batch: Batch) -> list[Any]:
+def write_batch(batch: Batch) -> list[Any] | dict[str, Any]:
     """Return the batch as it is packed.
 
     Raises:
         InputError: it holds an event that this format has no word for, or no time.
     """
-    return join_batch(batch, [_write(event) for event in batch.events])
-
-
-def _guarded(value: Any, place: str) -> Event:
-    try:
-        return _read(value, place)
-    except WrongError as error:
-        return Unread(kept(value, place), str(error))
+    return closed(batch, [_write(event) for event in batch.events])
 
 
 def _read(value: Any, place: str) -> Event:

@@ -77,6 +77,9 @@ class Subscriber:
         server: what to listen to.
         context: a ZMQ context of your own (for `inproc` addresses), which stays open.
 
+    Attributes:
+        stopped: whether `stop` was called.
+
     Raises:
         InputError: an address that cannot be connected to.
         PluginError: pyzmq is not installed.
@@ -93,7 +96,7 @@ class Subscriber:
         self._context = self._zmq.Context() if context is None else context
         self._streams: dict[Any, _Stream] = {}
         self._poller = self._zmq.Poller()
-        self._stopped = self._begun = False
+        self.stopped = self._begun = False
         try:
             for rank in range(server.ranks):
                 self._connect(rank)
@@ -111,7 +114,7 @@ class Subscriber:
             self._begun = True
             for stream in self._streams.values():
                 yield from stream.ordering.catch_up()
-        while not self._stopped:
+        while not self.stopped:
             left = _SLICE_MS if deadline is None else (deadline - monotonic()) * 1000
             if left <= 0:
                 return
@@ -120,7 +123,7 @@ class Subscriber:
 
     def stop(self) -> None:
         """Let `items` end within a tenth of a second. May be called by a signal handler."""
-        self._stopped = True
+        self.stopped = True
 
     def close(self) -> None:
         """Disconnect."""
@@ -215,14 +218,14 @@ class Subscriber:
     def _answer(self, socket: Any, address: str) -> list[bytes]:
         """Return the next message of a replay. Raises Unanswered if there is none in time."""
         deadline = monotonic() + self._server.replay_timeout
-        while not self._stopped and (left := deadline - monotonic()) > 0:
+        while not self.stopped and (left := deadline - monotonic()) > 0:
             if socket.poll(min(left * 1000, _SLICE_MS)):
                 answer: list[bytes] = socket.recv_multipart()
                 return answer
         took = format_seconds(self._server.replay_timeout)
         msg = (
             "listening was stopped"
-            if self._stopped
+            if self.stopped
             else f"no answer from {address} within {took}"
         )
         raise Unanswered(msg)

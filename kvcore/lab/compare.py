@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.cache import KVCache, Residency
 from kvcore.cache.geometry import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.stats import CacheStats
@@ -56,6 +56,8 @@ class Row:
         evicted_blocks: blocks that left the cache, for room or because they expired.
         share_of_optimum: its share of the optimum's hits (without bypass) in the same pool;
             None where that was not run or hits nothing.
+        residency: by tier, how long blocks rested, as `Residency.as_dict()` says, in the
+            workload's own time; None where that was not asked for, and for the optimum.
         wall_s: seconds the row took, reading the workload included. Rows of the optimum
             share one reading, which the first of them pays.
     """
@@ -70,6 +72,7 @@ class Row:
     hit_ratio: dict[str, float | None]
     evicted_blocks: int
     share_of_optimum: float | None = None
+    residency: dict[str, Any] | None = None
     wall_s: float
 
 
@@ -120,6 +123,7 @@ def compare(
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
+    residency: bool = False,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -141,6 +145,8 @@ def compare(
             None: Llama 3 8B on an H100.
         seed: of the named policies that have an option `seed` and do not set it.
         trace: the file to write every decision to; with one policy and one size.
+        residency: whether to measure how long blocks rest; a row takes two to three times as
+            long for it.
         plugins: where names are looked up; None: what is installed.
         progress: is told how many requests have been replayed; None: nobody is.
 
@@ -173,6 +179,7 @@ def compare(
         Geometry(count, key_tokens if block_size is None else block_size, key_tokens),
         make_prefix,
         recompute or default_prefill_cost(),
+        residency,
     )
     replays = 1 + len(entrants) * len(PARTS if sizes is None else sizes)
     steps = None if workload.size is None else workload.size * replays
@@ -212,6 +219,7 @@ class _Bench:
     geometry: Geometry
     make_prefix: Callable[[], PrefixCache]
     recompute: PrefillCost
+    residency: bool
     tick: Tick = attrs.field(init=False)
     future: Future | None = attrs.field(init=False, default=None)
 
@@ -229,10 +237,13 @@ class _Bench:
     def row(self, policy: Contender, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
+        seen: Residency | None = None
         if isinstance(policy.make, Optimum):
             stats, evicted = self._optimum(policy.make, blocks)
         else:
             cache = self._cache(blocks, policy.make(), trace)
+            if self.residency:
+                seen = cache.prefix.residency = Residency(blocks)
             stats = replay(self._requests(), cache)
             evicted = cache.prefix.evicted + cache.prefix.expired_blocks
         return Row(
@@ -245,6 +256,7 @@ class _Bench:
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
             evicted_blocks=evicted,
+            residency=None if seen is None else seen.by_tier(),
             wall_s=round(perf_counter() - begin, 6),
         )
 

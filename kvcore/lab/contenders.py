@@ -10,7 +10,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.lab.optimum import Optimum
-from kvcore.plugins import Plugins
+from kvcore.plugins import Plugins, check_name
 from kvcore.policy import EvictionPolicy
 from kvcore.specs import Spec, parse
 from kvcore.trace.fields import plain
@@ -36,8 +36,13 @@ class Contender:
 
     @classmethod
     def building(cls, make: Callable[[], EvictionPolicy]) -> Contender:
-        """Return the contender that `make` builds; it is called once, to see that it works."""
+        """Return the contender that `make` builds; it is called once, to see that it works.
+
+        Raises:
+            PluginError: what it builds has no name.
+        """
         policy = make()
+        check_name(type(policy))
         return cls(type(policy), plain(policy.options()), make)
 
     @classmethod

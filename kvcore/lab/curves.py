@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -335,6 +336,13 @@ def _compiled() -> type[Reuse]:
         from kvcore.lab.reuse import Reuse  # noqa: PLC0415 - extras, and seconds
     except ImportError as error:
         msg = f"exact curves need numba and numpy ({error}): pip install 'kvcore[lab]'"
+        raise PluginError(msg) from error
+    except Exception as error:  # of numba's pickles
+        msg = (
+            f"the compiled loops of exact curves cannot be loaded ({error!r}): delete what "
+            "numba has kept of them, the files kernels.* in NUMBA_CACHE_DIR or "
+            f"{Path(__file__).with_name('__pycache__')}"
+        )
         raise PluginError(msg) from error
     return Reuse
 

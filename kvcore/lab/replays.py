@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from multiprocessing import active_children, get_context, parent_process
-from multiprocessing.connection import wait
-from threading import Thread
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import TypeAlias
 
 import attrs
 
@@ -21,11 +14,15 @@ from kvcore.cache.geometry import Geometry
 from kvcore.cache.stats import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.lab.untimed import replay
+from kvcore.lab.workers import Death, work_all
 from kvcore.model import PrefillCost
 from kvcore.policy import EvictionPolicy, Workload
 
 Entry: TypeAlias = tuple[EvictionPolicy, int]
 """A policy that has served no cache yet, and the blocks of its pool."""
+
+Task: TypeAlias = tuple[int, bytes, int]
+"""The place of an entry, its policy as another process can have it, and the blocks."""
 
 
 @attrs.frozen
@@ -75,21 +72,27 @@ class Replays:
             InputError: as for `replay`, or a workload or policy that cannot be sent to
                 another process.
             PolicyError: a policy failed.
-            PluginError: a process died.
+            PluginError: the processes of a replay died.
         """
         if jobs == 1 or len(entries) < 2:  # noqa: PLR2004
             for place, (policy, blocks) in enumerate(entries):
                 yield place, self.run(policy, blocks)
             return
-        parcels = [(self._packed(policy), blocks) for policy, blocks in entries]
-        with _processes(min(jobs, len(entries))) as executor:
-            with _uninterrupted():
-                places = {
-                    executor.submit(_unpacked_run, *parcel): place
-                    for place, parcel in enumerate(parcels)
-                }
-            for done in as_completed(places):
-                yield places[done], _result(done)
+        tasks = [
+            (place, self._packed(policy), blocks)
+            for place, (policy, blocks) in enumerate(entries)
+        ]
+        with closing(work_all(_replaying, tasks, jobs)) as done:
+            for (place, _, blocks), outcome in done:
+                if isinstance(outcome, Death):
+                    msg = (
+                        f"the replay of {self.workload.name} with {blocks} blocks failed: "
+                        f"{outcome}"
+                    )
+                    raise PluginError(msg)
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield place, outcome
 
     def _packed(self, policy: EvictionPolicy) -> bytes:
         try:
@@ -103,63 +106,22 @@ class Replays:
             raise InputError(msg) from error
 
 
-def _unpacked_run(parcel: bytes, blocks: int) -> CacheStats:
-    """Run in a worker what `Replays._packed` packed."""
+def _replaying() -> Callable[[Task], CacheStats | Exception]:
+    """Return what a worker does."""
+    return _attempt
+
+
+def _attempt(task: Task) -> CacheStats | Exception:
+    """Run what `Replays._packed` packed; what it raises is the outcome."""
+    _, parcel, blocks = task
     try:
         replays, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making
-    except Exception as error:
-        msg = (
+    except Exception as error:  # noqa: BLE001 - whatever the classes do
+        return InputError(
             f"the workload or a policy cannot be read by another process ({error}): use one job"
         )
-        raise InputError(msg) from error
-    stats: CacheStats = replays.run(policy, blocks)
+    try:
+        stats: CacheStats = replays.run(policy, blocks)
+    except Exception as error:  # noqa: BLE001 - raised again by the parent
+        return error
     return stats
-
-
-def _result(done: Future[CacheStats]) -> CacheStats:
-    try:
-        return done.result()
-    except BrokenProcessPool as error:
-        msg = (
-            "a process that replayed the workload died: a crash, or more memory than there "
-            "is; fewer jobs need less"
-        )
-        raise PluginError(msg) from error
-
-
-@contextmanager
-def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes on demand; end them all with the body, however that ends."""
-    others = set(active_children())
-    executor = ProcessPoolExecutor(jobs, get_context("spawn"), _begin)
-    try:
-        yield executor
-    except BaseException:
-        for worker in set(active_children()) - others:
-            worker.terminate()
-        raise
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Block Ctrl-C, for processes born in the body as well: it is for the parent alone."""
-    before: Any = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _begin() -> None:
-    """Prepare a worker: what it prints is no result, and it does not outlive its parent."""
-    os.dup2(2, 1)
-    Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)

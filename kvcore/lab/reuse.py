@@ -11,6 +11,7 @@ Imported when the first curve is asked for: numpy and numba are extras.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,9 @@ from kvcore.errors import InputError
 from kvcore.lab.kernels import Array, find_runs, optimum_hits, reuse_depths
 from kvcore.request import Key, Request
 
+AT_ONCE = 1 << 14
+"""So many keys, or a request more, are named at a time."""
+
 MOST_KEYS = 2**31 - 1
 """Places of keys are integers of 32 bits."""
 
@@ -36,7 +40,8 @@ class Reuse:
 
     Blocks of a request with one and the same such owner are a run; `kernels.find_runs` says
     in which order runs are. Requests are named by their serials. Memory: 8 bytes a request
-    and 24 a run; while it reads, 8 bytes a key, and some 50 a distinct one.
+    and 24 a run; while it reads, 14 to 20 bytes a key, 8 a distinct one, and the names of
+    keys that are no integers.
 
     Attributes:
         lengths: blocks of each request.
@@ -60,9 +65,10 @@ class Reuse:
         names = _Names()
         lengths = array("q")
         for request in requests:
-            keys, *_ = geometry.prompt(request)
+            keys = geometry.prompt(request)[0]
             names.extend(keys)
             lengths.append(len(keys))
+        names.flush()
         if len(names.flat) > MOST_KEYS:
             msg = (
                 f"the workload has {len(names.flat):,} keys, and an exact curve takes at most "
@@ -138,23 +144,34 @@ class Reuse:
 
 
 class _Names:
-    """Keys as integers of 64 bits: as they are, or numbered once one is no such integer."""
+    """Keys as integers of 64 bits: as they are, or numbered once one is no such integer.
+
+    They are taken in by the thousand, which is half the work of one request at a time.
+    """
 
     def __init__(self) -> None:
         self.flat = array("q")
+        self._fresh: list[Key] = []
         self._numbers: defaultdict[Key, int] | None = None
 
     def extend(self, keys: Sequence[Key]) -> None:
-        """Append `keys`."""
+        """Append `keys`. They are in `flat` after the next `flush`."""
+        self._fresh += keys
+        if len(self._fresh) >= AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Name the keys that have none yet."""
+        fresh, self._fresh = self._fresh, []
         if self._numbers is None:
             try:
-                self.flat.fromlist(list(keys))  # type: ignore[arg-type]
-            except (TypeError, OverflowError):
+                self.flat.frombytes(struct.pack(f"{len(fresh)}q", *fresh))
+            except struct.error:
                 self._numbers = defaultdict(count().__next__)
                 self.flat = array("q", map(self._numbers.__getitem__, self.flat))
             else:
                 return
-        self.flat.extend(map(self._numbers.__getitem__, keys))
+        self.flat.extend(map(self._numbers.__getitem__, fresh))
 
     def key(self, place: int) -> Key:
         """Return the key at `place`."""

@@ -89,7 +89,9 @@ class Setting:
             self.slo = SLO(**header["slo"])
         elif asked.slo == SLO():
             self.slo = None
-        self.rate_scale = asked.rate_scale or header.get("rate_scale", 1)
+        self.rate_scale = header.get("rate_scale", 1)
+        if asked.rate_scale is not None:
+            self.rate_scale = asked.rate_scale
 
     def cache(self, trace: Recorder | None) -> KVCache:
         """Build the cache.

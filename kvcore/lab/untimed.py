@@ -8,6 +8,7 @@ from itertools import islice
 
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.stats import CacheStats
+from kvcore.errors import InputError
 from kvcore.policy import EvictionPolicy, broken, overridden
 from kvcore.request import Request
 
@@ -30,7 +31,8 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     which they come; once it is closed it is not. So many are read ahead.
 
     Raises:
-        InputError: a request that cannot be read, or whose keys the cache was not made for.
+        InputError: a request that cannot be read, or whose keys the cache was not made for;
+            or two of one id are awaited at once.
         PolicyError: the eviction policy failed.
     """
     size = cache.geometry.block_size
@@ -51,7 +53,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
 
 def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterator[Request]:
     """Yield `requests`, telling `eviction` of each as far ahead as it looks."""
-    coming, window = iter(requests), deque[Request]()
+    coming, window, known = iter(requests), deque[Request](), set[int | str]()
     reach = None if eviction.ahead is None else eviction.ahead + 1
     now = 0
     while True:
@@ -61,8 +63,16 @@ def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterato
             return
         now = max(now, window[0].arrival)
         for request in fresh:
+            if request.id in known:
+                msg = (
+                    f"request {request.id!r} comes twice, and eviction plugin "
+                    f"{eviction.name!r} is told of requests ahead, by id: give each its own"
+                )
+                raise InputError(msg)
+            known.add(request.id)
             _tell(eviction, "awaited", request, now)
         yield window[0]
+        known.remove(window[0].id)
         _tell(eviction, "unawaited", window.popleft(), now)
 
 

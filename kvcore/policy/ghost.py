@@ -77,16 +77,12 @@ class GhostTree:
         off already, and from its `removed`, with `span.blocks`. The tail is older than
         what comes before it. What was remembered before is the most recent now.
         """
+        shape = self._shape = span.shape
         end = span.end
         siblings = span.parent.children if span.parent is not None else None
-        if siblings and siblings.get(span.path_keys[span.start // span.shape.ratio]) is span:
+        if siblings and siblings.get(span.path_keys[span.start // shape.ratio]) is span:
             end += blocks
-        self.add_path(span.path_keys, end - blocks, end, span.shape)
-
-    def add_path(self, keys: Keys[Key], start: int, end: int, shape: Shape) -> None:
-        """Remember the blocks `[start, end)` of a path with these keys, as `add` does."""
-        self._shape = shape
-        self._remember(keys, start, end)
+        self._remember(span.path_keys, end - blocks, end)
         self._shed()
 
     def match(self, request: Request) -> int:
@@ -119,13 +115,9 @@ class GhostTree:
 
         To be called from the policy's `inserted` and `grown`: it is cached again.
         """
-        return self.forget_path(span.path_keys, span.start, span.end)
-
-    def forget_path(self, keys: Keys[Key], start: int, end: int) -> int:
-        """Forget the blocks `[start, end)` of a path with these keys, as `forget` does."""
         if not self.tokens:
             return 0
-        runs, deepest = self._tile(keys, start, end, grow=False)
+        runs, deepest = self._tile(span.path_keys, span.start, span.end, grow=False)
         before = self.tokens
         for run in runs:
             self._drop(run)
@@ -146,13 +138,17 @@ class GhostTree:
 
     def state(self) -> Any:
         """Return a value that trees which remember alike compare equal by. O(keys)."""
-        runs = []
+        runs: list[tuple[int, int, tuple[Key, ...]]] = []
         run, shape = self._ring.newer, self._shape
         while run is not self._ring:
             assert run is not None
             assert shape is not None
-            path = tuple(run.keys[: (run.end - 1) // shape.ratio + 1])
-            runs.append((run.start, run.end, path))
+            if run.older is not None and run.older.parent is run:
+                # One run, though cut: what lay between the two in the order has gone.
+                _, end, path = runs.pop()
+            else:
+                end, path = run.end, tuple(run.keys[: (run.end - 1) // shape.ratio + 1])
+            runs.append((run.start, end, path))
             run = run.newer
         return self.capacity, shape, tuple(runs)
 

@@ -24,7 +24,8 @@ class RetentionPolicy(Plugin):
     hidden from it and stay cached and pinned. From then on it publishes nothing, since what
     it computes without those tokens is not the K/V that its keys stand for.
 
-    A sequence forgets nothing while it shares blocks of its own with a fork.
+    A sequence forgets nothing while it shares blocks of its own with a fork, nor before it
+    has computed what a fork has published of them.
     """
 
     kind: ClassVar[str] = "retention"

@@ -22,11 +22,14 @@ FORMS = ("png", "svg")
 
 # Okabe and Ito, "Color Universal Design", 2008: colour-blind people tell them apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-MARKERS = "osD^vPX"
+MARKERS = "osD^vP"
 INK, GREY, PALE = "#222222", "#666666", "#E4E4E4"
 INCHES, DPI = (7.2, 4.4), 200
 MARGIN = 1.08
 """Room beside the smallest and the largest size, as a factor."""
+
+INSIDE, COLUMN = 7, 15
+"""Names that have room below the curves, and beside them in one column."""
 
 DENSE = 600
 """Points of the line of a curve that is known at every size."""
@@ -109,14 +112,23 @@ def draw(axes: Axes, report: CurvesReport) -> None:
         fontsize="small",
     )
     axes.set_ylim(0, 1.12 * bound or 1)
-    axes.yaxis.set_major_formatter("{x:.0f}%")
+    axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_ylabel("blocks looked up that hit")
     axes.grid(color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=3)
-    axes.legend(loc="lower right", edgecolor="none", framealpha=1)
+    _legend(axes, len(curves.curves))
     axes.set_title(_title(report), loc="left", fontsize="medium", pad=12)
     _scales(axes, report, footprint)
+
+
+def _legend(axes: Axes, names: int) -> None:
+    """Name the curves, where that hides none of them."""
+    if names <= INSIDE:
+        axes.legend(loc="lower right", edgecolor="none", framealpha=1)
+        return
+    columns = ceil(names / COLUMN)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, ncols=columns)
 
 
 def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator
+from itertools import groupby, zip_longest
 from typing import ClassVar
 
 import attrs
@@ -16,6 +16,10 @@ CAUSES = ("capacity", "policy")
 BOUND = (
     "The optimum evicts the block whose next request is furthest, deepest first among "
     "equals, and admits all that is computed."
+)
+SERIAL = (
+    "This run had a clock; the optimum replays its requests one after another, in the order "
+    "of their first admission."
 )
 
 Row = list[str]
@@ -48,8 +52,8 @@ class RequestReport:
         for _, run in groupby(losses, key=lambda loss: (loss.category, loss.other)):
             yield f"- {self._told(list(run))}"
         if any(loss.category in CAUSES for loss in losses):
-            yield BOUND
-        yield _clock(self.explanation)
+            yield from _bound(self.explanation)
+        yield from _cut(self.explanation)
 
     def _life(self) -> str:
         reasons = self.reasons
@@ -106,8 +110,8 @@ class RequestReport:
         story = f"Used last by request {losses[0].other}. "
         if latest.expired:
             return (
-                f"{story}Expired, dropped at {_moment(latest.time)} after {idle} without use, "
-                f"{before} before this use."
+                f"{story}Expired; dropped at {_moment(latest.time)}, {before} before this use "
+                f"and {idle} after they were stored or hit last."
             )
         lost = "would have kept" if losses[0].category == "policy" else "would not have had"
         when = f"at {_moment(latest.time)} by {latest.by} for request {latest.beneficiary}"
@@ -118,8 +122,8 @@ class RequestReport:
                 f"{latest.beneficiary})"
             )
         return (
-            f"{story}Evicted {when}, {before} before this use; unused for {idle} then, after "
-            f"{counted(latest.hits, 'hit')}. The optimum {lost} them."
+            f"{story}Evicted {when}, {before} before this use and {idle} after they were "
+            f"stored or hit last, with {counted(latest.hits, 'hit')}. The optimum {lost} them."
         )
 
 
@@ -208,11 +212,8 @@ class SummaryReport:
     @property
     def request_rows(self) -> list[Row]:
         """Who lost most to evictions, and for whom most was lost."""
-        pairs = zip(self.summary.victims, self.summary.beneficiaries, strict=False)
-        return [
-            [str(victim), f"{lost:,}", str(winner), f"{cost:,}"]
-            for (victim, lost), (winner, cost) in pairs
-        ]
+        pairs = zip_longest(_ranked(self.summary.victims), _ranked(self.summary.beneficiaries))
+        return [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
 
     @property
     def notes(self) -> str:
@@ -236,28 +237,31 @@ class SummaryReport:
             "requests whose hit ended there."
         )
         if any(summary.categories[cause].tokens for cause in CAUSES):
-            yield BOUND
+            yield from _bound(self.explanation)
         if summary.salted.tokens:
             yield (
                 f"Of what starts anew, {summary.salted.tokens:,} tokens came after requests of "
                 "other salts: how much of it these had as well cannot be told, since keys "
                 "depend on the salt."
             )
-        yield _clock(self.explanation)
+        yield from _cut(self.explanation)
 
 
-def _clock(explanation: Explanation) -> str:
-    """Say what the optimum was asked, and how far the trace goes."""
-    clock = ""
+def _bound(explanation: Explanation) -> Iterator[str]:
+    """Say what tells policy from capacity."""
+    yield BOUND
     if explanation.header["mode"] != "untimed":
-        clock = (
-            "This run had a clock; the optimum replays its requests one after another, in the "
-            "order of their first admission."
-        )
-    cut = ""
+        yield SERIAL
+
+
+def _cut(explanation: Explanation) -> Iterator[str]:
+    """Say how far the trace goes, if it has no end."""
     if not explanation.complete:
-        cut = f"INCOMPLETE: {explanation.cut_reason}; told as if nothing followed."
-    return "\n".join(part for part in (clock, cut) if part)
+        yield f"INCOMPLETE: {explanation.cut_reason}; told as if nothing followed."
+
+
+def _ranked(requests: Iterable[tuple[int | str, int]]) -> Iterator[tuple[str, str]]:
+    return ((str(request), f"{tokens:,}") for request, tokens in requests)
 
 
 def _because(losses: list[Loss]) -> str:

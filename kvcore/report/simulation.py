@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 
+from kvcore.report.residency import thrashing
 from kvcore.report.tables import counted
 from kvcore.units import format_bytes, format_number, format_seconds
 
@@ -103,13 +104,18 @@ class SimulationReport:
 
     @property
     def resting(self) -> list[Row]:
-        """The rows of the table of blocks in the cache; none if nothing is known of them."""
-        seen = self.summary["residency"] or {}
+        """The rows of the table of blocks in the cache, by tier; none if nothing is known."""
         return [
             [name, *_cells(seen[key], format_seconds if key.endswith("_s") else format_number)]
+            for seen in (self.summary["residency"] or {}).values()
             for key, name in RESTING.items()
-            if seen.get(key)
+            if seen[key]
         ]
+
+    @property
+    def thrashing(self) -> str:
+        """That the cache brings back what it has just evicted; nothing if it does not."""
+        return thrashing(self.summary["residency"], self.summary["pool"]["blocks"])
 
     @property
     def closing(self) -> str:
@@ -177,7 +183,10 @@ class SimulationReport:
         slo = self.summary["slo"]
         expected = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("deadline_s", "E2E"))
         given = [f"{name} {slo[key]:g} s" for key, name in expected if slo[key] is not None]
-        return ", ".join(given) or "their own"
+        own = slo["own"]
+        if not given or own == self.summary["requests"]:
+            return "their own"
+        return f"{', '.join(given)}{f'; {own:,} by their own' if own else ''}"
 
 
 def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDTH) -> str:

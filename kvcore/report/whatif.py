@@ -14,7 +14,7 @@ from kvcore.report.tables import counted
 from kvcore.specs import as_text
 from kvcore.units import NANOSECONDS, format_number, format_seconds
 
-NONE = "–"
+NONE, SAME, ABOUT = "–", "=", "≈"
 
 TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
 
@@ -72,6 +72,10 @@ class WhatIfReport:
             sooner = sum(change.ttft < 0 for change in changes)
             later = sum(change.ttft > 0 for change in changes)
             text += f" The first token comes earlier for {sooner:,}, later for {later:,}."
+        served = sum(change.recorded.rejected > change.rerun.rejected for change in changes)
+        refused = sum(change.recorded.rejected < change.rerun.rejected for change in changes)
+        if served or refused:
+            text += f" Served only now: {served:,}; rejected only now: {refused:,}."
         return text
 
     @property
@@ -139,16 +143,23 @@ def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str])
 
 
 def _change(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
-    """Say by how much a value changes: a share in points, a count as it is, else in percent."""
+    """Say by how much a value changes: a share in points, a count as it is, else in percent.
+
+    `=` is the same, `≈` next to it.
+    """
     if before is None or after is None:
         return NONE
     if isclose(before, after):
-        return "="
-    if write is _share:
-        return f"{100 * (after - before):+.1f} points"
+        return SAME
     if write is _count:
         return f"{after - before:+,}"
-    return f"{after / before - 1:+.1%}" if before else NONE
+    if write is _share:
+        change = f"{100 * (after - before):+.1f} points"
+    elif before:
+        change = f"{after / before - 1:+.1%}"
+    else:
+        return NONE
+    return ABOUT if change[1:] in ("0.0%", "0.0 points") else change
 
 
 def _share(share: float) -> str:

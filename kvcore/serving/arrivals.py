@@ -113,6 +113,6 @@ class Arrivals:
 
     def _enter(self, at: int, place: int, request: Request) -> None:
         if at >= NEVER:
-            msg = f"request {request.id!r} arrives {at:.3g} ns from the start: beyond 2^63 ns"
+            msg = f"request {request.id!r} arrives 2^63 ns (292 years) or more from the start"
             raise InputError(msg)
         heappush(self._due, (at, place, request))

@@ -51,6 +51,8 @@ class Batching:
             msg = f"steps={self.steps!r} is not known; there are: mixed, prefill-first"
         elif type(self.chunked) is not bool:
             msg = f"chunked={self.chunked!r} must be True or False"
+        elif type(self.watermark) not in (int, float):
+            msg = f"watermark={self.watermark!r} is no number: give 0 or more, below 1"
         elif not 0 <= self.watermark < 1:
             msg = (
                 f"watermark={self.watermark} is no share of the blocks: give 0 or more, below 1"

@@ -29,6 +29,7 @@ class RunLog:
         itl: picoseconds between two tokens of a request.
         pool: the pool's blocks over time.
         steps, busy: steps run, and the picoseconds they took.
+        own_slos: requests that brought an SLO of their own.
     """
 
     def __init__(self, blocks: int, slo: SLO | None = None) -> None:
@@ -43,11 +44,12 @@ class RunLog:
         self.reasons: dict[int, str] = {}
         self.itl = Progressions()
         self.pool = PoolTimeline(blocks)
-        self.steps = self.busy = 0
+        self.steps = self.busy = self.own_slos = 0
 
     def ended(self, job: Job, now: int) -> None:
         """Take in a request that has finished."""
         request = job.request
+        self.own_slos += request.slo is not None
         self.verdict.append(UNJUDGED if job.slo is None else _verdict(job, job.slo, now))
         self.ids.append(request.id)
         self.tenants.append(request.tenant)

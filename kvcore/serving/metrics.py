@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcore.cache import KVCache, Residency
+from kvcore.cache import KVCache
 from kvcore.policy import LatencyModel
 from kvcore.request import SLO
 from kvcore.serving.batching import Batching
@@ -47,7 +47,8 @@ def summary(
         "queue_s": distribution(_between(log.arrival, log.admitted), NANOSECONDS),
         "throughput_tokens_s": generated / seconds if span else None,
         "goodput": met / seconds if span and judged else None,
-        "slo": _slo(log.slo or SLO()) | {"met": met / judged if judged else None},
+        "slo": _slo(log.slo or SLO())
+        | {"own": log.own_slos, "met": met / judged if judged else None},
         "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
         "forgotten_blocks": stats.forgotten_blocks,
         "evicted_blocks": prefix.evicted + prefix.expired_blocks,
@@ -60,7 +61,7 @@ def summary(
             "ratio": stats.ratios(),
         },
         "lost_tokens": stats.lost_tokens,
-        "residency": _residency(prefix.residency),
+        "residency": None if prefix.residency is None else prefix.residency.by_tier(),
         "pool": {"block_size": geometry.block_size} | log.pool.summary(first, end),
     }
 
@@ -81,9 +82,3 @@ def _slo(slo: SLO) -> dict[str, float | None]:
         f"{name}_s": None if time is None else time / NANOSECONDS
         for name, time in (("ttft", slo.ttft), ("tpot", slo.tpot), ("deadline", slo.deadline))
     }
-
-
-def _residency(seen: Residency | None) -> dict[str, Any] | None:
-    """Return how long blocks rested, by tier; None where nothing was told."""
-    rested = None if seen is None else seen.as_dict()
-    return None if seen is None or rested is None else {seen.tier: rested}

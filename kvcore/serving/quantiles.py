@@ -1,4 +1,4 @@
-"""Exact means and percentiles: of samples, of weighted samples, of arithmetic progressions.
+"""Exact means and percentiles: of samples, and of weighted arithmetic progressions.
 
 A percentile is the nearest rank: the smallest sample that at least p % of the samples do not
 exceed. Samples are integers; seconds come in at the very end.
@@ -55,16 +55,6 @@ def distribution(samples: Iterable[int], unit: int) -> Distribution | None:
     ranks = {percent: nearest_rank(percent, count) for percent in PERCENTS}
     found = {f"p{percent}": ordered[rank - 1] / unit for percent, rank in ranks.items()}
     return {"mean": sum(ordered) / (count * unit), **found}
-
-
-def weighted_distribution(
-    samples: Sequence[int], weights: Sequence[int], unit: int
-) -> Distribution | None:
-    """Return the distribution of `samples`, each of which occurs as often as its weight.
-
-    None without samples, or if all weights are 0. Costs O(samples), and 1 byte for each.
-    """
-    return _distribution((samples, weights), ((), (), (), ()), unit)
 
 
 class Progressions:

@@ -108,6 +108,16 @@ def check_cache(cache: KVCache, verb: str) -> None:
         raise InputError(msg)
 
 
+def _check_types(batching: object, slo: object) -> None:
+    """Refuse caps and expectations that are none, before anything is asked of them."""
+    if not isinstance(batching, Batching):
+        msg = f"batching={batching!r:.60}: give a Batching, such as Batching(max_seqs=64)"
+        raise InputError(msg)
+    if slo is not None and not isinstance(slo, SLO):
+        msg = f"slo={slo!r:.60}: give an SLO in ns, such as SLO(ttft=500_000_000), or None"
+        raise InputError(msg)
+
+
 def serve(
     workload: Iterable[Request],
     cache: KVCache,
@@ -120,7 +130,12 @@ def serve(
     fragmentation: bool = False,
     jumps: bool = True,
 ) -> tuple[ServingLoop, float]:
-    """Serve `workload`, whatever runs the steps; return the loop and the seconds it took."""
+    """Serve `workload`, whatever runs the steps; return the loop and the seconds it took.
+
+    Raises:
+        InputError: as `simulate` does.
+    """
+    _check_types(batching, slo)
     loop = ServingLoop(
         Arrivals(workload, rate_scale),
         cache,

@@ -15,6 +15,7 @@ from kvcore.errors import InputError, TraceError
 from kvcore.files import refusal
 from kvcore.trace.schema import SCHEMA, fault
 from kvcore.trace.sink import DIGEST_BYTES
+from kvcore.units import LIMIT
 
 Line: TypeAlias = dict[str, Any]
 
@@ -144,6 +145,8 @@ class TraceReader:
             self.fail(f"this line has n = {line['n']}; {n} lines stand before it")
         if line["t"] < self._time:
             self.fail(f"time goes back, from {self._time} to {line['t']} ns")
+        if line["t"] >= LIMIT:
+            self.fail(f"time goes to {line['t']} ns; it ends before 2^63 ns (292 years)")
         if event == "END" and line["t"] > self._time:
             self.fail(f"END is at {line['t']} ns; the line before it at {self._time}")
         self._time = line["t"]

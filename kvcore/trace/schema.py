@@ -305,7 +305,10 @@ EVENTS: dict[str, Event] = {
             }
         ),
     ),
-    "FREE": Event({"seq": COUNT, "runs": RUNS, "reason": _word(*FREES)}, {"first": COUNT}),
+    "FREE": Event(
+        {"seq": COUNT, "runs": RUNS, "reason": _word(*FREES)},
+        {"first": COUNT, "forgotten": RUNS},
+    ),
     "FORK": Event({"seq": COUNT, "child": COUNT}),
     "COPY": Event({"seq": COUNT, "block": COUNT, "from": COUNT, "to": COUNT}),
     "FIRST_TOKEN": Event({"request": REQUEST_ID, "seq": COUNT}),

@@ -228,9 +228,9 @@ class CacheState:
         seq, first = self._sequence(line["seq"]), line["first"]
         if line["by"] != self._retention:
             violated(f"by retention policy {self._retention!r}, not {line['by']!r}")
-        freed = seq.forget(first, first + line["blocks"])
-        if any(block in self._owners for block in freed):
+        if not self._owners.keys().isdisjoint(seq.private):
             violated(f"sequence {seq.id} shares private blocks with a fork: it keeps them")
+        freed = seq.forget(first, first + line["blocks"])
         if self._ids(line) != freed:
             violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
         self._supply.pool.release(freed)
@@ -260,13 +260,15 @@ class CacheState:
             violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
         self.private -= len(freed)
         if reason == "close":
+            if line.get("forgotten", []) != seq.forgotten:
+                violated(f"sequence {seq.id} has forgotten {seq.forgotten}, as first and count")
             if self._expected is None:
                 self.lives.close(seq.prompt.id, seq.id)
             self._close(seq)
 
     def _fork(self, line: Line) -> None:
         seq = self._sequence(line["seq"])
-        child = attrs.evolve(seq, id=line["child"], private=seq.private[:], gaps=seq.gaps[:])
+        child = attrs.evolve(seq, id=line["child"], private=seq.private[:])
         self._open(child)
         self._supply.pool.share(child.private)
         for span in path(seq.span):

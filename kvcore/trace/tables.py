@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import attrs
 
 from kvcore.cache.pool import Ids
-from kvcore.cache.sequence import Gap
+from kvcore.cache.sequence import Gap, merged
 from kvcore.trace.layout import Prompt
 
 
@@ -60,7 +60,7 @@ class TracedSequence:
     private: Ids
     hit: int
     again: bool
-    gaps: list[Gap] = attrs.field(factory=list)
+    gaps: tuple[Gap, ...] = ()
     returned: int = 0
 
     @property
@@ -68,12 +68,17 @@ class TracedSequence:
         """How many blocks its table has, with those it has forgotten."""
         return self.span.end + len(self.private) + self.returned
 
+    @property
+    def forgotten(self) -> list[list[int]]:
+        """The blocks it has forgotten, as its closing FREE has them: [first, count]."""
+        return [[first, end - first] for first, end in self.gaps]
+
     def table(self) -> Ids:
         """Return its block table: the ids of the blocks it has not forgotten, in order."""
         table: Ids = array("i")
         for part in reversed([span.ids for span in path(self.span)]):
             table.extend(part)
-        for first, end in sorted(self.gaps, reverse=True):
+        for first, end in reversed(self.gaps):
             del table[first:end]
         return table + self.private
 
@@ -94,7 +99,7 @@ class TracedSequence:
         freed = self.private[at : at + count]
         freed.reverse()
         del self.private[at : at + count]
-        self.gaps.append((first, end))
+        self.gaps = merged([*self.gaps, (first, end)])
         self.returned += count
         return freed
 

@@ -104,7 +104,7 @@ def by_peer_in_cpp(trace, sizes):
 
 
 def test_in_python(requests, trace, sizes):
-    """All sizes take a 50th of what 30 take the peer's simulator in Python, or less."""
+    """All sizes take a 50th of what 30 take the peer's simulator in Python; same hits."""
     expected: list[int] = []
     theirs = seconds(lambda: expected.extend(by_peer(trace, sizes)))
     assert second_half(requests, sizes) == expected
@@ -117,7 +117,7 @@ def test_in_python(requests, trace, sizes):
 
 
 def test_in_cpp(requests, trace, sizes):
-    """The hits of the peer's simulator in C++ are the same; the ratio is printed only."""
+    """All sizes take a 50th of what 30 take the peer's simulator in C++; same hits."""
     try:
         ensure_cpp_simulator()
     except RuntimeError as error:
@@ -132,6 +132,7 @@ def test_in_cpp(requests, trace, sizes):
         f"\nLRU at all sizes {ours * 1e3:.1f} ms; {POINTS} sizes by kvcache-simulator in "
         f"C++ {theirs:.2f} s: {theirs / ours:,.0f} x"
     )
+    assert theirs >= TIMES * ours
 
 
 def test_the_optimum(requests):

@@ -8,10 +8,22 @@ import pytest
 from bench.harness import KEY_TOKENS, POOL, bundled, medians
 
 from kvcore import EvictionPolicy, KVCache, Request
-from kvcore_plugins.eviction import LFU, LRU, SLRU, Cost
+from kvcore_plugins.eviction import (
+    ARC,
+    LFU,
+    LRU,
+    LRUK,
+    S3FIFO,
+    SLRU,
+    Adaptive,
+    Cost,
+    Lookahead,
+    TailLRU,
+    TinyLFU,
+)
 from kvcore_plugins.prefix import Radix
 
-POLICIES = [LRU, SLRU, LFU, Cost]
+POLICIES = [LRU, SLRU, LFU, Cost, ARC, S3FIFO, LRUK, TinyLFU, TailLRU, Lookahead, Adaptive]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -84,6 +84,7 @@ def test_json_has_these_fields(report):
         "hit_ratio",
         "evicted_blocks",
         "share_of_optimum",
+        "residency",
         "wall_s",
     ]
     assert list(document["rows"][0]["hit_ratio"]) == ["block", "token", "request"]

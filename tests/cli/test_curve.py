@@ -83,6 +83,7 @@ def test_the_last_point_is_the_bound(run):
     for each in document["curves"]:
         assert each["points"][-1]["blocks"] == bound["distinct_blocks"]
         assert each["points"][-1]["hit_blocks"] == bound["hit_blocks"]
+        assert each["points"][-1]["hit_ratio"] == bound["hit_ratio"] < 1
 
 
 def test_tokens_counting_has_no_optimum(run):
@@ -110,6 +111,7 @@ def test_out_writes_the_numbers(run, tmp_path):
     rows = list(csv.DictReader(table.read_text().splitlines()))
     points = [point for each in curves for point in each["points"]]
     assert [int(row["hit_blocks"]) for row in rows] == [p["hit_blocks"] for p in points]
+    assert [float(row["hit_ratio"]) for row in rows] == [p["hit_ratio"] for p in points]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import serving
 from traces import lines, record, seal, serve
 
 from kvcore.cli import main as frame
@@ -79,14 +80,28 @@ def test_a_summary_is_tables_with_the_rule_of_the_optimum(run):
         assert words in out
 
 
-def test_a_run_with_a_clock_says_what_the_bound_is_of(run, tmp_path):
-    """Under a clock the optimum is that of the serial order, and the report says so."""
+def test_a_run_with_a_clock_says_who_was_not_admitted_once(run, tmp_path):
+    """The rejected and those that returned are counted; the optimum was not asked anything."""
     code, out, _ = run(serve(tmp_path / "served.jsonl"), "--summary")
     told = " ".join(out.split())
     assert code == 0
     assert "1 rejected" in told
     assert "1 admitted again after preemption" in told
-    assert "This run had a clock" in told
+    assert "optimum" not in told
+
+
+@pytest.mark.parametrize("asked", ["--summary", "late"])
+def test_a_run_with_a_clock_says_what_the_bound_is_of(run, tmp_path, asked):
+    """Under a clock the optimum is that of the serial order, and the report says so."""
+    requests = [
+        serving.ask("early", 0, 8, keys=[1, 2]),
+        serving.ask("thief", 100, 16, keys=[5, 6, 7, 8]),
+        serving.ask("late", 200, 12, keys=[1, 2, 3]),
+    ]
+    (tmp_path / "run.jsonl").write_bytes(serving.serve(requests, blocks=4).trace)
+    told = " ".join(run(tmp_path / "run.jsonl", asked)[1].split())
+    assert "deepest first among equals" in told
+    assert "This run had a clock; the optimum replays its requests one after another" in told
 
 
 def test_requests_that_were_never_admitted_say_so(run, tmp_path):

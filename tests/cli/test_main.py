@@ -31,6 +31,26 @@ main.main()
 """
 
 
+ASKED_TO_END = """
+import os, signal, sys, types, click
+from pathlib import Path
+from kvcore.cli import main
+from kvcore.trace import Trace
+
+@click.command()
+@click.argument("file")
+def talk(file):
+    with Trace(file):
+        assert Path(f"{file}.part").exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+sys.modules["talk"] = types.SimpleNamespace(talk=talk)
+main.VERBS["talk"] = "talk"
+main.main()
+"""
+
+
 @pytest.fixture
 def verb(monkeypatch):
     """Return a function that makes `act` a verb which raises, or prints, what it is given."""
@@ -116,6 +136,15 @@ def test_interrupt_exits_130(verb, capsys):
     verb(KeyboardInterrupt())
     assert frame.run(["act"]) == 130
     assert capsys.readouterr().err == "kvcore: interrupted\n"
+
+
+def test_sigterm_ends_as_an_interrupt_does(tmp_path):
+    """Exit code 143, one word, and no half of a file."""
+    command = [sys.executable, "-c", ASKED_TO_END, "talk", str(tmp_path / "run.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert done.stderr == "kvcore: terminated\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

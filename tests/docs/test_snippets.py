@@ -42,11 +42,30 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
+KV_EVENTS = ROOT / "docs/how-to/kv-events.md"
 WITH_TESTS_OF_THEIR_OWN = {ROOT / "docs/how-to/write-a-plugin.md"}
 WITH_PYTHON = [p for p in PAGES if blocks(p, "python") and p not in WITH_TESTS_OF_THEIR_OWN]
 WITH_KVCORE = [
     page for page in PAGES if any(c.startswith("kvcore ") for c, _ in commands(page))
 ]
+
+
+def record_stand_in(folder):
+    """Record `events.jsonl.gz` from the example that stands in for a server."""
+    example = [sys.executable, ROOT / "examples/full_reports.py", "my_requests.jsonl"]
+    with subprocess.Popen(
+        [*example, "tcp://127.0.0.1:*"], cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as server:
+        address = server.stdout.readline().split()[-1]
+        record = [sys.executable, "-m", "kvcore", "record", "--zmq", address, "-o"]
+        subprocess.run(
+            [*record, "events.jsonl.gz", "--batches", "200"],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+    assert server.returncode == 0
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
@@ -68,6 +87,8 @@ def test_kvcore_commands_run(page, tmp_path):
     """The `kvcore` commands of a page succeed, and print what the page says they print."""
     with gzip.open(ROOT / "kvcore/data/mooncake_conversation.jsonl.gz") as trace:
         (tmp_path / "my_requests.jsonl").write_bytes(b"".join(islice(trace, 200)))
+    if page == KV_EVENTS:
+        record_stand_in(tmp_path)
     for command, output in commands(page):
         words = shlex.split(command)
         if words[0] != "kvcore":

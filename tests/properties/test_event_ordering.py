@@ -119,3 +119,15 @@ def named(item):
         return -1, -1
     life, number = item.payload.split(b"/")
     return int(life), int(number)
+
+
+def test_a_hole_behind_the_last_batch_had_is_asked_for_again():
+    """An answer that has the last batch had must have the next: it was dropped on the way."""
+    publisher = Publisher(10)
+    ordering = Ordering(0, publisher.replay)
+    first = list(ordering.live(*publisher.publish()))
+    _, last = publisher.publish(), publisher.publish()
+    fates = iter(["sent", "dropped"])
+    publisher.draw = lambda: next(fates, "sent")
+    rest = list(ordering.live(*last))
+    assert [item.sequence for item in first + rest] == [0, 1, 2]

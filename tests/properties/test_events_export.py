@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import ask, record, serve
+from traces import ask, forget, record, serve
 
 from kvcore import KVCache, OutOfBlocks, Request, Trace, block_keys
 from kvcore.events import (
+    BlockRemoved,
     Ledger,
     block_hash,
     check_recording,
@@ -93,9 +94,23 @@ def test_the_ledger_agrees_with_the_replay(tmp_path_factory, rows, blocks, block
         assert not any(ledger.anomalies.values())
 
 
-@pytest.mark.parametrize("make", [record, serve])
+@given(rows=ROWS, blocks=st.integers(6, 16), block_size=st.sampled_from([2, 4]))
+def test_no_block_leaves_before_what_follows_it(tmp_path_factory, rows, blocks, block_size):
+    """Removals come deepest first: no block that goes is the parent of one that stays."""
+    path = run(tmp_path_factory.mktemp("t") / "t.jsonl", rows, blocks, block_size, LRU)
+    parents = {}
+    for batch in event_batches(path):
+        for event in batch.events:
+            for block in getattr(event, "blocks", tuple)():
+                parents[block.hash] = block.parent
+            for gone in event.hashes if isinstance(event, BlockRemoved) else ():
+                del parents[gone]
+                assert gone not in parents.values()
+
+
+@pytest.mark.parametrize("make", [record, serve, forget])
 def test_every_kind_of_line_is_understood(tmp_path, make):
-    """Forks, duplicates, preemptions and expiry leave the ledger where the replay is."""
+    """Forks, duplicates, preemptions, retention: the ledger ends where the replay does."""
     path = make(tmp_path / "t.jsonl")
     hashes, _ = cached(path)
     [resident] = followed(event_batches(path)).resident().values()

@@ -19,7 +19,7 @@ from kvcore.testing import Driver, Traffic, request_lists, step_lists
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 
-TRAFFIC = Traffic(key_tokens=6)
+TRAFFIC = Traffic(key_tokens=6, hints=True)
 LAYOUTS = st.sampled_from(
     [("keys", 6), ("keys", 2), ("tokens", 6), ("tokens", 2), ("tokens", 12), ("tokens", 3)]
 )
@@ -193,37 +193,54 @@ def test_what_room_would_not_help_misses_with_all_the_room(policy, requests, blo
     policy=st.sampled_from(["lru", "mru", "lfu", "random"]),
     requests=LISTS,
     blocks=POOLS,
-    size=st.sampled_from([6, 2]),
+    layout=LAYOUTS,
 )
-def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks, size):
+@settings(max_examples=150)
+def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks, layout):
     """Request by request, what is laid to the policy is what Belady's rule hits beyond it."""
-    explanation = recorded(requests, blocks, ("keys", size), policy)
-    best = belady(requests, 6 // size, blocks)
-    stats, _ = Optimum().replay(Future.read(requests, Geometry("keys", size, 6)), blocks, size)
-    assert sum(best) == stats.hit_blocks
+    explanation = recorded(requests, blocks, layout, policy)
+    count, size = layout
+    best = belady([laid(request, layout) for request in requests], blocks)
+    if count == "keys":
+        future = Future.read(requests, Geometry(count, size, 6))
+        assert sum(best) == Optimum().replay(future, blocks, size)[0].hit_blocks
     for reasons, hit in zip(explanation.requests.values(), best, strict=True):
-        kept = sum(loss.tokens for loss in reasons.losses if loss.category == "policy")
-        assert kept == max(0, hit * size - reasons.hit)
+        lost = [loss for loss in reasons.losses if loss.eviction and not loss.eviction.expired]
+        for loss in lost:
+            assert (loss.category == "policy") == (loss.end <= hit * size)
+            assert loss.category == "policy" or loss.first >= hit * size
 
 
-def belady(requests, ratio, room):
+def laid(request, layout):
+    """Return the shareable blocks of a request, how many can hit, how many it takes in all.
+
+    A block is (its depth, the keys up to its end).
+    """
+    count, size = layout
+    tokens = len(request.keys) * 6 if count == "keys" else request.prompt
+    whole = min(tokens, len(request.keys) * 6) // size
+    path = [
+        (depth, tuple(request.keys[: -(-(depth + 1) * size // 6)])) for depth in range(whole)
+    ]
+    limit = whole if count == "keys" else min(whole, max(0, tokens - 1) // size)
+    return path, limit, -(-tokens // size)
+
+
+def belady(requests, room):
     """Return how many blocks of each request hit, by the rule taken literally, block by block.
 
-    A block is (its depth, its key). It leaves if its next request is furthest, the deepest
-    first among equals, and it is not of the request that is served.
+    A block leaves if its next request is furthest, the deepest first among equals, and it is
+    not of the request that is served.
     """
-    paths = [
-        [(depth, request.keys[depth // ratio]) for depth in range(len(request.keys) * ratio)]
-        for request in requests
-    ]
-    wanted = [set(path) for path in paths]
+    wanted = [set(path) for path, _, _ in requests]
     cached, hits = set(), []
-    for now, path in enumerate(paths):
+    for now, (path, limit, blocks) in enumerate(requests):
         hit = next((n for n, block in enumerate(path) if block not in cached), len(path))
-        hits.append(hit)
-        own = set(path[:room])
+        hits.append(min(hit, limit))
+        own = set(path[: max(room, hit)])
+        unshared = max(0, min(blocks, room) - len(own))
         cached |= own
-        while len(cached) > room:
+        while len(cached) + unshared > room:
             cached.remove(
                 max(cached - own, key=lambda block: (after(wanted, now, block), block))
             )

@@ -4,7 +4,7 @@ import pytest
 from engine import compute, decided
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import Bent, servers
+from serving import BLOCK, Bent, ask, serve, servers
 
 from kvcore.trace import replay
 from kvcore_plugins.retention import Window
@@ -15,6 +15,51 @@ windows = st.builds(
     st.sampled_from((0, 1, 4, 6)),
 )
 schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "fickle"])
+
+
+class Attending(Bent):
+    """A step takes a nanosecond for each token that is attended to, in any layer."""
+
+    def pieces(self, batch):
+        """Return one line: what prefill attends to, and a slope of 1 for each window."""
+        return [(1000 * sum(batch.pairs), *(1000 for _ in batch.context))]
+
+
+def attended(prompt, output, chunk, reach, window):
+    """Return how many tokens are attended to in all, counted token by token."""
+    total = computed = forgotten = 0
+    while computed < prompt + output - 1:
+        step = min(chunk, prompt - computed) if computed < prompt else 1
+        for place in range(computed, computed + step):
+            seen = place + 1 - forgotten
+            total += sum(seen if most is None else min(seen, most) for most in reach)
+        computed += step
+        if computed <= prompt or computed % BLOCK == 0:
+            first = -(-window["sinks"] // BLOCK) * BLOCK
+            end = max(computed - window["tokens"], 0) // BLOCK * BLOCK
+            forgotten = max(end - first, 0)
+    return total
+
+
+@given(
+    prompt=st.integers(1, 40),
+    output=st.integers(1, 60),
+    chunk=st.sampled_from((5, 8, 99)),
+    reach=st.sampled_from(((None,), (None, 6), (3, None, 20))),
+    window=windows,
+)
+def test_what_is_forgotten_takes_no_time(prompt, output, chunk, reach, window):
+    """Chunks and decode steps attend to what is left, as do layers with windows of their own."""
+    run = serve(
+        [ask("a", prompt=prompt, output=output)],
+        retention=Window(**window),
+        latency=Attending(reach=reach),
+        max_tokens=chunk,
+        max_seqs=1,
+        trace=False,
+    )
+    expected = attended(prompt, output, chunk, reach, window)
+    assert run.rows["a"]["finish"] == expected
 
 
 def simulated(server, scheduler, window, **options):

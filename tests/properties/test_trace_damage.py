@@ -7,7 +7,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from traces import lines, record, seal, serve
+from traces import forget, lines, record, seal, serve
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError
 from kvcore.trace import read_events, replay
@@ -107,6 +107,26 @@ def test_a_forged_service_is_told_by_the_lives_of_its_requests(damaged):
         assert is_told(damaged), events[n]
         seal(damaged, events[: n + 1] + events[n:])
         assert is_told(damaged), events[n]
+
+
+def test_forged_forgetting_is_told_by_the_invariants(damaged):
+    """What a sequence forgot can be neither changed, left out, nor told twice.
+
+    All of it is in its closing FREE again, also that which was only hidden and left no mark
+    in the pool. When it was forgotten is told by the digest alone.
+    """
+    events = lines(forget(damaged))
+    places = [n for n, line in enumerate(events) if line.get("scope") == "sequence"]
+    assert {bool(events[n]["runs"]) for n in places} == {True, False}
+    for n in places:
+        line, before, after = events[n], events[:n], events[n + 1 :]
+        numbers = itertools.product(("seq", "first", "blocks"), (-1, 1))
+        changes = [{name: line[name] + by} for name, by in numbers]
+        changes += [{"runs": [[0, 1]]}, {"runs": [*line["runs"], [9, 1]]}, {"by": "lru"}]
+        for change in changes:
+            assert is_told(seal(damaged, [*before, line | change, *after])), change
+        assert is_told(seal(damaged, before + after)), line
+        assert is_told(seal(damaged, [*before, line, line, *after])), line
 
 
 @given(n=st.integers(1, LINES - 2), data=st.data())

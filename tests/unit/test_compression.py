@@ -74,9 +74,20 @@ def test_a_name_says_how_to_write(name):
     packed = []
     for _ in range(2):
         writer = compressor(Path(name))
-        packed.append(writer.compress(LONG) + writer.flush())
+        packed.append(writer.compress(LONG) + writer.finish())
     assert packed[0] == packed[1]
     assert read(packed[0]) == (LONG, None)
+
+
+@pytest.mark.parametrize("name", ["rows.gz", "rows.zst"])
+def test_what_was_synced_can_be_read(name):
+    """All up to a `sync` decodes without what follows, and the stream goes on after it."""
+    writer = compressor(Path(name))
+    first = writer.compress(LONG) + writer.sync()
+    content, error = read(first)
+    assert content == LONG
+    assert type(error) is CutError
+    assert read(first + writer.compress(LONG) + writer.finish()) == (LONG + LONG, None)
 
 
 def test_other_names_are_written_plain():

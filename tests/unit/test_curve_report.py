@@ -8,6 +8,7 @@ import json
 import sys
 from array import array
 
+import attrs
 import pytest
 
 from kvcore import PluginError
@@ -140,6 +141,30 @@ def test_a_line_is_what_is_known_at_every_size():
     assert list(sampled.get_xdata()) == [1, 10, 100]
     assert list(sampled.get_ydata()) == [0.5, 15, 50]
     assert sampled.get_marker() not in {"None", ""}
+
+
+def test_no_two_of_many_policies_look_alike():
+    """More policies than colours differ by their markers."""
+    axes = drawn(made(*(one(f"policy-{number}") for number in range(20))))
+    lines = [line for line in axes.lines if len(line.get_xdata()) == 3]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
+
+
+@pytest.mark.parametrize("policies", [8, 16, 40])
+def test_many_names_stand_beside_the_curves(policies):
+    """A legend that would hide curves and axes is outside of both."""
+    axes = drawn(made(*(one(f"policy-{number}") for number in range(policies))))
+    axes.figure.canvas.draw()
+    assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1
+
+
+@pytest.mark.parametrize("hits", [0, 1, 50])
+def test_the_ticks_of_low_ratios_differ(hits):
+    """Where next to nothing hits, shares are told in parts of a percent."""
+    axes = drawn(attrs.evolve(made(one(blocks=[1], hits=[hits])), hit_blocks=hits))
+    axes.figure.canvas.draw()
+    told = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(told)) == len(told)
 
 
 def test_the_axes_say_what_they_measure():

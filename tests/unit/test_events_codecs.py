@@ -1,7 +1,18 @@
 import re
 
+import msgspec
 import pytest
-from kv_events import DYNAMO, MOONCAKE, PAYLOADS, TRTLLM, VLLM, batch, pack, stored
+from kv_events import (
+    DYNAMO,
+    MOONCAKE,
+    PAYLOADS,
+    TRTLLM,
+    VLLM,
+    batch,
+    pack,
+    removed,
+    stored,
+)
 
 from kvcore import InputError, TraceError
 from kvcore.events import BlockStored, PagesStored, Unread, decode, encode
@@ -28,6 +39,37 @@ def test_vllm_events_are_read_by_name():
 def test_payloads_are_written_as_they_were(name):
     """Payloads as engines send them come back byte for byte."""
     assert encode(decode(PAYLOADS[name])) == PAYLOADS[name]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"events": [], "ts": 1.5},
+        {"ts": 1, "events": [["AllBlocksCleared"]], "data_parallel_rank": None, "x": [b"x"]},
+        [1.5, [{"block_hashes": [1], "type": "BlockRemoved"}], None],
+    ],
+    ids=["no rank", "unknown item", "type last"],
+)
+def test_the_order_of_names_is_kept(value):
+    """Items of a batch and fields of an event come back in the order in which they were."""
+    assert encode(decode(pack(value))) == pack(value)
+
+
+def test_what_is_made_here_is_written_as_vllm_does():
+    """A batch that was never read is an array; its events are maps that begin with the type."""
+    written = msgspec.msgpack.decode(encode(batch(stored(1), removed(1))))
+    assert written[::2] == [0.0, None]
+    assert [next(iter(event.items())) for event in written[1]] == [
+        ("type", "BlockStored"),
+        ("type", "BlockRemoved"),
+    ]
+
+
+def test_a_batch_may_be_a_map():
+    """A newer vLLM names time, events and rank; they are where the model has them."""
+    found = decode(PAYLOADS["batch as a map"])
+    assert (found.ts, found.dp_rank, found.format) == (1.5, 0, "msgpack")
+    assert found == decode(pack(VLLM))
 
 
 def test_arrays_are_read_by_place():
@@ -115,11 +157,14 @@ def test_what_cannot_be_read_is_kept_with_its_place(event, reason):
         (pack(["x", []]), "batch.ts must be a finite number, not 'x'"),
         (pack([float("nan"), []]), "batch.ts must be a finite number, not nan"),
         (pack([1.0, {}]), "batch.events must be a list"),
-        (pack([1.0, [], "r"]), "batch.dp_rank must be an integer from 0"),
+        (pack([1.0, [], "r"]), "batch.data_parallel_rank must be an integer from 0"),
+        (pack({"ts": 1.0}), "batch has no field 'events'"),
         (pack([1.0, [{"type": "AllBlocksCleared", "x": {1: 2}}]]), "texts as names, not 1"),
+        (pack([1.0, [{"type": "AllBlocksCleared", 1: 2}]]), "texts as names, not 1"),
+        (pack({"ts": 1.0, "events": [], 3: 4}), "texts as names, not 3"),
         (pack([1.0, []])[:-1], "no msgpack: "),
-        (pack(5), "neither a msgpack array nor JSON"),
-        (b"hello", "neither a msgpack array nor JSON: it begins b'hello'"),
+        (pack(5), "neither a msgpack array or map nor JSON"),
+        (b"hello", "neither a msgpack array or map nor JSON: it begins b'hello'"),
         (b'{"a":1}', "must be an event with event_id and data, or worker_id and event"),
         (b'{"event_id":-1,"data":{}}', "event.event_id must be an integer from 0"),
         (b'{"worker_id":1,"event":3}', "line.event must be a map, not 3"),

@@ -89,6 +89,16 @@ def test_unknown_parents_are_told():
     assert (ledger.anomalies["unknown_parent"], held(ledger)) == (1, {2: 1})
 
 
+def test_a_block_that_is_still_elsewhere_keeps_its_meaning():
+    """Gone from one tier, a hash of other tokens is a collision while another tier has it."""
+    there = stored(1, medium="GPU"), stored(1, medium="CPU")
+    other = stored(1, medium="GPU", size=2)
+    ledger = follow(batch(*there, removed(1, medium="GPU"), other))
+    assert ledger.anomalies["collision"] == 1
+    ledger = follow(batch(*there, removed(1, medium="GPU"), removed(1, medium="CPU"), other))
+    assert ledger.anomalies["collision"] == 0
+
+
 def test_collisions_are_told():
     """A hash under another parent, or of other tokens, is a collision; a new life is none."""
     other = stored(1, size=2)
@@ -100,6 +110,19 @@ def test_collisions_are_told():
     ]
     fresh = follow(batch(stored(1), removed(1), other))
     assert fresh.anomalies["collision"] == 0
+
+
+def test_a_clear_forgets_what_hashes_mean():
+    """What was dropped may come again with other tokens."""
+    ledger = follow(batch(stored(1), AllBlocksCleared(), stored(1, size=2)))
+    assert (ledger.anomalies["collision"], held(ledger)) == (0, {1: 1})
+
+
+def test_a_clock_that_goes_back_is_no_restart():
+    """A number that was passed is replayed unless its time is later than all before it."""
+    ledger = follow(batch(ts=1.0), batch(ts=9.0), batch(ts=3.0))
+    ledger.follow(batch(ts=5.0), 0)
+    assert (ledger.replayed, ledger.restarts) == (1, 0)
 
 
 def test_repeated_hashes_are_told():

@@ -76,6 +76,25 @@ def test_files_of_json_events_are_recordings(tmp_path):
         assert [item.batch for item in found] == [decode(payload)] * 2
 
 
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_killed_recording_is_readable_compressed_too(tmp_path, suffix):
+    """What was flushed is read from what stands on the disk then."""
+    recording = RecordingWriter(tmp_path / f"r.jsonl.{suffix}")
+    recording.batch(RUN[0], 0)
+    recording.flush()
+    recording._sink.hexdigest()
+    found, reader = items(tmp_path / f"r.jsonl.{suffix}.part")
+    recording.discard()
+    assert [item.batch for item in found] == RUN[:1]
+    assert reader.cut_reason.endswith("stream stops early")
+
+
+def test_errors_call_it_a_recording(tmp_path):
+    """What cannot be opened is called what it is: no trace."""
+    with pytest.raises(InputError, match=r"^cannot write the recording .*: No such file"):
+        RecordingWriter(tmp_path / "no" / "r.jsonl")
+
+
 def test_a_killed_recording_is_readable(tmp_path):
     """What was flushed before a kill is read, and the file says that it is cut."""
     recording = RecordingWriter(tmp_path / "r.jsonl")

@@ -57,6 +57,13 @@ def test_untimed_replay_tells_of_none_ahead():
     assert told_in_replay(0, 5, 7) == ["5 +0", "5 -0", "7 +1", "7 -1"]
 
 
+def test_untimed_replay_refuses_two_of_one_id_among_those_ahead():
+    """Policies know who waits by id: the request is at fault, not the policy."""
+    twice = [attrs.evolve(ask("a"), id=name) for name in (1, 2, 1)]
+    with pytest.raises(InputError, match=r"request 1 comes twice.*'lookahead'"):
+        replay(twice, make(8, Lookahead()))
+
+
 def test_untimed_replay_tells_of_all():
     """Told of all, a policy knows the last request before the first is opened."""
     assert told_in_replay(None, 5, 7, 9)[:3] == ["5 +0", "5 +1", "5 +2"]

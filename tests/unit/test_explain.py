@@ -6,12 +6,13 @@ import pytest
 from caches import Mortal
 from traces import BLOCK, ask, lines, record, seal, serve
 
-from kvcore import InputError, KVCache, Request, Trace, TraceError
+from kvcore import InputError, KVCache, Request, Retention, Trace, TraceError
 from kvcore.catalogue import default_prefill_cost
 from kvcore.lab import replay
 from kvcore.lab.explaining import explain
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
+from kvcore_plugins.retention import Window
 
 
 @pytest.fixture
@@ -111,6 +112,51 @@ def test_what_was_never_stored_is_unstored(file):
     assert (loss.first, loss.tokens, loss.other) == (0, 8, "quitter")
 
 
+def test_who_sent_a_part_of_a_key_is_not_named_for_the_rest(file):
+    """Of a key that stands for two blocks, the second was sent by who had both."""
+    with Trace(file) as trace:
+        cache = KVCache(16, BLOCK, prefix=Radix(), key_tokens=2 * BLOCK, trace=trace)
+        for name, tokens in (("both", 8), ("one", 4), ("next", 9)):
+            cache.close(cache.open(coarse(name, tokens), None, 0), 0)
+    loss = of("unstored", explain(file), "next")
+    assert (loss.first, loss.tokens, loss.other) == (0, 8, "both")
+
+
+def test_a_prompt_wants_no_more_of_its_last_key_than_it_covers(file):
+    """What the optimum keeps for a prompt are its own full blocks, not all of their keys'."""
+    with Trace(file) as trace:
+        cache = KVCache(2, BLOCK, prefix=Radix(), key_tokens=2 * BLOCK, trace=trace)
+        replay([coarse("a", 8), coarse("b", 5), coarse("c", 9)], cache)
+    loss = of("capacity", explain(file), "c")
+    assert (loss.first, loss.tokens, loss.eviction.beneficiary) == (4, 4, "b")
+
+
+def test_what_a_sequence_that_has_forgotten_computes_is_unstored(file):
+    """Such a sequence stores nothing any more: what it is still computing is not in flight."""
+    with Trace(file) as trace:
+        cache = KVCache(16, BLOCK, prefix=Radix(), retention=Window(tokens=4), trace=trace)
+        first = cache.open(ask("first", "abcd"), None, 0)
+        cache.commit(first, 8, 1)
+        cache.open(ask("next", "abcd", 17), None, 2)
+    assert told(explain(file).of("next")) == [("unstored", 2, 2), ("granularity", 4, 0.25)]
+    assert explain(file).of("next").losses[0].other == "first"
+
+
+def test_of_a_span_that_was_split_both_halves_are_whose_it_was(file):
+    """A retention hint splits the span of who stored it; its upper half is no one else's."""
+    hinted = ask("a", "abcd", retention=(Retention(0, 8, 90),))
+    explanation = served(file, hinted, ask("thief", "pqrstuvw"), ask("b", "abcd", 17))
+    users = [loss.eviction.user for loss in explanation.of("b").losses if loss.eviction]
+    assert len(users) > 1
+    assert set(users) == {"a"}
+
+
+def coarse(name, tokens):
+    """Return a request of so many tokens of one text, whose keys stand for two blocks."""
+    keys = [11, 12][: -(-tokens // (2 * BLOCK))]
+    return Request(id=name, prompt=tokens, keys=keys, key_tokens=2 * BLOCK)
+
+
 def test_a_cache_without_sharing_stores_nothing_even_in_flight(file):
     """With prefix cache `none`, what is being computed would not be found afterwards either."""
     with Trace(file) as trace:
@@ -204,6 +250,18 @@ def test_generated_blocks_count_as_sent(file):
     follow = explain(file).of("next")
     assert told(follow) == [("in_flight", 2, 2), ("compulsory", 4, 2)]
     assert follow.losses[1].other == "first"
+
+
+def test_generated_blocks_that_a_later_request_sent_are_the_later_ones(file):
+    """KEYS of a request admitted earlier do not make it the last to have had these blocks."""
+    with Trace(file) as trace:
+        cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        first = cache.open(ask("first", "ab", output=9), None, 0)
+        cache.close(cache.open(ask("second", "abcd"), None, 1), 1)
+        trace.line("KEYS", 2, request="first", keys=ask("", "abcd").keys[2:])
+        cache.close(first, 2)
+        cache.open(ask("next", "abcd", 17), None, 3)
+    assert of("unstored", explain(file), "next").other == "second"
 
 
 def test_keys_told_before_the_admission_come_with_it(file):

@@ -9,13 +9,16 @@ from kvcore import (
     InputError,
     KVCache,
     OutOfBlocks,
+    PluginError,
     PolicyError,
     Request,
     Retention,
     ScoreEviction,
 )
+from kvcore.lab import compare
 from kvcore_plugins.eviction import LFU, LRU, SLRU, TTL
 from kvcore_plugins.prefix import Radix
+from kvcore_plugins.workloads import Zipf
 
 SECOND = 10**9
 
@@ -90,6 +93,20 @@ def test_plugins_are_checked(plugins, says):
     """A name, a class or another kind in place of an instance is refused with the way out."""
     with pytest.raises(InputError, match=says + ": give an instance"):
         KVCache(8, **{"eviction": LRU(), "prefix": Radix()} | plugins)
+
+
+def test_a_plugin_without_a_name_is_refused():
+    """When the cache is made, not when a trace or a table has to name it."""
+
+    class Anonymous(ScoreEviction):
+        def score(self, span, now):
+            return span.recency
+
+    says = r"eviction plugin .*Anonymous has no name \(None\): .* such as name = 'anonymous'"
+    with pytest.raises(PluginError, match=says):
+        KVCache(8, eviction=Anonymous())
+    with pytest.raises(PluginError, match=says):
+        compare(Zipf(requests=5), Anonymous, 10)
 
 
 def test_a_trace_takes_one_first_admission_a_request():

@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 
 from kvcore.serving import quantiles
-from kvcore.serving.quantiles import (
-    Progressions,
-    distribution,
-    nearest_rank,
-    weighted_distribution,
-)
+from kvcore.serving.quantiles import Progressions, distribution, nearest_rank
 
 WEIGHTED = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=30)
 PIECES = st.lists(
@@ -34,6 +29,14 @@ def cells(request):
         patch.setattr(quantiles, "SAMPLE", request.param[0])
         patch.setattr(quantiles, "APART", request.param[1])
         yield
+
+
+def weighted_distribution(samples, weights, unit):
+    """Return the distribution of single values with weights."""
+    progressions = Progressions()
+    for sample, weight in zip(samples, weights, strict=True):
+        progressions.add(sample, 0, 1, weight)
+    return progressions.distribution(unit)
 
 
 def stored(pieces):

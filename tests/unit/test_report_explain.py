@@ -45,8 +45,9 @@ def test_an_eviction_is_told_with_who_when_and_for_whom(explained):
         "Of 9 tokens, 0 hit and 9 missed:",
         (
             "- from token 0 to 8 (8 tokens, 130 us of prefill): capacity. Used last by request "
-            "a. Evicted at 1e-09 s by lru for request thief, 2 s before this use; unused for "
-            "1 ns then, after 0 hits. The optimum would not have had them."
+            "a. Evicted at 1e-09 s by lru for request thief, 2 s before this use and 1 ns "
+            "after they were stored or hit last, with 0 hits. The optimum would not have had "
+            "them."
         ),
     ]
     assert told(explanation, "b")[-1].startswith("The optimum evicts the block whose next")
@@ -64,11 +65,12 @@ def test_evictions_one_after_another_are_told_together(explained):
 
 
 def test_what_expired_is_told_with_how_long_it_rested(explained):
-    """An expiry says when it was noticed, and how long nobody had used it."""
+    """An expiry says when it was noticed, and how long before that the last use began."""
     explanation = explained(ask("a", "ab"), ask("b", "ab", 9, arrival=50), eviction=Mortal())
-    assert "Used last by request a. Expired, dropped at 5e-08 s after 50 ns" in "\n".join(
-        told(explanation, "b")
-    )
+    assert (
+        "Used last by request a. Expired; dropped at 5e-08 s, 0 ns before this use and 50 ns "
+        "after they were stored or hit last."
+    ) in "\n".join(told(explanation, "b"))
 
 
 def test_what_is_new_is_told_by_how_it_begins(explained):
@@ -112,3 +114,16 @@ def test_what_other_salts_may_hold_is_said_once(explained):
     explanation = explained(ask("a", "ab", salt="x"), ask("b", "pq", salt="y"))
     report = SummaryReport(explanation, explanation.summary())
     assert "8 tokens came after requests of other salts" in report.notes
+
+
+def test_all_who_lost_are_listed_though_one_won(explained):
+    """The rankings stand side by side, and the shorter one ends first."""
+    explanation = explained(
+        *(ask(name, name) for name in "abc"),
+        ask("thief", "pqrstu"),
+        *(ask(name.upper(), name, 5) for name in "abc"),
+        blocks=6,
+    )
+    rows = SummaryReport(explanation, explanation.summary()).request_rows
+    assert [row[0] for row in rows] == ["A", "B", "C"]
+    assert [row[2:] for row in rows] == [["thief", "12"], ["", ""], ["", ""]]

@@ -42,8 +42,9 @@ def summary(**changes):
         **dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s"), SPREAD),
         "throughput_tokens_s": 12.0,
         "goodput": 0.25,
-        "slo": {"ttft_s": 30.0, "tpot_s": None, "deadline_s": 60.0, "met": 0.75},
+        "slo": {"ttft_s": 30.0, "tpot_s": None, "deadline_s": 60.0, "own": 0, "met": 0.75},
         "preemptions": {"pause": 1, "recompute": 2},
+        "forgotten_blocks": 0,
         "evicted_blocks": 1,
         "hit": {
             "lookup_blocks": 4,
@@ -151,14 +152,24 @@ def test_own_blocks_are_told_apart():
 
 def test_an_slo_of_the_requests_own_is_named():
     """Where the run expects nothing, they do."""
-    slo = {"ttft_s": None, "tpot_s": None, "deadline_s": None, "met": 0.5}
+    slo = {"ttft_s": None, "tpot_s": None, "deadline_s": None, "own": 2, "met": 0.5}
     assert amounts(slo=slo)["within the SLO"] == "50.0% (their own)"
+
+
+@pytest.mark.parametrize(
+    ("own", "label"), [(1, "TTFT 5 s; 1 by their own"), (3, "their own"), (0, "TTFT 5 s")]
+)
+def test_requests_that_bring_an_slo_are_not_judged_by_that_of_the_run(own, label):
+    """How many of the three do is said beside it; if all do, it judges none."""
+    slo = {"ttft_s": 5.0, "tpot_s": None, "deadline_s": None, "own": own, "met": 0.5}
+    assert amounts(slo=slo)["within the SLO"] == f"50.0% ({label})"
 
 
 def test_blocks_at_rest():
     """Times in seconds, hits as numbers; nothing where nothing is known."""
-    residency = {"age_at_hit_s": SPREAD, "hits_at_eviction": SPREAD, "lifetime_s": None}
-    rows = SimulationReport(summary(residency=residency), CONFIG).resting
+    rested = {"age_at_hit_s": SPREAD, "hits_at_eviction": SPREAD}
+    rested |= dict.fromkeys(("age_at_eviction_s", "lifetime_s"))
+    rows = SimulationReport(summary(residency={"gpu": rested}), CONFIG).resting
     assert rows == [
         ["since last use, at a hit", "1.5 s", "1 s", "2 s", "2.5 s", "12.5 ms"],
         ["hits, at eviction", "1.5", "1", "2", "2.5", "0.01"],

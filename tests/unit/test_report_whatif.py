@@ -98,6 +98,16 @@ def test_times_change_in_percent():
     assert rows["rejected"] == ["0", "0", "="]
 
 
+@pytest.mark.parametrize("factor", [0.9999, 1.0001])
+def test_next_to_no_change_has_no_sign(factor):
+    """What rounds to nothing is told from what is the same, and is no `-0.0%`."""
+    hit = HIT | {"ratio": RATIOS | {"block": 0.25 * factor}}
+    after = attrs.evolve(TIMED, hit=hit, ttft_s=SPREAD | {"mean": factor})
+    rows = {row[0]: row[-1] for row in report(TIMED, after, timed=True).rows}
+    assert rows["hit ratio by block"] == rows["TTFT, mean"] == "≈"
+    assert rows["hit ratio by token"] == rows["TTFT, p99"] == "="
+
+
 def test_goodput_has_rows_where_it_is_judged():
     """Without an SLO in either run there is nothing to say of it."""
     names = [row[0] for row in report(TIMED, TIMED, timed=True).rows]
@@ -108,7 +118,8 @@ def test_who_fared_better_and_worse():
     """Requests are counted and listed, those that changed most first."""
     told = report(TIMED, TIMED, CHANGES, timed=True)
     assert told.verdict == (
-        "1 request hit more, 1 less. The first token comes earlier for 1, later for 1."
+        "1 request hit more, 1 less. The first token comes earlier for 1, later for 1. Served "
+        "only now: 1; rejected only now: 0."
     )
     tables = {headers[0]: rows for headers, rows in told.tables}
     assert tables == {

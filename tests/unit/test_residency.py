@@ -5,25 +5,45 @@ from __future__ import annotations
 from caches import BLOCK, Mortal, ask, make, serve, start
 
 from kvcore.cache import Residency
+from kvcore.cache.histogram import Histogram
 from kvcore_plugins.prefix import NoPrefix
 
 
-def watched(*args, **options):
+class Listed(Histogram):
+    """Keeps the samples."""
+
+    __slots__ = ("samples",)
+
+    def __init__(self):
+        """Start empty."""
+        super().__init__()
+        self.samples = []
+
+    def add(self, value, weight):
+        """Keep it as (value, weight)."""
+        super().add(value, weight)
+        self.samples.append((value, weight))
+
+
+def watched(blocks=8, *args, **options):
     """Return a cache whose blocks are watched, and who watches."""
-    cache = make(*args, **options)
-    cache.prefix.residency = Residency()
-    return cache, cache.prefix.residency
+    cache = make(blocks, *args, **options)
+    cache.prefix.residency = seen = Residency(blocks)
+    seen.age_at_hit, seen.age_at_eviction = Listed(), Listed()
+    seen.lifetime, seen.hits_at_eviction = Listed(), Listed()
+    return cache, seen
 
 
 def hits(seen):
     """Return (age, blocks) of the hits."""
-    return list(zip(seen.hit_age, seen.hit_blocks, strict=True))
+    return seen.age_at_hit.samples
 
 
 def evictions(seen):
     """Return (time since the last access, lifetime, hits, blocks) of what was evicted."""
-    columns = seen.idle, seen.lifetime, seen.hits, seen.evicted_blocks
-    return list(zip(*columns, strict=True))
+    columns = seen.age_at_eviction, seen.lifetime, seen.hits_at_eviction
+    rows = zip(*(column.samples for column in columns), strict=True)
+    return [(idle, lifetime, hits, blocks) for (idle, blocks), (lifetime, _), (hits, _) in rows]
 
 
 def test_nobody_is_told_unless_asked_for():
@@ -89,6 +109,86 @@ def test_a_prefix_cache_that_shares_nothing_tells_nothing():
     cache, seen = watched(prefix=NoPrefix())
     serve(cache, "ab", "ab")
     assert (hits(seen), evictions(seen)) == ([], [])
+
+
+def test_what_is_stored_again_soon_is_a_refault():
+    """With 4 blocks: "ab" leaves for "uvwx", and 4 blocks later it is back."""
+    cache, seen = watched(4)
+    serve(cache, "ab", "uvwx", "ab")
+    assert (seen.stored_blocks, seen.restored_blocks) == (8, 2)
+
+
+def test_what_is_stored_again_after_more_than_a_pool_is_none():
+    """Between its eviction and its return, 6 other blocks of a pool of 4 have gone."""
+    cache, seen = watched(4)
+    serve(cache, "ab", "uvwx", "mnop", "ij", "ab")
+    assert seen.restored_blocks == 0
+
+
+def test_what_expired_is_no_refault():
+    """It did not leave for want of room."""
+    cache, seen = watched(eviction=Mortal())
+    serve(cache, "ab", now=0)
+    serve(cache, "ab", now=50)
+    assert (seen.evicted_blocks, seen.restored_blocks) == ({"capacity": 0, "expired": 2}, 0)
+
+
+def test_a_loop_longer_than_the_pool_thrashes():
+    """Under LRU all of it leaves just before it is wanted: Belady's worst case."""
+    cache, seen = watched(4)
+    serve(cache, *["ab", "uv", "xy"] * 5)
+    assert (seen.age_at_hit.weight, seen.restored_blocks) == (0, 24)
+    assert seen.thrashing
+
+
+def test_what_is_never_asked_for_again_does_not_thrash():
+    """It evicts as much, and nobody misses it."""
+    cache, seen = watched(4)
+    serve(cache, *"abcdefghijklmnopqrs")
+    assert sum(seen.evicted_blocks.values()) == 15
+    assert not seen.thrashing
+
+
+def test_a_loop_that_fits_does_not_thrash():
+    """It hits from its second round on."""
+    cache, seen = watched(7)
+    serve(cache, *["ab", "uv", "xy"] * 5)
+    assert seen.age_at_hit.weight == 12
+    assert not seen.thrashing
+
+
+def test_less_than_a_pool_of_evictions_is_no_thrashing():
+    """There is too little to judge by."""
+    cache, seen = watched(4)
+    serve(cache, "ab", "uvw", "ab")
+    assert seen.restored_blocks == 1
+    assert not seen.thrashing
+
+
+def test_what_hits_more_than_it_brings_back_does_not_thrash():
+    """One prefix is hit all the time, beside a loop that never is."""
+    cache, seen = watched(6)
+    serve(cache, *["hhhh", "hhhha", "hhhhb", "hhhhc"] * 5)
+    assert 0 < seen.restored_blocks < seen.age_at_hit.weight
+    assert not seen.thrashing
+
+
+def test_json_has_the_counts_and_the_histograms():
+    """By tier, in seconds; None where nothing was hit and nothing left."""
+    cache, seen = watched(4)
+    assert seen.by_tier() is None
+    serve(cache, "ab", now=0)
+    serve(cache, "ab", "uvw", now=3 * 10**6)
+    rested = seen.by_tier()["gpu"]
+    assert list(rested) == [
+        *("age_at_hit_s", "age_at_eviction_s", "lifetime_s", "hits_at_eviction"),
+        *("stored_blocks", "restored_blocks", "evicted_blocks", "never_hit_blocks"),
+        "thrashing",
+    ]
+    age = rested["age_at_hit_s"]
+    assert (age["blocks"], age["sum"], age["mean"], age["p50"]) == (1, 0.003, 0.003, 0.003)
+    assert (age["buckets"]["0.002"], age["buckets"]["0.005"]) == (0, 1)
+    assert rested["never_hit_blocks"] == rested["hits_at_eviction"]["buckets"]["0"] == 1
 
 
 def test_tokens_lost_to_block_granularity():

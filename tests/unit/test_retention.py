@@ -105,6 +105,16 @@ def test_gaps_may_lie_anywhere():
     assert (table(cache, seq), seq.gaps) == ([0, 3, 5], ((1, 3), (4, 5)))
 
 
+def test_gaps_among_blocks_of_its_own():
+    """Each frees the blocks that stood there, whatever went before it or with it."""
+    cache = make(retention=Ranges((4, 8), (12, 16), (20, 24)))
+    seq = cache.open(Request(id=0, prompt=28, key_tokens=BLOCK))
+    cache.commit(seq, 20)
+    assert (table(cache, seq), list(cache.pool.freed())) == ([0, 2, 4, 5, 6], [3, 1])
+    compute(cache, seq)
+    assert table(cache, seq) == [0, 2, 4, 6]
+
+
 def test_a_gap_reaches_over_shared_and_private_blocks():
     """Of one range, what is shared is hidden and what is private is freed."""
     cache = make(retention=Ranges((4, 16)))
@@ -127,6 +137,32 @@ def test_a_fork_keeps_what_it_shares():
     compute(cache, seq)
     assert seq.forgotten == 3
     cache.check_integrity()
+
+
+def test_a_fork_that_shares_nothing_of_its_own_forgets():
+    """Once each has a last block of its own, both free what they generated."""
+    cache = make(16, retention=Window(tokens=4))
+    seq = running(cache, "ab", 2)
+    child = cache.fork(seq)
+    for fork in (child, seq):
+        cache.extend(fork, 1)
+        compute(cache, fork)
+    for fork in (seq, child):
+        cache.extend(fork, 9)
+        compute(cache, fork)
+    assert (seq.returned, child.returned) == (2, 2)
+
+
+def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published():
+    """It would compute published blocks without what it forgot, for all who find them."""
+    cache = make(retention=Window(tokens=1))
+    seq = cache.open(ask("abc"))
+    child = cache.fork(seq)
+    compute(cache, seq)
+    cache.close(seq)
+    compute(cache, child, 2 * BLOCK)
+    assert (child.span.end, child.gaps) == (3, ())
+    assert compute(cache, child).gaps == ((0, 2),)
 
 
 def test_a_fork_of_what_has_forgotten():
@@ -155,7 +191,7 @@ def test_rollback_stops_at_what_is_forgotten():
     assert cache.pool.free == 8
 
 
-@pytest.mark.parametrize("ranges", [(-1, 4), (0, 99), (8, 4), "ab", (1,)])
+@pytest.mark.parametrize("ranges", [(-1, 4), (0, 99), (8, 4), "ab", (1,), (0.0, 4.0)])
 def test_a_wrong_answer_changes_nothing(ranges):
     """Tokens that are not computed, and what is no range: the plugin is named."""
 

@@ -124,6 +124,12 @@ def test_a_rate_that_is_none(scale):
         Arrivals([], scale)
 
 
+def test_a_rate_at_which_time_ends():
+    """However late a request would come, the error names it."""
+    with pytest.raises(InputError, match=r"request 'b' arrives 2\^63 ns .* or more"):
+        take(Arrivals([ask("a"), ask("b", 1)], 1e-320))
+
+
 @pytest.mark.parametrize(
     ("requests", "message"),
     [

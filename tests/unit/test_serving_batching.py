@@ -19,6 +19,8 @@ from kvcore.serving import Batching
         ({"watermark": -0.1}, r"watermark=-0\.1 is no share of the blocks"),
         ({"watermark": 1}, "watermark=1 is no share of the blocks: give 0 or more, below 1"),
         ({"watermark": float("nan")}, "watermark=nan is no share"),
+        ({"watermark": "1%"}, "watermark='1%' is no number: give 0 or more, below 1"),
+        ({"watermark": None}, "watermark=None is no number"),
     ],
 )
 def test_caps_that_let_nothing_run(options, message):

@@ -184,6 +184,7 @@ def test_goodput_is_what_met_its_slo_over_time():
         "ttft_s": 15 / NS,
         "tpot_s": None,
         "deadline_s": None,
+        "own": 0,
         "met": 2 / 3,
     }
 
@@ -193,6 +194,12 @@ def test_the_slo_of_a_request_goes_first():
     requests = [ask("patient", slo=SLO(ttft=10)), ask("usual")]
     met = run(requests, slo=SLO(ttft=9)).requests["met_slo"]
     assert met == [True, False]
+
+
+def test_requests_with_an_slo_of_their_own_are_counted():
+    """So that nobody takes the share for one by the run's SLO."""
+    requests = [ask("own", slo=SLO(ttft=10)), ask("usual")]
+    assert run(requests, slo=SLO(ttft=9)).summary()["slo"]["own"] == 1
 
 
 def test_without_any_slo_there_is_no_goodput():
@@ -332,6 +339,22 @@ def test_the_wall_time_is_measured():
     first, second = three(), three()
     assert first.wall_s > 0
     assert first.summary() | {"wall_s": 0} == second.summary() | {"wall_s": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batching": {"max_seqs": 4}}, r"batching={'max_seqs': 4}: give a Batching, such as"),
+        ({"batching": Batching}, "give a Batching"),
+        ({"slo": {"ttft": 5}}, r"slo={'ttft': 5}: give an SLO in ns, such as SLO\(ttft="),
+        ({"slo": 0.5}, r"slo=0\.5: give an SLO"),
+    ],
+)
+def test_what_is_no_cap_and_no_slo_is_refused(options, message):
+    """Before anything runs, with what to give."""
+    cache = KVCache(8, BLOCK, eviction=LRU())
+    with pytest.raises(InputError, match=message):
+        simulate([ask("one")], cache=cache, latency=Even(), **options)
 
 
 def test_the_public_names():

@@ -71,6 +71,16 @@ def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
         assert row["hit_ratio_request"] == other.hit_ratio["request"]
 
 
+def test_a_cell_that_lacks_a_column_is_run_again(swept, tmp_path):
+    """As one that a journal edited by hand has: the row is whole, and no other is run."""
+    axes = {"workload": ZIPF, "blocks": [40, 160]}
+    whole = swept("compare", **axes).rows
+    journal = tmp_path / "journal"
+    journal.write_text(journal.read_text().replace('"lookup_blocks":', '"looks":', 1))
+    again = swept("compare", **axes)
+    assert (again.rows, again.found, again.ran) == (whole, 1, 1)
+
+
 def test_a_timed_cell_is_a_simulation(swept):
     """The numbers of `simulate`, as its summary has them."""
     (row,) = swept("simulate", workload=ZIPF, blocks=900, tensor_parallel=2, seed=3).rows
@@ -130,7 +140,12 @@ def test_cells_that_come_to_the_same_are_run_once(swept):
         {"model": "llama-3-70b"},
         {"tensor_parallel": 2},
         {"kv_dtype": "fp8"},
+        {"retention": "window:tokens=32"},
         {"max_seqs": 9},
+        {"max_tokens": 999},
+        {"steps": "prefill-first"},
+        {"chunked": False},
+        {"watermark": 0.5},
         {"rate_scale": 2},
         {"slo": None},
         {"seed": 1},
@@ -139,6 +154,26 @@ def test_cells_that_come_to_the_same_are_run_once(swept):
 def test_another_cell_has_another_digest(fields):
     """Whatever its result may depend on."""
     assert digest(**fields) != digest()
+
+
+def test_a_policy_that_draws_numbers_is_another_one_with_another_seed():
+    """Though the workload has a seed of its own."""
+    fields = {"workload": f"{ZIPF},seed=5", "eviction": "random"}
+    assert digest(**fields, seed=1) != digest(**fields, seed=2)
+    fields["eviction"] = "lru"
+    assert digest(**fields, seed=1) == digest(**fields, seed=2)
+
+
+def test_without_a_clock_the_cost_of_a_block_counts():
+    """The model enters there by nothing else, and policies may weigh it."""
+    assert digest(mode="compare", model="llama-3-70b") != digest(mode="compare")
+
+
+def test_another_version_of_kvcore_runs_all_anew(monkeypatch):
+    """What it would come to is not known from the last one."""
+    before = digest()
+    monkeypatch.setattr("kvcore.lab.sweeping.parts.version", lambda _: "99")
+    assert digest() != before
 
 
 def test_the_digest_says_what_is_run_not_how_it_was_written():

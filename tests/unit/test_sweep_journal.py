@@ -78,7 +78,33 @@ def test_damage_in_the_middle_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"schema":2,"run":{"pid":1}}\n', '{"a":1}\n{"b":2}\n', "1,2\n3,4\n"]
+    "change",
+    [
+        {"cell": []},
+        {"cell": 3},
+        {"result": []},
+        {"result": {"hits": "many"}},
+        {"result": {"hits": [1]}},
+    ],
+)
+def test_a_line_edited_by_hand_is_refused(tmp_path, change):
+    """What is no result of a cell is never taken for one."""
+    write(tmp_path / "j", CELLS)
+    lines = (tmp_path / "j").read_text().splitlines()
+    lines[2] = json.dumps(json.loads(lines[2]) | change)
+    (tmp_path / "j").write_text("\n".join(lines) + "\n")
+    with pytest.raises(InputError, match=r"j:3: is no line .* remove the line, whose cell"):
+        read(tmp_path / "j")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"schema":2,"run":{"pid":1}}\n',
+        '{"schema":1,"run":3}\n{"schema":1,"run":3}\n',
+        '{"a":1}\n{"b":2}\n',
+        "1,2\n3,4\n",
+    ],
 )
 def test_another_file_is_refused(tmp_path, text):
     """A journal of another schema, JSON lines of something else, a table."""

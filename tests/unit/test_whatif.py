@@ -155,6 +155,13 @@ class TestUnderAClock:
         arrivals = [e["t"] for e in lines(tmp_path / "new.jsonl") if e["event"] == "REQUEST"]
         assert arrivals == [0, 500, 1000, 1500]
 
+    @pytest.mark.parametrize("rate", [0, -1])
+    def test_a_rate_at_which_nothing_arrives(self, tmp_path, rate):
+        """It is refused, not taken for the recorded one."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")])
+        with pytest.raises(InputError, match=f"rate_scale={rate}"):
+            whatif(path, rate_scale=rate, plugins=PLUGINS)
+
     def test_both_runs_are_judged_alike(self, tmp_path):
         """What is expected now is expected of the recorded run as well."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b", 100)])

@@ -3,8 +3,11 @@ from pathlib import Path
 import orjson
 import pytest
 
+from kvcore import KVCache, simulate
 from kvcore.errors import InputError
 from kvcore.request import SLO, Retention
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.latency import Linear
 from kvcore_plugins.workloads import Jsonl
 
 DATA = Path(__file__).parents[1] / "data"
@@ -27,6 +30,13 @@ def test_every_field_is_read():
     assert (request.salt, request.tenant, request.priority) == ("blue", "acme", -2)
     assert request.retention == (Retention(0, 16, 90), Retention(16, None, 10, 5 * 10**9))
     assert request.output_keys == [9]
+
+
+def test_the_example_can_be_served():
+    """Keys of what is generated follow a key for each whole part of the prompt."""
+    cache = KVCache(64, 16, eviction=LRU())
+    result = simulate(Jsonl(DATA / "requests.jsonl"), cache=cache, latency=Linear())
+    assert result.requests["status"] == ["finished"] * 4
 
 
 def test_what_clients_and_predictors_expect_is_read(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from kv_events import DYNAMO, batch, record, removed, stored
 
 from kvcore import InputError, block_keys
-from kvcore.events import Batch, Page, PagesStored
+from kvcore.events import Batch, Page, PagesStored, RecordingWriter
 from kvcore.workloads import checked, recognise
 from kvcore_plugins.workloads import Jsonl, KvEvents, Mooncake
 
@@ -72,6 +72,33 @@ def test_incremental_reports_are_told(full):
         InputError, match="continues block 1, at which no request's report ends"
     ):
         full(batch(stored(1, 2)), batch(stored(3, parent=1)))
+
+
+@pytest.mark.parametrize("what", ["gap", "restart"])
+def test_what_was_lost_is_no_incremental_report(tmp_path, what):
+    """After a gap or a restart, a run below a block inside a request is left out."""
+    path = tmp_path / "r.jsonl"
+    with RecordingWriter(path) as recording:
+        recording.batch(batch(stored(1, 2)), 0, 0)
+        recording.gap(1, 1, 0) if what == "gap" else recording.restart(0)
+        recording.batch(batch(stored(3, parent=1), stored(4, parent=2)), 2, 0)
+    [only] = KvEvents(path, lookups="full")
+    assert only.keys == [0, 1, 2]
+
+
+def test_times_too_far_apart_are_refused(full):
+    """A time that does not fit into an arrival is told with the line of its batch."""
+    with pytest.raises(
+        InputError, match=r"r\.jsonl:3: this batch has a time .* after the first"
+    ):
+        full(batch(stored(1), ts=1.0), batch(stored(2), ts=2.0**60))
+
+
+def test_a_cut_recording_is_read_up_to_the_cut(tmp_path):
+    """What a killed process left is a workload of what it heard."""
+    path = record(tmp_path / "r.jsonl", batch(stored(1)), batch(stored(2)))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    assert [request.keys for request in KvEvents(path, lookups="full")] == [[0]]
 
 
 def test_other_tiers_and_groups_are_left_out(full):

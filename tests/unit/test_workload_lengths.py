@@ -115,6 +115,7 @@ def test_digest_depends_on_the_options(tmp_path):
         ("0,2,1,", "field 'output_tokens': expected .* at least 0, got \"\""),
         ("0,2,1", "field 'output_tokens': .* the field is missing"),
         ("0", "field 'timestamp': expected a number.* the field is missing"),
+        ("0,9999-12-31,1,1", "field 'timestamp': expected a time less than 292 years after"),
         ("0,2,1,1,5", "field 'output_tokens': expected the last column"),
         ('0,2,"1,1', "not a row of a table: unexpected end of data"),
     ],
@@ -133,6 +134,7 @@ def test_bad_field_is_named(tmp_path, row, complaint):
         (SERVEGEN, {"input": "ctx"}, "no column called 'ctx'; .* There are: request_id, time"),
         (SERVEGEN, {"tenant": "who"}, "no column called 'who'; name it by the option tenant"),
         ("0,0.1,0.5,Gamma,2.1,0.5", {}, "no column that looks like 'time'"),
+        ("time,time,input,output", {}, "2 columns are called 'time'"),
     ],
 )
 def test_missing_columns_are_named(tmp_path, header, options, complaint):

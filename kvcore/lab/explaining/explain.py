@@ -6,12 +6,11 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from typing import Any, TypeAlias
 
 from kvcore.lab.explaining.explanation import Explanation
 from kvcore.lab.explaining.foresight import Turn, optimum_hits
-from kvcore.lab.explaining.ghosts import Ghosts
+from kvcore.lab.explaining.ledger import Ledger
 from kvcore.lab.explaining.reasons import EVICTED, Eviction, Id, Loss, Place, Reasons
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.layout import Prompt
@@ -89,11 +88,12 @@ class Inquest:
         self._by_key = header["count"] == "keys"
         prefix = header["plugins"].get("prefix", {}).get("name")
         self._shares = prefix != SHARES_NOTHING
-        self._ghosts = Ghosts(self._ratio)
+        # By block, the eviction that took it last, and the latest admission that has it.
+        self._evictions: Ledger[Eviction] = Ledger(self._ratio)
+        self._senders: Ledger[int] = Ledger(self._ratio)
         self._turns: list[Turn] = []
         self._serials: dict[Id, int] = {}
-        # By key, the latest admission that has it, and the latest that goes on after it.
-        self._senders: dict[Any, int] = {}
+        # By key, the latest admission that goes on after it.
         self._leaders: dict[Any, int] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
@@ -101,8 +101,6 @@ class Inquest:
         self._salts: Counter[str | None] = Counter()
         # Requests whose last key covers a part of a block.
         self._partial: set[Id] = set()
-        # By key of which only the first blocks were ever sent: how many.
-        self._parts: dict[Any, int] = {}
         self._returned = 0
         self._take: dict[str, Callable[[Line], None]] = {
             "REQUEST": self._request,
@@ -160,10 +158,12 @@ class Inquest:
         serial = self._serials.get(line["request"])
         if serial is None:
             return
-        keys = self.state.requests[line["request"]].keys
-        first = len(keys) - len(line["keys"])
-        for key in keys[first:]:
-            self._senders.setdefault(key, serial)
+        prompt = self.state.requests[line["request"]]
+        keys, first = prompt.keys, len(prompt.keys) - len(line["keys"])
+        sent = self._senders.pieces(keys, first * self._ratio, prompt.cacheable)
+        for low, high, sender in list(sent):
+            if sender is None:
+                self._senders.add(keys, low, high, serial)
         for key in keys[max(0, first - 1) : -1]:
             self._leaders.setdefault(key, serial)
 
@@ -184,7 +184,7 @@ class Inquest:
             line["hits"],
             line["reason"] == "expired",
         )
-        self._ghosts.add(span.keys, span.end, end, eviction)
+        self._evictions.add(span.keys, span.end, end, eviction)
         if span.id not in self.state.spans:
             del self._users[span.id]
 
@@ -218,37 +218,23 @@ class Inquest:
         """Say why no more than `hit` blocks hit, and remember what the prompt brings."""
         prompt = self.state.requests[reasons.request]
         keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
-        serial = len(self._turns)
-        known = 0
-        for sender, run in groupby(map(self._senders.get, keys)):
+        serial, sent = len(self._turns), 0
+        for first, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
             if sender is None:
                 break
-            first, known = known, known + sum(1 for _ in run)
-            wanted = (serial, first * self._ratio, known * self._ratio)
-            self._turns[sender].runs.append(wanted)
-        sent = known * self._ratio
-        if known and keys[known - 1] in self._parts:
-            sent += self._parts[keys[known - 1]] - self._ratio
+            self._turns[sender].runs.append((serial, first, end))
+            sent = end
         reach = min(sent, prompt.limit)
         reasons.losses = [
             *self._lost(reasons, prompt, keys, hit, reach),
-            *self._rest(reasons, prompt, keys, (known, sent), max(hit, reach)),
+            *self._rest(reasons, prompt, keys, sent, max(hit, reach)),
         ]
         self._turns.append(Turn(prompt))
         self._serials[prompt.id] = serial
         self._salts[reasons.salt] += 1
-        self._note_part(prompt, keys)
-        self._senders.update(dict.fromkeys(keys, serial))
+        self._senders.add(keys, 0, prompt.cacheable, serial)
         whole = len(keys) - (prompt.id in self._partial)
         self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
-
-    def _note_part(self, prompt: Prompt, keys: list[Any]) -> None:
-        """Note how many blocks of its last key were ever sent, where those are not all."""
-        part = prompt.cacheable % self._ratio
-        for key in self._parts.keys() & keys[: -1 if part else None]:
-            del self._parts[key]
-        if part and (keys[-1] in self._parts or keys[-1] not in self._senders):
-            self._parts[keys[-1]] = max(part, self._parts.get(keys[-1], 0))
 
     def _lost(
         self, reasons: Reasons, prompt: Prompt, keys: list[Any], hit: int, reach: int
@@ -263,8 +249,8 @@ class Inquest:
                 tokens = (at - hit) * size
                 yield Loss(category="in_flight", first=hit * size, tokens=tokens, other=other)
         held = max(at, min(reach, self._pool))
-        for first, end, eviction in self._ghosts.pieces(keys, at, held):
-            category, other = "unstored", self._sender(keys[(end - 1) // self._ratio])
+        for first, end, eviction in self._evictions.pieces(keys, at, held):
+            category, other = "unstored", self._sender(keys, end)
             if eviction is not None:
                 category = "expired" if eviction.expired else EVICTED
                 other = eviction.user
@@ -277,43 +263,38 @@ class Inquest:
             )
         if held < reach:
             tokens = (reach - held) * size
-            other = self._sender(keys[(reach - 1) // self._ratio])
+            other = self._sender(keys, reach)
             yield Loss(category="truncated", first=held * size, tokens=tokens, other=other)
 
     def _rest(
-        self,
-        reasons: Reasons,
-        prompt: Prompt,
-        keys: list[Any],
-        before: tuple[int, int],
-        first: int,
+        self, reasons: Reasons, prompt: Prompt, keys: list[Any], sent: int, first: int
     ) -> Iterator[Loss]:
         """Yield the loss of the tokens from block `first` on: new ones, or none that can hit.
 
-        The keys and blocks that were sent `before` are counted from the prompt's first.
+        Of the prompt's blocks so many were `sent` before.
         """
-        known, sent = before
         at = first * self._size
         tokens = reasons.tokens - at
         if not tokens:
             return
         if sent < prompt.lookup:
-            yield self._compulsory(reasons, keys, known, at)
+            yield self._compulsory(reasons, keys, sent, at)
         else:
             category = "no_keys" if prompt.unkeyed else "granularity"
             yield Loss(category=category, first=at, tokens=tokens)
 
-    def _compulsory(self, reasons: Reasons, keys: list[Any], known: int, first: int) -> Loss:
-        """Say how the keys that nobody sent before begin, after `known` others."""
+    def _compulsory(self, reasons: Reasons, keys: list[Any], sent: int, first: int) -> Loss:
+        """Say how what nobody sent before begins, after `sent` blocks that somebody did."""
+        known = -(-sent // self._ratio)
         way, other, place, salts = "starts", None, None, 0
         before = keys[known - 1] if known else None
         leader = self._leaders.get(before)
         if not known:
             salts = self._salts.total() - self._salts[reasons.salt]
         elif known == len(keys) - 1 and reasons.request in self._partial:
-            way, other = "ends", self._sender(before)
+            way, other = "ends", self._sender(keys, sent)
         elif leader is None or first < known * self._ratio * self._size:
-            way, other = "extends", self._sender(before)
+            way, other = "extends", self._sender(keys, sent)
         else:
             way, other = "diverges", self._turns[leader].prompt.id
         tokens = reasons.tokens - first
@@ -357,6 +338,8 @@ class Inquest:
                 furthest, whose = end, other.id
         return furthest, whose
 
-    def _sender(self, key: Any) -> Id:
-        """Return the request that was admitted last of those with a key."""
-        return self._turns[self._senders[key]].prompt.id
+    def _sender(self, keys: list[Any], end: int) -> Id:
+        """Return the request that was admitted last of those with the block before `end`."""
+        ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
+        assert serial is not None
+        return self._turns[serial].prompt.id

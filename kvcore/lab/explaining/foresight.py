@@ -45,7 +45,7 @@ def optimum_hits(turns: Sequence[Turn], pool: int) -> Iterator[int]:
         prompt, extent = turn.prompt, wanted[now]
         yield min(extent, prompt.limit)
         held -= extent
-        kept = max(min(prompt.cacheable, pool), extent)
+        kept = min(prompt.cacheable, pool)
         excess = held + max(min(prompt.blocks, pool), kept) - pool
         while excess > 0:
             last = -furthest[0]

@@ -17,7 +17,7 @@ import attrs
 
 from kvcore.errors import InputError, PluginError
 from kvcore.lab.sweeping.bench import Bench, Outcome, Task
-from kvcore.lab.sweeping.local import ATTEMPTS
+from kvcore.lab.workers import ATTEMPTS
 
 CONNECT_SECONDS = 10.0
 

@@ -93,7 +93,7 @@ class Journal:
         for line in reversed(self.path.read_bytes().splitlines()):
             entry = _entry(line)
             if entry is not None and "run" in entry:
-                return f"process {entry['run']['pid']}"
+                return f"process {entry['run'].get('pid')}"
         return "another process"
 
     def _read(self) -> None:
@@ -108,7 +108,8 @@ class Journal:
             if entry is None or (number == 1 and entry.get("schema") != SCHEMA):
                 msg = (
                     f"{self.path}:{number}: is no line of a sweep's journal (schema {SCHEMA}): "
-                    "remove the file to begin anew, or give another --out"
+                    "remove the line, whose cell is then run again, or the file to begin "
+                    "anew, or give another --out"
                 )
                 raise InputError(msg)
             if "cell" in entry:
@@ -123,7 +124,15 @@ def _entry(line: bytes) -> dict[str, Any] | None:
         entry = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    known = isinstance(entry, dict) and (
-        isinstance(entry.get("result"), dict) if "cell" in entry else "run" in entry
+    return entry if isinstance(entry, dict) and _known(entry) else None
+
+
+def _known(entry: dict[str, Any]) -> bool:
+    if "cell" not in entry:
+        return isinstance(entry.get("run"), dict)
+    cell, result = entry["cell"], entry.get("result")
+    return (
+        isinstance(cell, str)
+        and isinstance(result, dict)
+        and all(isinstance(each, int | float | None) for each in result.values())
     )
-    return entry if known else None

@@ -97,8 +97,9 @@ def sweep(
 ) -> Sweep:
     """Run the cells of `plan` that `journal` does not have.
 
-    Each is written down as it is finished. Cells that come to the same are run once. Memory
-    grows with the cells, not with the requests.
+    Each is written down as it is finished. Cells that come to the same are run once; what
+    lacks a column in the journal is run again. Memory grows with the cells, not with the
+    requests.
 
     Args:
         plan: what to run.
@@ -111,7 +112,11 @@ def sweep(
         StorageError: the journal cannot be written.
     """
     axes = {task.digest: row for task, row in zip(plan.tasks, plan.rows, strict=True)}
-    missing = {task.digest: task for task in plan.tasks if task.digest not in journal.results}
+    columns = set(RESULTS[plan.grid.mode])
+    known = {
+        digest: result for digest, result in journal.results.items() if result.keys() == columns
+    }
+    missing = {task.digest: task for task in plan.tasks if task.digest not in known}
     errors: dict[str, str] = {}
     with (
         (progress or _untold)("sweeping", len(missing)) as tick,
@@ -123,9 +128,10 @@ def sweep(
                 errors[digest] = str(outcome.error)
             else:
                 journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
+                known[digest] = outcome.result
             tick(1)
     rows = [
-        row | _filled(plan.grid.mode, journal.results.get(task.digest, {}))
+        row | _filled(plan.grid.mode, known.get(task.digest, {}))
         for task, row in zip(plan.tasks, plan.rows, strict=True)
     ]
     if plan.grid.mode == "compare":

@@ -120,5 +120,7 @@ def one_past(span: Span) -> Iterator[Span]:
 
 def heir(span: Span) -> Span | None:
     """Return what is left of the past of `span`, which has just left, if that may go now."""
-    _, *above = one_past(span)
-    return above[0] if above and above[0].is_leaf and not above[0].pins else None
+    past = one_past(span)
+    next(past)
+    above = next(past, None)
+    return above if above is not None and above.is_leaf and not above.pins else None

@@ -46,13 +46,11 @@ class SIEVE(QueuePolicy):
 
     def enter(self, span: Span) -> None:
         """Let the hand find `span`: in this lap if it is ahead, else in the next."""
-        place = span.data.place
-        (self._behind if place < self._hand else self._ahead).enter(span, place)
+        self._side(span).enter(span, span.data.place)
 
     def leave(self, span: Span) -> None:
         """Let the hand pass `span`."""
-        self._ahead.leave(span)
-        self._behind.leave(span)
+        self._side(span).leave(span)
 
     def inserted(self, span: Span, now: int) -> None:
         """Put `span` at the new end of the queue."""
@@ -111,6 +109,10 @@ class SIEVE(QueuePolicy):
         self._ahead.restore(ahead)
         self._behind.restore(behind)
         self._queue = OrderedDict(queue)
+
+    def _side(self, span: Span) -> Leaves:
+        """Return the leaves on the side of the hand that `span` is on."""
+        return self._behind if span.data.place < self._hand else self._ahead
 
     def _begin_again(self) -> None:
         """Bring the hand back to the oldest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,16 @@ from attrs.validators import ge
 from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload, block_keys
-from kvcore.events import BlockStored, PagesStored, Received, RecordingReader
+from kvcore.events import (
+    BlockStored,
+    Lost,
+    PagesStored,
+    Received,
+    RecordingReader,
+    Restarted,
+    Skipped,
+)
+from kvcore.units import LIMIT, NANOSECONDS
 from kvcore.workloads import file_digest
 from kvcore_plugins.workloads.rows import Row, names, rows
 
@@ -40,7 +50,7 @@ class KvEvents(Workload):
     With `lookups=full` the engine told each request's reused blocks, too: a run without a
     parent begins a request, and runs that continue it belong to it. Generated blocks are
     among them, since nothing tells them from a prompt: lookups are too many by those. Runs
-    whose beginning was not heard are left out.
+    whose beginning was not heard, or was lost in a gap, are left out.
 
     With `requests` each line of a log is a request: `id`, `time` (seconds by the clock of
     the events), `tokens` (ids of the prompt) or `hashes` (the engine's, of its full blocks)
@@ -48,7 +58,7 @@ class KvEvents(Workload):
     the period: what lies outside is left out.
 
     Times count from the first batch; a batch earlier than the one before it is taken to
-    come with that.
+    come with that. A recording that is cut is read up to there.
 
     Attributes:
         file: the recording.
@@ -76,7 +86,7 @@ class KvEvents(Workload):
             raise InputError(both if self.lookups else EXPLANATION.format(file=self.file))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests. Holds a line, or of full lookups 8 bytes a block."""
+        """Yield the requests. Holds a line, or of full lookups all blocks that differ."""
         if self.requests is not None:
             yield from self._logged(self.requests)
             return
@@ -96,7 +106,7 @@ class KvEvents(Workload):
         """Tokens a block, as the first stored run or the option says."""
         if self.block_size is not None:
             return self.block_size
-        for event, _, _ in self._stored():
+        for event, *_ in self._stored():
             if isinstance(event, BlockStored) and event.block_size:
                 return event.block_size
         msg = f"{self.file}: nothing in it says how many tokens a block has: give 'block_size'"
@@ -127,8 +137,8 @@ class KvEvents(Workload):
         chains: list[array[int]] = []
         numbers: dict[tuple[Any, Any], int] = {}
         ends: dict[tuple[Any, Any], list[int]] = {}
-        heard: set[tuple[Any, Any]] = set()
-        for event, now, whose in self._stored():
+        heard: set[tuple[Any, ...]] = set()
+        for event, now, whose, gaps in self._stored():
             self._check_size(event, size)
             blocks = list(event.blocks())
             if not blocks:
@@ -140,7 +150,7 @@ class KvEvents(Workload):
                 chains.append(array("Q"))
             elif open_ := ends.get((whose, parent)):
                 chain = open_.pop()
-            elif (whose, parent) in heard:
+            elif (whose, gaps, parent) in heard:
                 msg = f"{self.file}: {INCREMENTAL.format(parent=parent)}"
                 raise InputError(msg)
             else:
@@ -149,30 +159,44 @@ class KvEvents(Workload):
             for block in blocks:
                 before = keys[-1] if keys else None
                 keys.append(numbers.setdefault((before, block.hash), len(numbers)))
-                heard.add((whose, block.hash))
+                heard.add((whose, gaps, block.hash))
             ends.setdefault((whose, blocks[-1].hash), []).append(chain)
         return arrivals, chains
 
-    def _stored(self) -> Iterator[tuple[BlockStored | PagesStored, int, Any]]:
-        """Yield the runs stored in the first tier and the group, with time and publisher."""
+    def _stored(self) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
+        """Yield the runs stored in the first tier and the group.
+
+        With each: when, by which publisher, and after how many of its gaps and restarts.
+        """
+        gaps: Counter[int | None] = Counter()
         for item, now in self._timed():
+            if not isinstance(item, Received):
+                gaps[item.publisher] += 1
+                continue
+            whose = (item.publisher, item.batch.source, item.batch.dp_rank)
             for event in item.batch.events:
                 if not isinstance(event, (BlockStored, PagesStored)):
                     continue
                 tiers = {block.medium for block in event.blocks()}
                 if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
-                    yield event, now, (item.publisher, item.batch.source, item.batch.dp_rank)
+                    yield event, now, whose, gaps[item.publisher]
 
-    def _timed(self) -> Iterator[tuple[Received, int]]:
-        """Yield the batches with their times from the first one on, in ns."""
+    def _timed(self) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
+        """Yield what is in the recording, with the time from its first batch on, in ns."""
+        reader = RecordingReader(self.file)
         first, now = None, 0
-        for item in RecordingReader(self.file):
-            if isinstance(item, Received):
-                time = item.batch.time
-                if time is not None:
-                    first = time if first is None else first
-                    now = max(now, time - first)
-                yield item, now
+        for item in reader:
+            time = item.batch.time if isinstance(item, Received) else None
+            if time is not None:
+                first = time if first is None else first
+                now = max(now, time - first)
+            if now >= LIMIT:
+                msg = (
+                    f"{self.file}:{reader.line}: this batch has a time {now // NANOSECONDS} s "
+                    "after the first one's, which is further than nanoseconds of 63 bits reach"
+                )
+                raise InputError(msg)
+            yield item, now
 
     def _check_size(self, event: BlockStored | PagesStored, size: int) -> None:
         told = event.block_size if isinstance(event, BlockStored) else None
@@ -185,7 +209,11 @@ class KvEvents(Workload):
 
     def _logged(self, log: Path) -> Iterator[Request]:
         size = self.key_tokens
-        times = [item.batch.time for item, _ in self._timed() if item.batch.time is not None]
+        times = [
+            item.batch.time
+            for item, _ in self._timed()
+            if isinstance(item, Received) and item.batch.time is not None
+        ]
         if not times:
             msg = f"{self.file}: its events have no times: no log can be joined to it"
             raise InputError(msg)

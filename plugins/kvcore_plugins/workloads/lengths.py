@@ -97,6 +97,9 @@ class Lengths(Workload):
             if time < latest:
                 expected = "no earlier time than before (sorted rows)"
                 raise row.error(field=columns["time"], expected=expected)
+            if time - first >= LIMIT:
+                expected = "a time less than 292 years after the first"
+                raise row.error(field=columns["time"], expected=expected)
             latest = time
             yield Request(
                 id=serial,
@@ -132,6 +135,11 @@ class Lengths(Workload):
         for role in USUAL:
             given = getattr(self, role)
             found = _usual(role, header) if given is None else given
+            if found is not None and header.count(found) > 1:
+                msg = (
+                    f"{self.path}:{number}: {header.count(found)} columns are called {found!r}"
+                )
+                raise InputError(msg)
             if found in header:
                 columns[role] = found
             elif given is not None or role not in _OPTIONAL:

@@ -1,0 +1,248 @@
+"""What a run came to as Prometheus metrics, under the names that servers have for them.
+
+A name is vLLM's (vllm/v1/metrics/loggers.py), with the prefix `kvcore_` in place of `vllm:`, so
+that a query or a dashboard for one works for the other. docs/reference/metrics.md lists them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvcore.errors import PluginError
+from kvcore.lab import Comparison
+from kvcore.specs import as_text
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+Labels: TypeAlias = dict[str, str]
+
+PREFIX = "kvcore_"
+
+FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+LATER_TOKENS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+LATENCY = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""Upper bounds of vLLM's buckets, in seconds: those of queries that add servers up."""
+
+TIMES = {
+    "ttft_s": ("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN),
+    "tpot_s": (
+        "request_time_per_output_token_seconds",
+        "Mean time of a request's tokens after the first.",
+        LATER_TOKENS,
+    ),
+    "e2e_s": ("e2e_request_latency_seconds", "From arrival to finish.", LATENCY),
+    "queue_s": ("request_queue_time_seconds", "From arrival to admission.", LATENCY),
+}
+RESTING = {
+    "lifetime_s": ("kv_block_lifetime_seconds", "From storing a block to its eviction."),
+    "age_at_eviction_s": (
+        "kv_block_idle_before_evict_seconds",
+        "From the last access of a block to its eviction.",
+    ),
+    "age_at_hit_s": (
+        "kv_block_reuse_gap_seconds",
+        "From the last access of a block to a hit by another request.",
+    ),
+    "hits_at_eviction": (
+        "kv_block_hits_before_evict",
+        "How many other requests had hit a block when it left.",
+    ),
+}
+
+
+def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any]]) -> str:
+    """Return the metrics of a run in Prometheus' text format.
+
+    `document` is its summary with its `config`, as `kvcore simulate --json` prints it, and
+    `requests` are its columns (`Result.requests`).
+
+    Raises:
+        PluginError: the package prometheus_client is not installed.
+    """
+    require_prometheus()
+    families, config, pool = _Families(), document["config"], document["pool"]
+    eviction = config["plugins"]["eviction"]
+    labels = {
+        "workload": config["workload"]["name"],
+        "policy": _policy(eviction["name"], eviction["options"]),
+        "blocks": str(pool["blocks"]),
+        "scheduler": config["plugins"]["scheduler"]["name"],
+        "model_name": config["model"],
+    }
+    _add_lookups(families, document["hit"], labels)
+    for tier, rested in (document["residency"] or {}).items():
+        _add_residency(families, rested, labels | {"tier": tier})
+    for stat in ("mean", "peak"):
+        blocks = pool["active"][stat]
+        if blocks is not None:
+            says = "Share of the pool that requests hold, over the time of the run; at most 1."
+            about = labels | {"stat": stat}
+            families.gauge("kv_cache_usage_perc", says, blocks / pool["blocks"], about)
+    _add_ends(families, document, labels)
+    _add_requests(families, requests, document["simulated_s"], labels)
+    return families.exposition()
+
+
+def comparison_metrics(comparison: Comparison) -> str:
+    """Return the metrics of a comparison in Prometheus' text format: a row has labels.
+
+    Raises:
+        PluginError: the package prometheus_client is not installed.
+    """
+    require_prometheus()
+    families = _Families()
+    for row in comparison.rows:
+        labels = {
+            "workload": comparison.workload.name,
+            "policy": _policy(row.eviction, row.options),
+            "blocks": str(row.blocks),
+        }
+        hit = {"lookup_blocks": row.lookup_blocks, "hit_blocks": row.hit_blocks}
+        _add_lookups(families, hit, labels)
+        for tier, rested in (row.residency or {}).items():
+            _add_residency(families, rested, labels | {"tier": tier})
+    return families.exposition()
+
+
+def require_prometheus() -> None:
+    """Import what writes metrics.
+
+    Raises:
+        PluginError: the package prometheus_client is not installed.
+    """
+    try:
+        import prometheus_client  # noqa: F401, PLC0415 - an extra
+    except ImportError as error:
+        msg = f"metrics need prometheus_client ({error}): pip install 'kvcore[prometheus]'"
+        raise PluginError(msg) from error
+
+
+class _Families:
+    """Metric families, in the order in which their first samples come: a collector."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Metric] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families."""
+        yield from self._found.values()
+
+    def exposition(self) -> str:
+        """Write them. No registry but one made for it knows of them."""
+        from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry).decode()
+
+    def counter(self, name: str, says: str, value: float, labels: Labels) -> None:
+        """Add a sample of a counter."""
+        self._family("counter", name, says).add_sample(f"{PREFIX}{name}_total", labels, value)
+
+    def gauge(self, name: str, says: str, value: float, labels: Labels) -> None:
+        """Add a sample of a gauge."""
+        self._family("gauge", name, says).add_sample(f"{PREFIX}{name}", labels, value)
+
+    def histogram(
+        self,
+        name: str,
+        says: str,
+        buckets: Iterable[tuple[float, int]],
+        count: int,
+        total: float,
+        labels: Labels,
+    ) -> None:
+        """Add a histogram, of which `buckets` are upper bounds and samples up to there."""
+        family, full = self._family("histogram", name, says), f"{PREFIX}{name}"
+        for bound, upto in buckets:
+            family.add_sample(f"{full}_bucket", labels | {"le": str(bound)}, upto)
+        family.add_sample(f"{full}_bucket", labels | {"le": "+Inf"}, count)
+        family.add_sample(f"{full}_count", labels, count)
+        family.add_sample(f"{full}_sum", labels, total)
+
+    def _family(self, kind: str, name: str, says: str) -> Metric:
+        from prometheus_client import Metric  # noqa: PLC0415
+
+        return self._found.setdefault(name, Metric(f"{PREFIX}{name}", says, kind))
+
+
+def _add_lookups(families: _Families, hit: Mapping[str, Any], labels: Labels) -> None:
+    """Add what was looked up and hit, in tokens where that is known, and in blocks."""
+    for name, part, says in (
+        ("prefix_cache_queries", "lookup_tokens", "Prompt tokens looked up."),
+        ("prefix_cache_hits", "hit_tokens", "Prompt tokens that hit."),
+        ("prefix_cache_queried_blocks", "lookup_blocks", "Blocks looked up."),
+        ("prefix_cache_hit_blocks", "hit_blocks", "Blocks that hit."),
+    ):
+        if part in hit:
+            families.counter(name, says, hit[part], labels)
+
+
+def _add_residency(families: _Families, rested: Mapping[str, Any], labels: Labels) -> None:
+    """Add how long the blocks of a tier rested, and what came and went."""
+    for key, (name, says) in RESTING.items():
+        seen = rested[key]
+        if seen is not None:
+            buckets = [(float(bound), upto) for bound, upto in seen["buckets"].items()]
+            families.histogram(name, says, buckets, seen["blocks"], seen["sum"], labels)
+    for reason, blocks in rested["evicted_blocks"].items():
+        about = labels | {"reason": reason}
+        families.counter("kv_blocks_evicted", "Blocks that left, by why.", blocks, about)
+    stored, restored = rested["stored_blocks"], rested["restored_blocks"]
+    families.counter("kv_blocks_stored", "Blocks that entered the cache.", stored, labels)
+    says = "Those of them that had been evicted within a pool of evictions."
+    families.counter("kv_blocks_restored", says, restored, labels)
+    says = "1 if the cache brings back what it has just evicted, else 0."
+    families.gauge("kv_cache_thrashing", says, int(rested["thrashing"]), labels)
+
+
+def _add_ends(families: _Families, document: Mapping[str, Any], labels: Labels) -> None:
+    """Add how requests ended, and how often they were preempted."""
+    preempted = sum(document["preemptions"].values())
+    families.counter("num_preemptions", "Preemptions.", preempted, labels)
+    says = "Requests by how they ended; `abort`: rejected."
+    for reason, key in (("length", "completed"), ("abort", "rejected")):
+        about = labels | {"finished_reason": reason}
+        families.counter("request_success", says, document[key], about)
+
+
+def _add_requests(
+    families: _Families, requests: Mapping[str, Sequence[Any]], seconds: float, labels: Labels
+) -> None:
+    """Add tokens and times of requests; and, by Little's law, how many there were at a time."""
+    names = ("status", "prompt", "output", "admitted_s", "finish_s")
+    rows = zip(*(requests[name] for name in names), strict=True)
+    done = [row[1:] for row in rows if row[0] == "finished"]
+    prompts, outputs = sum(row[0] for row in done), sum(row[1] for row in done)
+    families.counter("prompt_tokens", "Of completed requests.", prompts, labels)
+    families.counter("generation_tokens", "Of completed requests.", outputs, labels)
+    if seconds:
+        about = labels | {"stat": "mean"}
+        served = sum(end - begin for _, _, begin, end in done)
+        queued = sum(time for time in requests["queue_s"] if time is not None)
+        says = "Requests admitted and not finished, mean over time."
+        families.gauge("num_requests_running", says, served / seconds, about)
+        says = "Requests not admitted yet, mean over time."
+        families.gauge("num_requests_waiting", says, queued / seconds, about)
+    for column, (name, says, bounds) in TIMES.items():
+        times = sorted(time for time in requests[column] if time is not None)
+        buckets = [(bound, bisect_right(times, bound)) for bound in bounds]
+        families.histogram(name, says, buckets, len(times), sum(times), labels)
+
+
+def _policy(name: str, options: Mapping[str, Any]) -> str:
+    """Return a policy with its options, as the command line takes them."""
+    given = [f"{key}={as_text(value)}" for key, value in options.items() if value is not None]
+    return f"{name}:{','.join(given)}" if given else name

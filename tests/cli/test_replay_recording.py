@@ -1,0 +1,122 @@
+"""`kvcore replay` of a recording of KV events, as a process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from kv_events import DYNAMO, batch, record, removed, stored
+from traces import record as record_trace
+
+from kvcore.events import RecordingWriter
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """Return the path of a whole recording: of four blocks that were stored, one is gone."""
+    return record(
+        tmp_path / "events.jsonl.gz",
+        batch(stored(1, 2, 3, medium="GPU"), ts=1.0),
+        batch(removed(3, medium="GPU"), stored(9, medium="CPU"), ts=2.0),
+        engine="vllm 0.33",
+    )
+
+
+def run(*arguments, **options):
+    """Run `kvcore replay`."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvcore", "replay", *map(str, arguments)],
+        capture_output=True,
+        check=False,
+        **options,
+    )
+
+
+def test_a_table_for_people(recording):
+    """The table counts events and blocks; below it stands what such a stream can tell."""
+    done = run(recording, text=True)
+    table, _, tells = done.stdout.partition("\n\n")
+    rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines()[2:])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (rows["batches"], rows["  BlockStored"], rows["blocks stored"]) == ("2", "2", "4")
+    assert (rows["resident on GPU"], rows["resident on CPU"]) == ("2", "1")
+    assert "a request that found its blocks leaves no event" in " ".join(tells.split())
+
+
+def test_json_is_alone_on_stdout(recording):
+    """`--json` prints the report of `check_recording`, and nothing else."""
+    done = run(recording, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (report["schema"], report["file"], report["complete"]) == (1, str(recording), True)
+    assert (report["engine"], report["format"]) == ("vllm 0.33", "msgpack")
+    assert report["resident"] == {"GPU": 2, "CPU": 1}
+
+
+def test_what_is_wrong_is_told(tmp_path):
+    """Gaps, restarts, garbage and events that cannot be are rows of their own."""
+    path = tmp_path / "events.jsonl"
+    with RecordingWriter(path) as writer:
+        writer.batch(batch(removed(7)), 0, 0)
+        writer.gap(1, 2, 0)
+        writer.garbage("two frames", 0)
+        writer.restart(0)
+    rows = [" ".join(line.split()) for line in run(path, text=True).stdout.splitlines()]
+    assert "missing from 0 batches 1 to 2" in rows
+    assert "restarts 1" in rows
+    assert "garbage 1" in rows
+    assert "removals of blocks that were not there 1" in rows
+    assert "batch 0, event 0 block 7" in rows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--at", "1"], ["--eviction", "lfu"], ["--blocks", "9"], ["--export", "new.jsonl"]],
+    ids=lambda options: options[0],
+)
+def test_what_needs_lookups_is_refused(recording, tmp_path, options):
+    """A recording is not run again: the error says what to do, and no file is begun."""
+    done = run(recording, *options, cwd=tmp_path, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        "is a recording of KV events: it is checked and shown, without options" in done.stderr
+    )
+    assert f"kv-events:file={recording},lookups=full" in done.stderr
+    assert os.listdir(tmp_path) == [recording.name]  # noqa: PTH208 - names are enough
+
+
+def test_an_incomplete_recording_exits_1_after_its_report(tmp_path):
+    """Of what a killed process left, the readable part is reported, and where it is cut."""
+    path = record(tmp_path / "events.jsonl", batch(stored(1)), batch(stored(2)))
+    path.write_bytes(path.read_bytes()[:-10])
+    done = run(path, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["complete"], report["batches"]) == (1, False, 2)
+    message = f"kvcore: error: {path}: incomplete: the file ends inside line 4\n"
+    assert done.stderr.decode() == message
+
+
+def test_a_damaged_line_exits_1_with_its_place(tmp_path):
+    """A line that cannot be is told with file, line and reason; stdout stays empty."""
+    path = record(tmp_path / "events.jsonl", batch(stored(1)))
+    path.write_bytes(path.read_bytes().replace(b'"BATCH"', b'"BATHE"'))
+    done = run(path, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{path}:2: unknown kind of line 'BATHE'" in done.stderr
+
+
+def test_events_in_json_are_recordings_too(tmp_path):
+    """A file of Dynamo's router events is checked, however long its first line is."""
+    path = tmp_path / "router.jsonl"
+    path.write_bytes(DYNAMO.replace(b'"device"', b'"' + b"d" * 100_000 + b'"'))
+    report = json.loads(run(path, "--json").stdout)
+    assert (report["format"], report["batches"]) == ("dynamo", 1)
+
+
+def test_a_trace_out_of_a_pipe_is_still_read(tmp_path):
+    """Looking whether a file is a recording takes nothing from a pipe."""
+    trace = record_trace(tmp_path / "trace.jsonl")
+    done = run("/dev/stdin", "--json", input=trace.read_bytes())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["complete"]

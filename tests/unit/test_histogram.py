@@ -1,0 +1,80 @@
+"""A histogram of bounded memory: what is exact, and how far off the rest is."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvcore.cache.histogram import PERCENTS, Histogram, borders
+from kvcore.serving.quantiles import nearest_rank
+
+VALUES = st.integers(0, 300) | st.integers(0, 10**6) | st.integers(0, 2**63 - 1)
+PAIRS = st.lists(st.tuples(VALUES, st.integers(1, 9)), min_size=1, max_size=60)
+
+
+def filled(pairs):
+    """Return the histogram of (value, weight), and the values in order."""
+    histogram = Histogram()
+    for value, weight in pairs:
+        histogram.add(value, weight)
+    return histogram, sorted(value for value, weight in pairs for _ in range(weight))
+
+
+@given(PAIRS)
+def test_weight_sum_and_maximum_are_exact(pairs):
+    """Whatever is put in."""
+    histogram, values = filled(pairs)
+    assert (histogram.weight, histogram.total) == (len(values), sum(values))
+    assert histogram.high == values[-1]
+
+
+@given(PAIRS)
+def test_a_percentile_is_at_most_one_percent_too_large(pairs):
+    """And never too small; up to 200 it is exact."""
+    histogram, values = filled(pairs)
+    found = histogram.percentiles()
+    for percent in PERCENTS:
+        exact = values[nearest_rank(percent, len(values)) - 1]
+        assert exact <= found[f"p{percent}"] <= max(exact * 1.01, exact)
+        assert exact > 200 or found[f"p{percent}"] == exact
+
+
+@given(PAIRS)
+def test_round_numbers_are_borders(pairs):
+    """How many samples are at most 0, 1, 2, 5, 10, ... is exact."""
+    histogram, values = filled(pairs)
+    bounds = [0, *(digit * 10**zeros for zeros in range(19) for digit in (1, 2, 5))]
+    assert histogram.at_most(bounds) == [bisect_right(values, bound) for bound in bounds]
+
+
+def test_memory_is_bounded():
+    """A hundred thousand different values share a few thousand buckets."""
+    histogram = Histogram()
+    for value in range(0, 10**9, 10**4):
+        histogram.add(value, 1)
+    assert len(histogram._weights) < 2500
+    assert len(borders()) < 6500
+
+
+def test_without_samples_there_is_nothing_to_say():
+    """No percentile, no JSON."""
+    assert Histogram().percentiles() is None
+    assert Histogram().as_dict(1, [1]) is None
+
+
+def test_json_is_in_units():
+    """Sums and bounds alike."""
+    histogram, _ = filled([(2_000_000, 3), (5_000_001, 1)])
+    assert histogram.as_dict(10**9, [10**6, 2 * 10**6, 5 * 10**6]) == {
+        "blocks": 4,
+        "sum": 0.011000001,
+        "mean": pytest.approx(0.00275000025),
+        "p50": 0.002,
+        "p90": 0.005000001,
+        "p95": 0.005000001,
+        "p99": 0.005000001,
+        "buckets": {"0.001": 0, "0.002": 3, "0.005": 3},
+    }

@@ -1,0 +1,181 @@
+"""Metrics: what Prometheus' own parser reads of them is what the JSON says."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import BLOCK, Even, ask
+
+from kvcore import KVCache, PluginError, simulate
+from kvcore.lab import compare
+from kvcore.report import comparison_metrics, run_metrics
+from kvcore.serving import Batching
+from kvcore_plugins.eviction import LFU, LRU
+from kvcore_plugins.workloads import Zipf
+
+CONFIG = {
+    "workload": {"name": 'a "trace"'},
+    "model": "llama-3-8b",
+    "plugins": {
+        "eviction": {"name": "lfu", "options": {"half_life": 300.0, "decay": None}},
+        "scheduler": {"name": "fcfs", "options": {}},
+    },
+}
+RESTING = {
+    "kvcore_kv_block_lifetime_seconds": "lifetime_s",
+    "kvcore_kv_block_idle_before_evict_seconds": "age_at_eviction_s",
+    "kvcore_kv_block_reuse_gap_seconds": "age_at_hit_s",
+    "kvcore_kv_block_hits_before_evict": "hits_at_eviction",
+}
+TIMES = {
+    "kvcore_time_to_first_token_seconds": "ttft_s",
+    "kvcore_request_time_per_output_token_seconds": "tpot_s",
+    "kvcore_e2e_request_latency_seconds": "e2e_s",
+    "kvcore_request_queue_time_seconds": "queue_s",
+}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Return the result of a run that hits, evicts and rejects; its document; its samples."""
+    zipf = Zipf(requests=120, prefixes=12, rate=1e6, key_tokens=BLOCK)
+    workload = [*zipf, ask("huge", at=10**9, prompt=10_000)]
+    cache = KVCache(1500, BLOCK, eviction=LFU(), key_tokens=BLOCK)
+    result = simulate(workload, cache=cache, latency=Even(), batching=Batching(max_seqs=4))
+    document = result.summary() | {"config": CONFIG}
+    return result, document, parsed(run_metrics(document, result.requests))
+
+
+def parsed(text):
+    """Return the samples by name: (labels, value) each."""
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples
+
+
+def only(samples, name, **labels):
+    """Return the value of the one sample with these labels."""
+    (value,) = [v for has, v in samples[name] if labels.items() <= has.items()]
+    return value
+
+
+def buckets(samples, name, **labels):
+    """Return the buckets of a histogram by their upper bound."""
+    return {
+        float(has["le"]): value
+        for has, value in samples[f"{name}_bucket"]
+        if labels.items() <= has.items()
+    }
+
+
+@pytest.mark.parametrize("name", RESTING)
+def test_blocks_at_rest_are_those_of_the_json(run, name):
+    """Count, sum and every bucket."""
+    _, document, samples = run
+    told = document["residency"]["gpu"][RESTING[name]]
+    assert only(samples, f"{name}_count") == told["blocks"] > 0
+    assert only(samples, f"{name}_sum") == told["sum"]
+    expected = {float(bound): upto for bound, upto in told["buckets"].items()}
+    assert buckets(samples, name) == expected | {float("inf"): told["blocks"]}
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_times_are_those_of_the_requests(run, name):
+    """The mean is that of the JSON; a bucket counts the requests up to there."""
+    result, document, samples = run
+    times = [time for time in result.requests[TIMES[name]] if time is not None]
+    count = only(samples, f"{name}_count")
+    assert count == len(times) > 0
+    mean = only(samples, f"{name}_sum") / count
+    assert mean == pytest.approx(document[TIMES[name]]["mean"])
+    for bound, upto in buckets(samples, name).items():
+        assert upto == sum(time <= bound for time in times)
+
+
+def test_counters_are_those_of_the_json(run):
+    """Tokens, blocks, preemptions, requests."""
+    _, document, samples = run
+    hit, rested = document["hit"], document["residency"]["gpu"]
+    for name, value in {
+        "prefix_cache_queries": hit["lookup_tokens"],
+        "prefix_cache_hits": hit["hit_tokens"],
+        "prefix_cache_queried_blocks": hit["lookup_blocks"],
+        "prefix_cache_hit_blocks": hit["hit_blocks"],
+        "num_preemptions": sum(document["preemptions"].values()),
+        "kv_blocks_stored": rested["stored_blocks"],
+        "kv_blocks_restored": rested["restored_blocks"],
+    }.items():
+        assert only(samples, f"kvcore_{name}_total") == value, name
+    for reason, key in (("length", "completed"), ("abort", "rejected")):
+        ended = only(samples, "kvcore_request_success_total", finished_reason=reason)
+        assert ended == document[key]
+    for reason, blocks in rested["evicted_blocks"].items():
+        assert only(samples, "kvcore_kv_blocks_evicted_total", reason=reason) == blocks
+
+
+def test_gauges_are_means_over_the_run(run):
+    """How full the pool was; and how many requests ran and waited, by Little's law."""
+    _, document, samples = run
+    pool, seconds = document["pool"], document["simulated_s"]
+    for stat in ("mean", "peak"):
+        used = only(samples, "kvcore_kv_cache_usage_perc", stat=stat)
+        assert used == pool["active"][stat] / pool["blocks"]
+    served, waited = (
+        document["completed"] * mean / seconds
+        for mean in (
+            document["e2e_s"]["mean"] - document["queue_s"]["mean"],
+            document["queue_s"]["mean"],
+        )
+    )
+    assert only(samples, "kvcore_num_requests_running") == pytest.approx(served)
+    assert only(samples, "kvcore_num_requests_waiting") == pytest.approx(waited)
+    assert only(samples, "kvcore_kv_cache_thrashing") in (0, 1)
+
+
+def test_labels_say_what_was_run(run):
+    """Names with quotes are no trouble; a policy is written as the command line takes it."""
+    labels, _ = run[2]["kvcore_kv_block_lifetime_seconds_sum"][0]
+    assert labels == {
+        "workload": 'a "trace"',
+        "policy": "lfu:half_life=300.0",
+        "blocks": "1500",
+        "scheduler": "fcfs",
+        "model_name": "llama-3-8b",
+        "tier": "gpu",
+    }
+
+
+def test_a_run_without_requests_has_metrics():
+    """Nothing is counted, and nothing is divided by it."""
+    result = simulate([], cache=KVCache(8, BLOCK), latency=Even())
+    samples = parsed(run_metrics(result.summary() | {"config": CONFIG}, result.requests))
+    assert only(samples, "kvcore_time_to_first_token_seconds_count") == 0
+    assert "kvcore_num_requests_running" not in samples
+    assert "kvcore_kv_block_lifetime_seconds_count" not in samples
+
+
+def test_every_row_of_a_comparison_has_labels():
+    """Policies with their options, pools by their size."""
+    policies = [LRU, lambda: LFU(half_life=2), lambda: LFU(half_life=9)]
+    comparison = compare(Zipf(requests=80), policies, [40, 90], residency=True)
+    samples = parsed(comparison_metrics(comparison))
+    assert len(samples["kvcore_prefix_cache_hit_blocks_total"]) == 6
+    for row in comparison.rows:
+        unit = f":half_life={row.options['half_life']},unit=s" if row.options else ""
+        labels = {"policy": f"{row.eviction}{unit}", "blocks": str(row.blocks)}
+        hits = only(samples, "kvcore_prefix_cache_hit_blocks_total", **labels)
+        assert hits == row.hit_blocks
+        gone = only(samples, "kvcore_kv_block_lifetime_seconds_count", tier="gpu", **labels)
+        assert gone == row.evicted_blocks
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    """It is an extra."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    comparison = compare(Zipf(requests=5), LRU, 10)
+    with pytest.raises(PluginError, match=r"pip install 'kvcore\[prometheus\]'"):
+        comparison_metrics(comparison)

@@ -1,0 +1,54 @@
+"""How long blocks rested, told by hand-made and damaged traces."""
+
+from __future__ import annotations
+
+import pytest
+import traces
+
+from kvcore import InputError, KVCache, TraceError
+from kvcore.cache import Residency
+from kvcore.trace import residency
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+
+
+def test_every_kind_of_line_is_heard(tmp_path):
+    """A run with switches, forks, rollbacks, splits and a return says what it said alive."""
+    cache = KVCache(8, traces.BLOCK, eviction=LRU(), prefix=Radix(), ids=True)
+    cache.prefix.residency = seen = Residency(8)
+    traces.drive(cache)
+    told = residency(traces.record(tmp_path / "run.jsonl"))
+    assert told.as_dict() == seen.as_dict()
+    assert seen.age_at_hit.weight
+    assert seen.evicted_blocks["capacity"]
+
+
+def test_a_cut_trace_is_refused(tmp_path):
+    """Half a run would pass for a whole one."""
+    file = traces.record(tmp_path / "run.jsonl")
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(TraceError, match=r"run\.jsonl: incomplete: "):
+        residency(file)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    """There is no run in it."""
+    (tmp_path / "run.jsonl").write_bytes(b"")
+    with pytest.raises(TraceError, match="is empty, without END"):
+        residency(tmp_path / "run.jsonl")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    """By its name."""
+    with pytest.raises(InputError, match=r"cannot read the trace .*none\.jsonl"):
+        residency(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("event", ["HIT", "EVICT", "SPLIT", "COMMIT"])
+def test_a_line_of_what_is_not_there_names_file_and_line(event, tmp_path):
+    """It is the replay that says what is wrong, not a look-up that fails."""
+    lines = traces.lines(traces.record(tmp_path / "run.jsonl"))
+    wrong = next(line for line in lines if line["event"] == event)
+    wrong |= {"span": 999, "seq": 999} if event == "COMMIT" else {"span": 999}
+    with pytest.raises(TraceError, match=rf"run\.jsonl:{wrong['n'] + 1}: {event}: no "):
+        residency(traces.seal(tmp_path / "run.jsonl", lines))
