@@ -14,10 +14,9 @@ from kvcore.lab.caching import (
 from kvcore.lab.compare import SHARING, Comparison, Infinite, Row, Source, compare
 from kvcore.lab.curves import Curve, Curves, Steps, curve
 from kvcore.lab.explaining import Explanation, explain
-from kvcore.lab.figures import Change, Fate, Figures
 from kvcore.lab.optimum import Future, Optimum
+from kvcore.lab.rerun import Change, Fate, Figures, WhatIf, whatif
 from kvcore.lab.untimed import replay, served
-from kvcore.lab.whatif import WhatIf, whatif
 
 __all__ = [
     "SHARING",

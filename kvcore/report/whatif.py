@@ -8,8 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.lab.figures import Change, Figures
-from kvcore.lab.whatif import WhatIf
+from kvcore.lab.rerun import Change, Figures, WhatIf
 from kvcore.report.tables import counted
 from kvcore.specs import as_text
 from kvcore.units import NANOSECONDS, format_number, format_seconds

@@ -26,7 +26,7 @@ from kvcache_sim.plan import build_execution_plan  # noqa: E402
 from kvcache_sim.policies import simulate_policy  # noqa: E402
 from kvcache_sim.trace import TraceData  # noqa: E402
 
-from kvcore.lab.reuse import Reuse  # noqa: E402
+from kvcore.lab.curves.reuse import Reuse  # noqa: E402
 
 POINTS, TIMES = 30, 50
 

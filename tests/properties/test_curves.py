@@ -11,7 +11,7 @@ from kvcore.cache.geometry import Geometry
 from kvcore.lab import Future, Optimum, Steps
 
 pytest.importorskip("numba")
-from kvcore.lab.reuse import Reuse
+from kvcore.lab.curves.reuse import Reuse
 
 TEXTS = st.lists(st.text("ab", max_size=6), max_size=14)
 

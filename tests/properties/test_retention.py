@@ -49,7 +49,7 @@ def attended(prompt, output, chunk, reach, window):
     window=windows,
 )
 def test_what_is_forgotten_takes_no_time(prompt, output, chunk, reach, window):
-    """Chunks and decode steps attend to what is left, as do layers with windows of their own."""
+    """Chunks and decode steps attend to what is left, also in layers with windows."""
     run = serve(
         [ask("a", prompt=prompt, output=output)],
         retention=Window(**window),

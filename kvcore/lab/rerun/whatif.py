@@ -14,10 +14,10 @@ from kvcore.cache import KVCache
 from kvcore.errors import InputError, TraceError
 from kvcore.files import part_of
 from kvcore.lab.compare import Progress, Tick
-from kvcore.lab.figures import Change, Figures, changes
-from kvcore.lab.recorded import Recorded
-from kvcore.lab.setting import Asked, Given, Setting
-from kvcore.lab.told import TellingExecutor, as_text
+from kvcore.lab.rerun.figures import Change, Figures, changes
+from kvcore.lab.rerun.recorded import Recorded
+from kvcore.lab.rerun.setting import Asked, Given, Setting
+from kvcore.lab.rerun.told import TellingExecutor, as_text
 from kvcore.lab.untimed import served
 from kvcore.plugins import Plugins
 from kvcore.policy import DecodeSteps, Job, LatencyModel, Scheduler

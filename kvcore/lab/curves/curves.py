@@ -16,8 +16,8 @@ from kvcore.catalogue import default_prefill_cost
 from kvcore.errors import InputError, PluginError
 from kvcore.lab.compare import Progress, Source, Tick
 from kvcore.lab.contenders import Contender, Policy, contenders
+from kvcore.lab.curves.replays import Replays
 from kvcore.lab.optimum import Optimum
-from kvcore.lab.replays import Replays
 from kvcore.lab.untimed import replay
 from kvcore.model import PrefillCost
 from kvcore.plugins import Plugins
@@ -26,7 +26,7 @@ from kvcore.request import Request
 from kvcore.trace.fields import plain
 
 if TYPE_CHECKING:
-    from kvcore.lab.reuse import Reuse
+    from kvcore.lab.curves.reuse import Reuse
 
 POINTS = 16
 """How many sizes there are where none are given."""
@@ -333,7 +333,7 @@ def _curve(
 def _compiled() -> type[Reuse]:
     """Import what needs numba."""
     try:
-        from kvcore.lab.reuse import Reuse  # noqa: PLC0415 - extras, and seconds
+        from kvcore.lab.curves.reuse import Reuse  # noqa: PLC0415 - extras, and seconds
     except ImportError as error:
         msg = f"exact curves need numba and numpy ({error}): pip install 'kvcore[lab]'"
         raise PluginError(msg) from error

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvcore.cache.geometry import Geometry
 from kvcore.errors import InputError
-from kvcore.lab.kernels import Array, find_runs, optimum_hits, reuse_depths
+from kvcore.lab.curves.kernels import Array, find_runs, optimum_hits, reuse_depths
 from kvcore.request import Key, Request
 
 AT_ONCE = 1 << 14
