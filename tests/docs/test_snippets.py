@@ -87,6 +87,7 @@ def test_kvcore_commands_run(page, tmp_path):
     """The `kvcore` commands of a page succeed, and print what the page says they print."""
     with gzip.open(ROOT / "kvcore/data/mooncake_conversation.jsonl.gz") as trace:
         (tmp_path / "my_requests.jsonl").write_bytes(b"".join(islice(trace, 200)))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     if page == KV_EVENTS:
         record_stand_in(tmp_path)
     for command, output in commands(page):

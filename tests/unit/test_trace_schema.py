@@ -18,15 +18,22 @@ def rows(heading):
     return dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", section, re.MULTILINE))
 
 
+def described(event):
+    """Return what each field of an event holds, but for those that all lines have."""
+    required = {name: kind.says for name, kind in event.required.items()}
+    optional = {name: f"{kind.says}, or left out" for name, kind in event.optional.items()}
+    return {k: v for k, v in (required | optional).items() if k not in COMMON}
+
+
 @pytest.mark.parametrize("event", EVENTS)
 def test_the_reference_describes_every_field_of(event):
     """The page has each event with each of its fields, what it holds, and no others."""
-    required = {name: kind.says for name, kind in EVENTS[event].required.items()}
-    optional = {
-        name: f"{kind.says}, or left out" for name, kind in EVENTS[event].optional.items()
-    }
-    fields = required | optional
-    assert rows(f"### {event}") == {k: v for k, v in fields.items() if k not in COMMON}
+    assert rows(f"### {event}") == described(EVENTS[event])
+
+
+def test_the_reference_describes_what_a_sequence_evicts():
+    """Likewise the fields of the other scope, which have a table of their own."""
+    assert rows("#### EVICT of scope `sequence`") == described(EVENTS["EVICT"].sequence)
 
 
 def test_the_reference_describes_what_every_line_has():
