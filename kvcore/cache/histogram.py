@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import mul
 from typing import Any
 
 PERCENTS = (50, 90, 95, 99)
@@ -42,7 +43,7 @@ class Histogram:
     maximum, hence never too small and at most 1 % too large. How many samples are at most a
     border, such as 1, 2 or 5 with any number of zeros, is exact.
 
-    Adding costs O(1): a bisection among `borders()`. Memory is a number a bucket in use, of
+    A sample costs O(1): a bisection among `borders()`. Memory is a number a bucket in use, of
     which there are some 6,000 at most, however much is added.
 
     Source: fixed buckets of bounded relative error are those of HdrHistogram (Tene) and
@@ -62,13 +63,18 @@ class Histogram:
         self._borders = borders()
         self._weights: defaultdict[int, int] = defaultdict(int)
 
-    def add(self, value: int, weight: int) -> None:
-        """Put in `value`, `weight` times."""
-        self.weight += weight
-        self.total += value * weight
-        if value > self.high:
-            self.high = value
-        self._weights[bisect_left(self._borders, value)] += weight
+    def extend(self, values: Sequence[int], weights: Sequence[int]) -> None:
+        """Put in each value as often as its weight says."""
+        self.weight += sum(weights)
+        self.total += sum(map(mul, values, weights))
+        self.high = max(self.high, *values)
+        # Much falls into few buckets at a time.
+        low = bisect_left(self._borders, min(values))
+        high = bisect_left(self._borders, max(values), low)
+        ends = repeat(low), repeat(high)
+        counts, places = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
+        for place, weight in zip(places, weights, strict=True):
+            counts[place] += weight
 
     def at_most(self, bounds: Iterable[int]) -> list[int]:
         """Return how many samples are at most each of `bounds`, exact for borders.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Keys
-from typing import Any
+from operator import sub
+from typing import Any, TypeAlias
 
 from kvcore.cache.histogram import Histogram
-from kvcore.cache.refaults import Refaults
+from kvcore.cache.refaults import ENTRY, Move, Refaults
 from kvcore.policy import Span
 from kvcore.request import Key
 from kvcore.units import NANOSECONDS
+
+Rested: TypeAlias = tuple[int, int, int]
+"""Of blocks that leave: ns since the last access, ns since they were stored, hits."""
 
 TIER = "gpu"
 """The tier whose blocks a pool holds: the only one there is."""
@@ -17,6 +21,9 @@ TIER = "gpu"
 SERIES = (1, 2, 5)
 AGES = [digit * 10**zeros for zeros in range(6, 14) for digit in SERIES]
 """Bounds of the buckets of times in JSON and metrics: 1 ms to 50,000 s, in nanoseconds."""
+
+BATCH = 4096
+"""How many events are noted before they are counted together."""
 
 COUNTS = [0, *(digit * 10**zeros for zeros in range(3) for digit in SERIES), 1000]
 """Likewise of numbers of hits."""
@@ -29,8 +36,9 @@ class Residency:
     paid. Times are nanoseconds, and the age of a block is that of its span: the time since
     this was stored (its first blocks, if it grew) or last hit by another request.
 
-    An event costs O(spans it is about). Memory is bounded: the histograms, and the keys,
-    by reference, of as many evicted blocks as the pool has.
+    An event is only noted, at O(spans it is about), and counted with some thousand others;
+    `settle` counts what is left. Memory is bounded: the histograms, and the keys, by
+    reference, of as many evicted blocks as the pool has.
 
     Args:
         blocks: of the pool; as many evicted blocks are remembered.
@@ -48,6 +56,9 @@ class Residency:
     """
 
     __slots__ = (
+        "_ages",
+        "_expired",
+        "_moves",
         "age_at_eviction",
         "age_at_hit",
         "blocks",
@@ -67,13 +78,20 @@ class Residency:
         self.stored_blocks = 0
         self.evicted_blocks = {"capacity": 0, "expired": 0}
         self.refaults = Refaults(blocks)
+        # Noted and not yet counted: (age, blocks) of hits; what was stored and what left
+        # for room, in order; what expired.
+        self._ages: list[tuple[int, int]] = []
+        self._moves: list[Move] = []
+        self._expired: list[Move] = []
 
     def hit(self, span: Span, now: int) -> None:
         """Take in a hit of `span` and all before it, which is not written down in them yet."""
-        add = self.age_at_hit.add
+        ages = self._ages
         while span.parent is not None:
-            add(now - span.last_access, span.end - span.start)
+            ages.append((now - span.last_access, span.end - span.start))
             span = span.parent
+        if len(ages) > BATCH:
+            self.settle()
 
     def stored(self, span: Span, blocks: int) -> None:
         """Take in that the last `blocks` blocks of `span` were stored just now."""
@@ -81,31 +99,63 @@ class Residency:
 
     def evicted(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Take in that the last `blocks` blocks of `span` are about to leave."""
-        self.left(blocks, now - span.last_access, now - span.created, span.hits, reason)
-        if reason == "capacity":
-            end = span.end
-            self.refaults.evicted(span.path_keys, end - blocks, end, span.shape.ratio)
+        end, notes = span.end, self._moves if reason == "capacity" else self._expired
+        notes.append((
+            span.path_keys, end - blocks, end, span.shape.ratio,
+            now - span.last_access, now - span.created, span.hits,
+        ))  # fmt: skip
+        if len(notes) > BATCH:
+            self.settle()
+
+    def aged(self, age: int, blocks: int) -> None:
+        """Take in a hit of `blocks` blocks that were `age` old."""
+        self._ages.append((age, blocks))
 
     def entered(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
         """Take in that the blocks `[first, end)` of a path were stored; a key has `ratio`."""
-        self.stored_blocks += end - first
-        self.refaults.stored(keys, first, end, ratio)
+        self._moves.append((keys, first, end, ratio))
+        if len(self._moves) > BATCH:
+            self.settle()
 
-    def left(self, blocks: int, idle: int, lifetime: int, hits: int, reason: str) -> None:
-        """Take in how long blocks had rested that leave: `capacity` or `expired` is why."""
-        self.evicted_blocks[reason] += blocks
-        self.age_at_eviction.add(idle, blocks)
-        self.lifetime.add(lifetime, blocks)
-        self.hits_at_eviction.add(hits, blocks)
+    def left(
+        self, keys: Keys[Key], first: int, end: int, ratio: int, rested: Rested, reason: str
+    ) -> None:
+        """Take in that such blocks leave, and how they had rested."""
+        notes = self._moves if reason == "capacity" else self._expired
+        notes.append((keys, first, end, ratio, *rested))
+
+    def settle(self) -> None:
+        """Count what has been noted. What returns a number does this first."""
+        ages, moves, expired = self._ages, self._moves, self._expired
+        self._ages, self._moves, self._expired = [], [], []
+        if ages:
+            self.age_at_hit.extend(*zip(*ages, strict=True))
+        self._count("expired", expired)
+        self._count("capacity", [move for move in moves if len(move) > ENTRY])
+        self.stored_blocks += sum(move[2] - move[1] for move in moves if len(move) == ENTRY)
+        self.refaults.follow(moves)
+
+    def _count(self, reason: str, gone: list[Move]) -> None:
+        """Count blocks that left, by how they had rested."""
+        if not gone:
+            return
+        _, first, end, _, idle, lifetime, hits = zip(*gone, strict=True)
+        blocks = list(map(sub, end, first))
+        self.evicted_blocks[reason] += sum(blocks)
+        self.age_at_eviction.extend(idle, blocks)
+        self.lifetime.extend(lifetime, blocks)
+        self.hits_at_eviction.extend(hits, blocks)
 
     @property
     def restored_blocks(self) -> int:
         """Blocks stored again that had been evicted for room within a pool of evictions."""
+        self.settle()
         return self.refaults.blocks
 
     @property
     def never_hit_blocks(self) -> int:
         """Blocks that no other request had hit when they left."""
+        self.settle()
         return self.hits_at_eviction.at_most([0])[0]
 
     @property
@@ -129,6 +179,7 @@ class Residency:
         is; as in the ghost lists of ARC (Megiddo and Modha, 2003), as many are remembered as
         there are. The thresholds are kvcore's.
         """
+        self.settle()
         gone = sum(self.evicted_blocks.values())
         return (
             self.evicted_blocks["capacity"] >= self.blocks
@@ -138,6 +189,7 @@ class Residency:
 
     def as_dict(self) -> dict[str, Any] | None:
         """Return what JSON says of it; None if nothing was hit, and nothing left."""
+        self.settle()
         if not (self.age_at_hit.weight or self.lifetime.weight):
             return None
         return {

@@ -62,7 +62,7 @@ class _Listener:
         span = self._state.spans.get(line["span"])
         if span is not None:
             for each in path(span):
-                self.seen.age_at_hit.add(line["t"] - each.last_access, len(each.ids))
+                self.seen.aged(line["t"] - each.last_access, len(each.ids))
 
     def _stored(self, line: Line) -> None:
         self._born.setdefault(line["span"], line["t"])
@@ -75,10 +75,8 @@ class _Listener:
         if span is None:
             return
         blocks = sum(abs(count) for _, count in line["runs"])
-        lifetime = line["t"] - self._born[span.id]
-        self.seen.left(blocks, line["age"], lifetime, line["hits"], line["reason"])
-        if line["reason"] == "capacity":
-            end = span.end
-            self.seen.refaults.evicted(span.keys, end - blocks, end, self._ratio)
+        rested = line["age"], line["t"] - self._born[span.id], line["hits"]
+        place = span.keys, span.end - blocks, span.end, self._ratio
+        self.seen.left(*place, rested, line["reason"])
         if blocks == len(span.ids):
             del self._born[span.id]

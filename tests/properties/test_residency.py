@@ -67,7 +67,7 @@ def test_refaults_equal_a_clock_for_each_block(requests, blocks, window):
     cache.prefix.residency = seen = Watching(blocks)
     seen.refaults, seen.expected = Refaults(window), ByBlock(window, 1)
     replay(requests, cache)
-    assert seen.refaults.blocks == seen.expected.blocks
+    assert seen.restored_blocks == seen.expected.blocks
 
 
 @given(requests=request_lists(Traffic(key_tokens=4)), blocks=st.integers(4, 60))
@@ -77,7 +77,7 @@ def test_refaults_of_blocks_smaller_than_keys(requests, blocks):
     cache.prefix.residency = seen = Watching(blocks)
     seen.refaults, seen.expected = Refaults(10**9), ByBlock(10**9, 4)
     replay(requests, cache)
-    assert seen.refaults.blocks == seen.expected.blocks
+    assert seen.restored_blocks == seen.expected.blocks
 
 
 class Watching(Residency):

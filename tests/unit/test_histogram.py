@@ -18,8 +18,7 @@ PAIRS = st.lists(st.tuples(VALUES, st.integers(1, 9)), min_size=1, max_size=60)
 def filled(pairs):
     """Return the histogram of (value, weight), and the values in order."""
     histogram = Histogram()
-    for value, weight in pairs:
-        histogram.add(value, weight)
+    histogram.extend(*zip(*pairs, strict=True))
     return histogram, sorted(value for value, weight in pairs for _ in range(weight))
 
 
@@ -53,8 +52,8 @@ def test_round_numbers_are_borders(pairs):
 def test_memory_is_bounded():
     """A hundred thousand different values share a few thousand buckets."""
     histogram = Histogram()
-    for value in range(0, 10**9, 10**4):
-        histogram.add(value, 1)
+    values = range(0, 10**9, 10**4)
+    histogram.extend(values, [1] * len(values))
     assert len(histogram._weights) < 2500
     assert len(borders()) < 6500
 

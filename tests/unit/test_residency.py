@@ -19,10 +19,10 @@ class Listed(Histogram):
         super().__init__()
         self.samples = []
 
-    def add(self, value, weight):
-        """Keep it as (value, weight)."""
-        super().add(value, weight)
-        self.samples.append((value, weight))
+    def extend(self, values, weights):
+        """Keep them as (value, weight)."""
+        super().extend(values, weights)
+        self.samples += zip(values, weights, strict=True)
 
 
 def watched(blocks=8, *args, **options):
@@ -36,11 +36,13 @@ def watched(blocks=8, *args, **options):
 
 def hits(seen):
     """Return (age, blocks) of the hits."""
+    seen.settle()
     return seen.age_at_hit.samples
 
 
 def evictions(seen):
     """Return (time since the last access, lifetime, hits, blocks) of what was evicted."""
+    seen.settle()
     columns = seen.age_at_eviction, seen.lifetime, seen.hits_at_eviction
     rows = zip(*(column.samples for column in columns), strict=True)
     return [(idle, lifetime, hits, blocks) for (idle, blocks), (lifetime, _), (hits, _) in rows]
@@ -115,6 +117,7 @@ def test_what_is_stored_again_soon_is_a_refault():
     """With 4 blocks: "ab" leaves for "uvwx", and 4 blocks later it is back."""
     cache, seen = watched(4)
     serve(cache, "ab", "uvwx", "ab")
+    seen.settle()
     assert (seen.stored_blocks, seen.restored_blocks) == (8, 2)
 
 
@@ -130,6 +133,7 @@ def test_what_expired_is_no_refault():
     cache, seen = watched(eviction=Mortal())
     serve(cache, "ab", now=0)
     serve(cache, "ab", now=50)
+    seen.settle()
     assert (seen.evicted_blocks, seen.restored_blocks) == ({"capacity": 0, "expired": 2}, 0)
 
 
@@ -137,6 +141,7 @@ def test_a_loop_longer_than_the_pool_thrashes():
     """Under LRU all of it leaves just before it is wanted: Belady's worst case."""
     cache, seen = watched(4)
     serve(cache, *["ab", "uv", "xy"] * 5)
+    seen.settle()
     assert (seen.age_at_hit.weight, seen.restored_blocks) == (0, 24)
     assert seen.thrashing
 
@@ -145,6 +150,7 @@ def test_what_is_never_asked_for_again_does_not_thrash():
     """It evicts as much, and nobody misses it."""
     cache, seen = watched(4)
     serve(cache, *"abcdefghijklmnopqrs")
+    seen.settle()
     assert sum(seen.evicted_blocks.values()) == 15
     assert not seen.thrashing
 
@@ -153,6 +159,7 @@ def test_a_loop_that_fits_does_not_thrash():
     """It hits from its second round on."""
     cache, seen = watched(7)
     serve(cache, *["ab", "uv", "xy"] * 5)
+    seen.settle()
     assert seen.age_at_hit.weight == 12
     assert not seen.thrashing
 
@@ -169,6 +176,7 @@ def test_what_hits_more_than_it_brings_back_does_not_thrash():
     """One prefix is hit all the time, beside a loop that never is."""
     cache, seen = watched(6)
     serve(cache, *["hhhh", "hhhha", "hhhhb", "hhhhc"] * 5)
+    seen.settle()
     assert 0 < seen.restored_blocks < seen.age_at_hit.weight
     assert not seen.thrashing
 
