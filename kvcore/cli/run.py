@@ -172,6 +172,7 @@ def _serve(engine: Engine, trace: Trace | None) -> RunResult:
             clock=options.clock,
             stop_at_eos=options.stop_at_eos,
             seed=options.seed,
+            residency=options.residency,
         )
 
 

@@ -76,6 +76,9 @@ traffic_options = _all_of(
 
 output_options = _all_of(
     click.option(
+        "--residency/--no-residency", default=True, help="Measure how long blocks rest."
+    ),
+    click.option(
         "--trace", callback=file_path, metavar="FILE", help="Write every decision, as JSONL."
     ),
     click.option(

@@ -59,6 +59,7 @@ class Options:
     seed: int
     trace: Path | None
     out: Path | None
+    residency: bool
     prometheus: Path | None
     config: Path | None
     as_json: bool

@@ -115,6 +115,7 @@ def _run(
             allocation=allocation,
             max_output=longest,
             fragmentation=setup.options.allocation == "contiguous",
+            residency=setup.options.residency,
         )
     cache = result.cache
     plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)

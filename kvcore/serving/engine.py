@@ -71,6 +71,7 @@ def run(
     stop_at_eos: bool = False,
     seed: int = 0,
     fragmentation: bool = False,
+    residency: bool = True,
 ) -> RunResult:
     """Serve `workload` by computing it. All decisions are those of `simulate`.
 
@@ -89,6 +90,7 @@ def run(
         slo: likewise.
         rate_scale: likewise.
         fragmentation: likewise.
+        residency: likewise.
         clock: `model`: a step takes as long as `latency` says, so that a trace is that of
             `simulate` but for its header; `wall`: as long as it takes here. Requests
             arrive by the same clock, and nobody waits for them.
@@ -125,6 +127,7 @@ def run(
         slo=slo,
         rate_scale=rate_scale,
         fragmentation=fragmentation,
+        residency=residency,
     )
     return RunResult(
         log=loop.log,

@@ -57,7 +57,9 @@ def _azure() -> Source:
 def _command(workload: str, block_size: int) -> list[str]:
     """Return the command that simulates `workload` with a pool of 3 M tokens."""
     blocks = POOL_TOKENS // block_size
+    # The peer does not measure how long blocks rest.
     options = ["--blocks", str(blocks), "--block-size", str(block_size), "--json"]
+    options.append("--no-residency")
     return [sys.executable, "-m", "kvcore", "simulate", workload, *options]
 
 

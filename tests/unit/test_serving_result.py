@@ -360,3 +360,16 @@ def test_what_is_no_cap_and_no_slo_is_refused(options, message):
 def test_the_public_names():
     """What a simulation takes is found where the cache is."""
     assert (kvcore.simulate, kvcore.Batching, kvcore.Result) == (simulate, Batching, Result)
+
+
+def test_nobody_has_to_measure_how_long_blocks_rest():
+    """Without residency there is none in the summary, and all else is as with it."""
+    requests = [ask(n, at=10 * n, prompt=8, output=4, keys=(n % 2, 2 + n)) for n in range(9)]
+
+    def summary(**options):
+        cache = KVCache(6, BLOCK, key_tokens=BLOCK)
+        return simulate(requests, cache=cache, latency=Even(), **options).summary()
+
+    whole, spared = summary(), summary(residency=False)
+    assert (whole.pop("residency") is None, spared.pop("residency")) == (False, None)
+    assert whole | {"wall_s": 0} == spared | {"wall_s": 0}

@@ -233,6 +233,7 @@ class _Rerun:
             self._setting.batching,
             slo=self._setting.slo,
             rate_scale=self._setting.rate_scale,
+            residency=False,
         )
         self.log = loop.log
 

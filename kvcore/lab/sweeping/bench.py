@@ -128,6 +128,7 @@ def _timed(parts: Parts) -> dict[str, Any]:
         batching=parts.batching,
         slo=parts.slo,
         rate_scale=parts.cell.rate_scale,
+        residency=False,
     ).summary()
     return {column: _at(summary, path) for column, path in TIMED.items()}
 
