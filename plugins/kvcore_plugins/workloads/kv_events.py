@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 from attrs.converters import optional
@@ -14,18 +14,20 @@ from attrs.validators import ge
 from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload, block_keys
-from kvcore.events import (
-    BlockStored,
-    Lost,
-    PagesStored,
-    Received,
-    RecordingReader,
-    Restarted,
-    Skipped,
-)
 from kvcore.units import LIMIT, NANOSECONDS
 from kvcore.workloads import file_digest
 from kvcore_plugins.workloads.rows import Row, names, rows
+
+# Every command looks workloads up; the events, 15 ms of imports, are for this one alone.
+if TYPE_CHECKING:
+    from kvcore.events import (
+        BlockStored,
+        Lost,
+        PagesStored,
+        Received,
+        Restarted,
+        Skipped,
+    )
 
 MODES = (None, "full")
 FIRST_TIER = (None, "GPU", "LEVEL_0", "device")
@@ -106,6 +108,8 @@ class KvEvents(Workload):
         """Tokens a block, as the first stored run or the option says."""
         if self.block_size is not None:
             return self.block_size
+        from kvcore.events import BlockStored  # noqa: PLC0415 - as above
+
         for event, *_ in self._stored():
             if isinstance(event, BlockStored) and event.block_size:
                 return event.block_size
@@ -168,6 +172,8 @@ class KvEvents(Workload):
 
         With each: when, by which publisher, and after how many of its gaps and restarts.
         """
+        from kvcore.events import BlockStored, PagesStored, Received  # noqa: PLC0415 - likewise
+
         gaps: Counter[int | None] = Counter()
         for item, now in self._timed():
             if not isinstance(item, Received):
@@ -183,6 +189,8 @@ class KvEvents(Workload):
 
     def _timed(self) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
         """Yield what is in the recording, with the time from its first batch on, in ns."""
+        from kvcore.events import Received, RecordingReader  # noqa: PLC0415 - likewise
+
         reader = RecordingReader(self.file)
         first, now = None, 0
         for item in reader:
@@ -199,6 +207,8 @@ class KvEvents(Workload):
             yield item, now
 
     def _check_size(self, event: BlockStored | PagesStored, size: int) -> None:
+        from kvcore.events import BlockStored  # noqa: PLC0415 - likewise
+
         told = event.block_size if isinstance(event, BlockStored) else None
         if told not in (None, size):
             msg = (
@@ -208,6 +218,8 @@ class KvEvents(Workload):
             raise InputError(msg)
 
     def _logged(self, log: Path) -> Iterator[Request]:
+        from kvcore.events import Received  # noqa: PLC0415 - likewise
+
         size = self.key_tokens
         times = [
             item.batch.time
