@@ -85,7 +85,7 @@ def _loop(
             trace=trace,
             ids=ids,
         )
-        simulate(requests, cache=cache)
+        simulate(requests, cache=cache, residency=False)
         if trace is not None:
             trace.close()
         return perf_counter() - start
