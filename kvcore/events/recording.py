@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
@@ -13,7 +11,9 @@ from kvcore.errors import InputError
 from kvcore.events.codecs import write_value
 from kvcore.events.model import Batch, Unread
 from kvcore.events.plain import to_json
+from kvcore.trace.sealed import SealedFile
 from kvcore.trace.sink import Sink
+from kvcore.trace.writer import version
 
 SCHEMA = 1
 """The schema that this version writes, and the only one it reads."""
@@ -21,7 +21,7 @@ SCHEMA = 1
 BUFFER_BYTES = 1 << 16
 
 
-class RecordingWriter:
+class RecordingWriter(SealedFile):
     """Writes batches to a JSONL file, `.gz` and `.zst` by name, as they come.
 
     Close it when the stream is over, best by a `with` block: only then the file appears
@@ -56,10 +56,8 @@ class RecordingWriter:
         """Open the file and write RECORDING."""
         self.lines: dict[str, int] = {}
         self._format = format
-        self._closed = False
-        self._sink = Sink(file, kind="recording")
-        self._buffer = io.BufferedWriter(self._sink, BUFFER_BYTES)
-        self._line("RECORDING", schema=SCHEMA, kvcore=_version(), format=format, engine=engine)
+        super().__init__(Sink(file, kind="recording"), BUFFER_BYTES)
+        self._line("RECORDING", schema=SCHEMA, kvcore=version(), format=format, engine=engine)
 
     def batch(self, batch: Batch, seq: int | None = None, publisher: int | None = None) -> None:
         """Write a batch; `seq` and `publisher` are what the transport knows of it.
@@ -95,41 +93,9 @@ class RecordingWriter:
         self._buffer.flush()
         self._sink.sync()
 
-    def close(self) -> None:
-        """Write END and give the file its name. A second call does nothing."""
-        if self._closed:
-            return
-        try:
-            self._buffer.flush()
-            self._line("END", lines=dict(self.lines), digest=self._sink.hexdigest())
-            self._buffer.flush()
-            self._sink.finish()
-        except BaseException:
-            self.discard()
-            raise
-        self._shut()
-
-    def discard(self) -> None:
-        """Give up: remove the unfinished file. A second call does nothing."""
-        if not self._closed:
-            self._sink.discard()
-            self._shut()
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        """Close the recording, or discard it if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+    def _end(self) -> None:
+        self._buffer.flush()
+        self._line("END", lines=dict(self.lines), digest=self._sink.hexdigest())
 
     def _line(self, kind: str, **fields: Any) -> None:
         if self._closed:
@@ -140,20 +106,7 @@ class RecordingWriter:
         self._buffer.write(line + b"\n")
         self.lines[kind] = self.lines.get(kind, 0) + 1
 
-    def _shut(self) -> None:
-        self._closed = True
-        self._buffer.close()
-
 
 def unread(batch: Batch) -> list[str]:
     """Return why events of a batch could not be read; none: all were."""
     return [event.reason for event in batch.events if isinstance(event, Unread)]
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  (slow)
-
-    try:
-        return version("kvcore")
-    except PackageNotFoundError:
-        return "not installed"

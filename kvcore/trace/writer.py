@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol
 
 from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore.trace.fields import plain, request_fields
 from kvcore.trace.schema import EVENTS, MODES, SCHEMA
+from kvcore.trace.sealed import SealedFile
 from kvcore.trace.sink import Sink
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class WriteLine(Protocol):
         """Write one event at `now` (ns), with its fields."""
 
 
-class Trace:
+class Trace(SealedFile):
     """Writes the decisions of one cache to a JSONL file, `.gz` and `.zst` by name.
 
     Give it to one `KVCache`, which begins it, and close it when the run is over, best by
@@ -71,11 +70,9 @@ class Trace:
         self._plugins: dict[str, Any] = {}
         self._logger: TraceLogger | None = None
         self._seen: set[int | str] = set()
-        self._closed = False
         self.line = self._not_begun
         self.describe(mode=mode, workload=workload, seed=seed, **extras)
-        self._sink = Sink(file)
-        self._buffer = io.BufferedWriter(self._sink, BUFFER_BYTES)
+        super().__init__(Sink(file), BUFFER_BYTES)
 
     def begin(self, **cache: Any) -> None:
         """Take what the cache is: its count, block_size, key_tokens, blocks and plugins.
@@ -148,44 +145,6 @@ class Trace:
         _write(self.line, f"request {request.id!r}", "REQUEST", now, fields)
         self._seen.add(request.id)
 
-    def close(self) -> None:
-        """Write END and give the file its name. A second call does nothing.
-
-        Raises:
-            InputError: no cache has begun it, so there is nothing to keep.
-            StorageError: the disk is full. In both cases no file is left.
-        """
-        if self._closed:
-            return
-        try:
-            self._end()
-        except BaseException:
-            self.discard()
-            raise
-        self._shut()
-
-    def discard(self) -> None:
-        """Give up: remove the unfinished file. A second call does nothing."""
-        if not self._closed:
-            self._sink.discard()
-            self._shut()
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        """Close the trace, or discard it if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
     def _first_line(self, event: str, now: int, **fields: Any) -> None:
         """Write HEADER before the first line; the logger takes what comes after it."""
         self._header()
@@ -219,13 +178,10 @@ class Trace:
             events=events_written(logger),
             digest=self._sink.hexdigest(),
         )
-        self._buffer.flush()
-        self._sink.finish()
 
     def _shut(self) -> None:
-        self._closed = True
         self.line = self._is_closed
-        self._buffer.close()
+        super()._shut()
 
     def _not_begun(self, event: str, now: int, **fields: Any) -> NoReturn:
         del now, fields

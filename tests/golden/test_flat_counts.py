@@ -9,7 +9,9 @@ from __future__ import annotations
 import pytest
 
 from kvcore import KVCache, Plugins, Request
-from kvcore.lab import replay
+from kvcore.cache.geometry import Geometry
+from kvcore.lab import Optimum, replay
+from kvcore.lab.optimum import Future
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workloads import Mooncake
 
@@ -39,3 +41,10 @@ def test_flat_misses(policy, flat):
         cache = KVCache(blocks, 1, eviction=eviction, prefix=Radix(), count="keys")
         found.append(len(flat) - replay(flat, cache).hit_blocks)
     assert tuple(found) == MISSES[policy]
+
+
+def test_the_optimum_is_beladys(flat):
+    """Where nothing is before anything, the optimum that must admit is Belady's algorithm."""
+    future = Future.read(flat, Geometry("keys", 1, 1))
+    hits = [Optimum().replay(future, blocks, 1)[0].hit_blocks for blocks in (1_827, 18_279)]
+    assert [len(flat) - hit for hit in hits] == [217_437, 182_790]
