@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from failing import Deadly, Failing
 from tries import number, requests
 
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
@@ -51,29 +52,6 @@ class Mine(LRU):
         """Return the most recent leaf."""
         del now
         return next(span for span in reversed(self._order) if span.is_leaf)
-
-
-@attrs.define(slots=False, eq=False)
-class Failing(LRU):
-    """A policy that fails."""
-
-    name: ClassVar[str] = "failing"
-
-    def victim(self, now):
-        """Fail."""
-        msg = "no idea"
-        raise ValueError(msg)
-
-
-@attrs.define(slots=False, eq=False)
-class Deadly(LRU):
-    """A policy that ends its process."""
-
-    name: ClassVar[str] = "deadly"
-
-    def victim(self, now):
-        """End it."""
-        os._exit(7)
 
 
 def hits(curves):
