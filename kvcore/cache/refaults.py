@@ -54,7 +54,7 @@ class Refaults:
             keys, first, end, ratio = move[:ENTRY]
             left = len(move) > ENTRY
             # The end of a path often leaves block by block: of one key, as one piece.
-            if left and keys is path and end == start and end % ratio:
+            if left and keys is path and end == start and first // ratio == start // ratio:
                 start = first
                 continue
             if path is not None:

@@ -123,6 +123,8 @@ class Residency:
         """Take in that such blocks leave, and how they had rested."""
         notes = self._moves if reason == "capacity" else self._expired
         notes.append((keys, first, end, ratio, *rested))
+        if len(notes) > BATCH:
+            self.settle()
 
     def settle(self) -> None:
         """Count what has been noted. What returns a number does this first."""

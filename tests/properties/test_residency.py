@@ -80,6 +80,37 @@ def test_refaults_of_blocks_smaller_than_keys(requests, blocks):
     assert seen.restored_blocks == seen.expected.blocks
 
 
+@given(
+    requests=request_lists(Traffic(key_tokens=4)),
+    blocks=st.integers(1, 40),
+    size=st.sampled_from([1, 2, 4]),
+)
+def test_counting_at_once_is_counting_one_by_one(requests, blocks, size):
+    """How many events are noted before they are counted makes no difference."""
+
+    def seen(kind):
+        cache = KVCache(blocks, size, eviction=build("lru"), count="keys", key_tokens=4)
+        cache.prefix.residency = kind(blocks)
+        replay(requests, cache)
+        return cache.prefix.residency.as_dict()
+
+    assert seen(Residency) == seen(Hasty)
+
+
+class Hasty(Residency):
+    """Counts every event by itself."""
+
+    def stored(self, span, blocks):
+        """Count it."""
+        super().stored(span, blocks)
+        self.settle()
+
+    def evicted(self, span, blocks, now, reason):
+        """Count it."""
+        super().evicted(span, blocks, now, reason)
+        self.settle()
+
+
 class Watching(Residency):
     """Tells the reference what it is told."""
 
