@@ -1,0 +1,275 @@
+"""Twelve small runs whose traces must not change by a byte.
+
+Two digests of each run are known: `whole`, which END holds and which is of every byte before
+it, and `events`, of the lines between HEADER and END alone. Where `whole` alone has changed,
+only the header has: a version, an option, a digest of the workload. Where `events` has
+changed, kvcore decides otherwise than it did.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+
+import attrs
+import orjson
+import pytest
+
+from kvcore import KVCache, Request, Trace
+from kvcore.cli import main as frame
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+from kvcore_plugins.workloads import Mooncake
+
+DATA = Path(__file__).parents[1] / "data"
+SESSIONS = "weka_sessions.jsonl.gz"
+MIXED = "mixed.jsonl"
+CHATS = "chats.jsonl"
+BLOCK = 16
+
+# `whole` and `events`, by run.
+GOLDEN = {
+    "lru": ("31dc35f7560bf7014b0b40faf4623036", "a325ccaec3f0e0b1cfa3e315225ad06e"),
+    "lfu": ("ac30cc577cc244b4c0716f2d5d136a4a", "4aab5874881b94258dd15293aa2f8cbb"),
+    "fcfs": ("6cdb238cf6b2b69ccecfe596ba932907", "013ab5e8153564ea1be8bdf650a631d8"),
+    "bursts": ("3deab258a9685d670c47cf30d242288e", "152e4ecc98bd2c4cc27c6be942e10bc0"),
+    "srpt": ("bf298ab8fe162aa64dc94b8d0763d147", "d0a3eb3911a3acf7b9081cb9d7359ffc"),
+    "slo": ("c2ca6f34f076f4195cb4534f65e9bfc9", "ca7f5301dcce744e50ee0a7e5ea4d722"),
+    "preemptions": ("deb5857e5b93572d695a927d5d25abf8", "e086db724115da818c07958344f1aab5"),
+    "sessions": ("25cbc50050bd614acea9bfe16b24cac0", "039cf1813e49f347aedeeb9f10533fc9"),
+    "hints": ("9b3dcc34d27fa94bc0539a4ef5954447", "38e451434ea6714e2f805366d537228f"),
+    "expiry": ("2a65078ba7dedbb9118092e2b5b68efb", "8f9a0f4773a5a84a867e3e8abf9d8bdc"),
+    "tensors": ("088185de2e12240e734a72c8eb0a7bfe", "74f383396111f322235d3f02ff73c35f"),
+    "forks": ("63098e176ed449797134257a5f154e38", "e089ef9c39a2dc0778e9118b8ee35a77"),
+}
+
+
+@attrs.frozen
+class Recorded:
+    """What is known of a trace.
+
+    Attributes:
+        digests: `whole` and `events`.
+        counts: lines by event.
+        ways: how sequences were preempted, and the reasons for which blocks went.
+    """
+
+    digests: tuple[str, str]
+    counts: dict[str, int]
+    ways: set[str]
+
+
+def digest(data):
+    """Return the digest that seals a trace, as hex digits."""
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def read(path):
+    """Read a trace; what END says of it is true."""
+    header, *events, end = path.read_bytes().splitlines(keepends=True)
+    body = b"".join(events)
+    end = orjson.loads(end)
+    assert end["digest"] == digest(header + body)
+    lines = list(map(orjson.loads, events))
+    ways = {line[field] for line in lines for field in ("how", "reason") if field in line}
+    return Recorded((end["digest"], digest(body)), end["events"], ways)
+
+
+def write_mixed(path):
+    """Write 150 requests that differ in all that schedulers and policies look at.
+
+    The numbers are those of a linear congruential generator, for they must be the same on
+    every machine and for ever.
+    """
+    state = 1
+
+    def below(limit):
+        nonlocal state
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (state >> 33) % limit
+
+    arrival, rows = 0, []
+    for number in range(150):
+        arrival += below(40) * 1_000_000
+        family, shared = below(5), below(12)
+        prompt = BLOCK * shared + below(300) + 1
+        keys = [
+            (family + 1) * 1000 + place if place < shared else (number + 10) * 1000 + place
+            for place in range(-(-prompt // BLOCK))
+        ]
+        row = {"event": "REQUEST", "id": number, "prompt": prompt, "output": 1 + below(120)}
+        row |= {"t": arrival, "keys": keys, "key_tokens": BLOCK, "priority": below(3)}
+        row |= {"tenant": f"tenant {below(3)}", "predicted": 1 + below(120)}
+        if below(2):
+            row["slo"] = {"ttft": (1 + below(900)) * 1_000_000}
+        if below(2) and shared:
+            row["retention"] = [[0, BLOCK * shared, 60 + below(40), below(900) * 1_000_000]]
+        rows.append(orjson.dumps(row) + b"\n")
+    path.write_bytes(b"".join(rows))
+
+
+def write_chats(path):
+    """Write the first 3,000 requests of the bundled trace, in its own format."""
+    rows = (
+        {
+            "timestamp": request.arrival // 1_000_000,
+            "input_length": request.prompt,
+            "output_length": request.output,
+            "hash_ids": list(request.keys),
+        }
+        for request in islice(Mooncake(), 3000)
+    )
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command line and returns what its trace is.
+
+    It runs in a directory of its own, so that paths in the header are always the same.
+    """
+    monkeypatch.chdir(tmp_path)
+    write_mixed(tmp_path / MIXED)
+    (tmp_path / SESSIONS).write_bytes((DATA / SESSIONS).read_bytes())
+
+    def run(*arguments):
+        code = frame.run([*map(str, arguments), "--trace", "run.jsonl"])
+        assert (code, capsys.readouterr().err) == (0, "")
+        return read(tmp_path / "run.jsonl")
+
+    return run
+
+
+def test_lru_replays_chats(recorded, tmp_path):
+    """Untimed: LRU in 1,000 blocks of 512 tokens, counted in whole keys."""
+    write_chats(tmp_path / CHATS)
+    run = recorded("compare", CHATS, "--eviction", "lru", "--blocks", 1000)
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["lru"]
+
+
+def test_lfu_counts_tokens(recorded):
+    """Untimed: LFU with aging, in blocks of 16 tokens, the last of a prompt partial."""
+    workload = "zipf:requests=600,prefixes=20,prefix_tokens=250,suffix_tokens=60"
+    arguments = ("--eviction", "lfu:half_life=20", "--blocks", 300, "--block-size", 16)
+    run = recorded("compare", workload, *arguments, "--count", "tokens")
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["lfu"]
+
+
+def test_fcfs_serves_popular_prefixes(recorded):
+    """Timed: the defaults of `simulate` on Zipf-popular prefixes, in a pool that is ample."""
+    workload = "zipf:requests=200,prefixes=9,prefix_tokens=300,suffix_tokens=90,rate=40"
+    run = recorded("simulate", workload)
+    assert run.counts["HIT"]
+    assert "EVICT" not in run.counts
+    assert run.digests == GOLDEN["fcfs"]
+
+
+def test_bursts_are_prefilled_first(recorded):
+    """Timed: bursts, whole prompts in steps of their own, a share of the pool kept free."""
+    workload = "zipf:requests=160,prefixes=12,prefix_tokens=300,suffix_tokens=60,seed=7"
+    run = recorded(
+        "simulate",
+        f"{workload},arrivals=bursty,burst=20,rate=30,output_tokens=40",
+        *("--steps", "prefill-first", "--no-chunked", "--scheduler", "lpm"),
+        *("--eviction", "slru", "--blocks", 160, "--watermark", 0.1),
+    )
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["bursts"]
+
+
+def test_srpt_computes_prompts_in_chunks(recorded):
+    """Timed: the least remaining work first, in steps of 128 tokens and of 6 sequences."""
+    caps = ("--max-tokens", 128, "--max-seqs", 6, "--blocks", 300)
+    run = recorded("simulate", MIXED, "--scheduler", "srpt", *caps, "--rate-scale", 4)
+    assert run.counts["COMMIT"] > run.counts["FINISH"]
+    assert {"pause", "capacity"} <= run.ways
+    assert "recompute" not in run.ways
+    assert run.digests == GOLDEN["srpt"]
+
+
+def test_slo_keeps_what_was_promised(recorded):
+    """Timed: by deadlines, of the requests that bring one and, by default, of the others."""
+    scheduler = "slo:preemptive=true,ttft=0.5"
+    caps = ("--max-seqs", 8, "--blocks", 200)
+    run = recorded("simulate", MIXED, "--scheduler", scheduler, *caps, "--rate-scale", 3)
+    assert "pause" in run.ways
+    assert run.digests == GOLDEN["slo"]
+
+
+def test_a_small_pool_preempts_in_both_ways(recorded):
+    """Timed: too few blocks for what runs, so that it pauses, or is dropped and recomputed."""
+    scheduler = ("--scheduler", "srpt", "--eviction", "cost")
+    caps = ("--blocks", 120, "--max-seqs", 6, "--watermark", 0)
+    run = recorded("simulate", MIXED, *scheduler, *caps, "--rate-scale", 4)
+    assert {"pause", "recompute"} <= run.ways
+    assert run.digests == GOLDEN["preemptions"]
+
+
+def test_sessions_go_on_when_they_were_answered(recorded):
+    """Timed, in a closed loop: agents' requests arrive when the one before them is done."""
+    run = recorded("simulate", SESSIONS, "--blocks", 9000)
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["sessions"]
+
+
+def test_hints_outrank_recency(recorded):
+    """Timed: eviction by the priorities that requests bring, which end after a while."""
+    run = recorded("simulate", MIXED, "--eviction", "priority", "--blocks", 160)
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["hints"]
+
+
+def test_what_is_idle_expires(recorded):
+    """Timed: what was unused for 0.3 s is gone, though there is room; tenants take turns."""
+    run = recorded("simulate", MIXED, "--eviction", "ttl:ttl=0.3", "--scheduler", "fair")
+    assert "expired" in run.ways
+    assert run.digests == GOLDEN["expiry"]
+
+
+def test_tensors_are_computed_under_the_clock_of_the_model(recorded):
+    """Computed: a tiny transformer that keeps a window, in a pool that is too small."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+    workload = "zipf:requests=16,prefixes=3,prefix_tokens=64,suffix_tokens=32,rate=300"
+    run = recorded(
+        "run",
+        f"{workload},output_tokens=30",
+        *("--generator", "transformer:layers=2", "--latency", "linear"),
+        *("--retention", "window:tokens=40,sinks=8", "--blocks", 32, "--block-size", 8),
+    )
+    assert {"retention", "recompute"} <= run.ways
+    assert run.digests == GOLDEN["tensors"]
+
+
+def test_forks_share_and_copy(tmp_path):
+    """Untimed: forks share blocks, copy on write, roll back, and outlive one another."""
+    path = tmp_path / "run.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(16, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        now = 0
+        for number in range(12):
+            shared, prompt = number % 3 + 1, 9 + number
+            keys = [
+                place if place < shared else 100 * number + place
+                for place in range(-(-prompt // 4))
+            ]
+            root = cache.open(
+                Request(id=number, prompt=prompt, keys=keys, key_tokens=4), None, now
+            )
+            cache.commit(root, prompt - root.computed, now + 1)
+            family = [root]
+            for branch in range(1 + number % 3):
+                family.append(cache.fork(family[branch // 2], now + 2 + branch))
+            for step, sequence in enumerate(family):
+                cache.extend(sequence, 2 + step, now + 10 + step)
+                cache.commit(sequence, 2 + step, now + 10 + step)
+            cache.rollback(family[-1], 1 + number % 2, now + 20)
+            for sequence in family if number % 2 else family[::-1]:
+                cache.close(sequence, now + 21)
+            now += 30
+    run = read(path)
+    assert {"FORK", "COPY"} <= run.counts.keys()
+    assert {"capacity", "rollback", "close"} <= run.ways
+    assert run.digests == GOLDEN["forks"]
