@@ -1,0 +1,16 @@
+"""The files that are entered, and the crossings between them."""
+
+from __future__ import annotations
+
+import os
+
+from crossings import SMALL, way_of_command, way_of_request
+
+
+def test_crossings() -> None:
+    """Print the way of `kvcore simulate` and that of a request, with the calls by file."""
+    ways = {"simulate": way_of_command("simulate", SMALL), "a request": way_of_request()}
+    for name, way in ways.items():
+        print(f"\n{name}: {way}")
+        for file, calls in sorted(way.files.items()):
+            print(f"  {calls:7,} {os.path.relpath(file)}")

@@ -1,0 +1,140 @@
+"""Count the files of kvcore that a command enters, and the way of one request through them.
+
+What is counted are calls of functions in files under the two packages. Class bodies, and all
+that happens while a module is imported, are not; functions of other packages, and code
+without a file, are looked through.
+"""
+
+import inspect
+import os
+import sys
+from collections import Counter
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import kvcore
+import kvcore_plugins
+from kvcore import KVCache, Request
+from kvcore.cli import main as frame
+
+ROOTS = tuple(str(Path(root.__file__).parent) + os.sep for root in (kvcore, kvcore_plugins))
+SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
+BLOCK, PREFIX, PROMPT, OUTPUT = 16, 160, 200, 30
+SERVED, MEASURED = 12, 8
+
+
+class Way:
+    """What was called while `record` was active.
+
+    Attributes:
+        calls: how many functions were.
+        crossings: how often the next thing to run, by call or return, was in another file.
+        files: calls by file.
+    """
+
+    def __init__(self):
+        self.calls = self.crossings = 0
+        self.files = Counter()
+        self._stack = []
+        self._importing = 0
+
+    def __str__(self):
+        """Return the three counts as a text."""
+        return f"{self.calls} calls, {self.crossings} crossings, {len(self.files)} files"
+
+    @contextmanager
+    def record(self):
+        """Count the calls of what runs inside."""
+        self.start()
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def start(self):
+        """Count the calls of what runs from now on."""
+        self._stack = [
+            caller.frame.f_code.co_filename
+            for caller in reversed(inspect.stack(0))
+            if _is_ours(caller.frame.f_code)
+        ]
+        sys.setprofile(self._called)
+
+    def _called(self, caller, event, _):
+        code = caller.f_code
+        if event not in {"call", "return"}:
+            return
+        step = 1 if event == "call" else -1
+        if code.co_name == "<module>":
+            self._importing += step
+        if self._importing or not _is_ours(code):
+            return
+        file = code.co_filename
+        if event == "call":
+            self.calls += 1
+            self.files[file] += 1
+            self.crossings += bool(self._stack) and self._stack[-1] != file
+            self._stack.append(file)
+        else:
+            self._stack.pop()
+            self.crossings += bool(self._stack) and self._stack[-1] != file
+
+
+def _is_ours(code):
+    """Return True if `code` is of a function in a file under the two packages."""
+    # Bodies of modules and classes have no fast local variables.
+    is_function = code.co_flags & inspect.CO_OPTIMIZED
+    return bool(is_function) and code.co_filename.startswith(ROOTS)
+
+
+def way_of_command(*arguments):
+    """Return the way of a command line, which must succeed; what it prints is dropped."""
+    way = Way()
+    with redirect_stdout(StringIO()), way.record():
+        code = frame.run(arguments)
+    if code != 0:
+        msg = f"{arguments} ended with {code}"
+        raise RuntimeError(msg)
+    return way
+
+
+def way_of_request():
+    """Return the way of one request in a simulation that has served others like it.
+
+    Requests come one by one, long after one another, so that what happens from when one is
+    read to when the next one is read is all that happens for a request: its prompt hits a
+    prefix, its rest is prefilled, and its tokens are generated.
+    """
+    way = Way()
+    shared = PREFIX // BLOCK
+    own = PROMPT // BLOCK - shared
+    requests = [
+        Request(
+            id=number,
+            arrival=number * 10**12,
+            prompt=PROMPT,
+            output=OUTPUT,
+            keys=[*range(shared), *range(1000 * number, 1000 * number + own)],
+            key_tokens=BLOCK,
+        )
+        for number in range(1, SERVED)
+    ]
+
+    def read():
+        for number, request in enumerate(requests):
+            if number == MEASURED:
+                way.start()
+            elif number == MEASURED + 1:
+                sys.setprofile(None)
+            yield request
+
+    cache = KVCache(1000, BLOCK, count="tokens")
+    try:
+        kvcore.simulate(read(), cache=cache)
+    finally:
+        sys.setprofile(None)
+    if cache.stats.hit_blocks != (len(requests) - 1) * shared:
+        msg = f"{cache.stats.hit_blocks} blocks hit, which are not the prefixes alone"
+        raise RuntimeError(msg)
+    return way

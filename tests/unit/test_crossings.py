@@ -1,0 +1,24 @@
+"""How far one must read: files that a command enters, and crossings between them a request."""
+
+from __future__ import annotations
+
+from crossings import SMALL, way_of_command, way_of_request
+
+FILES_OF_SIMULATE = 73
+CALLS_OF_A_REQUEST = 105
+CROSSINGS_OF_A_REQUEST = 154
+FILES_OF_A_REQUEST = 26
+
+
+def test_files_that_simulate_enters():
+    """Few files have a function that `kvcore simulate` calls on a small workload."""
+    way = way_of_command("simulate", SMALL)
+    assert len(way.files) <= FILES_OF_SIMULATE
+
+
+def test_crossings_of_a_request():
+    """A request that hits is served in few calls, which rarely go to another file and back."""
+    way = way_of_request()
+    assert way.calls <= CALLS_OF_A_REQUEST
+    assert way.crossings <= CROSSINGS_OF_A_REQUEST
+    assert len(way.files) <= FILES_OF_A_REQUEST
