@@ -1,7 +1,15 @@
-"""How hypothesis runs (always the same few examples; `thorough`: many), and processes."""
+"""How hypothesis runs (always the same few examples; `thorough`: many), processes, coverage.
 
+What is measured for coverage are all tests but those of the folders `golden` and `properties`:
+they take long, most of all while they are measured, and run nothing that is not run by others.
+"""
+
+import gc
 import os
+import sys
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -20,3 +28,26 @@ os.environ["PYTHONSAFEPATH"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+TESTS = Path(__file__).parent
+UNMEASURED = {"golden", "properties"}
+
+
+def pytest_collection_finish():
+    """Leave out of later garbage collections what is there now, which takes seconds of them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Measure no coverage while a test runs that is in a folder which is not measured."""
+    package = sys.modules.get("coverage")
+    measured = package.Coverage.current() if package else None
+    if measured is None or item.path.relative_to(TESTS).parts[0] not in UNMEASURED:
+        return (yield)
+    measured.stop()
+    try:
+        return (yield)
+    finally:
+        measured.start()

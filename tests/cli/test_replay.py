@@ -1,10 +1,11 @@
-"""`kvcore replay`, as a process."""
+"""`kvcore replay`."""
 
 import json
 import subprocess
 import sys
 
 import pytest
+from commands import run_here
 from traces import lines, record, seal, serve
 
 PROGRAM = "from kvcore.cli.main import main; main()"
@@ -18,17 +19,13 @@ def trace(tmp_path):
 
 def run(*arguments):
     """Run `kvcore replay`."""
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, "replay", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_here("replay", *arguments)
 
 
 def test_json_is_alone_on_stdout(trace):
-    """`--json` prints one document with the documented fields, and nothing else."""
-    done = run(trace, "--json")
+    """As a process: `--json` prints one document with the documented fields, and no more."""
+    command = [sys.executable, "-c", PROGRAM, "replay", trace, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(report) == [

@@ -1,4 +1,4 @@
-"""`kvcore replay` of a recording of KV events, as a process."""
+"""`kvcore replay` of a recording of KV events."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from commands import run_here
 from kv_events import DYNAMO, batch, record, removed, stored
 from traces import record as record_trace
 
@@ -23,19 +24,14 @@ def recording(tmp_path):
     )
 
 
-def run(*arguments, **options):
+def run(*arguments, cwd=None):
     """Run `kvcore replay`."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvcore", "replay", *map(str, arguments)],
-        capture_output=True,
-        check=False,
-        **options,
-    )
+    return run_here("replay", *arguments, cwd=cwd)
 
 
 def test_a_table_for_people(recording):
     """The table counts events and blocks; below it stands what such a stream can tell."""
-    done = run(recording, text=True)
+    done = run(recording)
     table, _, tells = done.stdout.partition("\n\n")
     rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines()[2:])
     assert (done.returncode, done.stderr) == (0, "")
@@ -48,7 +44,7 @@ def test_json_is_alone_on_stdout(recording):
     """`--json` prints the report of `check_recording`, and nothing else."""
     done = run(recording, "--json")
     report = json.loads(done.stdout)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr) == (0, "")
     assert (report["schema"], report["file"], report["complete"]) == (1, str(recording), True)
     assert (report["engine"], report["format"]) == ("vllm 0.33", "msgpack")
     assert report["resident"] == {"GPU": 2, "CPU": 1}
@@ -62,7 +58,7 @@ def test_what_is_wrong_is_told(tmp_path):
         writer.gap(1, 2, 0)
         writer.garbage("two frames", 0)
         writer.restart(0)
-    rows = [" ".join(line.split()) for line in run(path, text=True).stdout.splitlines()]
+    rows = [" ".join(line.split()) for line in run(path).stdout.splitlines()]
     assert "missing from 0 batches 1 to 2" in rows
     assert "restarts 1" in rows
     assert "garbage 1" in rows
@@ -77,7 +73,7 @@ def test_what_is_wrong_is_told(tmp_path):
 )
 def test_what_needs_lookups_is_refused(recording, tmp_path, options):
     """A recording is not run again: the error says what to do, and no file is begun."""
-    done = run(recording, *options, cwd=tmp_path, text=True)
+    done = run(recording, *options, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         "is a recording of KV events: it is checked and shown, without options" in done.stderr
@@ -94,14 +90,14 @@ def test_an_incomplete_recording_exits_1_after_its_report(tmp_path):
     report = json.loads(done.stdout)
     assert (done.returncode, report["complete"], report["batches"]) == (1, False, 2)
     message = f"kvcore: error: {path}: incomplete: the file ends inside line 4\n"
-    assert done.stderr.decode() == message
+    assert done.stderr == message
 
 
 def test_a_damaged_line_exits_1_with_its_place(tmp_path):
     """A line that cannot be is told with file, line and reason; stdout stays empty."""
     path = record(tmp_path / "events.jsonl", batch(stored(1)))
     path.write_bytes(path.read_bytes().replace(b'"BATCH"', b'"BATHE"'))
-    done = run(path, text=True)
+    done = run(path)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"{path}:2: unknown kind of line 'BATHE'" in done.stderr
 
@@ -115,8 +111,13 @@ def test_events_in_json_are_recordings_too(tmp_path):
 
 
 def test_a_trace_out_of_a_pipe_is_still_read(tmp_path):
-    """Looking whether a file is a recording takes nothing from a pipe."""
+    """As a process: looking whether a file is a recording takes nothing from a pipe."""
     trace = record_trace(tmp_path / "trace.jsonl")
-    done = run("/dev/stdin", "--json", input=trace.read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcore", "replay", "/dev/stdin", "--json"],
+        input=trace.read_bytes(),
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["complete"]

@@ -1,26 +1,13 @@
-"""`kvcore replay` with something different, as a process."""
+"""`kvcore replay` with something different."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from commands import run_here as run
 
 from kvcore.trace import read_events
 
-PROGRAM = "from kvcore.cli.main import main; main()"
 WORKLOAD = "zipf:requests=120,prefixes=12,rate=2000,prefix_tokens=320,suffix_tokens=64"
-
-
-def run(*arguments, cwd=None):
-    """Run `kvcore`."""
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-    )
 
 
 @pytest.fixture(scope="module")
