@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from time import sleep
 
 SMALL = """mode = "compare"
 workload = ["zipf:requests=60,prefixes=4", "zipf:requests=40,prefixes=4"]
@@ -69,7 +70,7 @@ def run(*arguments, cwd, env=None):
 def wait_for(cells, journal, process):
     """Wait until a journal has so many cells, or the process that writes it has ended."""
     while finished(journal) < cells and process.poll() is None:
-        pass
+        sleep(0.002)
 
 
 def finished(journal):
