@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcore.events import Batch, BlockStored, Publisher, encode
-from kvcore_plugins.workloads import Mooncake
+from kvcore.kv_events import Batch, BlockStored, Publisher, encode
+from kvcore_plugins.workload import Mooncake
 
 
 def payloads(workload: Mooncake) -> Iterator[bytes]:

@@ -9,20 +9,13 @@ from typing import Any
 
 import attrs
 
-from kvcore import (
-    Attend,
-    KVCache,
-    Request,
-    Rows,
-    Sequence,
-    Tensor,
-    TensorLayout,
-    TokenStep,
-    block_keys,
-)
-from kvcore_plugins.backends import TorchCPU
-from kvcore_plugins.generators import Transformer
-from kvcore_plugins.generators.sampling import sample
+from kvcore import KVCache, Request
+from kvcore.cache import Sequence
+from kvcore.engine import Attend, Rows, Tensor, TensorLayout, TokenStep
+from kvcore.request import block_keys
+from kvcore_plugins.backend import TorchCPU
+from kvcore_plugins.generator import Transformer
+from kvcore_plugins.generator.sampling import sample
 
 BLOCK = 4
 PROMPT = "the cache keeps what the model has read so far"

@@ -11,8 +11,8 @@ from kvcore import SLO, KVCache
 from kvcore.serving import simulate
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline
-from kvcore_plugins.scheduling import FCFS, SJF, LeastSlack
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.scheduler import FCFS, SJF, LeastSlack
+from kvcore_plugins.workload import Mooncake
 
 SECOND = 10**9
 

@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from kvcore.policy import (
-        Backend,
-        EvictionPolicy,
-        Generator,
-        LatencyModel,
-        PrefixCache,
-        RetentionPolicy,
-        Scheduler,
-        Workload,
-    )
+    from kvcore.cache import EvictionPolicy, PrefixCache, RetentionPolicy
+    from kvcore.engine import Backend, Generator
+    from kvcore.serving import LatencyModel, Scheduler
+    from kvcore.workloads import Workload
 
 PROJECT = "kvcore"
 """Name of the pluggy project, and of the entry-point group that plugins are found in."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcore.cache.pool import BlockPool, CountingPool
+from kvcore.cache.prefix import PrefixCache
 from kvcore.cache.sequence import Sequence
-from kvcore.policy import PrefixCache, Span
+from kvcore.cache.span import Span
 
 
 def check_blocks(

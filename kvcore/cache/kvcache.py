@@ -7,27 +7,23 @@ from collections.abc import Callable
 
 import attrs
 
-from kvcore.cache.geometry import Geometry, retention_steps
+from kvcore.cache.drops import forget
+from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.integrity import check_blocks
+from kvcore.cache.layout import Geometry, retention_steps
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.prefix import Match, PrefixCache
 from kvcore.cache.record import check_admission, record_close, record_header, record_open
+from kvcore.cache.recorder import Recorder
 from kvcore.cache.refusals import check_fork, check_rollback, refuse_commit, refuse_stranger
-from kvcore.cache.retention import forget
+from kvcore.cache.residency import CacheStats
+from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.sharing import copy_tail, free_last, shared_tail, table, with_ids
-from kvcore.cache.stats import CacheStats
+from kvcore.cache.span import Shape
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import plugin_of
-from kvcore.policy import (
-    EvictionPolicy,
-    Match,
-    PrefixCache,
-    Recorder,
-    RetentionPolicy,
-    Shape,
-    broken,
-    overridden,
-)
+from kvcore.plugins import broken, overridden
+from kvcore.plugins.manager import plugin_of
 from kvcore.request import Request
 
 
@@ -100,7 +96,7 @@ class KVCache:
             plugin.claim()
         self.eviction.attach(blocks, block_size)
         if recompute is None:
-            from kvcore.catalogue import default_prefill_cost  # noqa: PLC0415  (a long table)
+            from kvcore.models.cost import default_prefill_cost  # noqa: PLC0415  (a long table)
 
             recompute = default_prefill_cost()
         shape = Shape(block_size, geometry.ratio, recompute)

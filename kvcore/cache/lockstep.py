@@ -7,7 +7,7 @@ from collections.abc import Sequence as Keys
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool
 from kvcore.cache.sequence import Sequence
-from kvcore.policy import overridden
+from kvcore.plugins import overridden
 from kvcore.request import Key
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
-from kvcore.cache.geometry import Geometry
+from kvcore.cache.layout import Geometry
 from kvcore.cache.pool import Ids
+from kvcore.cache.prefix import Match
+from kvcore.cache.recorder import Recorder
 from kvcore.cache.sequence import Sequence
 from kvcore.errors import InputError
-from kvcore.policy import Match, Plugin, Recorder
+from kvcore.plugins import Plugin
 from kvcore.request import Request
 
 

@@ -2,28 +2,264 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from collections.abc import Sequence as Keys
-from operator import sub
+from functools import cache
+from itertools import accumulate, repeat
+from operator import mul, sub
 from typing import Any, TypeAlias
 
-from kvcore.cache.histogram import Histogram
-from kvcore.cache.refaults import ENTRY, Move, Refaults
-from kvcore.policy import Span
+import attrs
+
+from kvcore.cache.span import Span
 from kvcore.request import Key
 from kvcore.units import NANOSECONDS
+
+PERCENTS = (50, 90, 95, 99)
+
+
+EXACT = 200
+"""Values up to here have a bucket each: the first two decades, and a fifth of the third."""
+
+
+LARGEST = 2**63
+"""The last bucket ends here, or later: no time in nanoseconds is longer."""
+
+
+@cache
+def borders() -> list[int]:
+    """Return the largest value of each bucket, ascending: some 6,000.
+
+    In each decade they are 0.01, 0.02 and 0.05 of it apart, between 1, 2, 5 and 10 of it. So
+    they are round numbers, and those of the series 1, 2, 5, 10, ... are among them.
+    """
+    found, decade = list(range(EXACT)), EXACT // 2
+    while found[-1] < LARGEST:
+        step = decade // 100
+        for first, after, wide in ((2, 5, 2), (5, 10, 5), (10, 20, 10)):
+            found.extend(range(first * decade, after * decade, wide * step))
+        decade *= 10
+    return found
+
+
+class Histogram:
+    """A multiset of integers from 0 on, each with a weight, in buckets of about 1 %.
+
+    Weight, sum and maximum are exact. A bucket is at most 1 % as wide as what it holds, and
+    up to 200 it holds one value: a percentile is the largest value of its bucket, at most the
+    maximum, hence never too small and at most 1 % too large. How many samples are at most a
+    border, such as 1, 2 or 5 with any number of zeros, is exact.
+
+    A sample costs O(1): a bisection among `borders()`. Memory is a number a bucket in use, of
+    which there are some 6,000 at most, however much is added.
+
+    Source: fixed buckets of bounded relative error are those of HdrHistogram (Tene) and
+    DDSketch (Masson, Rim and Lee, 2019); theirs are powers of 2, or of a base, rather than
+    round numbers.
+
+    Attributes:
+        weight, total: of all samples: the sum of the weights, and of values times weights.
+        high: the largest sample.
+    """
+
+    __slots__ = ("_borders", "_weights", "high", "total", "weight")
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.weight = self.total = self.high = 0
+        self._borders = borders()
+        self._weights: defaultdict[int, int] = defaultdict(int)
+
+    def extend(self, values: Sequence[int], weights: Sequence[int]) -> None:
+        """Put in each value as often as its weight says."""
+        self.weight += sum(weights)
+        self.total += sum(map(mul, values, weights))
+        self.high = max(self.high, *values)
+        # Much falls into few buckets at a time.
+        low = bisect_left(self._borders, min(values))
+        high = bisect_left(self._borders, max(values), low)
+        ends = repeat(low), repeat(high)
+        counts, places = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
+        for place, weight in zip(places, weights, strict=True):
+            counts[place] += weight
+
+    def at_most(self, bounds: Iterable[int]) -> list[int]:
+        """Return how many samples are at most each of `bounds`, exact for borders.
+
+        For other bounds, those in the bucket that one cuts are left out.
+        """
+        places = sorted(self._weights)
+        upto = list(accumulate((self._weights[place] for place in places), initial=0))
+        ends = (bisect_right(self._borders, bound) for bound in bounds)
+        return [upto[bisect_left(places, end)] for end in ends]
+
+    def percentiles(self) -> dict[str, int] | None:
+        """Return `p50`, `p90`, `p95` and `p99`, by nearest rank; None without samples."""
+        if not self.weight:
+            return None
+        places = sorted(self._weights)
+        upto = list(accumulate(self._weights[place] for place in places))
+        found = {}
+        for percent in PERCENTS:
+            rank = -(-percent * self.weight // 100)
+            border = self._borders[places[bisect_left(upto, rank)]]
+            found[f"p{percent}"] = min(border, self.high)
+        return found
+
+    def as_dict(self, unit: int, bounds: Iterable[int]) -> dict[str, Any] | None:
+        """Return what JSON says of it, in units of `unit`; None without samples.
+
+        `blocks` is the weight, since all that is counted here is weighted so; `buckets` says
+        how many of them are at most each of `bounds`, by the bound in units.
+        """
+        percentiles = self.percentiles()
+        if percentiles is None:
+            return None
+        bounds = list(bounds)
+        names = (f"{bound / unit:.15g}" for bound in bounds)
+        return {
+            "blocks": self.weight,
+            "sum": self.total / unit,
+            "mean": self.total / (self.weight * unit),
+            **{name: value / unit for name, value in percentiles.items()},
+            "buckets": dict(zip(names, self.at_most(bounds), strict=True)),
+        }
+
+
+Gone: TypeAlias = tuple[int, int, Keys[Key], int]
+"""Blocks `[start, end)` of the path with these keys, and blocks evicted up to then."""
+
+
+Move: TypeAlias = tuple[Any, ...]
+"""(keys, first, end, ratio): the blocks `[first, end)` of the path with these keys, each of
+which stands for `ratio`, were stored. With more behind it, they left."""
+
+
+ENTRY = 4
+"""The length of a `Move` that says what was stored."""
+
+
+class Refaults:
+    """Counts blocks that are stored again after at most `window` others were evicted.
+
+    What was evicted is remembered as runs, by the key in which they begin, their keys by
+    reference; of pieces that begin in one key, as one run, which left with the last of them.
+    Evicting costs O(1), storing O(runs that come back). Memory is that of the runs evicted in
+    two windows.
+
+    Attributes:
+        blocks: how many were stored again.
+
+    Source: the refault distance of Linux (mm/workingset.c, Weiner, 2014), which counts what
+    was evicted between the eviction of a page and its return: a cache larger by that much
+    would have kept it.
+    """
+
+    __slots__ = ("_clock", "_old", "_turn", "_window", "_young", "blocks")
+
+    def __init__(self, window: int) -> None:
+        """Remember nothing yet."""
+        self.blocks = self._clock = 0
+        self._window = window
+        # What left in this window of evictions, and in the one before: no more is needed.
+        self._young: dict[Key, Gone] = {}
+        self._old: dict[Key, Gone] = {}
+        self._turn = window
+
+    def follow(self, moves: Iterable[Move]) -> None:
+        """Take in what was stored and what left, in order."""
+        path: Keys[Key] | None = None
+        start = upto = of = 0
+        for move in moves:
+            keys, first, end, ratio = move[:ENTRY]
+            left = len(move) > ENTRY
+            # The end of a path often leaves block by block: of one key, as one piece.
+            if left and keys is path and end == start and first // ratio == start // ratio:
+                start = first
+                continue
+            if path is not None:
+                self._left(path, start, upto, of)
+                path = None
+            if left:
+                path, start, upto, of = keys, first, end, ratio
+            else:
+                self._stored(keys, first, end, ratio)
+        if path is not None:
+            self._left(path, start, upto, of)
+
+    def _left(self, keys: Keys[Key], start: int, end: int, ratio: int) -> None:
+        """Take in that the blocks `[start, end)` of the path with `keys` leave."""
+        self._clock = clock = self._clock + end - start
+        if clock > self._turn:
+            self._old, self._young = self._young, {}
+            self._turn = clock + self._window
+        self._remember(keys[start // ratio], (start, end, keys, clock))
+
+    def _stored(self, keys: Keys[Key], start: int, end: int, ratio: int) -> None:
+        """Take in that the blocks `[start, end)` of the path with `keys` are stored."""
+        # What had left of a path begins where the rest of it is cached, one run after another.
+        oldest = self._clock - self._window
+        while start < end:
+            run = self._taken(keys[start // ratio])
+            if run is None:
+                return
+            first, last, path, clock = run
+            stop = max(first, _agreement(path, keys, first, min(last, end), ratio))
+            if clock >= oldest:
+                self.blocks += stop - first
+            if stop < last:
+                self._remember(path[stop // ratio], (stop, last, path, clock))
+            if stop <= start:
+                return
+            start = stop
+
+    def _remember(self, key: Key, run: Gone) -> None:
+        """Remember a run, and what has left after its end and began in the same key."""
+        after = self._taken(key)
+        if after is not None and after[0] == run[1]:
+            run = run[0], after[1], after[2], run[3]
+        self._young[key] = run
+
+    def _taken(self, key: Key) -> Gone | None:
+        """Forget the run that begins in `key`, and return it."""
+        found = self._young.pop(key, None)
+        return self._old.pop(key, None) if found is None else found
+
+
+def _agreement(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:
+    """Return where, from `start` to `end`, two paths part whose keys at `start` are equal."""
+    low, high = start // ratio, (end - 1) // ratio
+    if high <= low or one[high] == other[high]:
+        return end
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[middle] == other[middle]:
+            low = middle
+        else:
+            high = middle
+    return high * ratio
+
 
 Rested: TypeAlias = tuple[int, int, int]
 """Of blocks that leave: ns since the last access, ns since they were stored, hits."""
 
+
 TIER = "gpu"
 """The tier whose blocks a pool holds: the only one there is."""
 
+
 SERIES = (1, 2, 5)
+
+
 AGES = [digit * 10**zeros for zeros in range(6, 14) for digit in SERIES]
 """Bounds of the buckets of times in JSON and metrics: 1 ms to 50,000 s, in nanoseconds."""
 
+
 BATCH = 4096
 """How many events are noted before they are counted together."""
+
 
 COUNTS = [0, *(digit * 10**zeros for zeros in range(3) for digit in SERIES), 1000]
 """Likewise of numbers of hits."""
@@ -210,3 +446,64 @@ class Residency:
         """Return that under the name of the tier, or None."""
         rested = self.as_dict()
         return None if rested is None else {self.tier: rested}
+
+
+@attrs.define
+class CacheStats:
+    """Counts of first admissions; a preempted request's own blocks are counted apart.
+
+    Attributes:
+        requests: first admissions.
+        lookup_blocks, hit_blocks: blocks looked up, and hit from the first on.
+        lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
+        self_hit_blocks: blocks that preempted requests found of their own.
+        forgotten_blocks: blocks that open sequences have forgotten.
+        lost_tokens: tokens that whole blocks kept from hitting, at most: what is left of a
+            prompt, but for its last token, after every full block of it has hit.
+        looked_up: requests with at least one lookup block.
+        ratio_sum: the sum of their hit ratios.
+    """
+
+    requests: int = 0
+    lookup_blocks: int = 0
+    hit_blocks: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    self_hit_blocks: int = 0
+    forgotten_blocks: int = 0
+    lost_tokens: int = 0
+    looked_up: int = 0
+    ratio_sum: float = 0.0
+
+    def admitted(
+        self, lookup: int, hit: int, tokens: int, hit_tokens: int, *, again: bool
+    ) -> None:
+        """Count an admission that hit `hit` of `lookup` blocks of `tokens` tokens."""
+        if again:
+            self.self_hit_blocks += hit
+            return
+        self.requests += 1
+        self.lookup_tokens += tokens
+        if lookup:
+            self.looked_up += 1
+            self.lookup_blocks += lookup
+            if hit:
+                self.hit_blocks += hit
+                self.hit_tokens += hit_tokens
+                self.ratio_sum += hit / lookup
+                rest = tokens - 1 - hit_tokens
+                if 0 < rest * hit < hit_tokens:
+                    self.lost_tokens += rest
+
+    def ratios(self) -> dict[str, float | None]:
+        """Return the hit ratio weighted by block, by token and by request.
+
+        Without a single lookup block there is none: all are None.
+        """
+        if not self.looked_up:
+            return dict.fromkeys(("block", "token", "request"))
+        return {
+            "block": self.hit_blocks / self.lookup_blocks,
+            "token": self.hit_tokens / self.lookup_tokens,
+            "request": self.ratio_sum / self.looked_up,
+        }

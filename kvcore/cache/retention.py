@@ -1,100 +1,40 @@
-"""Forgetting: blocks that leave the table of a sequence while it runs."""
+"""The retention contract: what a sequence that is still running may forget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from operator import index
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
 
-from kvcore.cache.pool import CountingPool, Ids
-from kvcore.cache.sequence import Gap, Sequence, merged
-from kvcore.cache.sharing import shares_private
-from kvcore.policy import Recorder, RetentionPolicy, broken
+import attrs
+
+from kvcore.plugins.base import Plugin
+
+if TYPE_CHECKING:
+    from kvcore.cache.sequence import Sequence
 
 
-def forget(
-    pool: CountingPool,
-    retention: RetentionPolicy,
-    seq: Sequence,
-    trace: Recorder | None,
-    now: int,
-) -> int:
-    """Let `seq` forget what its retention policy says it may; return how many blocks.
+@attrs.define(slots=False, eq=False)
+class RetentionPolicy(Plugin):
+    """Says which tokens of an open sequence need no K/V any longer.
 
-    Nothing while it shares private blocks with a fork, nor before it has computed what a
-    fork has published of them meanwhile: it is about to write there, for all who find it.
-    O(ranges log ranges + gaps), and O(gaps) for each new one; ids move by slices.
+    The cache asks whenever a sequence has computed something: after each chunk of its
+    prefill, and while it generates, whenever it has filled a block. What it forgets leaves
+    its block table for good: the blocks of its own are free at once, those it shares are
+    hidden from it and stay cached and pinned. From then on it publishes nothing, since what
+    it computes without those tokens is not the K/V that its keys stand for.
 
-    Raises:
-        PolicyError: the policy raised, or named tokens that are not computed; nothing has
-            changed.
+    A sequence forgets nothing while it shares blocks of its own with a fork, nor before it
+    has computed what a fork has published of them.
     """
-    behind = seq.computed < seq.span.end * seq.span.shape.block_size
-    if behind or shares_private(pool, seq):
-        return 0
-    try:
-        wanted = _whole_blocks(retention.forgettable(seq), seq)
-    except Exception as error:
-        raise broken(retention, "forgettable", error) from error
-    gone = list(_new(seq.gaps, wanted))
-    if not gone:
-        return 0
-    # Deepest first: what is still to go keeps its place.
-    gone.reverse()
-    freed = [_drop(pool, seq, first, end) for first, end in gone]
-    seq.gaps = merged([*seq.gaps, *gone])
-    count = sum(end - first for first, end in gone)
-    seq.forgotten += count
-    if trace is not None:
-        for (first, end), ids in zip(gone, freed, strict=True):
-            trace.line(
-                "EVICT", now, seq=seq.id, first=first, blocks=end - first, runs=ids,
-                by=retention.name, reason="retention", scope="sequence",
-            )  # fmt: skip
-    return count
 
+    kind: ClassVar[str] = "retention"
 
-def _whole_blocks(ranges: Iterable[tuple[int, int]], seq: Sequence) -> list[Gap]:
-    """Return the blocks that lie whole in ranges of tokens, in order."""
-    size, blocks = seq.span.shape.block_size, []
-    for given in ranges:
-        # Whole numbers of any kind, such as those of arrays.
-        start, end = map(index, given)
-        if not 0 <= start <= end <= seq.computed:
-            msg = f"tokens {start} to {end} of {seq.computed} computed ones"
-            raise ValueError(msg)
-        blocks.append((-(-start // size), end // size))
-    return sorted(blocks)
+    @abstractmethod
+    def forgettable(self, seq: Sequence) -> Iterable[tuple[int, int]]:
+        """Return ranges `(start, end)` of token positions that `seq` may forget.
 
-
-def _new(gaps: tuple[Gap, ...], wanted: Iterable[Gap]) -> Iterator[Gap]:
-    """Yield the parts of `wanted`, in order, that are in none of `gaps`, nor twice."""
-    at = place = 0
-    for first, end in wanted:
-        at = max(at, first)
-        while at < end:
-            while place < len(gaps) and gaps[place][1] <= at:
-                place += 1
-            low, high = gaps[place] if place < len(gaps) else (end, end)
-            if at < low:
-                high = min(low, end)
-                yield at, high
-            at = high
-
-
-def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None:
-    """Take the blocks `[first, end)` out of the table of `seq`; return the ids freed.
-
-    Deepest first, as `close` frees; None where the pool counts.
-    """
-    own = max(first, seq.span.end)
-    count = max(end - own, 0)
-    seq.returned += count
-    if seq.private is None:
-        pool.give(None, count)
-        return None
-    at = own - seq.span.end - seq.forgotten_between(seq.span.end, own)
-    ids = seq.private[at : at + count]
-    ids.reverse()
-    del seq.private[at : at + count]
-    pool.give(ids, count)
-    return ids
+        Positions count from 0; `seq.computed` tokens are computed, and no range may reach
+        beyond. Ranges may name again what is forgotten already. Whole blocks inside a range
+        go. Pure: an equal sequence gets an equal answer.
+        """

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import attrs
 
-from kvcore.policy import Span
+from kvcore.cache.span import Span
 from kvcore.request import Key, Request
 
 Gap: TypeAlias = tuple[int, int]

@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.prefix import PrefixCache
+from kvcore.cache.recorder import Recorder
 from kvcore.cache.sequence import Sequence
-from kvcore.policy import PrefixCache, Recorder
 
 
 def with_ids(

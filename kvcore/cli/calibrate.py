@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.calibration import SECOND, fit_linear
 from kvcore.cli.output import emit_json, file_path, json_option, print_table, print_text
-from kvcore.measurements import COUNTS
+from kvcore.serving.calibration import COUNTS, SECOND, fit_linear
 from kvcore.units import format_seconds
 
 if TYPE_CHECKING:
-    from kvcore.calibration import Calibration
+    from kvcore.serving.calibration import Calibration
 
 UNITS = {
     "step": "a step",

@@ -11,27 +11,30 @@ from typing import Any
 import attrs
 import click
 
-from kvcore.cache.geometry import COUNTINGS
+from kvcore.analysis import SHARING, Comparison
+from kvcore.analysis import compare as run_comparison
+from kvcore.cache.layout import COUNTINGS
 from kvcore.cache.pool import MOST_BLOCKS
-from kvcore.catalogue import find_device
-from kvcore.cli.metrics import STDOUT, metrics_file, prometheus_option
 from kvcore.cli.model import find_or_read
 from kvcore.cli.output import (
+    STDOUT,
     emit_json,
     file_path,
     json_option,
+    metrics_file,
     print_table,
     print_text,
     progress,
+    prometheus_option,
 )
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError
 from kvcore.files import whole_file
-from kvcore.lab import SHARING, Comparison
-from kvcore.lab import compare as run_comparison
-from kvcore.model import KV_DTYPES, KVLayout, PrefillCost
-from kvcore.plugins import Plugins
-from kvcore.policy import Workload
+from kvcore.models.catalogue import find_device
+from kvcore.models.cost import PrefillCost
+from kvcore.models.memory import KVLayout
+from kvcore.models.spec import KV_DTYPES
+from kvcore.plugins.manager import Plugins
 from kvcore.report import (
     ComparisonReport,
     ResidencyReport,
@@ -40,7 +43,8 @@ from kvcore.report import (
     write_csv,
 )
 from kvcore.units import format_bytes, parse_bytes
-from kvcore.workloads import checked, spare
+from kvcore.workloads import Workload
+from kvcore.workloads.files import checked, spare
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 LONGEST = len(str(MOST_BLOCKS))

@@ -10,8 +10,10 @@ from typing import TextIO
 import click
 import orjson
 
-from kvcore.cache.geometry import COUNTINGS
-from kvcore.catalogue import find_device
+from kvcore.analysis import curve as make_curves
+from kvcore.analysis.mrc import POINTS
+from kvcore.analysis.sweep.executors import cpus
+from kvcore.cache.layout import COUNTINGS
 from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
 from kvcore.cli.model import find_or_read
 from kvcore.cli.output import (
@@ -25,14 +27,14 @@ from kvcore.cli.output import (
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError
 from kvcore.files import whole_file
-from kvcore.lab import curve as make_curves
-from kvcore.lab.curves import POINTS
-from kvcore.lab.workers import cpus
-from kvcore.model import KV_DTYPES, KVLayout, PrefillCost
-from kvcore.plugins import Plugins
+from kvcore.models.catalogue import find_device
+from kvcore.models.cost import PrefillCost
+from kvcore.models.memory import KVLayout
+from kvcore.models.spec import KV_DTYPES
+from kvcore.plugins.manager import Plugins
 from kvcore.report import CurvesReport
-from kvcore.report.curve_plot import FORMS, matplotlib, plot
-from kvcore.workloads import spare
+from kvcore.report.mrc import FORMS, matplotlib, plot
+from kvcore.workloads.files import spare
 
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000

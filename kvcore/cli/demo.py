@@ -8,11 +8,17 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
-from kvcore.lab import WORKED_EXAMPLE, Generation, OneHead, with_and_without_cache
-from kvcore.plugins import Plugins
-from kvcore.policy import Plugin
-from kvcore.report import CachingReport, OneHeadReport
-from kvcore.trace.fields import plain
+from kvcore.demo import (
+    WORKED_EXAMPLE,
+    CachingReport,
+    Generation,
+    OneHead,
+    OneHeadReport,
+    with_and_without_cache,
+)
+from kvcore.plugins import Plugin
+from kvcore.plugins.manager import Plugins
+from kvcore.trace.events import plain
 
 WAYS = 3
 SHAPE = ("name", "layers", "query_heads", "kv_heads", "head_dim", "hidden_size", "parameters")

@@ -9,14 +9,16 @@ import attrs
 
 from kvcore.cli.model import find_or_read
 from kvcore.cli.setup import Options, Setup
+from kvcore.engine import Backend, Generator
+from kvcore.engine.executor import Clock, tensor_layout
 from kvcore.errors import InputError
-from kvcore.model import KV_DTYPES, ModelSpec
-from kvcore.policy import Backend, Generator, Plugin, Workload
-from kvcore.serving import TextRequest, Texts, text_request
-from kvcore.serving.engine import Clock, tensor_layout
-from kvcore.serving.excerpt import Excerpt
-from kvcore.specs import Spec, takes_path
+from kvcore.models.spec import KV_DTYPES, ModelSpec
+from kvcore.plugins import Plugin
+from kvcore.plugins.options import Spec, takes_path
+from kvcore.request import TextRequest, text_request
 from kvcore.units import format_bytes
+from kvcore.workloads import Texts, Workload
+from kvcore.workloads.sample import Excerpt
 
 LIMIT, MAX_OUTPUT, MEMORY = 20, 16, 256 << 20
 """Requests of a workload, tokens for a text, and bytes of a pool, where nobody says more."""

@@ -10,16 +10,15 @@ from tempfile import TemporaryDirectory
 import click
 import orjson
 
-from kvcore.cache.geometry import COUNTINGS
+from kvcore.analysis import SHARING, Explanation, compare
+from kvcore.analysis import explain as explain_trace
+from kvcore.cache.layout import COUNTINGS
 from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError
-from kvcore.lab import SHARING, compare
-from kvcore.lab.explaining import Explanation
-from kvcore.lab.explaining import explain as explain_trace
-from kvcore.plugins import Plugins
-from kvcore.report.explain import RequestReport, SummaryReport
-from kvcore.workloads import lines
+from kvcore.plugins.manager import Plugins
+from kvcore.report.misses import RequestReport, SummaryReport
+from kvcore.workloads.files import lines
 
 EVICTION = "lru"
 COUNT = "keys"

@@ -20,7 +20,7 @@ USUAL_KEY_TOKENS = 512
 
 
 def _events(trace: Path, out: Path) -> dict[str, Any]:
-    from kvcore.events import RecordingWriter, event_batches  # noqa: PLC0415 - a slow room
+    from kvcore.kv_events import RecordingWriter, event_batches  # noqa: PLC0415 - a slow room
 
     batches = 0
     with RecordingWriter(out, engine="kvcore") as recording:
@@ -30,7 +30,7 @@ def _events(trace: Path, out: Path) -> dict[str, Any]:
 
 
 def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
-    from kvcore.events import Publisher, encode, event_batches  # noqa: PLC0415 - as above
+    from kvcore.kv_events import Publisher, encode, event_batches  # noqa: PLC0415 - as above
 
     payloads = map(encode, event_batches(trace))
     # A trace that is none is told before anyone is waited for.
@@ -41,14 +41,14 @@ def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
 
 
 def _router_events(trace: Path, out: Path) -> dict[str, Any]:
-    from kvcore.events import dynamo_batches, encode, write_lines  # noqa: PLC0415 - as above
+    from kvcore.kv_events import dynamo_batches, encode, write_lines  # noqa: PLC0415 - as above
 
     lines = (encode(batch) + b"\n" for batch in dynamo_batches(trace))
     return {"events": write_lines(out, lines)}
 
 
 def _requests(trace: Path, out: Path) -> dict[str, Any]:
-    from kvcore.events import MooncakeRows, write_lines  # noqa: PLC0415 - as above
+    from kvcore.kv_events import MooncakeRows, write_lines  # noqa: PLC0415 - as above
 
     rows = MooncakeRows(trace)
     found: dict[str, Any] = {"requests": write_lines(out, rows)}

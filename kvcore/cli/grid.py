@@ -9,19 +9,18 @@ from typing import Any
 import attrs
 import click
 
+from kvcore.analysis import Optimum
+from kvcore.analysis.sweep import AXES, MODES, Grid, Plan
 from kvcore.cli.compare import compare
-from kvcore.cli.config import ConfigFile
 from kvcore.cli.model import find_or_read
+from kvcore.cli.options import ConfigFile, read_plugin
 from kvcore.cli.simulate import simulate
-from kvcore.cli.values import read_plugin
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError, PluginError
-from kvcore.lab import Optimum
-from kvcore.lab.sweeping import AXES, MODES, Grid, Plan
-from kvcore.plugins import Plugins
-from kvcore.policy import Workload
-from kvcore.policy.plugin import option_fields
-from kvcore.specs import Spec, as_text
+from kvcore.plugins.base import option_fields
+from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import Spec, as_text
+from kvcore.workloads import Workload
 
 OWN = ("out", "jobs", "executor")
 """Options of `kvcore sweep` itself, which the file may set too."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from kvcore.errors import KvcoreError, PluginError
-from kvcore.specs import nearest
+from kvcore.plugins.options import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os.path
 from typing import TYPE_CHECKING
 
-from kvcore.catalogue import MODELS, find_model
 from kvcore.errors import InputError
-from kvcore.hf_config import read_config
+from kvcore.models.catalogue import MODELS, find_model
+from kvcore.models.huggingface import read_config
 
 if TYPE_CHECKING:
-    from kvcore.model import ModelSpec
+    from kvcore.models.spec import ModelSpec
 
 
 def find_or_read(text: str, weights_dtype: str | None = None) -> ModelSpec:

@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 import orjson
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from kvcore.cli.setup import Options, Setup
+from kvcore.errors import InputError
+from kvcore.files import whole_file
+from kvcore.serving.result import REQUESTS, SUMMARY
+from kvcore.trace import Trace
+from kvcore.workloads import Workload
+from kvcore.workloads.files import spare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+
 Item = TypeVar("Item")
+
 
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
 
+
 STRIDE = 256
 """Items between two movements of a progress bar."""
+
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
@@ -75,8 +99,6 @@ def print_table(
     one below another, each with the first column. Text is printed as it is: brackets are
     no markup.
     """
-    from kvcore.cli.tables import draw_table  # noqa: PLC0415 - rich takes 15 ms
-
     width = terminal_width()
     draw_table(headers, rows, right, width if split else None, width)
 
@@ -90,7 +112,6 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     if not sys.stderr.isatty():
         yield _unseen
         return
-    from kvcore.cli.tables import progress_bar  # noqa: PLC0415 - as above
 
     with progress_bar() as bar:
         task = bar.add_task(description, total=total)
@@ -115,3 +136,170 @@ def _counted(items: Iterable[Item], tick: Callable[[int], None]) -> Iterator[Ite
             tick(fresh)
             fresh = 0
     tick(fresh)
+
+
+TRACE = "trace.jsonl.gz"
+
+
+@contextmanager
+def outputs(options: Options, setup: Setup) -> Iterator[Trace | None]:
+    """Open the trace to write, if any, and before it the directory that it goes to.
+
+    If the body raises, no file is left of it, nor a directory that was made for it.
+    """
+    path, others = options.trace, []
+    if options.out is not None:
+        path, *others = (options.out / name for name in (TRACE, SUMMARY, REQUESTS))
+        if options.allocation == "contiguous":
+            path = None
+    for written in filter(None, (path, *others)):
+        spare(setup.workload, written)
+    with ExitStack() as stack:
+        if options.out is not None:
+            stack.enter_context(_directory(options.out))
+        yield None if path is None else stack.enter_context(Trace(path, **setup.header()))
+
+
+@contextmanager
+def _directory(path: Path) -> Iterator[None]:
+    """Make a directory, if need be; if the body raises, not for good."""
+    made = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        msg = f"--out {path}: cannot be made a directory: {reason}; name another one"
+        raise InputError(msg) from error
+    try:
+        yield
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+STDOUT = Path("-")
+
+
+prometheus_option = click.option(
+    "--prometheus",
+    callback=file_path,
+    metavar="FILE",
+    help="Write metrics as Prometheus has them; - prints them alone.",
+)
+
+
+@contextmanager
+def metrics_file(
+    path: Path | None, source: Workload, *others: Path | None, as_json: bool
+) -> Iterator[Callable[[str], object] | None]:
+    """Open the file for metrics before there are any; yield what writes them, or None.
+
+    If the body raises, no file is left. The `others` are written at the same time.
+
+    Raises:
+        InputError: the file of the workload, one of the `others`, one that cannot be
+            written, or stdout where JSON goes.
+        PluginError: the package that writes metrics is not installed.
+    """
+    if path is None:
+        yield None
+        return
+    from kvcore.report import require_prometheus  # noqa: PLC0415 - nobody else needs reports
+
+    require_prometheus()
+    if path == STDOUT:
+        if as_json:
+            msg = "--json and --prometheus - both print a document: give a file to one of them"
+            raise InputError(msg)
+        yield lambda text: click.echo(text, nl=False)
+        return
+    if path.resolve() in [other.resolve() for other in others if other is not None]:
+        msg = f"--prometheus {path}: another option writes that file; name another one"
+        raise InputError(msg)
+    spare(source, path)
+    with whole_file(path) as file:
+        yield file.write
+
+
+Column: TypeAlias = tuple[str, ...]
+
+
+WHOLE, FOLDED, GAP = 20, 12, 3
+"""Columns of the longest cell that never folds, of the narrowest that does, and between two."""
+
+
+def draw_table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Collection[str],
+    split_at: int | None,
+    width: int | None,
+) -> None:
+    """Print a table for a terminal of `width` columns, or a pipe; see `print_table`.
+
+    A table wider than `split_at` columns is printed as several.
+    """
+    columns: list[Column] = list(zip(headers, *(map(str, row) for row in rows), strict=True))
+    parts = [columns] if split_at is None else _parts(columns, split_at)
+    for number, part in enumerate(parts):
+        if number:
+            click.echo()
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for header, *cells in part:
+            table.add_column(
+                header,
+                justify="right" if header in right else "left",
+                no_wrap=_width([header, *cells]) <= WHOLE,
+                overflow="fold",
+            )
+        for row in zip(*(cells for _, *cells in part), strict=True):
+            table.add_row(*row)
+        # Without a height too, rich takes a dumb terminal for one of 80 columns.
+        console = Console(
+            width=_fitting(part, width),
+            height=len(columns[0]),
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
+        with console.capture() as captured:
+            console.print(table)
+        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _parts(columns: list[Column], width: int) -> list[list[Column]]:
+    """Divide columns into as few tables as fit the width, the first column in each."""
+    first, *others = columns
+    parts = [[first]]
+    for column in others:
+        wide = sum(_width(each) + GAP for each in parts[-1]) + _width(column)
+        if wide > width and len(parts[-1]) > 1:
+            parts.append([first])
+        parts[-1].append(column)
+    return parts
+
+
+def _fitting(columns: list[Column], width: int | None) -> int:
+    """Return the terminal's width, or more if folding cannot make the columns fit."""
+    widths = [_width(column) for column in columns]
+    gaps = GAP * (len(columns) - 1)
+    least = sum(width if width <= WHOLE else FOLDED for width in widths) + gaps
+    return max(width or sum(widths) + gaps, least)
+
+
+def _width(column: Iterable[str]) -> int:
+    return max(map(cell_len, column))
+
+
+def progress_bar() -> Progress:
+    """Return a progress bar for stderr that leaves nothing behind."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

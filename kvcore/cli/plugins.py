@@ -6,7 +6,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, json_option, print_table, terminal_width
-from kvcore.plugins import Plugins
+from kvcore.plugins.manager import Plugins
 
 ROOMY = 100
 """Columns of a terminal that has room for the names of modules."""

@@ -18,7 +18,7 @@ from kvcore.errors import InputError
 from kvcore.units import NANOSECONDS, parse_seconds
 
 if TYPE_CHECKING:
-    from kvcore.events.recorder import Tally
+    from kvcore.kv_events.recording import Tally
 
 REDRAW_SECONDS = 0.2
 ERASE = "\r\x1b[K"
@@ -81,9 +81,9 @@ def record(
     Until Ctrl-C, SIGTERM, --for or --batches: each ends with a complete file. Batches that
     are missing are asked for, if the server has an address for that, or told as lost.
     """
-    from kvcore.events.recorder import record as run  # noqa: PLC0415 - a slow room
-    from kvcore.events.recording import RecordingWriter  # noqa: PLC0415 - as above
-    from kvcore.events.transport import Server, Subscriber  # noqa: PLC0415 - as above
+    from kvcore.kv_events.recording import RecordingWriter  # noqa: PLC0415 - as above
+    from kvcore.kv_events.recording import record as run  # noqa: PLC0415 - a slow room
+    from kvcore.kv_events.subscriber import Server, Subscriber  # noqa: PLC0415 - as above
 
     server = Server(**given)
     with (

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvcore.cli.options import plugin_option, slo_option
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -15,7 +16,6 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.cli.values import plugin_option, slo_option
 from kvcore.errors import InputError, TraceError
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
@@ -98,15 +98,15 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
 
 
 def _is_recording(file: Path) -> bool:
-    from kvcore.events.reading import is_recording  # noqa: PLC0415 - for this alone
+    from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - for this alone
 
     return is_recording(file)
 
 
 def _show_recording(file: Path, *, as_json: bool) -> None:
     """Check a recording of KV events, and print what it holds."""
-    from kvcore.events import check_recording  # noqa: PLC0415 - traces do without it
-    from kvcore.report.recording import rows  # noqa: PLC0415 - likewise
+    from kvcore.kv_events import check_recording  # noqa: PLC0415 - traces do without it
+    from kvcore.report.kv_events import rows  # noqa: PLC0415 - likewise
 
     report = check_recording(file)
     if as_json:
@@ -122,7 +122,7 @@ def _show_recording(file: Path, *, as_json: bool) -> None:
 
 def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
     """Run the requests again, and print both runs."""
-    from kvcore.lab import whatif  # noqa: PLC0415 - checking a trace does without it
+    from kvcore.analysis import whatif  # noqa: PLC0415 - checking a trace does without it
 
     caps = {name: given.pop(name) for name in CAPS if name in given}
     found = whatif(file, **given, batching=caps or None, progress=progress)

@@ -8,36 +8,38 @@ from typing import Any
 import click
 
 from kvcore.cli.engine import Engine, RunOptions
-from kvcore.cli.metrics import STDOUT, metrics_file
+from kvcore.cli.options import (
+    batching_options,
+    names_from_file,
+    one_of,
+    output_options,
+    plugin_option,
+    policy_options,
+    size_option,
+    traffic_options,
+)
 from kvcore.cli.output import (
+    STDOUT,
     emit_json,
     file_path,
     json_option,
+    metrics_file,
+    outputs,
     print_table,
     print_text,
     progress,
     watched,
 )
-from kvcore.cli.results import outputs
-from kvcore.cli.serving import (
-    batching_options,
-    names_from_file,
-    one_of,
-    output_options,
-    policy_options,
-    traffic_options,
-)
-from kvcore.cli.values import plugin_option, size_option
+from kvcore.engine import RunResult
+from kvcore.engine import run as run_engine
+from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError
 from kvcore.files import whole_file
-from kvcore.measurements import write_steps
-from kvcore.policy.backend import TENSOR_DTYPES
 from kvcore.report.tables import counted
-from kvcore.serving import RunResult
-from kvcore.serving import run as run_engine
+from kvcore.serving.calibration import write_steps
 from kvcore.trace import Trace
 from kvcore.units import format_seconds
-from kvcore.workloads import spare
+from kvcore.workloads.files import spare
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")

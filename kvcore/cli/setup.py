@@ -10,23 +10,24 @@ from typing import Any, Literal
 
 import attrs
 
-from kvcore.cache import KVCache
-from kvcore.catalogue import MODELS, find_device
+from kvcore.cache import KVCache, Recorder
 from kvcore.cli.model import find_or_read
 from kvcore.cli.workload import find_workload
-from kvcore.deployment import Deployment
 from kvcore.errors import InputError
-from kvcore.model import KVLayout, ModelSpec, PrefillCost
-from kvcore.plugins import Plugins
-from kvcore.policy import LatencyModel, Plugin, Recorder, Scheduler, Workload
-from kvcore.recompute import cost_fields
+from kvcore.models.catalogue import MODELS, find_device
+from kvcore.models.cost import PrefillCost, cost_fields
+from kvcore.models.memory import Deployment, KVLayout
+from kvcore.models.spec import ModelSpec
+from kvcore.plugins import Plugin
+from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import Spec
 from kvcore.request import SLO
-from kvcore.serving import Batching, Result
+from kvcore.serving import Batching, LatencyModel, Result, Scheduler
 from kvcore.serving.contiguous import Allocation
-from kvcore.serving.load import offered_load
-from kvcore.specs import Spec
-from kvcore.trace.fields import plain
+from kvcore.serving.result import offered_load
+from kvcore.trace.events import plain
 from kvcore.units import format_bytes
+from kvcore.workloads import Workload
 
 DOUBLINGS = 5
 

@@ -6,27 +6,28 @@ from typing import Any
 
 import click
 
-from kvcore.cli.metrics import STDOUT, metrics_file
-from kvcore.cli.output import (
-    emit_json,
-    json_option,
-    print_table,
-    print_text,
-    progress,
-    watched,
-)
-from kvcore.cli.results import outputs
-from kvcore.cli.serving import (
+from kvcore.cli.options import (
     batching_options,
     names_from_file,
     one_of,
     output_options,
     policy_options,
+    size_option,
     traffic_options,
 )
+from kvcore.cli.output import (
+    STDOUT,
+    emit_json,
+    json_option,
+    metrics_file,
+    outputs,
+    print_table,
+    print_text,
+    progress,
+    watched,
+)
 from kvcore.cli.setup import Options, Setup
-from kvcore.cli.values import size_option
-from kvcore.model import KV_DTYPES
+from kvcore.models.spec import KV_DTYPES
 from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.contiguous import Allocation, ContiguousCache

@@ -12,21 +12,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvcore.catalogue import DEVICES, MODELS, find_device
 from kvcore.cli.model import find_or_read
 from kvcore.cli.output import emit_json, json_option, print_table
 from kvcore.errors import InputError
-from kvcore.model import (
-    KV_DTYPES,
-    MOST,
-    WEIGHT_DTYPES,
-    DeviceSpec,
-    KVLayout,
-    PrefillCost,
-    decode_step_bytes,
-    kv_budget,
-    prefill_flop,
-)
+from kvcore.models.catalogue import DEVICES, MODELS, find_device
+from kvcore.models.cost import PrefillCost, decode_step_bytes, prefill_flop
+from kvcore.models.memory import KVLayout, kv_budget
+from kvcore.models.spec import KV_DTYPES, MOST, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import (
     DECIMAL,
     format_bytes,

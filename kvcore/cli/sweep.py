@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from kvcore.analysis.sweep import Grid, Journal, Sweep, executor_named
+from kvcore.analysis.sweep import sweep as run_sweep
 from kvcore.cli.grid import GridFile, axis_options
 from kvcore.cli.output import (
     emit_json,
@@ -16,17 +18,9 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.errors import InputError
-from kvcore.lab.sweeping import Grid, Journal, Sweep, executor_named
-from kvcore.lab.sweeping import sweep as run_sweep
-from kvcore.plugins import Plugins
-from kvcore.report.sweep import (
-    WRITERS,
-    SweepReport,
-    check_table,
-    sweep_document,
-    write_table,
-)
-from kvcore.workloads import spare
+from kvcore.plugins.manager import Plugins
+from kvcore.report.sweep import WRITERS, SweepReport, check_table, sweep_document, write_table
+from kvcore.workloads.files import spare
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in a directory."""

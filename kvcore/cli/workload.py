@@ -6,10 +6,10 @@ from pathlib import Path
 
 from kvcore.errors import InputError
 from kvcore.files import refusal
-from kvcore.plugins import Plugins
-from kvcore.policy import Workload
-from kvcore.specs import nearest, takes_path
-from kvcore.workloads import recognise
+from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import nearest, takes_path
+from kvcore.workloads import Workload
+from kvcore.workloads.files import recognise
 
 BUNDLED = "mooncake"
 

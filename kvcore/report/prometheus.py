@@ -10,9 +10,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvcore.analysis import Comparison
 from kvcore.errors import PluginError
-from kvcore.lab import Comparison
-from kvcore.specs import as_text
+from kvcore.plugins.options import as_text
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

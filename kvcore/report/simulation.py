@@ -3,21 +3,178 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
 
-from kvcore.report.residency import thrashing
-from kvcore.report.tables import counted
+from kvcore.analysis import Comparison, Row
+from kvcore.report.tables import counted, named
 from kvcore.units import format_bytes, format_number, format_seconds
 
+NO_VALUE = "-"
+
+
+@attrs.frozen
+class PagingReport:
+    """Two runs of the same requests for people.
+
+    Attributes:
+        contiguous, paged: the summaries of the runs.
+        max_output: what a request in contiguous memory reserves for its output, in tokens.
+    """
+
+    contiguous: Mapping[str, Any]
+    paged: Mapping[str, Any]
+    max_output: int
+
+    @property
+    def headline(self) -> str:
+        """What is compared."""
+        tokens = self.paged["pool"]["blocks"] * self.paged["pool"]["block_size"]
+        return (
+            f"The same memory of {tokens:,} tokens, contiguous: a request reserves its prompt "
+            f"and {self.max_output:,} tokens of output in one piece, and shares nothing."
+        )
+
+    @property
+    def headers(self) -> list[str]:
+        """The headers of the table."""
+        return ["", "contiguous", "paged"]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The rows of the table, the most important first."""
+        runs = zip(_paging_cells(self.contiguous), _paging_cells(self.paged), strict=True)
+        return [[name, before, after] for (name, before), (_, after) in runs]
+
+    @property
+    def reading(self) -> str:
+        """What the table's words mean, and what paging bought."""
+        paged, before = (
+            run["fragmentation"]["running"] for run in (self.paged, self.contiguous)
+        )
+        # Where memory is not short, fewer run at a time because each is done earlier.
+        bought = (
+            f"Paging runs {paged / before:.2f} times as many at a time. "
+            if paged > before > 0
+            else ""
+        )
+        return (
+            f"{bought}Splintered is the time in which the next request waited although enough "
+            "was free in sum, in holes too short for it."
+        )
+
+
+def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of one run: what it is, and how much."""
+    seen, ttft = summary["fragmentation"], summary["ttft_s"]
+    yield "running at a time", format_number(seen["running"])
+    yield "completed", f"{summary['completed']:,}"
+    yield "rejected", f"{summary['rejected']:,}"
+    speed = summary["throughput_tokens_s"]
+    yield "generated tokens/s", NO_VALUE if speed is None else format_number(speed)
+    for kind in ("mean", "p99"):
+        yield f"TTFT, {kind}", NO_VALUE if ttft is None else format_seconds(ttft[kind])
+    yield "memory: tokens of open requests", f"{seen['used']:.1%}"
+    yield "memory: cached for later ones", f"{seen['cached']:.1%}"
+    yield "memory: reserved, no token yet", f"{seen['internal']:.1%}"
+    yield "of this, prompts in prefill", f"{seen['uncomputed']:.1%}"
+    yield "time splintered", f"{seen['external']:.1%}"
+    free = seen["external_free"]
+    yield "free at such times", NO_VALUE if free is None else f"{free:.1%}"
+
+
+NONE = "–"
+
+
+def thrashing(residency: Mapping[str, Any] | None, blocks: int) -> str:
+    """Say of each tier that thrashes what the figures are, and what to do; else nothing.
+
+    `residency` is that of a summary: by tier, what `Residency.as_dict()` says, which is also
+    where the rule stands (`Residency.thrashing`). `blocks` are those of the pool.
+    """
+    sentences = []
+    for tier, rested in (residency or {}).items():
+        if not rested["thrashing"]:
+            continue
+        gone = sum(rested["evicted_blocks"].values())
+        hit = rested["age_at_hit_s"]
+        sentences.append(
+            f"THRASHING ({tier}): {rested['never_hit_blocks'] / gone:.0%} of the {gone:,} "
+            f"blocks evicted had never been hit, and {rested['restored_blocks']:,} were "
+            f"stored again before another {blocks:,} had gone, while only "
+            f"{hit['blocks'] if hit else 0:,} hit. Twice the pool (--blocks {2 * blocks}) "
+            "would keep most of these; `kvcore compare` shows what another policy keeps."
+        )
+    return "\n".join(sentences)
+
+
+@attrs.frozen
+class ResidencyReport:
+    """What blocks went through under each policy of a comparison, in each pool.
+
+    Attributes:
+        comparison: one that was made with `residency=True`.
+    """
+
+    comparison: Comparison
+
+    headers: ClassVar[tuple[str, ...]] = (
+        *("eviction", "blocks", "age at hit", "age at eviction", "lifetime"),
+        *("never hit", "stored again"),
+    )
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The rows of the table: a policy in a pool each, medians of times."""
+        return list(_rows(named(self.comparison.rows)))
+
+    @property
+    def reading(self) -> str:
+        """What the columns are, and which policies thrash in which pools."""
+        columns = (
+            "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
+            "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
+            "was stored, after at most a pool of other evictions."
+        )
+        lines = [columns]
+        for name, row in named(self.comparison.rows):
+            told = thrashing(row.residency, row.blocks)
+            lines.extend([f"{name}, {row.blocks:,} blocks: {told}"] if told else [])
+        return "\n".join(lines)
+
+
+def _rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
+    for name, row in rows:
+        for rested in (row.residency or {}).values():
+            ages = (rested[key] for key in ("age_at_hit_s", "age_at_eviction_s", "lifetime_s"))
+            gone = sum(rested["evicted_blocks"].values())
+            yield [
+                name,
+                f"{row.blocks:,}",
+                *(NONE if age is None else format_seconds(age["p50"]) for age in ages),
+                _residency_share(rested["never_hit_blocks"], gone),
+                _residency_share(rested["restored_blocks"], rested["stored_blocks"]),
+            ]
+
+
+def _residency_share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else NONE
+
+
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")
+
+
 BARS = "▁▂▃▄▅▆▇█"
+
+
 WIDTH = 48
 """Columns of the line that shows the pool over time."""
 
+
 NONE = "–"
+
 
 TIMES = {
     "ttft_s": "TTFT",
@@ -26,6 +183,8 @@ TIMES = {
     "e2e_s": "E2E",
     "queue_s": "queueing",
 }
+
+
 RESTING = {
     "age_at_hit_s": "since last use, at a hit",
     "age_at_eviction_s": "since last use, at eviction",
@@ -33,7 +192,8 @@ RESTING = {
     "hits_at_eviction": "hits, at eviction",
 }
 
-Row = list[str]
+
+TableRow = list[str]
 
 
 @attrs.frozen
@@ -92,18 +252,18 @@ class SimulationReport:
         return "\n".join([*lines, self._ended()])
 
     @property
-    def times(self) -> list[Row]:
+    def times(self) -> list[TableRow]:
         """The rows of the table of times: mean and percentiles."""
         rows = ((name, self.summary[key]) for key, name in TIMES.items())
         return [[name, *_cells(spread, format_seconds)] for name, spread in rows]
 
     @property
-    def amounts(self) -> list[Row]:
+    def amounts(self) -> list[TableRow]:
         """The rows of the table of everything that is one number."""
         return [list(row) for row in self._amounts()]
 
     @property
-    def resting(self) -> list[Row]:
+    def resting(self) -> list[TableRow]:
         """The rows of the table of blocks in the cache, by tier; none if nothing is known."""
         return [
             [name, *_cells(seen[key], format_seconds if key.endswith("_s") else format_number)]
@@ -202,7 +362,7 @@ def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDT
     return "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in seen)
 
 
-def _cells(spread: Mapping[str, float] | None, write: Any) -> Row:
+def _cells(spread: Mapping[str, float] | None, write: Any) -> TableRow:
     return [NONE if spread is None else write(spread[column]) for column in COLUMNS]
 
 

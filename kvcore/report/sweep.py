@@ -11,12 +11,12 @@ from typing import Any
 import attrs
 import orjson
 
+from kvcore.analysis import Optimum
+from kvcore.analysis.sweep import Row, Sweep
 from kvcore.errors import InputError, PluginError
 from kvcore.files import WholeFile, part_of
-from kvcore.lab import Optimum
-from kvcore.lab.sweeping import Row, Sweep
+from kvcore.plugins.options import as_text
 from kvcore.report.tables import counted
-from kvcore.specs import as_text
 from kvcore.units import format_bytes, format_number, format_seconds
 
 NONE = "–"

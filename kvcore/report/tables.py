@@ -9,9 +9,9 @@ from typing import Any, TextIO, TypeVar
 
 import attrs
 
-from kvcore.lab import SHARING, Comparison, Curve, Infinite, Optimum, Row
-from kvcore.model import PrefillCost
-from kvcore.specs import as_text
+from kvcore.analysis import SHARING, Comparison, Curve, Infinite, Optimum, Row
+from kvcore.models.cost import PrefillCost
+from kvcore.plugins.options import as_text
 
 Named = TypeVar("Named", Row, Curve)
 """What is of one policy."""

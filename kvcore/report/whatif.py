@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from kvcore.lab.rerun import Change, Figures, WhatIf
+from kvcore.analysis import Change, Figures, WhatIf
+from kvcore.plugins.options import as_text
 from kvcore.report.tables import counted
-from kvcore.specs import as_text
 from kvcore.units import NANOSECONDS, format_number, format_seconds
 
 NONE, SAME, ABOUT = "–", "=", "≈"

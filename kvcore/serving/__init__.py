@@ -1,20 +1,25 @@
 """The serving loop: continuous batching under a clock, simulated or on tensors."""
 
 from kvcore.serving.batching import Batching
-from kvcore.serving.engine import RunResult, run
+from kvcore.serving.latency import Batch, LatencyModel, Line, Windows
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import Result
+from kvcore.serving.scheduler import DecodeSteps, Job, LoopState, Scheduler, Server, StepPlan
 from kvcore.serving.simulate import simulate
-from kvcore.serving.tokens import TextRequest, Texts, text_request
 
 __all__ = [
+    "Batch",
     "Batching",
+    "DecodeSteps",
+    "Job",
+    "LatencyModel",
+    "Line",
+    "LoopState",
     "Result",
-    "RunResult",
+    "Scheduler",
+    "Server",
     "ServingLoop",
-    "TextRequest",
-    "Texts",
-    "run",
+    "StepPlan",
+    "Windows",
     "simulate",
-    "text_request",
 ]

@@ -13,21 +13,18 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.cache.lockstep import name_blocks, settle
 from kvcore.errors import InputError, PolicyError
-from kvcore.model import attended_pairs
-from kvcore.policy import Batch, DecodeSteps, Job, Scheduler
-from kvcore.policy.job import DECODE, DONE
+from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Request
 from kvcore.serving.arrivals import NEVER, Arrivals
+from kvcore.serving.batcher import Seats
 from kvcore.serving.batching import Batching
-from kvcore.serving.decoding import Decoders
-from kvcore.serving.executors import Executor
-from kvcore.serving.fragmentation import Occupancy
-from kvcore.serving.log import RunLog
-from kvcore.serving.seats import Seats
-from kvcore.serving.server import ServiceTimes
-from kvcore.serving.steps import StepTimes
-from kvcore.serving.tokens import told_keys
-from kvcore.trace.fields import key_fields
+from kvcore.serving.contiguous import Occupancy
+from kvcore.serving.decode_batch import Decoders
+from kvcore.serving.executor import Executor
+from kvcore.serving.latency import Batch, ServiceTimes, StepTimes
+from kvcore.serving.result import RunLog
+from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
+from kvcore.trace.events import key_fields, told_keys
 from kvcore.units import LIMIT, PICOSECONDS
 
 

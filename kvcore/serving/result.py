@@ -2,23 +2,334 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from functools import cached_property
+from itertools import compress, pairwise, repeat
+from math import floor
+from operator import mul, sub
 from pathlib import Path
 from typing import Any
 
 import attrs
 import orjson
 
-from kvcore.cache import KVCache
+from kvcore.cache import KVCache, Recorder
 from kvcore.errors import InputError
 from kvcore.files import whole_file
-from kvcore.policy import LatencyModel
+from kvcore.models.cost import attended_pairs
+from kvcore.request import SLO, Request
 from kvcore.serving.batching import Batching
-from kvcore.serving.fragmentation import Fragmentation
-from kvcore.serving.log import UNJUDGED, RunLog
-from kvcore.serving.metrics import summary
+from kvcore.serving.contiguous import Fragmentation
+from kvcore.serving.decode_batch import Decoders
+from kvcore.serving.executor import Executor
+from kvcore.serving.latency import Batch, LatencyModel, StepTimes
+from kvcore.serving.scheduler import Job, Scheduler
+from kvcore.serving.stats import PoolTimeline, Progressions, distribution
 from kvcore.units import NANOSECONDS, PICOSECONDS
+from kvcore.workloads import Workload
+
+
+def offered_load(
+    log: RunLog, batching: Batching, latency: LatencyModel, pool_tokens: int
+) -> float | None:
+    """Return arrival rate times the least time a request needs; None without a rate.
+
+    The rate is that of the n requests that finished: n - 1 over the time between the first
+    and the last arrival. The least time is a fluid bound: their work (what hit does not
+    count, nor what preemption made the run compute again), spread evenly over the fewest
+    steps that hold it, divided by n. Steps are at least
+
+    - all tokens / `max_tokens`;
+    - (decode tokens + prefills, each at least one step) / `max_seqs`;
+    - tokens of K/V that decoding requests hold, step by step, but for those that hit, over
+      the tokens that the pool holds (requests that compute the same block at the same time
+      hold it once, and are counted twice).
+
+    Where prefill and decode do not share steps, either has its own. One average step is
+    no longer than the mean of the steps it averages as long as a step's time is a maximum
+    of lines (Jensen). With `max_seqs` = 1 and one line this is the utilisation of queueing
+    theory, arrival rate x mean service time. Above 1 the queue grows for as long as
+    requests arrive. Costs O(requests).
+    """
+    columns: tuple[array[int], ...] = log.arrival, log.prompt, log.hit, log.output
+    if log.reasons:
+        finished = [finish >= 0 for finish in log.finish]
+        columns = tuple(array("q", compress(column, finished)) for column in columns)
+    arrivals, prompts, hits, outputs = columns
+    requests = len(arrivals)
+    span = max(arrivals, default=0) - min(arrivals, default=0)
+    if not span:
+        return None
+    misses = list(map(sub, prompts, hits))
+    later = [output - 1 if output else 0 for output in outputs]
+    prefill, decode = sum(misses), sum(later)
+    pairs = [_attended(hits, misses, window) for window in latency.windows]
+    context = [_attended(prompts, later, window) for window in latency.windows]
+    longest = 0 if batching.chunked else max(misses)
+    most = max(batching.max_tokens, longest)
+    prefills = sum([-(-tokens // most) for tokens in misses])
+    seats, room = batching.max_seqs, Fraction(_attended(misses, later, None), pool_tokens)
+    none = [0] * len(pairs)
+    if batching.steps == "mixed" and seats > 1:
+        fewest = Fraction(prefill + decode, most), Fraction(prefills + decode, seats), room
+        work = _time(latency, prefill, pairs, decode, context, max(fewest))
+    else:
+        steps = max(Fraction(prefill, most), Fraction(prefills, seats))
+        work = _time(latency, prefill, pairs, 0, none, steps)
+        steps = max(Fraction(decode, seats), room)
+        work += _time(latency, 0, none, decode, context, steps)
+    rate = Fraction(requests - 1, span * PICOSECONDS)
+    return float(work / requests * rate)
+
+
+def _attended(contexts: Sequence[int], tokens: Sequence[int], window: int | None) -> int:
+    """Count the (query, key) pairs of requests with so many tokens after such contexts."""
+    if window is not None:
+        return sum(map(attended_pairs, contexts, tokens, repeat(window)))
+    triangles = (sum(map(mul, tokens, tokens)) + sum(tokens)) // 2
+    pairs: int = sum(map(mul, contexts, tokens)) + triangles
+    return pairs
+
+
+def _time(
+    latency: LatencyModel,
+    prefill: int,
+    pairs: list[int],
+    decode: int,
+    context: list[int],
+    steps: Fraction,
+) -> Fraction:
+    """Return the picoseconds that so much work takes in `steps` equal steps.
+
+    An equal step need not be whole tokens. It is mixed from the whole batches around it,
+    those on the way from all parts rounded down to all rounded up, the largest remainder
+    first: exact where time is linear.
+    """
+    if not steps:
+        return Fraction(0)
+    parts = [part / steps for part in (prefill, decode, *pairs, *context)]
+    corner = [floor(part) for part in parts]
+    rests = [part - whole for part, whole in zip(parts, corner, strict=True)]
+    order = sorted(range(len(parts)), key=rests.__getitem__, reverse=True)
+    levels = [Fraction(1), *(rests[place] for place in order), Fraction(0)]
+    time = Fraction(0)
+    for place, (upper, lower) in zip([None, *order], pairwise(levels), strict=True):
+        if place is not None:
+            corner[place] += 1
+        if upper > lower:
+            tokens, sequences, *sums = corner
+            attended = tuple(sums[: len(pairs)]), tuple(sums[len(pairs) :])
+            batch = Batch(tokens, attended[0], sequences, attended[1])
+            time += (upper - lower) * latency.duration(batch)
+    return time * steps
+
+
+UNJUDGED, MISSED, MET = -1, 0, 1
+"""How a request fared by its SLO: it has none, it has not met it, it has."""
+
+
+class RunLog:
+    """Columns of a run, one row a request, in the order in which these ended.
+
+    Attributes:
+        slo: what is expected for requests that bring no SLO of their own.
+        ids, tenants: of the requests.
+        arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
+        prompt, output, hit, pauses, recomputes: their numbers.
+        verdict: how they fared by their SLO.
+        reasons: why the request of a row was rejected; the others have finished.
+        itl: picoseconds between two tokens of a request.
+        pool: the pool's blocks over time.
+        steps, busy: steps run, and the picoseconds they took.
+        own_slos: requests that brought an SLO of their own.
+    """
+
+    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
+        """Start empty, for a pool and the SLO of most requests."""
+        self.slo = slo
+        self.ids: list[int | str] = []
+        self.tenants: list[str | None] = []
+        self.arrival, self.admitted = array("q"), array("q")
+        self.first_token, self.finish = array("q"), array("q")
+        self.prompt, self.output, self.hit = array("q"), array("q"), array("q")
+        self.pauses, self.recomputes, self.verdict = array("i"), array("i"), array("b")
+        self.reasons: dict[int, str] = {}
+        self.itl = Progressions()
+        self.pool = PoolTimeline(blocks)
+        self.steps = self.busy = self.own_slos = 0
+
+    def ended(self, job: Job, now: int) -> None:
+        """Take in a request that has finished."""
+        request = job.request
+        self.own_slos += request.slo is not None
+        self.verdict.append(UNJUDGED if job.slo is None else _verdict(job, job.slo, now))
+        self.ids.append(request.id)
+        self.tenants.append(request.tenant)
+        self.arrival.append(job.arrival)
+        self.admitted.append(-1 if job.admitted is None else job.admitted)
+        self.first_token.append(-1 if job.first_token is None else job.first_token)
+        self.finish.append(now)
+        self.prompt.append(request.prompt)
+        self.output.append(request.output)
+        self.hit.append(job.hit)
+        self.pauses.append(job.pauses)
+        self.recomputes.append(job.recomputes)
+
+    def rejected(self, job: Job, why: str) -> None:
+        """Take in a request that was rejected."""
+        self.reasons[len(self.ids)] = why
+        self.ended(job, -1)
+        if self.verdict[-1] != UNJUDGED:
+            self.verdict[-1] = MISSED
+
+    def tpot(self) -> list[int]:
+        """Return the mean picoseconds of the tokens after the first by row; -1 for none."""
+        columns = self.first_token, self.finish, self.output
+        return [
+            (finish - first) * PICOSECONDS // (output - 1) if finish >= 0 and output > 1 else -1
+            for first, finish, output in zip(*columns, strict=True)
+        ]
+
+    def gap(self, time: int) -> None:
+        """Take in the picoseconds between two tokens of a request, where they are no step."""
+        self.itl.add(time, 0, 1, 1)
+
+    def step(self, decoders: Decoders, start: int, took: int) -> None:
+        """Take in the tokens of a decode step that begins at `start` (ps)."""
+        if (not decoders.fresh and start == decoders.decoded_at) or decoders.in_step(start):
+            self.itl.add(took, 0, 1, decoders.jobs)
+            return
+        fresh = decoders.fresh
+        for job in fresh:
+            self.itl.add(start + took - job.last_token, 0, 1, 1)
+        if len(fresh) < decoders.jobs:
+            gap = start + took - decoders.decoded_at
+            self.itl.add(gap, 0, 1, decoders.jobs - len(fresh))
+
+    def jump(self, decoders: Decoders, start: int, times: StepTimes, steps: int) -> None:
+        """Take in the tokens of `steps` decode steps, the first of which begins at `start`."""
+        even = decoders.in_step(start)
+        if not even:
+            self.step(decoders, start, times.total(1))
+        for first, slope, count in times.segments(steps):
+            if even:
+                self.itl.add(first, slope, count, decoders.jobs)
+            elif count > 1:
+                self.itl.add(first + slope, slope, count - 1, decoders.jobs)
+            even = True
+
+
+def _verdict(job: Job, slo: SLO, now: int) -> int:
+    """Judge a job that finished at `now`. What it has no sample of, it cannot miss."""
+    arrival, first, output = job.arrival, job.first_token, job.request.output
+    met = slo.deadline is None or now - arrival <= slo.deadline
+    if first is not None:
+        met &= slo.ttft is None or first - arrival <= slo.ttft
+        met &= slo.tpot is None or now - first <= slo.tpot * (output - 1)
+    return MET if met else MISSED
+
+
+SCHEMA = 1
+
+
+SECOND = NANOSECONDS * PICOSECONDS
+
+
+def summary(
+    log: RunLog, cache: KVCache, batching: Batching, latency: LatencyModel, wall_s: float
+) -> dict[str, Any]:
+    """Return the numbers of a run, as docs/reference/simulate-result.md explains them."""
+    stats, prefix, geometry = cache.stats, cache.prefix, cache.geometry
+    tokens = cache.pool.blocks * geometry.block_size
+    first, end = simulated(log)
+    span = end - first
+    seconds = span / NANOSECONDS
+    generated = sum(log.output) - sum(log.output[row] for row in log.reasons)
+    judged = len(log.verdict) - log.verdict.count(UNJUDGED)
+    met = log.verdict.count(MET)
+    return {
+        "schema": SCHEMA,
+        "count": geometry.count,
+        "requests": len(log.ids),
+        "completed": len(log.ids) - len(log.reasons),
+        "rejected": len(log.reasons),
+        "offered_load": offered_load(log, batching, latency, tokens),
+        "simulated_s": seconds,
+        "wall_s": wall_s,
+        "steps": log.steps,
+        "ttft_s": distribution(_between(log.arrival, log.first_token), NANOSECONDS),
+        "tpot_s": distribution([time for time in log.tpot() if time >= 0], SECOND),
+        "itl_s": log.itl.distribution(SECOND),
+        "e2e_s": distribution(_between(log.arrival, log.finish), NANOSECONDS),
+        "queue_s": distribution(_between(log.arrival, log.admitted), NANOSECONDS),
+        "throughput_tokens_s": generated / seconds if span else None,
+        "goodput": met / seconds if span and judged else None,
+        "slo": _slo(log.slo or SLO())
+        | {"own": log.own_slos, "met": met / judged if judged else None},
+        "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
+        "forgotten_blocks": stats.forgotten_blocks,
+        "evicted_blocks": prefix.evicted + prefix.expired_blocks,
+        "hit": {
+            "lookup_blocks": stats.lookup_blocks,
+            "hit_blocks": stats.hit_blocks,
+            "self_hit_blocks": stats.self_hit_blocks,
+            "lookup_tokens": stats.lookup_tokens,
+            "hit_tokens": stats.hit_tokens,
+            "ratio": stats.ratios(),
+        },
+        "lost_tokens": stats.lost_tokens,
+        "residency": None if prefix.residency is None else prefix.residency.by_tier(),
+        "pool": {"block_size": geometry.block_size} | log.pool.summary(first, end),
+    }
+
+
+def simulated(log: RunLog) -> tuple[int, int]:
+    """Return when (ns) the first request arrived, and when the last finished, or arrived."""
+    first = min(log.arrival, default=0)
+    return first, max(max(log.arrival, default=0), max(log.finish, default=0))
+
+
+def _between(begin: Sequence[int], end: Sequence[int]) -> list[int]:
+    """Return the times from `begin` to `end`, where there is an end."""
+    return [b - a for a, b in zip(begin, end, strict=True) if b >= 0]
+
+
+def _slo(slo: SLO) -> dict[str, float | None]:
+    return {
+        f"{name}_s": None if time is None else time / NANOSECONDS
+        for name, time in (("ttft", slo.ttft), ("tpot", slo.tpot), ("deadline", slo.deadline))
+    }
+
+
+def record_run(
+    trace: Recorder,
+    workload: Iterable[Request],
+    scheduler: Scheduler,
+    executor: Executor,
+    batching: Batching,
+    *,
+    rate_scale: float,
+    slo: SLO | None,
+) -> None:
+    """Describe a run to `trace`, so that it can be made again."""
+    latency = executor.latency
+    expected = {} if slo is None else {"slo": slo}
+    trace.describe(
+        mode=executor.mode,
+        executor=executor.name,
+        workload=workload if isinstance(workload, Workload) else None,
+        plugins={
+            plugin.kind: {"name": plugin.name, "options": plugin.options()}
+            for plugin in (scheduler, *executor.plugins)
+        },
+        batching=attrs.asdict(batching),
+        latency=latency.coefficients(),
+        rate_scale=rate_scale,
+        **expected,
+    )
+
 
 SUMMARY, REQUESTS = "summary.json", "requests.jsonl"
 

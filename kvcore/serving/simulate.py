@@ -7,16 +7,16 @@ from time import perf_counter
 
 from kvcore.cache import KVCache, Residency
 from kvcore.errors import InputError
-from kvcore.plugins import plugin_of
-from kvcore.policy import LatencyModel, Scheduler
+from kvcore.plugins.manager import plugin_of
 from kvcore.request import SLO, Request
 from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.batching import Batching
 from kvcore.serving.contiguous import Allocation, contiguous
-from kvcore.serving.executors import Executor, SimulatedExecutor
+from kvcore.serving.executor import Executor, SimulatedExecutor
+from kvcore.serving.latency import LatencyModel
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.record import record_run
-from kvcore.serving.result import Result
+from kvcore.serving.result import Result, record_run
+from kvcore.serving.scheduler import Scheduler
 
 
 def simulate(

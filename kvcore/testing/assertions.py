@@ -15,13 +15,13 @@ except ModuleNotFoundError as error:
 
 pytest.register_assert_rewrite(
     "kvcore.testing.backend",
-    "kvcore.testing.driver",
+    "kvcore.testing.harness",
     "kvcore.testing.eviction",
     "kvcore.testing.generator",
     "kvcore.testing.latency",
-    "kvcore.testing.machine",
+    "kvcore.testing.harness",
     "kvcore.testing.prefix",
     "kvcore.testing.scheduler",
-    "kvcore.testing.server",
-    "kvcore.testing.workloads",
+    "kvcore.testing.scheduler",
+    "kvcore.testing.workload",
 )

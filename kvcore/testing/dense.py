@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvcore.policy import Attend, AttendOptions, Backend, DeviceMemory, Generator, TokenStep
+from kvcore.engine import Attend, AttendOptions, Backend, DeviceMemory, Generator, TokenStep
 
 DTYPES = {
     "fp64": torch.float64,

@@ -13,17 +13,21 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvcore.cache import KVCache
-from kvcore.policy import EvictionPolicy, PrefixCache, overridden
+from kvcore.cache import EvictionPolicy, KVCache, PrefixCache
+from kvcore.plugins import overridden
+from kvcore.plugins.options import as_text, instantiate, qualified
 from kvcore.request import Request, Retention
-from kvcore.specs import as_text, instantiate, qualified
-from kvcore.testing.driver import Decision, Driver, Witness, decided, replay
-from kvcore.testing.machine import cache_machine
-from kvcore.testing.traffic import (
+from kvcore.testing.harness import (
     FORKS,
+    Decision,
+    Driver,
     Traffic,
+    Witness,
+    cache_machine,
+    decided,
     random_requests,
     random_steps,
+    replay,
 )
 
 _KEY = 6

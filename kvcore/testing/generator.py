@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import attrs
 import pytest
 
+from kvcore.engine import AttendOptions, Backend, Generator, Rows, TensorLayout
 from kvcore.errors import InputError, KvcoreError
-from kvcore.model import ModelSpec
-from kvcore.plugins import Plugins
-from kvcore.policy import AttendOptions, Backend, Generator, Rows, TensorLayout
-from kvcore.specs import qualified
+from kvcore.models.spec import ModelSpec
+from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import qualified
 
 if TYPE_CHECKING:
-    from kvcore.policy import Attend, Tensor
+    from kvcore.engine import Attend, Tensor
     from kvcore.testing.dense import Text
 
 BLOCK = 4

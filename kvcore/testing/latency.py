@@ -13,10 +13,10 @@ import attrs
 import orjson
 import pytest
 
-from kvcore.model import attended_pairs
-from kvcore.policy import Batch, LatencyModel, Windows
-from kvcore.serving.steps import StepTimes
-from kvcore.specs import as_text, instantiate, qualified
+from kvcore.models.cost import attended_pairs
+from kvcore.plugins.options import as_text, instantiate, qualified
+from kvcore.serving import Batch, LatencyModel, Windows
+from kvcore.serving.latency import StepTimes
 
 _PLAIN = (type(None), bool, int, float, str, Path)
 _STEPS = 100

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from kvcore.cache import KVCache
+from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, Span
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
-from kvcore.policy import EvictionPolicy, PrefixCache, Span
 from kvcore.request import Request
-from kvcore.testing.driver import Driver, snapshot
-from kvcore.testing.stand_ins import LIFETIME, Failing, Ledger, Mortal, Oldest
-from kvcore.testing.traffic import Traffic, random_steps
+from kvcore.testing.fake_policies import LIFETIME, Failing, Ledger, Mortal, Oldest
+from kvcore.testing.harness import Driver, Traffic, random_steps, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,11 +8,10 @@ from typing import ClassVar
 
 import pytest
 
-from kvcore.cache import KVCache, Sequence
-from kvcore.policy import RetentionPolicy
+from kvcore.cache import KVCache, RetentionPolicy, Sequence
+from kvcore.plugins.options import qualified
 from kvcore.request import Request
 from kvcore.serving import simulate
-from kvcore.specs import qualified
 
 BLOCK = 4
 _lengths = pytest.mark.parametrize("prompt", [1, 7, 64, 400])

@@ -1,12 +1,8 @@
 """The trace: every decision as a line of JSON, read back and checked."""
 
-from kvcore.errors import StorageError
-from kvcore.trace.reader import TraceReader, read_events
-from kvcore.trace.replay import Report, replay
-from kvcore.trace.requests import TraceWorkload, read_request
-from kvcore.trace.residency import residency
-from kvcore.trace.runs import decode_runs, encode_runs
-from kvcore.trace.schema import EVENTS, SCHEMA
+from kvcore.trace.check import Report, replay, residency
+from kvcore.trace.events import EVENTS, SCHEMA, decode_runs, encode_runs
+from kvcore.trace.reader import TraceReader, TraceWorkload, read_events, read_request
 from kvcore.trace.state import CacheState
 from kvcore.trace.writer import Trace
 
@@ -15,7 +11,6 @@ __all__ = [
     "SCHEMA",
     "CacheState",
     "Report",
-    "StorageError",
     "Trace",
     "TraceReader",
     "TraceWorkload",

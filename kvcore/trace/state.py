@@ -3,24 +3,67 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import attrs
 
 from kvcore.cache.pool import Ids
-from kvcore.trace.cached import CachedKeys
+from kvcore.trace.allocation_order import Supply
+from kvcore.trace.events import EVENTS, decode_runs, encode_runs
 from kvcore.trace.layout import Layout, Prompt
-from kvcore.trace.lives import Lives
-from kvcore.trace.runs import decode_runs, encode_runs
-from kvcore.trace.schema import EVENTS
-from kvcore.trace.supply import Supply
-from kvcore.trace.tables import Hits, TracedSequence, TracedSpan, ViolationError, path, violated
+from kvcore.trace.lifecycle import Lives
+from kvcore.trace.spans import Hits, TracedSequence, TracedSpan, ViolationError, path, violated
+
+
+class CachedKeys:
+    """Counts the cached blocks of every key, for prompts whose keys stand for `ratio` blocks.
+
+    A prompt's hit is then a bisection over its keys, whatever spans they are stored in.
+    """
+
+    def __init__(self, ratio: int) -> None:
+        """Start with nothing cached."""
+        self._ratio = ratio
+        self._blocks: dict[Any, int] = {}
+
+    def match(self, keys: list[Any]) -> int:
+        """Return how many blocks are cached of a prompt, from the first on. O(log keys)."""
+        cached = self._blocks
+        missing = bisect_left(keys, 1, key=lambda key: key not in cached)
+        return (missing - 1) * self._ratio + cached[keys[missing - 1]] if missing else 0
+
+    def store(self, keys: list[Any], first: int, end: int) -> bool:
+        """Store the blocks `[first, end)` of a prompt; say whether none of them was there."""
+        cached, ratio = self._blocks, self._ratio
+        low, high = first // ratio, (end - 1) // ratio
+        later = keys[low + 1 : high + 1]
+        if cached.get(keys[low], 0) != first - low * ratio or not cached.keys().isdisjoint(
+            later
+        ):
+            return False
+        cached[keys[low]] = ratio
+        cached.update(dict.fromkeys(later, ratio))
+        cached[keys[high]] = end - high * ratio
+        return True
+
+    def forget(self, keys: list[Any], first: int, end: int) -> None:
+        """Take the last blocks stored of a prompt, `[first, end)`, out again."""
+        whole, part = divmod(first, self._ratio)
+        for key in keys[whole : (end - 1) // self._ratio + 1]:
+            self._blocks.pop(key, None)
+        if part:
+            self._blocks[keys[whole]] = part
+
 
 Line: TypeAlias = dict[str, Any]
 
+
 # Events between the first victim of a call and the lines that take its block.
 ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY"})
+
+
 # Events between a commit and the pins of the forked siblings that share its blocks.
 SHARING = frozenset({"COMMIT", "SPLIT", "FREE"})
 

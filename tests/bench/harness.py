@@ -15,7 +15,7 @@ import orjson
 from kvcore import KVCache, Request
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 POOL = 5_859
 KEY_TOKENS = 512

@@ -14,8 +14,9 @@ from time import perf_counter
 import pytest
 from bench.harness import medians
 
-from kvcore import Backend, Rows, TensorLayout
-from kvcore_plugins.backends import TorchCPU
+from kvcore import Backend
+from kvcore.engine import Rows, TensorLayout
+from kvcore_plugins.backend import TorchCPU
 
 torch = pytest.importorskip("torch")
 

@@ -15,8 +15,8 @@ from time import perf_counter
 import pytest
 from bench.harness import KEY_TOKENS, bundled, medians
 
-from kvcore.cache.geometry import Geometry
-from kvcore.lab import Future, Optimum, Steps
+from kvcore.analysis import Future, Optimum, Steps
+from kvcore.cache.layout import Geometry
 
 pytest.importorskip("numba")
 peer = pytest.importorskip("kvcache_sim", reason="run `tox -e bench-curves`")
@@ -26,7 +26,7 @@ from kvcache_sim.plan import build_execution_plan  # noqa: E402
 from kvcache_sim.policies import simulate_policy  # noqa: E402
 from kvcache_sim.trace import TraceData  # noqa: E402
 
-from kvcore.lab.curves.reuse import Reuse  # noqa: E402
+from kvcore.analysis._reuse import Reuse  # noqa: E402
 
 POINTS, TIMES = 30, 50
 

@@ -6,9 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the engine computes on torch")
 
-from kvcore import Batching, KVCache, run, text_request  # noqa: E402
-from kvcore_plugins.backends import TorchCPU  # noqa: E402
-from kvcore_plugins.generators import Transformer  # noqa: E402
+from kvcore import KVCache, run  # noqa: E402
+from kvcore.request import text_request  # noqa: E402
+from kvcore.serving import Batching  # noqa: E402
+from kvcore_plugins.backend import TorchCPU  # noqa: E402
+from kvcore_plugins.generator import Transformer  # noqa: E402
 
 SEQUENCES, PROMPT, OUTPUT = 32, 64, 24
 

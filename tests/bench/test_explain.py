@@ -8,10 +8,9 @@ from time import perf_counter
 
 from bench.harness import POOL, measured, medians
 
-from kvcore.lab import compare
-from kvcore.lab.explaining import explain
+from kvcore.analysis import compare, explain
 from kvcore.trace import replay
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 RUNS = 3
 PROMISED = 5

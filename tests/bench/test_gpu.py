@@ -13,8 +13,9 @@ from time import perf_counter
 
 import pytest
 
-from kvcore import Backend, Rows, TensorLayout
-from kvcore_plugins.backends import TorchCUDA
+from kvcore import Backend
+from kvcore.engine import Rows, TensorLayout
+from kvcore_plugins.backend import TorchCUDA
 
 torch = pytest.importorskip("torch")
 

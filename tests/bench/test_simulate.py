@@ -24,7 +24,7 @@ from kvcore.serving import simulate
 from kvcore.trace import decode_runs, encode_runs
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.workloads import Azure, Mooncake
+from kvcore_plugins.workload import Azure, Mooncake
 
 POOL_TOKENS = 3_000_000
 AZURE = "KVCORE_AZURE_TRACE"

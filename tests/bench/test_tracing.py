@@ -17,8 +17,9 @@ import orjson
 import pytest
 from bench.harness import KEY_TOKENS, POOL, bundled, medians
 
-from kvcore import KVCache, Recorder, Request, Trace
-from kvcore.lab import replay
+from kvcore import KVCache, Request, Trace
+from kvcore.analysis import replay
+from kvcore.cache import Recorder
 from kvcore.trace import encode_runs
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix

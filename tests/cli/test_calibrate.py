@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvcore import Batch, Plugins
+from kvcore import Plugins
 from kvcore.cli.calibrate import calibrate
 from kvcore.cli.main import run as run_kvcore
 from kvcore.errors import InputError
+from kvcore.serving import Batch
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOW_TO = (DOCS / "how-to/calibrate.md").read_text("utf-8")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcore.analysis.compare import default_sizes
 from kvcore.cli import main as frame
-from kvcore.lab.compare import default_sizes
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 MIB = 2**20

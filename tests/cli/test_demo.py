@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from kvcore.cli.main import run
-from kvcore.lab import WORKED_EXAMPLE
-from kvcore.plugins import Plugins
+from kvcore.demo import WORKED_EXAMPLE
+from kvcore.plugins.manager import Plugins
 
 needs_torch = pytest.mark.skipif(
     Plugins().get("generator", "transformer").unusable() is not None, reason="needs torch"

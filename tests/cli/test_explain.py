@@ -8,13 +8,13 @@ import subprocess
 import sys
 
 import pytest
-import serving
-from traces import lines, record, seal, serve
+from helpers import serving
+from helpers.traces import lines, record, seal, serve
 
+from kvcore.analysis import compare
+from kvcore.analysis.miss_reasons import CATEGORIES
 from kvcore.cli import main as frame
-from kvcore.lab import compare
-from kvcore.lab.explaining import CATEGORIES
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 PROGRAM = "from kvcore.cli.main import main; main()"

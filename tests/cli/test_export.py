@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from traces import BLOCK, ask, lines, record, seal, write
+from helpers.traces import BLOCK, ask, lines, record, seal, write
 
 from kvcore.cli.main import run
-from kvcore.events import check_recording
+from kvcore.kv_events import check_recording
 from kvcore.trace import replay
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from engine_wire import Engine
+from helpers.engine_wire import Engine
 
-from kvcore.events import (
+from kvcore.analysis import compare
+from kvcore.kv_events import (
     AllBlocksCleared,
     Batch,
     BlockRemoved,
@@ -23,8 +24,7 @@ from kvcore.events import (
     Skipped,
     encode,
 )
-from kvcore.lab import compare
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 PATIENCE = 60
 
@@ -151,9 +151,9 @@ def test_a_signal_ends_with_a_complete_file(engine, tmp_path, number):
 
 KILLED = """
 import os, signal, sys
-from kvcore.events.recorder import record
-from kvcore.events.recording import RecordingWriter
-from kvcore.events.transport import Server, Subscriber
+from kvcore.kv_events.recording import record
+from kvcore.kv_events.recording import RecordingWriter
+from kvcore.kv_events.subscriber import Server, Subscriber
 
 def kill(tally):
     if tally.batches == 2000:

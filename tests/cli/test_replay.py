@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from commands import run_here
-from traces import lines, record, seal, serve
+from helpers.traces import lines, record, seal, serve
 
 PROGRAM = "from kvcore.cli.main import main; main()"
 

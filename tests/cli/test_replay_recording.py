@@ -7,10 +7,10 @@ import sys
 
 import pytest
 from commands import run_here
-from kv_events import DYNAMO, batch, record, removed, stored
-from traces import record as record_trace
+from helpers.kv_events import DYNAMO, batch, record, removed, stored
+from helpers.traces import record as record_trace
 
-from kvcore.events import RecordingWriter
+from kvcore.kv_events import RecordingWriter
 
 
 @pytest.fixture

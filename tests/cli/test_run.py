@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvcore.cli import main as frame
-from kvcore_plugins.backends import TorchCPU
+from kvcore_plugins.backend import TorchCPU
 
 pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from configs import LLAMA_3_8B
+from helpers.configs import LLAMA_3_8B
 
-from kvcore.catalogue import DEVICES, MODELS
 from kvcore.cli.size import size
 from kvcore.errors import InputError
-from kvcore.hf_family import FAMILIES
-from kvcore.model import KVLayout
+from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.huggingface import FAMILIES
+from kvcore.models.memory import KVLayout
 
 
 def run(*arguments):

@@ -7,14 +7,14 @@ import signal
 import subprocess
 
 import pytest
-from sweeps import SMALL, command, install_mortal, run, wait_for
+from helpers.sweeps import SMALL, command, install_mortal, run, wait_for
 
+from kvcore.analysis.sweep import Cell, axes_of
+from kvcore.analysis.sweep._parts import BLOCK_SIZE
 from kvcore.cli import main as frame
 from kvcore.cli.grid import axis_options
 from kvcore.cli.simulate import simulate
 from kvcore.cli.workload import BUNDLED
-from kvcore.lab.sweeping import Cell, axes_of
-from kvcore.lab.sweeping.parts import BLOCK_SIZE
 
 LONG = """mode = "compare"
 workload = "zipf:requests=4000"

@@ -8,7 +8,7 @@ import sys
 from secrets import token_hex
 
 import pytest
-from sweeps import SMALL, command, install_mortal, run, wait_for
+from helpers.sweeps import SMALL, command, install_mortal, run, wait_for
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.slow

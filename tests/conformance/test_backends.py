@@ -7,7 +7,7 @@ from kvcore.testing import BackendTests
 
 torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in torch tensors")
 
-from kvcore_plugins.backends import jobs, sdpa  # noqa: E402 - these need torch
+from kvcore_plugins.backend import jobs, sdpa  # noqa: E402 - these need torch
 
 CONFIGURATIONS = ["torch-cpu", "torch-cuda"]
 

@@ -3,10 +3,10 @@
 import sys
 
 import pytest
-from policies import POLICIES, build
+from helpers.policies import POLICIES, build
 
 from kvcore import Plugins
-from kvcore.specs import parse
+from kvcore.plugins.options import parse
 from kvcore.testing import EvictionPolicyTests
 from kvcore_plugins.eviction import Adaptive
 

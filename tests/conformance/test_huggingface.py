@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
-from hugging import tiny
+from helpers.hugging import tiny
 
 from kvcore.testing import GeneratorTests
-from kvcore_plugins.generators import HuggingFace
+from kvcore_plugins.generator import HuggingFace
 
 FAMILIES = ["llama", "mistral-window", "qwen2-mixed", "qwen3"]
 

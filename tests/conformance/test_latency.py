@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import Plugins
-from kvcore.catalogue import DEVICES, MODELS
+from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.testing.latency import LatencyModelTests
 from kvcore_plugins.latency import Roofline, Table
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvcore import Plugins
-from kvcore.specs import parse
+from kvcore.plugins.options import parse
 from kvcore.testing import SchedulerTests
 
 STARVES = {

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from kv_events import batch, record, stored
+from helpers.kv_events import batch, record, stored
 
-from kvcore.lab import compare
-from kvcore.testing.workloads import WorkloadTests
-from kvcore_plugins.workloads import (
+from kvcore.analysis import compare
+from kvcore.testing.workload import WorkloadTests
+from kvcore_plugins.workload import (
     Azure,
     Jsonl,
     KvEvents,

@@ -14,33 +14,23 @@ import pytest
 from kvcore import (
     SLO,
     Backend,
-    Batch,
-    DeviceMemory,
     EvictionPolicy,
     Generator,
-    GhostTree,
     Job,
     LatencyModel,
-    LoopState,
     PrefixCache,
     Request,
-    Retention,
     RetentionPolicy,
-    Rows,
     Scheduler,
     ScoreEviction,
-    Server,
-    Shape,
     Span,
-    StepPlan,
-    TensorLayout,
-    TokenStep,
     Workload,
-    broken,
-    overridden,
-    root_span,
 )
-from kvcore.policy import Plugin
+from kvcore.cache import GhostTree, Shape, root_span
+from kvcore.engine import DeviceMemory, Rows, TensorLayout, TokenStep
+from kvcore.plugins import Plugin, broken, overridden
+from kvcore.request import Retention
+from kvcore.serving import Batch, LoopState, Server, StepPlan
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "reference" / "contracts.md").read_text("utf-8")

@@ -10,9 +10,9 @@ import pytest
 
 from kvcore.cli.export import export
 from kvcore.cli.record import record
-from kvcore.events import Delivery, Gap, Garbage, Restart, Tally
-from kvcore.policy.plugin import option_fields
-from kvcore_plugins.workloads import Lengths, LMCache
+from kvcore.kv_events import Delivery, Gap, Garbage, Restart, Tally
+from kvcore.plugins.base import option_fields
+from kvcore_plugins.workload import Lengths, LMCache
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcore.analysis.sweep.executors import RESULTS
 from kvcore.cli.grid import OWN, axis_options
-from kvcore.lab.sweeping.bench import RESULTS
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = (ROOT / "docs" / "how-to" / "sweeps.md").read_text("utf-8")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from golden.test_mooncake import LRU_KEYS, MAY_BYPASS, MUST_ADMIT, SIZES
 
-from kvcore.lab import compare, curve
-from kvcore_plugins.workloads import Mooncake
+from kvcore.analysis import compare, curve
+from kvcore_plugins.workload import Mooncake
 
 pytest.importorskip("numba")
 

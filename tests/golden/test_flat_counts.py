@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 
 from kvcore import KVCache, Plugins, Request
-from kvcore.cache.geometry import Geometry
-from kvcore.lab import Optimum, replay
-from kvcore.lab.optimum import Future
+from kvcore.analysis import Optimum, replay
+from kvcore.analysis.belady import Future
+from kvcore.cache.layout import Geometry
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 MISSES = {
     "lru": (273_420, 208_177),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.lab import compare
+from kvcore.analysis import compare
 from kvcore_plugins.eviction import Lookahead
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 SIZES = (1_000, 5_859, 30_000)
 WINDOWS = (0, 64, 1_000, "all")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.catalogue import find_model
 from kvcore.errors import InputError
-from kvcore.model import KVLayout, token_projections
+from kvcore.models.catalogue import find_model
+from kvcore.models.cost import token_projections
+from kvcore.models.memory import KVLayout
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.lab import compare
-from kvcore_plugins.workloads import Mooncake
+from kvcore.analysis import compare
+from kvcore_plugins.workload import Mooncake
 
 SIZES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)
 FINE = (3_000, 5_859, 30_000)

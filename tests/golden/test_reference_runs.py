@@ -20,7 +20,7 @@ from kvcore import KVCache, Request, Trace
 from kvcore.cli import main as frame
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 DATA = Path(__file__).parents[1] / "data"
 SESSIONS = "weka_sessions.jsonl.gz"

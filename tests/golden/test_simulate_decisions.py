@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from schedulers import scheduler_of
-from serving import serve
+from helpers.schedulers import scheduler_of
+from helpers.serving import serve
 
 from kvcore_plugins.latency import Linear
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 REQUESTS = 300
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from schedulers import SCHEDULERS, scheduler_of
-from serving import ask, serve
+from helpers.schedulers import SCHEDULERS, scheduler_of
+from helpers.serving import ask, serve
 
 from kvcore import KVCache
-from kvcore.lab import compare, replay
+from kvcore.analysis import compare, replay
 from kvcore.serving import simulate
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear, Roofline
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 SIZES = (3_000, 10_000, 30_000, 100_000)
 TOLERANCE = 0.015

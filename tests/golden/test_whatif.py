@@ -3,10 +3,10 @@
 import pytest
 
 from kvcore import KVCache, Plugins, Trace
-from kvcore.lab import compare, whatif
+from kvcore.analysis import compare, whatif
 from kvcore.serving import simulate
 from kvcore_plugins.eviction import LRU
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 LRU_HITS = {3000: 18_850, 5859: 39_258}
 """Of 288,500, by blocks of 512 in the pool, in `keys` counting; as DESIGN has them."""

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import attrs
 import hypothesis.strategies as st
+from helpers.policies import POLICIES, build
 from hypothesis import given, settings
-from policies import POLICIES, build
 
 from kvcore import Request, Workload
-from kvcore.lab import compare
+from kvcore.analysis import compare
 
 BOUNDS = ("optimum", "optimum:bypass=true")
 LASTING = [name for name in POLICIES if not build(name).expires_spans]

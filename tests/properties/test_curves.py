@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
+from helpers.tries import number, replayed_hits, requests
 from hypothesis import given, settings
-from tries import number, replayed_hits, requests
 
-from kvcore.cache.geometry import Geometry
-from kvcore.lab import Future, Optimum, Steps
+from kvcore.analysis import Future, Optimum, Steps
+from kvcore.cache.layout import Geometry
 
 pytest.importorskip("numba")
-from kvcore.lab.curves.reuse import Reuse
+from kvcore.analysis._reuse import Reuse
 
 TEXTS = st.lists(st.text("ab", max_size=6), max_size=14)
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.events.ordering import Delivery, Gap, Ordering, Restart, Unanswered
+from kvcore.kv_events.subscriber import Delivery, Gap, Ordering, Restart, Unanswered
 
 STEPS = st.lists(
     st.sampled_from(["heard", "heard", "heard", "lost", "lost", "restart", "catch up"]),

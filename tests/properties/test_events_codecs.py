@@ -9,15 +9,15 @@ import attrs
 import msgspec
 import orjson
 import pytest
+from helpers.kv_events import PAYLOADS, batches, pack, wire_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_events import PAYLOADS, batches, pack, wire_arrays
 
 from kvcore import KvcoreError
-from kvcore.events import Ledger, RecordingWriter, Unread, decode, encode
-from kvcore.events.codecs import write_value
-from kvcore.events.plain import from_json, to_json
-from kvcore.events.reading import RecordingReader
+from kvcore.kv_events import Ledger, RecordingWriter, Unread, decode, encode
+from kvcore.kv_events.codecs import write_value
+from kvcore.kv_events.json_values import from_json, to_json
+from kvcore.kv_events.recording import RecordingReader
 
 MUTATIONS = 2_000
 """Damaged payloads of each of the six kinds."""

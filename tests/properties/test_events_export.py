@@ -1,12 +1,12 @@
 """Exported events, read by the ledger, leave resident what the trace's own replay leaves."""
 
 import pytest
+from helpers.traces import ask, forget, record, serve
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import ask, forget, record, serve
 
-from kvcore import KVCache, OutOfBlocks, Request, Trace, block_keys
-from kvcore.events import (
+from kvcore import KVCache, OutOfBlocks, Request, Trace
+from kvcore.kv_events import (
     BlockRemoved,
     Ledger,
     block_hash,
@@ -16,6 +16,7 @@ from kvcore.events import (
     encode,
     event_batches,
 )
+from kvcore.request import block_keys
 from kvcore.trace import CacheState, read_events
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
@@ -144,7 +145,7 @@ def test_equal_blocks_have_equal_stand_ins(tmp_path):
 
 def test_exported_batches_make_a_recording(tmp_path):
     """A recording of them checks without an anomaly."""
-    from kv_events import record as write  # noqa: PLC0415 - two files have a `record`
+    from helpers.kv_events import record as write  # noqa: PLC0415 - two files have a `record`
 
     trace = record(tmp_path / "t.jsonl")
     report = check_recording(write(tmp_path / "r.jsonl", *event_batches(trace)))

@@ -7,14 +7,13 @@ from io import BytesIO
 from tempfile import NamedTemporaryFile
 
 import hypothesis.strategies as st
+from helpers.policies import POLICIES, build
+from helpers.serving import servers
 from hypothesis import given, settings
-from policies import POLICIES, build
-from serving import servers
 
 from kvcore import KVCache, Request, Trace
-from kvcore.cache.geometry import Geometry
-from kvcore.lab import Future, Optimum, replay, served
-from kvcore.lab.explaining import explain
+from kvcore.analysis import Future, Optimum, explain, replay, served
+from kvcore.cache.layout import Geometry
 from kvcore.testing import Driver, Traffic, request_lists, step_lists
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix

@@ -6,14 +6,14 @@ from itertools import islice
 
 import hypothesis.strategies as st
 import pytest
+from helpers.reference import flat
 from hypothesis import given
-from reference import flat
 
 from kvcore import KVCache, Request
-from kvcore.lab.untimed import served
+from kvcore.analysis.replay import served
 from kvcore_plugins.eviction import LRUK, TinyLFU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 ITEMS = st.lists(st.integers(0, 9), max_size=120)
 SHARES = st.sampled_from([0, 0.2, 0.5, 1])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from helpers.tries import requests
 from hypothesis import given
-from tries import requests
 
 from kvcore import KVCache
-from kvcore.cache.geometry import Geometry
-from kvcore.lab import Future, Optimum, replay
+from kvcore.analysis import Future, Optimum, replay
+from kvcore.cache.layout import Geometry
 from kvcore_plugins.eviction import LRU, Lookahead
 from kvcore_plugins.prefix import Radix
 

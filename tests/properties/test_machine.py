@@ -2,9 +2,9 @@
 
 import attrs
 import pytest
+from helpers.policies import POLICIES, build
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from policies import POLICIES, build
 
 from kvcore import PolicyError
 from kvcore.testing import cache_machine

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from kvcore import Request
-from kvcore.cache.geometry import Geometry
-from kvcore.lab import Future, Optimum
+from kvcore.analysis import Future, Optimum
+from kvcore.cache.layout import Geometry
 
 PROMPTS = st.lists(st.text("ab", max_size=3), min_size=1, max_size=7)
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 
-from paged import Paged, loaded_model, uncached  # noqa: E402 - needs torch
+from helpers.paged import Paged, loaded_model, uncached  # noqa: E402 - needs torch
 
 from kvcore import OutOfBlocks  # noqa: E402
 from kvcore.testing.dense import Text, advance, loaded  # noqa: E402
-from kvcore_plugins.generators import SinCos  # noqa: E402
+from kvcore_plugins.generator import SinCos  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -2,20 +2,13 @@
 
 import attrs
 import pytest
+from helpers.policies import POLICIES, build
 from hypothesis import given
 from hypothesis import strategies as st
-from policies import POLICIES, build
 
-from kvcore import BlockPool, CountingPool, KVCache, Request
-from kvcore.testing import (
-    FORKS,
-    Driver,
-    Traffic,
-    Witness,
-    random_requests,
-    replay,
-    step_lists,
-)
+from kvcore import KVCache, Request
+from kvcore.cache import BlockPool, CountingPool
+from kvcore.testing import FORKS, Driver, Traffic, Witness, random_requests, replay, step_lists
 
 KEY = 6
 TRAFFIC = Traffic(key_tokens=KEY, hints=True)

@@ -16,15 +16,16 @@ from random import Random
 
 import attrs
 import pytest
+from helpers.policies import build
+from helpers.reference import queues
 from hypothesis import given
 from hypothesis import strategies as st
-from policies import build
-from reference import queues
 
-from kvcore import KVCache, Request, Retention
-from kvcore.lab import served
+from kvcore import KVCache, Request
+from kvcore.analysis import served
+from kvcore.request import Retention
 from kvcore.testing import Traffic, Witness, random_requests, replay, request_lists
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 KEY = 6
 PLAIN = {

@@ -2,11 +2,12 @@
 
 import attrs
 import pytest
+from helpers.policies import POLICIES, SCORED, build
+from helpers.reference.block_cache import BlockCache
 from hypothesis import given
-from policies import POLICIES, SCORED, build
-from reference.block_cache import BlockCache
 
-from kvcore import KVCache, Request, Retention
+from kvcore import KVCache, Request
+from kvcore.request import Retention
 from kvcore.testing import (
     EVEN,
     FORKS,

@@ -8,17 +8,17 @@ from io import BytesIO
 from pathlib import Path
 
 import hypothesis.strategies as st
+from helpers.policies import POLICIES, build
+from helpers.schedulers import SCHEDULERS
+from helpers.serving import servers
 from hypothesis import given
-from policies import POLICIES, build
-from schedulers import SCHEDULERS
-from serving import servers
 
 from kvcore import KVCache, Trace
+from kvcore.analysis import replay
 from kvcore.cache import Residency
-from kvcore.cache.refaults import Refaults
-from kvcore.lab import replay
+from kvcore.cache.residency import Refaults
 from kvcore.testing import Traffic
-from kvcore.testing.strategies import request_lists
+from kvcore.testing.harness import request_lists
 from kvcore.trace import residency
 
 

@@ -1,10 +1,10 @@
 """Sequences that forget: the same decisions everywhere, and the right tokens on tensors."""
 
 import pytest
-from engine import compute, decided
+from helpers.engine import compute, decided
+from helpers.serving import BLOCK, Bent, ask, serve, servers
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import BLOCK, Bent, ask, serve, servers
 
 from kvcore.trace import replay
 from kvcore_plugins.retention import Window

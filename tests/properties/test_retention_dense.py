@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 
-from paged import Paged, loaded_model  # noqa: E402 - needs torch
+from helpers.paged import Paged, loaded_model  # noqa: E402 - needs torch
 
 from kvcore import OutOfBlocks  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, token_step  # noqa: E402

@@ -7,8 +7,9 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import DecodeSteps, Job, Request
-from kvcore.serving.decoding import Decoders
+from kvcore import Job, Request
+from kvcore.serving import DecodeSteps
+from kvcore.serving.decode_batch import Decoders
 
 WINDOWS = (None, 1, 7)
 

@@ -2,12 +2,12 @@
 
 import attrs
 import pytest
+from helpers.schedulers import SCHEDULERS, STAND_INS
+from helpers.serving import COLUMNS, Bent, Single, Tally, servers
 from hypothesis import find, given, settings
-from schedulers import SCHEDULERS, STAND_INS
-from serving import COLUMNS, Bent, Single, Tally, servers
 
 from kvcore import Plugins
-from kvcore.specs import parse
+from kvcore.plugins.options import parse
 from kvcore.trace import replay
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)

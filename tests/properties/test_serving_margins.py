@@ -5,11 +5,11 @@ from statistics import mean
 
 import attrs
 import pytest
-from serving import ask, serve
+from helpers.serving import ask, serve
 
 from kvcore import SLO
 from kvcore_plugins.latency import TokenRate
-from kvcore_plugins.scheduling import FCFS, SRPT, LeastSlack
+from kvcore_plugins.scheduler import FCFS, SRPT, LeastSlack
 
 SEATS = 4
 RATE = 10

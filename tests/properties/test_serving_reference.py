@@ -1,12 +1,12 @@
 """The loop against a naive one: no jumps, no blocks, no scheduler but first come."""
 
 import attrs
+from helpers.serving import Bent, ask, serve
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import Bent, ask, serve
 
-from kvcore import Batch
-from kvcore.model import attended_pairs
+from kvcore.models.cost import attended_pairs
+from kvcore.serving import Batch
 
 
 @attrs.define

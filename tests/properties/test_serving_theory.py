@@ -12,10 +12,10 @@ from statistics import mean, stdev
 
 import attrs
 import pytest
-from serving import ask, serve
+from helpers.serving import ask, serve
 
 from kvcore_plugins.latency import TokenRate
-from kvcore_plugins.scheduling import SRPT
+from kvcore_plugins.scheduler import SRPT
 
 REQUESTS = 20_000
 LOAD = 0.7

@@ -3,9 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import DecodeSteps, Job, Request
-from kvcore.policy.job import PAUSED
-from kvcore.serving.waiting import SLACK, Waiting
+from kvcore import Job, Request
+from kvcore.serving import DecodeSteps
+from kvcore.serving.batcher import SLACK, Waiting
+from kvcore.serving.scheduler import PAUSED
 from kvcore_plugins.eviction import LRU
 
 STEPS = DecodeSteps()

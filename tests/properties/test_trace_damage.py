@@ -5,9 +5,9 @@ import random
 
 import orjson
 import pytest
+from helpers.traces import forget, lines, record, seal, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from traces import forget, lines, record, seal, serve
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError
 from kvcore.trace import read_events, replay

@@ -3,15 +3,15 @@
 from itertools import islice
 
 import pytest
-from engine import compute, decided, digest
+from helpers.engine import compute, decided, digest
+from helpers.policies import POLICIES
+from helpers.schedulers import SCHEDULERS
+from helpers.serving import EVICTIONS, Bent, Server, servers
 from hypothesis import given, settings
-from policies import POLICIES
-from schedulers import SCHEDULERS
-from serving import EVICTIONS, Bent, Server, servers
 
-from kvcore.serving.excerpt import Excerpt
-from kvcore.serving.tokens import TokenStream
-from kvcore_plugins.workloads import Mooncake
+from kvcore.engine.tokens import TokenStream
+from kvcore.workloads.sample import Excerpt
+from kvcore_plugins.workload import Mooncake
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 

@@ -7,19 +7,20 @@ from pathlib import Path
 import attrs
 import hypothesis.strategies as st
 import pytest
-from engine import Exact, compute, decided
+from helpers.engine import Exact, compute, decided
+from helpers.policies import POLICIES, build
+from helpers.schedulers import SCHEDULERS, STAND_INS, scheduler_of
+from helpers.serving import EVICTIONS, Bent, Single, servers
 from hypothesis import given, settings
-from policies import POLICIES, build
-from schedulers import SCHEDULERS, STAND_INS, scheduler_of
-from serving import EVICTIONS, Bent, Single, servers
 
-from kvcore import SLO, KVCache, Plugins, Retention, Trace
+from kvcore import SLO, KVCache, Plugins, Trace
+from kvcore.analysis import compare, replay, whatif
 from kvcore.hookspecs import hookimpl
-from kvcore.lab import compare, replay, whatif
-from kvcore.serving import Batching, simulate, text_request
+from kvcore.request import Retention, text_request
+from kvcore.serving import Batching, simulate
 from kvcore.testing import Traffic
-from kvcore.testing.strategies import request_lists
-from kvcore_plugins.workloads import Zipf
+from kvcore.testing.harness import request_lists
+from kvcore_plugins.workload import Zipf
 
 few = settings(max_examples=max(settings.default.max_examples // 4, 1))
 

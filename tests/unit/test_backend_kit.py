@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the backends here keep K/V in torch tensors")
 
-from kvcore import DeviceMemory, TensorLayout  # noqa: E402 - these need torch
+from kvcore.engine import DeviceMemory, TensorLayout  # noqa: E402 - these need torch
 from kvcore.testing import BackendTests  # noqa: E402
-from kvcore_plugins.backends import TorchCPU  # noqa: E402
-from kvcore_plugins.backends.pool import Pool  # noqa: E402
+from kvcore_plugins.backend import TorchCPU  # noqa: E402
+from kvcore_plugins.backend.pool import Pool  # noqa: E402
 
 
 class Narrow(TorchCPU):

@@ -5,12 +5,13 @@ import sys
 
 import pytest
 
-from kvcore import InputError, PluginError, Plugins, Rows, StorageError, TensorLayout
-from kvcore_plugins.backends import TorchCPU, TorchCUDA, torch_backend, torch_cpu, torch_cuda
+from kvcore import InputError, PluginError, Plugins, StorageError
+from kvcore.engine import Rows, TensorLayout
+from kvcore_plugins.backend import TorchCPU, TorchCUDA, torch_backend, torch_cpu, torch_cuda
 
 torch = pytest.importorskip("torch", reason="these keep K/V in torch tensors")
 
-from kvcore_plugins.backends.staging import Staging  # noqa: E402 - needs torch
+from kvcore_plugins.backend.staging import Staging  # noqa: E402 - needs torch
 
 SMALL = TensorLayout(blocks=8, block_size=4, layers=2, kv_heads=2, head_dim=6, value_dim=6)
 

@@ -1,7 +1,7 @@
 """The order of block ids, on which equal runs giving equal bytes rests."""
 
 import pytest
-from caches import BLOCK, Mortal, ask, compute, make, serve, start, table
+from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, start, table
 
 from kvcore import PolicyError
 from kvcore_plugins.eviction import LRU

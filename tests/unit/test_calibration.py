@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import Batch, Plugins
-from kvcore.calibration import fit_linear
+from kvcore import Plugins
 from kvcore.errors import InputError
+from kvcore.serving import Batch
+from kvcore.serving.calibration import fit_linear
 from kvcore_plugins.latency import Linear
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from kvcore.catalogue import find_model
 from kvcore.cli.model import find_or_read
 from kvcore.errors import InputError
+from kvcore.models.catalogue import find_model
 
 CONFIG = {
     "model_type": "llama",

@@ -10,12 +10,12 @@ import orjson
 import pytest
 
 from kvcore import InputError, PolicyError
-from kvcore.lab import Optimum, compare
-from kvcore.lab.compare import default_sizes
-from kvcore.model import PrefillCost
+from kvcore.analysis import Optimum, compare
+from kvcore.analysis.compare import default_sizes
+from kvcore.models.cost import PrefillCost
 from kvcore_plugins.eviction import LFU, LRU, Cost
 from kvcore_plugins.prefix import NoPrefix
-from kvcore_plugins.workloads import Jsonl, Zipf
+from kvcore_plugins.workload import Jsonl, Zipf
 
 
 def small(**options):
@@ -269,7 +269,7 @@ def test_a_policy_that_fails_leaves_no_trace(tmp_path):
 
 def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
     """The infinite cache is as large as a pool can be; what does not fit is an error."""
-    monkeypatch.setattr(sys.modules["kvcore.lab.compare"], "MOST_BLOCKS", 30)
+    monkeypatch.setattr(sys.modules["kvcore.analysis.compare"], "MOST_BLOCKS", 30)
     with pytest.raises(PolicyError, match="the workload has more than 30 distinct blocks"):
         compare(small(), ["lru"], [10])
 

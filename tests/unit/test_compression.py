@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from kvcore.compression import CutError, DamageError, compressor, decoded
+from kvcore.files import CutError, DamageError, compressor, decoded
 
 LONG = b"".join(b"%d " % (n * n) for n in range(100_000))
 PACK = {"gzip": gzip.compress, "zstd": zstandard.compress}

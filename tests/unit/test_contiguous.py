@@ -1,10 +1,10 @@
 """Memory before paging: first fit in one address space, a piece for each request."""
 
 import pytest
+from helpers.schedulers import Urgent, scheduler_of
+from helpers.serving import BLOCK, Even, ask, servers
 from hypothesis import given
 from hypothesis import strategies as st
-from schedulers import Urgent, scheduler_of
-from serving import BLOCK, Even, ask, servers
 
 from kvcore import InputError, KVCache, OutOfBlocks, Trace
 from kvcore.serving import Batching, simulate

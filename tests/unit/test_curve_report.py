@@ -12,12 +12,11 @@ import attrs
 import pytest
 
 from kvcore import PluginError
-from kvcore.catalogue import find_model
-from kvcore.lab import Curve, Curves, Source, Steps
-from kvcore.model import KVLayout
+from kvcore.analysis import Curve, Curves, Source, Steps
+from kvcore.models.catalogue import find_model
+from kvcore.models.memory import KVLayout
 from kvcore.report import CurvesReport
-from kvcore.report.curve_plot import draw, plot
-from kvcore.report.curves import percent
+from kvcore.report.mrc import draw, percent, plot
 
 PNG, SVG = b"\x89PNG\r\n", b"<?xml"
 LAYOUT = KVLayout(find_model("llama-3-8b"), "fp16", 16)

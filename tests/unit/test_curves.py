@@ -11,19 +11,19 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from failing import Deadly, Failing
-from tries import number, requests
+from helpers.failing import Deadly, Failing
+from helpers.tries import number, requests
 
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
-from kvcore.cache.geometry import Geometry
-from kvcore.lab import Optimum, Steps, compare, curve
-from kvcore.lab.curves import spread_sizes
+from kvcore.analysis import Optimum, Steps, compare, curve
+from kvcore.analysis.mrc import spread_sizes
+from kvcore.cache.layout import Geometry
 from kvcore_plugins.eviction import LRU
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 pytest.importorskip("numba")
-from kvcore.lab.curves import kernels
-from kvcore.lab.curves.reuse import Reuse
+from kvcore.analysis import _mrc_kernels as kernels
+from kvcore.analysis._reuse import Reuse
 
 SMALL = Zipf(requests=80, prefixes=8, prefix_tokens=64, suffix_tokens=48)
 SIZES = [3, 10, 30, 90]
@@ -157,7 +157,7 @@ def test_a_key_may_be_anything(key):
 )
 def test_keys_are_named_in_portions(monkeypatch, key):
     """However many are named at a time, the same keys are the same."""
-    monkeypatch.setattr("kvcore.lab.curves.reuse.AT_ONCE", 3)
+    monkeypatch.setattr("kvcore.analysis._reuse.AT_ONCE", 3)
     texts = ["abcd", "ab", "", "abce", "xyz", "abcd", "xy"] * 2
     reuse = Reuse.read(requests(texts, key=key), Geometry("keys", 1))
     assert (reuse.lookup_blocks, reuse.distinct_blocks) == (38, 8)
@@ -185,7 +185,7 @@ def test_a_key_after_two_others_is_refused(prompts, place, key):
 
 def test_more_keys_than_the_loops_can_count_are_refused(monkeypatch):
     """The error says how many there are and how many there may be."""
-    monkeypatch.setattr("kvcore.lab.curves.reuse.MOST_KEYS", 3)
+    monkeypatch.setattr("kvcore.analysis._reuse.MOST_KEYS", 3)
     with pytest.raises(InputError, match="has 4 keys, and an exact curve takes at most 3"):
         curve(Prompts(requests(["ab", "ac"])), "lru")
 
@@ -276,7 +276,7 @@ def test_a_policy_that_other_processes_cannot_have_is_refused():
 @pytest.mark.parametrize("policies", ["lru", "optimum"])
 def test_without_numba_exact_curves_say_what_to_install(monkeypatch, policies):
     """Others are replayed all the same."""
-    monkeypatch.setitem(sys.modules, "kvcore.lab.curves.reuse", None)
+    monkeypatch.setitem(sys.modules, "kvcore.analysis._reuse", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
         curve(SMALL, policies, SIZES)
     assert curve(SMALL, "fifo", SIZES).hit_blocks
@@ -287,8 +287,8 @@ def test_numba_is_imported_for_an_exact_curve_alone():
     code = """
 import sys
 import kvcore.cli.curve, kvcore.lab, kvcore.report
-from kvcore.lab import curve
-from kvcore_plugins.workloads import Zipf
+from kvcore.analysis import curve
+from kvcore_plugins.workload import Zipf
 heavy = {"numba", "numpy", "matplotlib"}
 curve(Zipf(requests=5), "fifo", [4])
 assert not heavy & set(sys.modules)
@@ -309,7 +309,7 @@ def in_process(code, cache):
 def test_what_is_compiled_is_kept_where_it_is_said(tmp_path):
     """Compiled in one process, loaded in the next; where that is damaged, an error says so."""
     code = """
-from kvcore.lab.curves import kernels
+from kvcore.analysis import _mrc_kernels as kernels
 stats = kernels.find_runs.stats
 print(stats.cache_path, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
@@ -349,7 +349,7 @@ def test_the_loops_say_the_same_uncompiled(monkeypatch):
         monkeypatch.setattr(kernels, name, getattr(kernels, name).py_func)
     for name in ("find_runs", "reuse_depths", "optimum_hits"):
         plain = getattr(kernels, name).py_func
-        monkeypatch.setattr(f"kvcore.lab.curves.reuse.{name}", plain)
+        monkeypatch.setattr(f"kvcore.analysis._reuse.{name}", plain)
     found = Reuse.read(served, geometry)
     assert found.lru() == compiled.lru()
     assert expected == [

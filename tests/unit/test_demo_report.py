@@ -1,8 +1,7 @@
 """The report on what a cache saves."""
 
-from kvcore.lab import Generation
-from kvcore.model import ModelSpec
-from kvcore.report import CachingReport
+from kvcore.demo import CachingReport, Generation
+from kvcore.models.spec import ModelSpec
 
 MODEL = ModelSpec(
     name="tiny",

@@ -7,10 +7,9 @@ from fractions import Fraction
 import attrs
 import pytest
 
-from kvcore.catalogue import find_device, find_model
-from kvcore.deployment import Deployment, kv_copies
 from kvcore.errors import InputError
-from kvcore.model import KVLayout
+from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.memory import Deployment, KVLayout, kv_copies
 
 LLAMA, DEEPSEEK = find_model("llama-3-8b"), find_model("deepseek-v3")
 H100, H200 = find_device("h100"), find_device("h200")

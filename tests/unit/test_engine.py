@@ -3,16 +3,17 @@
 import attrs
 import orjson
 import pytest
-from engine import ENDS, Exact, Slots, compute, decided, digest
-from policies import build
-from schedulers import scheduler_of
-from serving import Bent, ask, serve
+from helpers.engine import ENDS, Exact, Slots, compute, decided, digest
+from helpers.policies import build
+from helpers.schedulers import scheduler_of
+from helpers.serving import Bent, ask, serve
 
-from kvcore import InputError, KVCache, LatencyModel, PolicyError, block_keys, run, text_request
-from kvcore.measurements import read_steps, write_steps
-from kvcore.serving.engine import TensorExecutor
+from kvcore import InputError, KVCache, LatencyModel, PolicyError, run
+from kvcore.engine.executor import TensorExecutor
+from kvcore.request import block_keys, text_request
+from kvcore.serving.calibration import read_steps, write_steps
 from kvcore.trace import replay
-from kvcore_plugins.workloads import Jsonl
+from kvcore_plugins.workload import Jsonl
 
 WORDS = list(range(100, 140))
 

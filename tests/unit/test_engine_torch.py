@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from engine import compute, decided
-from schedulers import scheduler_of
-from serving import Bent, ask, serve
+from helpers.engine import compute, decided
+from helpers.schedulers import scheduler_of
+from helpers.serving import Bent, ask, serve
 
 from kvcore import Plugins
 

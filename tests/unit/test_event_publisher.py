@@ -6,9 +6,8 @@ import pytest
 import zmq
 
 from kvcore.errors import InputError
-from kvcore.events.ordering import Delivery, Gap
-from kvcore.events.publisher import Publisher
-from kvcore.events.transport import Server, Subscriber
+from kvcore.kv_events.publisher import Publisher
+from kvcore.kv_events.subscriber import Delivery, Gap, Server, Subscriber
 
 PATIENCE = 20
 FREE = "tcp://127.0.0.1:*"

@@ -5,11 +5,10 @@ from threading import Thread
 
 import pytest
 import zmq
-from engine_wire import END, Engine, number
+from helpers.engine_wire import END, Engine, number
 
 from kvcore.errors import InputError, PluginError
-from kvcore.events.ordering import Delivery, Gap, Garbage, Restart
-from kvcore.events.transport import Server, Subscriber
+from kvcore.kv_events.subscriber import Delivery, Gap, Garbage, Restart, Server, Subscriber
 
 PATIENCE = 20
 

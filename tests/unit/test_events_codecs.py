@@ -2,7 +2,7 @@ import re
 
 import msgspec
 import pytest
-from kv_events import (
+from helpers.kv_events import (
     DYNAMO,
     MOONCAKE,
     PAYLOADS,
@@ -15,7 +15,7 @@ from kv_events import (
 )
 
 from kvcore import InputError, TraceError
-from kvcore.events import BlockStored, PagesStored, Unread, decode, encode
+from kvcore.kv_events import BlockStored, PagesStored, Unread, decode, encode
 
 
 def read(*events):

@@ -1,6 +1,6 @@
-from kv_events import batch, removed, stored
+from helpers.kv_events import batch, removed, stored
 
-from kvcore.events import (
+from kvcore.kv_events import (
     AllBlocksCleared,
     Batch,
     BlockUpdated,

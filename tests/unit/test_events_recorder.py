@@ -1,9 +1,9 @@
 """From a subscriber to a file, with a stand-in for the subscriber."""
 
 import pytest
-from kv_events import batch, stored
+from helpers.kv_events import batch, stored
 
-from kvcore.events import (
+from kvcore.kv_events import (
     Delivery,
     Received,
     RecordingReader,

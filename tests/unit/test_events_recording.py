@@ -2,10 +2,10 @@ import gzip
 
 import orjson
 import pytest
-from kv_events import DYNAMO, TRTLLM, batch, record, removed, stored
+from helpers.kv_events import DYNAMO, TRTLLM, batch, record, removed, stored
 
 from kvcore import InputError, TraceError
-from kvcore.events import (
+from kvcore.kv_events import (
     Lost,
     Received,
     RecordingReader,

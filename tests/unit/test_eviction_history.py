@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from caches import ask, make, serve, spans
+from helpers.caches import ask, make, serve, spans
 
 from kvcore import InputError, Plugins
-from kvcore.lab import replay
+from kvcore.analysis import replay
 from kvcore_plugins.eviction import LFU, LRU, LRUK, MRU, TTL, Adaptive, TailLRU, TinyLFU
 
 SCAN = ["a", "a", "b", "c"]

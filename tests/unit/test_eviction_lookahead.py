@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
-from caches import ask, make, serve, spans, start
-from schedulers import Urgent
-from serving import ask as request
-from serving import serve as simulate
+from helpers.caches import ask, make, serve, spans, start
+from helpers.schedulers import Urgent
+from helpers.serving import ask as request
+from helpers.serving import serve as simulate
 
 from kvcore import InputError, Plugins, PolicyError
-from kvcore.lab import replay, served
+from kvcore.analysis import replay, served
 from kvcore_plugins.eviction import LRU, Lookahead
 
 

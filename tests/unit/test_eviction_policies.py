@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from caches import ask, compute, make, serve, spans
+from helpers.caches import ask, compute, make, serve, spans
 
-from kvcore import InputError, Plugins, Retention
+from kvcore import InputError, Plugins
+from kvcore.request import Retention
 from kvcore_plugins.eviction import (
     ARC,
     FIFO,

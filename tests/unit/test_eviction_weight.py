@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore_plugins.eviction.weight import ONE, exp2, order, over, plus, power, times
+from kvcore_plugins.eviction.scaled_float import ONE, exp2, order, over, plus, power, times
 
 moments = st.integers(0, 10**15)
 

@@ -5,12 +5,13 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from serving import ask
+from helpers.serving import ask
 
-from kvcore import InputError, KVCache, Request, Retention, Workload
-from kvcore.lab.untimed import replay
-from kvcore.serving.excerpt import Excerpt
-from kvcore_plugins.workloads import Mooncake
+from kvcore import InputError, KVCache, Request, Workload
+from kvcore.analysis.replay import replay
+from kvcore.request import Retention
+from kvcore.workloads.sample import Excerpt
+from kvcore_plugins.workload import Mooncake
 
 
 @attrs.define(slots=False, eq=False)

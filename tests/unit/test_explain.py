@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from caches import Mortal
-from traces import BLOCK, ask, lines, record, seal, serve
+from helpers.caches import Mortal
+from helpers.traces import BLOCK, ask, lines, record, seal, serve
 
-from kvcore import InputError, KVCache, Request, Retention, Trace, TraceError
-from kvcore.catalogue import default_prefill_cost
-from kvcore.lab import replay
-from kvcore.lab.explaining import explain
+from kvcore import InputError, KVCache, Request, Trace, TraceError
+from kvcore.analysis import explain, replay
+from kvcore.models.cost import default_prefill_cost
+from kvcore.request import Retention
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 from kvcore_plugins.retention import Window

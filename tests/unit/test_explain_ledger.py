@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcore.lab.explaining.ledger import Ledger
-from kvcore.lab.explaining.reasons import Eviction
+from kvcore.analysis.miss_reasons import Eviction
+from kvcore.analysis.misses import Ledger
 
 KEYS = ["a", "ab", "abc"]
 

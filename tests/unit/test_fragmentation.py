@@ -2,13 +2,13 @@
 
 import attrs
 import pytest
+from helpers.schedulers import scheduler_of
+from helpers.serving import BLOCK, Even, ask, servers
 from hypothesis import given
-from schedulers import scheduler_of
-from serving import BLOCK, Even, ask, servers
 
 from kvcore import KVCache
 from kvcore.serving import Batching, simulate
-from kvcore.serving.fragmentation import Fragmentation
+from kvcore.serving.contiguous import Fragmentation
 
 
 def run(requests, blocks=5, **options):

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch", reason="generators compute on torch")
 
 from kvcore import Generator, InputError
-from kvcore.catalogue import MODELS
-from kvcore.model import ModelSpec
+from kvcore.models.catalogue import MODELS
+from kvcore.models.spec import ModelSpec
 from kvcore.testing import GeneratorTests
 
 SPEC = attrs.evolve(

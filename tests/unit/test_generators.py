@@ -8,8 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="generators compute on torch")
 
-from kvcore import DeviceMemory, InputError, Plugins, StorageError  # noqa: E402
-from kvcore.catalogue import MODELS  # noqa: E402
+from kvcore import InputError, Plugins, StorageError  # noqa: E402
+from kvcore.engine import DeviceMemory  # noqa: E402
+from kvcore.models.catalogue import MODELS  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
     HostTensors,
@@ -20,9 +21,9 @@ from kvcore.testing.dense import (  # noqa: E402
     loaded,
     token_step,
 )
-from kvcore_plugins.generators import SinCos, Transformer  # noqa: E402
-from kvcore_plugins.generators.decoder import rotated  # noqa: E402
-from kvcore_plugins.generators.sampling import sample  # noqa: E402
+from kvcore_plugins.generator import SinCos, Transformer  # noqa: E402
+from kvcore_plugins.generator.decoder import rotated  # noqa: E402
+from kvcore_plugins.generator.sampling import sample  # noqa: E402
 
 
 def stored(generator, tokens, positions=None):
@@ -52,7 +53,7 @@ def test_listing_generators_does_not_import_torch():
 
 def test_transformer_without_torch_says_what_to_install(monkeypatch):
     """It is listed as unusable, with the reason."""
-    monkeypatch.setattr("kvcore_plugins.generators.transformer.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcore_plugins.generator.transformer.find_spec", lambda _: None)
     info = next(i for i in Plugins().listing() if i.name == "transformer")
     assert not info.usable
     assert "pip install 'kvcore[torch]'" in Transformer.unusable()

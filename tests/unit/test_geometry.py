@@ -2,8 +2,9 @@
 
 import pytest
 
-from kvcore import InputError, Request, Retention
-from kvcore.cache.geometry import Geometry, retention_steps
+from kvcore import InputError, Request
+from kvcore.cache.layout import Geometry, retention_steps
+from kvcore.request import Retention
 
 
 def request(prompt, keys, key_tokens, **fields):

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from caches import ask, make, spans
+from helpers.caches import ask, make, spans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import GhostTree, InputError, KVCache, Span
+from kvcore import InputError, KVCache, Span
+from kvcore.cache import GhostTree
 from kvcore.testing import Driver, Traffic, random_steps, step_lists
 from kvcore_plugins.eviction import LRU
 

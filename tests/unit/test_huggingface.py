@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
-from hugging import FAMILIES, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
+from helpers.hugging import FAMILIES, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
@@ -22,11 +22,11 @@ from transformers import (  # noqa: E402
 )
 
 from kvcore import InputError, Plugins  # noqa: E402
-from kvcore.keys import word_tokens  # noqa: E402
-from kvcore.model import ModelSpec  # noqa: E402
+from kvcore.models.spec import ModelSpec  # noqa: E402
+from kvcore.request import word_tokens  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, advance, generate, loaded  # noqa: E402
-from kvcore_plugins.generators import HuggingFace  # noqa: E402
-from kvcore_plugins.generators import huggingface as module  # noqa: E402
+from kvcore_plugins.generator import HuggingFace  # noqa: E402
+from kvcore_plugins.generator import huggingface as module  # noqa: E402
 
 SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 

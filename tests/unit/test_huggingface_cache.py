@@ -5,12 +5,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
-from hugging import FAMILIES, padded, paged_cache, prompt, tiny  # noqa: E402
+from helpers.hugging import FAMILIES, padded, paged_cache, prompt, tiny  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from kvcore import InputError, KVCache, OutOfBlocks  # noqa: E402
-from kvcore_plugins.backends import TorchCPU  # noqa: E402
-from kvcore_plugins.generators.hf_cache import PagedCache  # noqa: E402
+from kvcore_plugins.backend import TorchCPU  # noqa: E402
+from kvcore_plugins.generator.hf_cache import PagedCache  # noqa: E402
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 

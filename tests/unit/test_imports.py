@@ -23,14 +23,16 @@ HEAVY = [
 ]
 
 LAYERS = [
-    {"policy"},
-    {"specs", "loading", "plugins", "workloads", "measurements", "calibration"},
+    {"request"},
+    {"plugins"},
+    {"models", "workloads"},
     {"cache"},
     {"trace"},
-    {"events"},
     {"serving"},
-    {"lab"},
+    {"engine"},
+    {"analysis", "kv_events"},
     {"report"},
+    {"demo"},
     {"cli", "__main__"},
     {"testing", "__init__"},
 ]

@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from caches import BLOCK, Mortal, ask, make, serve, spans, start
+from helpers.caches import BLOCK, Mortal, ask, make, serve, spans, start
 
 
 def lived_in(**options):

@@ -5,7 +5,8 @@ from hashlib import blake2b
 
 import pytest
 
-from kvcore import InputError, block_keys
+from kvcore import InputError
+from kvcore.request import block_keys
 
 TOKENS = [11, 22, 33, 44, 55, 66, 77]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from caches import BLOCK, Lines, ask, compute, make, serve, spans
+from helpers.caches import BLOCK, Lines, ask, compute, make, serve, spans
 
 from kvcore import (
     InputError,
@@ -12,13 +12,13 @@ from kvcore import (
     PluginError,
     PolicyError,
     Request,
-    Retention,
     ScoreEviction,
 )
-from kvcore.lab import compare
+from kvcore.analysis import compare
+from kvcore.request import Retention
 from kvcore_plugins.eviction import LFU, LRU, SLRU, TTL
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 SECOND = 10**9
 

@@ -1,7 +1,19 @@
 """Publishing: what commit makes shareable, duplicates, growth in place, splits."""
 
 import pytest
-from caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start, table
+from helpers.caches import (
+    BLOCK,
+    Lines,
+    Recorded,
+    ask,
+    compute,
+    make,
+    pins,
+    serve,
+    spans,
+    start,
+    table,
+)
 
 from kvcore import InputError
 from kvcore_plugins.prefix import Radix

@@ -1,7 +1,7 @@
 """Expiry: where a match stops, who drops what has expired, how ancestors live on."""
 
 import pytest
-from caches import (
+from helpers.caches import (
     BLOCK,
     Lines,
     Mortal,
@@ -17,7 +17,7 @@ from caches import (
 )
 
 from kvcore import OutOfBlocks, PolicyError
-from kvcore.testing.driver import snapshot
+from kvcore.testing.harness import snapshot
 from kvcore_plugins.eviction import TTL
 
 

@@ -1,10 +1,22 @@
 """Extension: whole, or OutOfBlocks and no change."""
 
 import pytest
-from caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start, table
+from helpers.caches import (
+    BLOCK,
+    Lines,
+    Recorded,
+    ask,
+    compute,
+    make,
+    pins,
+    serve,
+    spans,
+    start,
+    table,
+)
 
 from kvcore import InputError, OutOfBlocks, PolicyError
-from kvcore.testing.driver import snapshot
+from kvcore.testing.harness import snapshot
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 2), (1, 2), (2, 2), (3, 3), (6, 3), (7, 4)])

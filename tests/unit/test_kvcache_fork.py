@@ -2,7 +2,7 @@
 
 import attrs
 import pytest
-from caches import (
+from helpers.caches import (
     BLOCK,
     Lines,
     Recorded,
@@ -18,7 +18,7 @@ from caches import (
 )
 
 from kvcore import InputError, OutOfBlocks, PolicyError
-from kvcore.testing.driver import snapshot
+from kvcore.testing.harness import snapshot
 from kvcore_plugins.prefix import NoPrefix
 
 HALF = BLOCK // 2

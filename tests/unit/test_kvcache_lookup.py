@@ -1,10 +1,10 @@
 """Lookup: how far a prompt hits, under both countings, and what a hit does and counts."""
 
 import pytest
-from caches import BLOCK, Recorded, ask, make, pins, serve, spans, table
+from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, spans, table
 
 from kvcore import InputError
-from kvcore.testing.driver import snapshot
+from kvcore.testing.harness import snapshot
 
 
 def test_an_empty_cache_hits_nothing():

@@ -1,10 +1,10 @@
 """Admission: what is pinned, evicted and allocated, and that a refusal changes nothing."""
 
 import pytest
-from caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start
+from helpers.caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start
 
 from kvcore import InputError, KVCache, OutOfBlocks, PolicyError, Request
-from kvcore.testing.driver import snapshot
+from kvcore.testing.harness import snapshot
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 

@@ -1,9 +1,10 @@
 """Retention hints: priority by token range, durations, splits at borders, raises."""
 
 import pytest
-from caches import BLOCK, Recorded, ask, compute, make, serve, spans, start
+from helpers.caches import BLOCK, Recorded, ask, compute, make, serve, spans, start
 
-from kvcore import InputError, Retention
+from kvcore import InputError
+from kvcore.request import Retention
 from kvcore_plugins.eviction import Priority
 
 

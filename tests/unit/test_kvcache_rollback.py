@@ -1,10 +1,10 @@
 """Rollback: the newest tokens go, whole blocks become free, what is shared stays."""
 
 import pytest
-from caches import BLOCK, Lines, ask, compute, make, pins, start, table
+from helpers.caches import BLOCK, Lines, ask, compute, make, pins, start, table
 
 from kvcore import InputError
-from kvcore.testing.driver import snapshot
+from kvcore.testing.harness import snapshot
 
 
 def drafted(cache, tokens):

@@ -8,8 +8,9 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvcore import Batch, InputError, Plugins
-from kvcore.policy import option_fields
+from kvcore import InputError, Plugins
+from kvcore.plugins import option_fields
+from kvcore.serving import Batch
 from kvcore_plugins.latency import Linear, TokenRate
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/latency.md").read_text("utf-8")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from kvcore import Batch, InputError
-from kvcore.catalogue import find_device, find_model
-from kvcore.model import DeviceSpec, ModelSpec
+from kvcore import InputError
+from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.serving import Batch
 from kvcore_plugins.latency import Roofline
 
 # Weights: 2 GB. K/V: 10,240 bytes a token. FLOP: 2e9 a token and 40,960 a pair.

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcore import Batch, InputError
+from kvcore import InputError
+from kvcore.serving import Batch
 from kvcore_plugins.latency import Table
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"

@@ -7,7 +7,7 @@ import gzip
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.measurements import MeasuredStep, read_steps
+from kvcore.serving.calibration import MeasuredStep, read_steps
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
 

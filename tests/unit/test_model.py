@@ -10,20 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.catalogue import MODELS, default_prefill_cost, find_device, find_model
 from kvcore.errors import InputError
-from kvcore.model import (
-    KV_DTYPES,
-    DeviceSpec,
-    KVLayout,
-    ModelSpec,
+from kvcore.models.catalogue import MODELS, find_device, find_model
+from kvcore.models.cost import (
     PrefillCost,
     attended_pairs,
-    bytes_of,
     decode_step_bytes,
-    kv_budget,
+    default_prefill_cost,
     prefill_flop,
 )
+from kvcore.models.memory import KVLayout, kv_budget
+from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec, bytes_of
 
 lengths = st.integers(0, 300)
 windows = st.none() | st.integers(1, 100)
@@ -51,8 +48,8 @@ def device(**more):
 
 def test_importing_the_arithmetic_is_light():
     """The specs need no catalogue, and none of the packages for numbers or terminals."""
-    heavy = "{'numpy', 'torch', 'click', 'rich', 'kvcore.catalogue'}"
-    code = f"import sys, kvcore.model; print({heavy} & set(sys.modules))"
+    heavy = "{'numpy', 'torch', 'click', 'rich', 'kvcore.models.catalogue'}"
+    code = f"import sys, kvcore.models.spec; print({heavy} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -7,9 +7,9 @@ import json
 import attrs
 import pytest
 
-from kvcore.catalogue import DEVICES, MODELS, find_device, find_model
 from kvcore.errors import InputError
-from kvcore.hf_config import read_config
+from kvcore.models.catalogue import DEVICES, MODELS, find_device, find_model
+from kvcore.models.huggingface import read_config
 
 NUMBERS = (
     "num_hidden_layers",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from configs import LLAMA_3_8B as LLAMA
+from helpers.configs import LLAMA_3_8B as LLAMA
 
 from kvcore.errors import InputError
-from kvcore.hf_config import read_config
+from kvcore.models.huggingface import read_config
 
 QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}
 GPT_OSS = LLAMA | {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore import InputError, Request
-from kvcore.cache.geometry import Geometry
-from kvcore.lab import Future, Optimum
+from kvcore.analysis import Future, Optimum
+from kvcore.cache.layout import Geometry
 
 
 def requests(prompts, key_tokens=1):

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import attrs
 import pytest
 
+from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
 from kvcore.hookspecs import hookimpl
-from kvcore.plugins import KINDS, Plugins
-from kvcore.policy import EvictionPolicy, Workload
-from kvcore.specs import Spec
+from kvcore.plugins.manager import KINDS, Plugins
+from kvcore.plugins.options import Spec
+from kvcore.workloads import Workload
 
 
 @attrs.define(slots=False, eq=False)
@@ -302,7 +303,7 @@ def test_object_without_hooks_is_refused():
     assert text.endswith("no function is marked with kvcore.hookspecs.hookimpl")
 
 
-NOT_EVICTION = "which is not a class derived from kvcore.policy.eviction.EvictionPolicy"
+NOT_EVICTION = "which is not a class derived from kvcore.cache.eviction.EvictionPolicy"
 BAD_NAME = "a plugin class needs an attribute `name` of letters, digits, `_`, `-` and `.`"
 
 

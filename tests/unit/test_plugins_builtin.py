@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcore import KVCache, Request
-from kvcore.loading import DISABLE, Loaded
-from kvcore.plugins import KINDS, Plugins, default
+from kvcore.plugins.manager import DISABLE, KINDS, Loaded, Plugins, default
 
 NAMES = {
     "backend": ["torch-cpu", "torch-cuda"],

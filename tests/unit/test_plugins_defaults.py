@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.plugins import Plugins
-from kvcore.specs import takes_path
+from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import takes_path
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import pytest
 
 from kvcore import hookspecs
 from kvcore.hookspecs import hookimpl
-from kvcore.plugins import KINDS, Plugins
+from kvcore.plugins.manager import KINDS, Plugins, base_of
 
 
 def named(kind):
     """Return a class of that kind which defines all it must."""
-    base = KINDS[kind][1]
+    base = base_of(kind)
     must = dict.fromkeys(base.__abstractmethods__)
     return type("Named", (base,), must | {"name": f"some-{kind}"})
 
@@ -39,4 +39,4 @@ def test_every_hook_has_a_kind():
 
 def test_kinds_are_the_base_classes_own():
     """A kind's name in look-ups is the `kind` of its base class."""
-    assert {kind: base.kind for kind, (_, base) in KINDS.items()} == {k: k for k in KINDS}
+    assert {kind: base_of(kind).kind for kind in KINDS} == {k: k for k in KINDS}

@@ -11,15 +11,14 @@ from types import SimpleNamespace
 import attrs
 import pytest
 
-from kvcore import installation
 from kvcore.errors import InputError, PluginError
 from kvcore.hookspecs import hookimpl
-from kvcore.loading import DISABLE
-from kvcore.plugins import Plugins, default
+from kvcore.plugins import manager as installation
+from kvcore.plugins.manager import DISABLE, Plugins, default
 
 HOOKS = """
 from kvcore.hookspecs import hookimpl
-from kvcore.policy import EvictionPolicy
+from kvcore.cache import EvictionPolicy
 
 class Policy(EvictionPolicy):
     name = {name!r}

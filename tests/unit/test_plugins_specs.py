@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import InputError, PluginError
-from kvcore.policy import Plugin
-from kvcore.specs import Spec, instantiate, parse, summary
+from kvcore.plugins import Plugin
+from kvcore.plugins.options import Spec, instantiate, parse, summary
 
 
 def seconds(value: float) -> int:

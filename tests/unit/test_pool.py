@@ -4,7 +4,8 @@ from array import array
 
 import pytest
 
-from kvcore import BlockPool, CountingPool, InputError, OutOfBlocks
+from kvcore import InputError, OutOfBlocks
+from kvcore.cache import BlockPool, CountingPool
 
 
 def ids(*blocks):

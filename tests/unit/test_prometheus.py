@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 
 import pytest
+from helpers.serving import BLOCK, Even, ask
 from prometheus_client.parser import text_string_to_metric_families
-from serving import BLOCK, Even, ask
 
 from kvcore import KVCache, PluginError, simulate
-from kvcore.lab import compare
+from kvcore.analysis import compare
 from kvcore.report import comparison_metrics, run_metrics
 from kvcore.serving import Batching
 from kvcore_plugins.eviction import LFU, LRU
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 CONFIG = {
     "workload": {"name": 'a "trace"'},

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvcore.serving import quantiles
-from kvcore.serving.quantiles import Progressions, distribution, nearest_rank
+from kvcore.serving import stats as quantiles
+from kvcore.serving.stats import Progressions, distribution, nearest_rank
 
 WEIGHTED = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=30)
 PIECES = st.lists(

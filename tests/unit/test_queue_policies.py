@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from caches import make, serve, spans, start
+from helpers.caches import make, serve, spans, start
 
 from kvcore_plugins.eviction import ARC, S3FIFO, SIEVE
 

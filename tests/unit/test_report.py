@@ -8,8 +8,8 @@ import io
 import attrs
 import pytest
 
-from kvcore.catalogue import default_prefill_cost
-from kvcore.lab import Comparison, Infinite, Row, Source
+from kvcore.analysis import Comparison, Infinite, Row, Source
+from kvcore.models.cost import default_prefill_cost
 from kvcore.report import ComparisonReport, write_csv
 
 

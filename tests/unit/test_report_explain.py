@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from caches import Mortal
-from traces import BLOCK, ask
+from helpers.caches import Mortal
+from helpers.traces import BLOCK, ask
 
 from kvcore import KVCache, Trace
-from kvcore.lab import replay
-from kvcore.lab.explaining import explain
-from kvcore.report.explain import RequestReport, SummaryReport
+from kvcore.analysis import explain, replay
+from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore_plugins.eviction import LRU
 
 

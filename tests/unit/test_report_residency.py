@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvcore.lab import compare
+from kvcore.analysis import compare
 from kvcore.report import ResidencyReport, thrashing
 from kvcore_plugins.eviction import LRU, MRU
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 RESTED = {
     "thrashing": True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import InputError, PluginError
-from kvcore.lab.sweeping import Grid, Sweep
+from kvcore.analysis.sweep import Grid, Sweep
 from kvcore.report.sweep import SweepReport, check_table, sweep_document, write_table
 
 COLUMNS = {

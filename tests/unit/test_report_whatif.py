@@ -3,7 +3,7 @@
 import attrs
 import pytest
 
-from kvcore.lab import Change, Fate, Figures, WhatIf
+from kvcore.analysis import Change, Fate, Figures, WhatIf
 from kvcore.report import WhatIfReport
 
 RATIOS = {"block": 0.25, "token": 0.2, "request": None}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from caches import BLOCK, Mortal, ask, make, serve, start
+from helpers.caches import BLOCK, Mortal, ask, make, serve, start
 
 from kvcore.cache import Residency
-from kvcore.cache.histogram import Histogram
+from kvcore.cache.residency import Histogram
 from kvcore_plugins.prefix import NoPrefix
 
 

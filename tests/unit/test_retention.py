@@ -1,11 +1,11 @@
 """Forgetting: what leaves the table of a running sequence, is freed, or is only hidden."""
 
 import pytest
-from caches import BLOCK, Lines, ask, compute, make, start, table
+from helpers.caches import BLOCK, Lines, ask, compute, make, start, table
 
 from kvcore import InputError, KVCache, OutOfBlocks, PolicyError, Request, simulate
-from kvcore.policy import RetentionPolicy
-from kvcore.testing.driver import snapshot
+from kvcore.cache import RetentionPolicy
+from kvcore.testing.harness import snapshot
 from kvcore_plugins.retention import Window
 
 

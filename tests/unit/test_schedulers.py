@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from jobs import PROMPT, ask, job, serve
+from helpers.jobs import PROMPT, ask, job, serve
 
-from kvcore import SLO, InputError, LoopState, Plugins
+from kvcore import SLO, InputError, Plugins
+from kvcore.serving import LoopState
 from kvcore.testing import STEP, ToyServer
-from kvcore_plugins.scheduling import FCFS, LPM, SJF, SRPT, Fair, LeastSlack, Priority
+from kvcore_plugins.scheduler import FCFS, LPM, SJF, SRPT, Fair, LeastSlack, Priority
 
 SECOND = 10**9
 

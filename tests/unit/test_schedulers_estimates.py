@@ -7,10 +7,11 @@ from statistics import mean, stdev
 
 import pytest
 
-from kvcore import SLO, DecodeSteps, Job, Request
-from kvcore.policy.job import DECODE, PREFILL
+from kvcore import SLO, Job, Request
+from kvcore.serving import DecodeSteps
+from kvcore.serving.scheduler import DECODE, PREFILL
 from kvcore.testing import STEP, ToyServer
-from kvcore_plugins.scheduling import SJF, SRPT, LeastSlack
+from kvcore_plugins.scheduler import SJF, SRPT, LeastSlack
 
 SECOND = 10**9
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from jobs import PROMPT, ask, job, serve
+from helpers.jobs import PROMPT, ask, job, serve
 
-from kvcore import LoopState
+from kvcore.serving import LoopState
 from kvcore.testing import STEP, ToyServer
-from kvcore_plugins.scheduling import Fair
+from kvcore_plugins.scheduler import Fair
 
 
 def counters(scheduler, requests, seats=1):

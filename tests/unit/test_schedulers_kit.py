@@ -8,9 +8,10 @@ from typing import Any
 import attrs
 import pytest
 
-from kvcore import PolicyError, Scheduler, StepPlan
+from kvcore import PolicyError, Scheduler
+from kvcore.serving import StepPlan
 from kvcore.testing import SchedulerTests
-from kvcore_plugins.scheduling import FCFS, SRPT, LeastSlack
+from kvcore_plugins.scheduler import FCFS, SRPT, LeastSlack
 
 
 @attrs.define(slots=False, eq=False)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from caches import make, serve, spans
+from helpers.caches import make, serve, spans
 
 from kvcore import ScoreEviction
 

@@ -1,7 +1,7 @@
 """When requests arrive: recorded times, sessions at their own pace, and bad workloads."""
 
 import pytest
-from serving import STEP, ask, serve
+from helpers.serving import STEP, ask, serve
 
 from kvcore import InputError, Request
 from kvcore.serving.arrivals import NEVER, Arrivals

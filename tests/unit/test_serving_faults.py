@@ -4,11 +4,12 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from schedulers import Planning
-from serving import Even, ask, serve
+from helpers.schedulers import Planning
+from helpers.serving import Even, ask, serve
 
-from kvcore import InputError, PolicyError, Scheduler, StepPlan
-from kvcore_plugins.scheduling import FCFS
+from kvcore import InputError, PolicyError, Scheduler
+from kvcore.serving import StepPlan
+from kvcore_plugins.scheduler import FCFS
 
 REQUESTS = [ask(number, number, output=9) for number in range(6)]
 

@@ -2,8 +2,8 @@
 
 import attrs
 import pytest
-from schedulers import scheduler_of
-from serving import STEP, Bent, Even, ask, serve
+from helpers.schedulers import scheduler_of
+from helpers.serving import STEP, Bent, Even, ask, serve
 
 from kvcore import InputError, KVCache, Request
 from kvcore.serving import simulate

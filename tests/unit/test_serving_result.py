@@ -6,9 +6,9 @@ import json
 from fractions import Fraction
 
 import pytest
+from helpers.schedulers import SCHEDULERS
+from helpers.serving import BLOCK, Even, ask, serve, servers
 from hypothesis import given
-from schedulers import SCHEDULERS
-from serving import BLOCK, Even, ask, serve, servers
 
 import kvcore
 from kvcore import SLO, InputError, KVCache
@@ -359,7 +359,11 @@ def test_what_is_no_cap_and_no_slo_is_refused(options, message):
 
 def test_the_public_names():
     """What a simulation takes is found where the cache is."""
-    assert (kvcore.simulate, kvcore.Batching, kvcore.Result) == (simulate, Batching, Result)
+    assert (kvcore.simulate, kvcore.serving.Batching, kvcore.serving.Result) == (
+        simulate,
+        Batching,
+        Result,
+    )
 
 
 def test_nobody_has_to_measure_how_long_blocks_rest():

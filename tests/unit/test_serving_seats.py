@@ -1,8 +1,8 @@
 """Who gets a seat, who waits for room, who is preempted: steps of 10 ns, blocks of 4 tokens."""
 
 import pytest
-from schedulers import Latest, Urgent, scheduler_of
-from serving import STEP, ask, serve
+from helpers.schedulers import Latest, Urgent, scheduler_of
+from helpers.serving import STEP, ask, serve
 
 PREEMPTION = ("PREEMPT", "RESUME")
 

@@ -1,11 +1,11 @@
 """What schedulers are told of the time that work takes."""
 
 import pytest
-from serving import Bent, Single
+from helpers.serving import Bent, Single
 
-from kvcore import Batch, KVCache
-from kvcore.serving import Batching
-from kvcore.serving.server import ServiceTimes
+from kvcore import KVCache
+from kvcore.serving import Batch, Batching
+from kvcore.serving.latency import ServiceTimes
 
 SEATS = 8
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from helpers.reference.flat import Counts
 from hypothesis import given
-from reference.flat import Counts
 
 from kvcore_plugins.eviction.sketch import Sketch
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from kvcore import KVCache, PluginError, simulate
-from kvcore.lab import compare
-from kvcore.lab.sweeping import (
+from kvcore.analysis import compare
+from kvcore.analysis.sweep import (
     Cell,
     Grid,
     Journal,
@@ -20,10 +20,10 @@ from kvcore.lab.sweeping import (
     executor_named,
     sweep,
 )
-from kvcore.lab.sweeping.bench import Bench, Task
-from kvcore.lab.sweeping.parts import Parts, Shelf
+from kvcore.analysis.sweep._parts import Parts, Shelf
+from kvcore.analysis.sweep.executors import Bench, Task
 from kvcore_plugins.latency import Roofline
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 ZIPF = "zipf:requests=60,prefixes=4"
 
@@ -172,7 +172,7 @@ def test_without_a_clock_the_cost_of_a_block_counts():
 def test_another_version_of_kvcore_runs_all_anew(monkeypatch):
     """What it would come to is not known from the last one."""
     before = digest()
-    monkeypatch.setattr("kvcore.lab.sweeping.parts.version", lambda _: "99")
+    monkeypatch.setattr("kvcore.analysis.sweep._parts.version", lambda _: "99")
     assert digest() != before
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcore import SLO, InputError
-from kvcore.lab.sweeping import Cell, Grid, Plan, axes_of
+from kvcore.analysis.sweep import Cell, Grid, Plan, axes_of
 
 
 def test_the_last_axis_changes_fastest():

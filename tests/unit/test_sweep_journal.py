@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError
-from kvcore.lab.sweeping import Journal
+from kvcore.analysis.sweep import Journal
 
 CELLS = {f"{number:032x}": {"hit_blocks": number, "ratio": number / 7} for number in range(5)}
 
@@ -123,7 +123,7 @@ def test_two_cannot_have_it_at_once(tmp_path):
 def test_the_lock_of_a_killed_process_is_none(tmp_path):
     """The kernel takes it back: there is nothing to remove."""
     code = (
-        "import os, signal, sys; from kvcore.lab.sweeping import Journal\n"
+        "import os, signal, sys; from kvcore.analysis.sweep import Journal\n"
         "with Journal(sys.argv[1]) as journal:\n"
         "    journal.add('ab', {}, {'hits': 1}, 0.5)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

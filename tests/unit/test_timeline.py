@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.serving.timeline import MOST, PoolTimeline
+from kvcore.serving.stats import MOST, PoolTimeline
 
 
 def test_means_are_weighted_by_time():

@@ -3,10 +3,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from traces import CACHE, ask, lines, write
+from helpers.traces import CACHE, ask, lines, write
 
 from kvcore import SLO, InputError, Trace
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 
 def test_the_header_says_what_the_run_is(tmp_path):

@@ -1,7 +1,7 @@
 from contextlib import contextmanager
 
 import pytest
-from traces import ask, lines, seal, serve, write
+from helpers.traces import ask, lines, seal, serve, write
 
 from kvcore import KVCache, Trace, TraceError
 from kvcore.trace import replay

@@ -3,7 +3,7 @@ import gzip
 import orjson
 import pytest
 import zstandard
-from traces import CACHE, lines, record, seal, write
+from helpers.traces import CACHE, lines, record, seal, write
 
 from kvcore import InputError, Trace, TraceError
 from kvcore.trace import read_events

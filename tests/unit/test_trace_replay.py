@@ -1,13 +1,13 @@
 from itertools import islice
 
 import pytest
-from traces import ask, drive, lines, record, seal, write
+from helpers.traces import ask, drive, lines, record, seal, write
 
 from kvcore import KVCache, Trace, TraceError
 from kvcore.trace import CacheState, replay
 from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.prefix import NoPrefix, Radix
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 
 @pytest.fixture

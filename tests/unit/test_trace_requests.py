@@ -2,19 +2,20 @@
 
 import attrs
 import pytest
-from schedulers import scheduler_of
-from serving import Even, ask
-from traces import lines, seal, write
-from traces import serve as serve_by_hand
+from helpers.schedulers import scheduler_of
+from helpers.serving import Even, ask
+from helpers.traces import lines, seal, write
+from helpers.traces import serve as serve_by_hand
 
-from kvcore import SLO, InputError, KVCache, Request, Retention, Trace, TraceError
-from kvcore.lab import compare
-from kvcore.serving import Batching, simulate, text_request
+from kvcore import SLO, InputError, KVCache, Request, Trace, TraceError
+from kvcore.analysis import compare
+from kvcore.request import Retention, text_request
+from kvcore.serving import Batching, simulate
 from kvcore.trace import TraceWorkload, read_request
-from kvcore.trace.fields import request_fields
-from kvcore.workloads import file_digest
+from kvcore.trace.events import request_fields
+from kvcore.workloads.files import file_digest
 from kvcore_plugins.eviction import LRU
-from kvcore_plugins.workloads import Recording, Zipf
+from kvcore_plugins.workload import Recording, Zipf
 
 FULL = Request(
     id="full",

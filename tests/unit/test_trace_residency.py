@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import traces
+from helpers import traces
 
 from kvcore import InputError, KVCache, TraceError
 from kvcore.cache import Residency

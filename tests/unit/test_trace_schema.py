@@ -2,10 +2,10 @@ import re
 from pathlib import Path
 
 import pytest
-from traces import record, serve
+from helpers.traces import record, serve
 
 from kvcore.trace import EVENTS, read_events
-from kvcore.trace.schema import COMMON, fault, is_key
+from kvcore.trace.events import COMMON, fault, is_key
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "trace.md").read_text("utf-8")
 

@@ -2,8 +2,8 @@ from array import array
 
 import pytest
 
-from kvcore.trace.supply import Supply
-from kvcore.trace.tables import ViolationError
+from kvcore.trace.allocation_order import Supply
+from kvcore.trace.spans import ViolationError
 
 
 def ids(*blocks):

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import attrs
 import pytest
-from traces import CACHE, ask, drive, lines, record, write
+from helpers.traces import CACHE, ask, drive, lines, record, write
 
-from kvcore import SLO, InputError, KVCache, KvcoreError, Request, Retention, Trace
-from kvcore.trace import StorageError, read_events
+from kvcore import SLO, InputError, KVCache, KvcoreError, Request, Trace
+from kvcore.errors import StorageError
+from kvcore.request import Retention
+from kvcore.trace import read_events
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 

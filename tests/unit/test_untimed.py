@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from caches import ask, make
+from helpers.caches import ask, make
 
-from kvcore.lab import replay
+from kvcore.analysis import replay
 
 
 def test_a_request_comes_at_its_time_and_leaves_at_once():

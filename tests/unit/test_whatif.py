@@ -5,21 +5,20 @@ from functools import partial
 import attrs
 import orjson
 import pytest
-from recordings import PLUGINS, ended, timed, untimed
-from serving import ask
-from traces import ask as ask_for
-from traces import lines
+from helpers.recordings import PLUGINS, ended, timed, untimed
+from helpers.serving import ask
+from helpers.traces import ask as ask_for
+from helpers.traces import lines
 
 from kvcore import SLO, InputError, KVCache, Trace
-from kvcore.catalogue import find_device, find_model
-from kvcore.lab import compare, replay, whatif
-from kvcore.model import PrefillCost
-from kvcore.recompute import cost_fields, read_cost
+from kvcore.analysis import compare, replay, whatif
+from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.cost import PrefillCost, cost_fields, read_cost
 from kvcore.serving import Batching
 from kvcore_plugins.eviction import MRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.prefix import NoPrefix
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 
 class TestAnotherPolicy:

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 import pytest
-from recordings import PLUGINS, timed, untimed
-from serving import ask
-from traces import ask as ask_for
-from traces import lines, record, seal
-from traces import serve as serve_by_hand
+from helpers.recordings import PLUGINS, timed, untimed
+from helpers.serving import ask
+from helpers.traces import ask as ask_for
+from helpers.traces import lines, record, seal
+from helpers.traces import serve as serve_by_hand
 
 from kvcore import SLO, InputError, KVCache, PluginError, Trace, TraceError
-from kvcore.lab import whatif
+from kvcore.analysis import whatif
 from kvcore_plugins.eviction import LFU, LRU
-from kvcore_plugins.scheduling import FCFS, Priority
+from kvcore_plugins.scheduler import FCFS, Priority
 
 
 class TestRefused:

@@ -1,7 +1,7 @@
 import pytest
 
 from kvcore.errors import InputError
-from kvcore_plugins.workloads import Azure
+from kvcore_plugins.workload import Azure
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 ROW = "2023-11-16 18:15:46.6805900,374,44"

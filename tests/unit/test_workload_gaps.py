@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvcore_plugins.workloads.gaps import exponential
+from kvcore_plugins.workload.poisson import exponential
 
 
 @pytest.mark.parametrize(

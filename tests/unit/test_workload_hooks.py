@@ -3,10 +3,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from kvcore.plugins import Plugins
+from kvcore.plugins.manager import Plugins
 from kvcore.request import Request, Retention
-from kvcore.trace.fields import request_fields
-from kvcore_plugins.workloads import Jsonl, Weka, Zipf, hooks
+from kvcore.trace.events import request_fields
+from kvcore_plugins.workload import Jsonl, Weka, Zipf, hooks
 
 DATA = Path(__file__).parents[1] / "data"
 FULL = Request(

@@ -8,7 +8,7 @@ from kvcore.errors import InputError
 from kvcore.request import SLO, Retention
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear
-from kvcore_plugins.workloads import Jsonl
+from kvcore_plugins.workload import Jsonl
 
 DATA = Path(__file__).parents[1] / "data"
 HEADER = {"event": "HEADER", "schema": 1}

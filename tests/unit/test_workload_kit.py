@@ -4,9 +4,9 @@ import attrs
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.policy import Workload
 from kvcore.request import Request
-from kvcore.testing.workloads import WorkloadTests
+from kvcore.testing.workload import WorkloadTests
+from kvcore.workloads import Workload
 
 
 def request(name=0, **fields):

@@ -2,12 +2,13 @@ import re
 
 import orjson
 import pytest
-from kv_events import DYNAMO, batch, record, removed, stored
+from helpers.kv_events import DYNAMO, batch, record, removed, stored
 
-from kvcore import InputError, block_keys
-from kvcore.events import Batch, Page, PagesStored, RecordingWriter
-from kvcore.workloads import checked, recognise
-from kvcore_plugins.workloads import Jsonl, KvEvents, Mooncake
+from kvcore import InputError
+from kvcore.kv_events import Batch, Page, PagesStored, RecordingWriter
+from kvcore.request import block_keys
+from kvcore.workloads.files import checked, recognise
+from kvcore_plugins.workload import Jsonl, KvEvents, Mooncake
 
 SECOND = 10**9
 

@@ -3,9 +3,9 @@ import gzip
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.plugins import Plugins
-from kvcore.workloads import recognise
-from kvcore_plugins.workloads import Azure, Lengths
+from kvcore.plugins.manager import Plugins
+from kvcore.workloads.files import recognise
+from kvcore_plugins.workload import Azure, Lengths
 
 SERVEGEN = "request_id,timestamp,input_tokens,output_tokens"
 

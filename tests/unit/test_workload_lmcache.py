@@ -4,8 +4,8 @@ import orjson
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.workloads import checked, recognise
-from kvcore_plugins.workloads import LMCache, Mooncake
+from kvcore.workloads.files import checked, recognise
+from kvcore_plugins.workload import LMCache, Mooncake
 
 ROW = {
     "timestamp": 1711929600.25,

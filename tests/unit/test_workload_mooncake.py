@@ -2,7 +2,7 @@ import orjson
 import pytest
 
 from kvcore.errors import InputError
-from kvcore_plugins.workloads import Mooncake
+from kvcore_plugins.workload import Mooncake
 
 ROW = {"timestamp": 27_482, "input_length": 700, "output_length": 52, "hash_ids": [46, 47]}
 

@@ -6,10 +6,10 @@ import pytest
 import zstandard
 
 from kvcore.errors import InputError
-from kvcore.policy import Workload
 from kvcore.request import Request
-from kvcore.workloads import checked, file_digest, lines, recognise, spare
-from kvcore_plugins.workloads import Azure, Jsonl, Mooncake, Weka, Zipf
+from kvcore.workloads import Workload
+from kvcore.workloads.files import checked, file_digest, lines, recognise, spare
+from kvcore_plugins.workload import Azure, Jsonl, Mooncake, Weka, Zipf
 
 BUILT_IN = [Azure, Jsonl, Mooncake, Weka, Zipf]
 FIRST_LINES = {

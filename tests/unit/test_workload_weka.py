@@ -5,7 +5,7 @@ import orjson
 import pytest
 
 from kvcore.errors import InputError
-from kvcore_plugins.workloads import Weka
+from kvcore_plugins.workload import Weka
 
 DATA = Path(__file__).parents[1] / "data"
 SECOND = 10**9

@@ -4,7 +4,7 @@ from itertools import groupby, pairwise
 import pytest
 
 from kvcore.errors import InputError
-from kvcore_plugins.workloads import Zipf
+from kvcore_plugins.workload import Zipf
 
 SECOND = 10**9
 

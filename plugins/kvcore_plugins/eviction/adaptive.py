@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import EvictionPolicy, GhostTree, InputError, Plugins, Request, Span, overridden
+from kvcore import EvictionPolicy, InputError, Plugins, Request, Span
+from kvcore.cache import GhostTree
+from kvcore.plugins import overridden
 
 HEARD = (
     *("inserted", "accessed", "grown", "split", "joined", "pinned", "released"),

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import GhostTree, Request, Span
+from kvcore import Request, Span
+from kvcore.cache import GhostTree
 from kvcore_plugins.eviction.queues import Leaves, QueuePolicy, heir
 
 

@@ -9,7 +9,7 @@ import attrs
 
 from kvcore import InputError, ScoreEviction, Span
 from kvcore.units import NANOSECONDS
-from kvcore_plugins.eviction.weight import ONE, Weight, exp2, order, over, plus, power
+from kvcore_plugins.eviction.scaled_float import ONE, Weight, exp2, order, over, plus, power
 
 UNITS = ("s", "accesses", "touches")
 DEFAULT_HALF_LIFE = {"s": 300.0, "accesses": 2000.0, "touches": 10.0}

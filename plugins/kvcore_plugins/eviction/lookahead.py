@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from kvcore import InputError, Key, Request, ScoreEviction, Span
+from kvcore import InputError, Request, ScoreEviction, Span
+from kvcore.request import Key
 
 
 @attrs.define(slots=False, eq=False)

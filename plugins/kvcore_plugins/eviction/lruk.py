@@ -7,7 +7,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from kvcore import InputError, Key, ScoreEviction, Span
+from kvcore import InputError, ScoreEviction, Span
+from kvcore.request import Key
 
 Uses: TypeAlias = tuple[int, ...]
 """The serial of the latest use, then of the latest k uses that count, 0 where there is none."""

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import attrs
 
-from kvcore import GhostTree, InputError, Span
+from kvcore import InputError, Span
+from kvcore.cache import GhostTree
 from kvcore_plugins.eviction.queues import Leaves, QueuePolicy, heir, one_past
 
 MOST_USES = 3

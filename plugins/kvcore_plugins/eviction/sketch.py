@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any
 
-from kvcore import Key
+from kvcore.request import Key
 
 ROWS = 4
 HIGHEST = 15

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import Batch, LatencyModel, Line
+from kvcore import LatencyModel
+from kvcore.serving import Batch, Line
 from kvcore.units import picoseconds
 
 

@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import Batch, InputError, LatencyModel, Line, Windows
-from kvcore.catalogue import find_device, find_model
-from kvcore.deployment import kv_copies
-from kvcore.model import DeviceSpec, KVLayout, ModelSpec, pair_flop
+from kvcore import InputError, LatencyModel
+from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.cost import pair_flop
+from kvcore.models.memory import KVLayout, kv_copies
+from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.serving import Batch, Line, Windows
 from kvcore.units import DECIMAL, NANOSECONDS, PICOSECONDS, format_bytes, picoseconds
 
 SECOND = NANOSECONDS * PICOSECONDS

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import Batch, InputError, LatencyModel, Line
-from kvcore.measurements import COUNTS, MeasuredStep, read_steps
-from kvcore.workloads import file_digest
+from kvcore import InputError, LatencyModel
+from kvcore.serving import Batch, Line
+from kvcore.serving.calibration import COUNTS, MeasuredStep, read_steps
+from kvcore.workloads.files import file_digest
 
 Counts = tuple[int, int, int]
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import Batch, InputError, LatencyModel, Line
+from kvcore import InputError, LatencyModel
+from kvcore.serving import Batch, Line
 from kvcore.units import NANOSECONDS, PICOSECONDS
 
 MILLISECOND = NANOSECONDS * PICOSECONDS // 1000

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcore import BlockPool, Ids, PolicyError, Sequence, Span
+from kvcore import PolicyError, Span
+from kvcore.cache import BlockPool, Ids, Sequence
 
 if TYPE_CHECKING:
     from kvcore_plugins.prefix.tree import SpanTree

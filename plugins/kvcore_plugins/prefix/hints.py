@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcore import DEFAULT_PRIORITY, PolicyError, Sequence, Span
+from kvcore import PolicyError, Span
+from kvcore.cache import Sequence
+from kvcore.request import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
     from kvcore_plugins.prefix.tree import SpanTree

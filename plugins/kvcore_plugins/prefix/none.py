@@ -9,17 +9,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import (
-    EvictionPolicy,
-    Ids,
-    Key,
-    Match,
-    PrefixCache,
-    Sequence,
-    Shape,
-    Span,
-    root_span,
-)
+from kvcore import EvictionPolicy, PrefixCache, Span
+from kvcore.cache import Ids, Match, Sequence, Shape, root_span
+from kvcore.request import Key
 
 
 @attrs.define(slots=False, eq=False)

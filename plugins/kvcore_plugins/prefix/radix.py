@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import DEFAULT_PRIORITY, Ids, Key, Match, PolicyError, Sequence, Span, broken
+from kvcore import PolicyError, Span
+from kvcore.cache import Ids, Match, Sequence
+from kvcore.plugins import broken
+from kvcore.request import DEFAULT_PRIORITY, Key
 from kvcore_plugins.prefix.forks import pin_for_siblings
 from kvcore_plugins.prefix.hints import (
     apply_hints,

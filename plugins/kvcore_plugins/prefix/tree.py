@@ -9,22 +9,10 @@ from typing import Any, NoReturn
 
 import attrs
 
-from kvcore import (
-    BlockPool,
-    CountingPool,
-    EvictionPolicy,
-    Ids,
-    Key,
-    PolicyError,
-    PrefixCache,
-    Recorder,
-    Sequence,
-    Shape,
-    Span,
-    broken,
-    overridden,
-    root_span,
-)
+from kvcore import EvictionPolicy, PolicyError, PrefixCache, Span
+from kvcore.cache import BlockPool, CountingPool, Ids, Recorder, Sequence, Shape, root_span
+from kvcore.plugins import broken, overridden
+from kvcore.request import Key
 
 
 @attrs.define(slots=False, eq=False)

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import attrs
 
-from kvcore import InputError, RetentionPolicy, Sequence
+from kvcore import InputError, RetentionPolicy
+from kvcore.cache import Sequence
 
 
 @attrs.define(slots=False, eq=False)

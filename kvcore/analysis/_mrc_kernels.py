@@ -1,0 +1,229 @@
+"""Loops over a whole workload, compiled by numba. Imported when the first curve is asked for.
+
+The machine code is kept on disk by numba's rules: in `NUMBA_CACHE_DIR` if that is set, else
+beside this file, else in the user's cache directory; where none of them can be written it is
+compiled anew in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any, TypeAlias, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Array: TypeAlias = npt.NDArray[np.int64]
+
+
+Places: TypeAlias = npt.NDArray[np.int32]
+"""Half as wide: the system hands out fresh memory more slowly than these loops fill it."""
+
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+FREE = -1
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio: multiplied by it, keys that follow one another lie far apart."""
+
+
+def compiled(signature: str | None = None) -> Callable[[Kernel], Kernel]:
+    """Compile a function for one signature, or load it if it was compiled before.
+
+    Without a signature it is compiled for those that call it.
+    """
+
+    def decorate(function: Kernel) -> Kernel:
+        try:
+            return cast("Kernel", njit(signature, cache=True)(function))
+        except (RuntimeError, OSError):  # nowhere to keep it
+            return cast("Kernel", njit(signature)(function))
+
+    return decorate
+
+
+@compiled("i8(i4[:], i8[:], i8)")
+def slot_of(table: Places, keys: Array, key: np.int64) -> np.int64:
+    """Return the slot that holds `key`, or the free one where it belongs.
+
+    Eight keys that follow one another lie side by side, in one line of the processor's cache.
+    """
+    mask = table.size - 1
+    line = np.int64((np.uint64(key >> 3) * GOLDEN) >> np.uint64(32))
+    slot = (line << 3 | key & 7) & mask
+    while table[slot] != FREE and keys[table[slot]] != key:
+        slot = (slot + 1) & mask
+    return slot
+
+
+@compiled()
+def follow(
+    table: Places,
+    keys: Array,
+    parents: Places,
+    latest: Places,
+    runs: tuple[Array, Array, Array],
+    found: int,
+    serial: int,
+    begin: int,
+    end: int,
+) -> tuple[int, int]:
+    """Walk along the keys of one request, from `begin` to `end`: see `find_runs`.
+
+    Returns how many runs have been found so far, and -1, or the place of the first key that
+    follows another key than before.
+    """
+    owners, wanted, ends = runs
+    parent = owner = FREE
+    for place in range(begin, end):
+        slot = slot_of(table, keys, keys[place])
+        first = table[slot]
+        if first == FREE:
+            first = table[slot] = place
+            parents[place] = parent
+        elif parents[first] != parent:
+            return found, place
+        else:
+            if latest[first] != owner:
+                owner = latest[first]
+                owners[found], wanted[found] = owner, serial
+                found += 1
+            ends[found - 1] = place + 1 - begin
+        latest[first] = serial
+        parent = first
+    return found, FREE
+
+
+@compiled("Tuple((i8[:], i8[:], i8[:], i8))(i8[:], i8[:])")
+def find_runs(keys: Array, lengths: Array) -> tuple[Array, Array, Array, int]:
+    """Find which blocks of each request an earlier one had, and which had them last.
+
+    `keys` has the keys of all requests one after another, `lengths` how many each has. Blocks
+    of a request that one and the same request had last are a run. Returns for each run its
+    owner (the serial of that request), the serial of the request that wants it, and the
+    position in this one's keys at which it ends; and the place of the first key that follows
+    another key than before, or -1. Runs are in order of the requests that want them, then of
+    position: their owners go back in time. O(keys).
+    """
+    # Where a key is first, by hash; as large from the start as it may have to be, which takes
+    # half the time of growing it. Of such a place: the first place of the key before it, and
+    # the request that had it last.
+    slots = 1
+    while 2 * slots < 3 * keys.size:
+        slots *= 2
+    table = np.full(slots, FREE, np.int32)
+    parents, latest = np.empty(keys.size, np.int32), np.empty(keys.size, np.int32)
+    runs = (np.empty_like(keys), np.empty_like(keys), np.empty_like(keys))
+    found = begin = 0
+    wrong = FREE
+    for serial in range(lengths.size):
+        end = begin + lengths[serial]
+        found, wrong = follow(table, keys, parents, latest, runs, found, serial, begin, end)
+        if wrong != FREE:
+            break
+        begin = end
+    owners, wanted, ends = runs
+    return owners[:found], wanted[:found], ends[:found], wrong
+
+
+@compiled("void(i8[:], i8, i8)")
+def add(tree: Array, index: int, number: int) -> None:
+    """Add `number` at `index`, from 0, of a Fenwick tree."""
+    index += 1
+    while index < tree.size:
+        tree[index] += number
+        index += index & -index
+
+
+@compiled("i8[:](i8[:], i8[:], i8[:], i8[:])")
+def reuse_depths(lengths: Array, owners: Array, wanted: Array, ends: Array) -> Array:
+    """Return how many blocks were used more recently than a run's first when it is wanted.
+
+    The last block of a request counts as used first, its first block as used last. So the
+    blocks that were last used by one request lie side by side in order of recency, and what
+    remains of them is all there is to keep: a number a request, in a Fenwick tree over the
+    requests. O((requests + runs) · log requests).
+
+    Source: Bennett and Kruskal, "LRU stack processing", IBM Journal of Research and
+    Development, 1975, with a request's blocks for a page.
+    """
+    tree = np.zeros(lengths.size + 1, np.int64)
+    depths = np.empty_like(owners)
+    held = run = 0
+    for serial in range(lengths.size):
+        begin = 0
+        while run < owners.size and wanted[run] == serial:
+            older = 0
+            index = owners[run] + 1
+            while index:
+                older += tree[index]
+                index &= index - 1
+            # What this request had of more recent owners is `begin` blocks, already gone.
+            depths[run] = held - older + begin
+            add(tree, owners[run], begin - ends[run])
+            held -= ends[run] - begin
+            begin = ends[run]
+            run += 1
+        add(tree, serial, lengths[serial])
+        held += lengths[serial]
+    return depths
+
+
+@compiled()
+def evict(counts: Array, furthest: list[np.int64], blocks: int) -> int:
+    """Take `blocks` blocks of those wanted last out of `counts`; return how many these are."""
+    missing = blocks
+    while missing > 0:
+        last = -furthest[0]
+        leaving = min(counts[last], missing)
+        counts[last] -= leaving
+        missing -= leaving
+        if not counts[last]:
+            heappop(furthest)
+    return max(blocks, 0)
+
+
+@compiled("i8(i8[:], i8[:], i8[:], i8[:], i8, b1)")
+def optimum_hits(
+    lengths: Array,
+    starts: Array,
+    wanted: Array,
+    ends: Array,
+    room: int,
+    bypass: bool,  # noqa: FBT001 - numba knows no keyword arguments
+) -> int:
+    """Return what the optimum hits in a pool of `room` blocks, as `Optimum.replay` does.
+
+    The runs of owner q are those from `starts[q]` to `starts[q + 1]`, in order of the
+    requests that want them. O(runs · log requests).
+    """
+    never = lengths.size
+    counts = np.zeros(never + 1, np.int64)
+    # Negated serials, as in `Optimum`. The first, of the past, says what the list holds.
+    furthest = [np.int64(0)]
+    cached = hits = 0
+    for serial in range(never):
+        hits += counts[serial]
+        cached -= counts[serial]
+        kept = min(lengths[serial], room)
+        if not bypass:
+            cached -= evict(counts, furthest, cached + kept - room)
+        begin = 0
+        first, last = starts[serial], starts[serial + 1]
+        for run in range(first, last + 1):
+            after, end = (wanted[run], ends[run]) if run < last else (never, lengths[serial])
+            blocks = min(end, kept) - begin
+            if blocks > 0:
+                if not counts[after]:
+                    heappush(furthest, np.int64(-after))
+                counts[after] += blocks
+                cached += blocks
+                begin += blocks
+        if bypass:
+            cached -= evict(counts, furthest, cached - room)
+    return hits

@@ -1,0 +1,182 @@
+"""Reuse of blocks by later requests, read once: LRU at every size, the optimum at any.
+
+After a request has left, its blocks are the most recent, the first before the last, and the
+others follow in the order they had. A pool of n blocks under LRU holds the first n blocks of
+that one list, whatever n is: it evicts from the end of the list, and of a request longer than
+itself it keeps the leading blocks, which are the first of the list. So a block hits in every
+pool larger than the number of blocks before it in the list when its request starts.
+
+Imported when the first curve is asked for: numpy and numba are extras.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import count
+from typing import Self
+
+import attrs
+import numpy as np
+
+from kvcore.analysis._mrc_kernels import Array, find_runs, optimum_hits, reuse_depths
+from kvcore.cache.layout import Geometry
+from kvcore.errors import InputError
+from kvcore.request import Key, Request
+
+AT_ONCE = 1 << 14
+"""So many keys, or a request more, are named at a time."""
+
+
+MOST_KEYS = 2**31 - 1
+"""Places of keys are integers of 32 bits."""
+
+
+@attrs.frozen(eq=False, slots=False)
+class Reuse:
+    """Which blocks of each request an earlier one had, and which request had them last.
+
+    Blocks of a request with one and the same such owner are a run; `kernels.find_runs` says
+    in which order runs are. Requests are named by their serials. Memory: 8 bytes a request
+    and 24 a run; while it reads, 14 to 20 bytes a key, 8 a distinct one, and the names of
+    keys that are no integers.
+
+    Attributes:
+        lengths: blocks of each request.
+        owners, wanted: of each run, the request that had it last, and the one that wants it.
+        ends: of each run, the position in blocks at which it ends.
+    """
+
+    lengths: Array
+    owners: Array
+    wanted: Array
+    ends: Array
+
+    @classmethod
+    def read(cls, requests: Iterable[Request], geometry: Geometry) -> Self:
+        """Read all of `requests`, in `keys` counting. O(keys).
+
+        Raises:
+            InputError: a request that cannot be read, whose keys `geometry` is not for, or
+                with a key that followed another key before; or more keys than `MOST_KEYS`.
+        """
+        names = _Names()
+        lengths = array("q")
+        for request in requests:
+            keys = geometry.prompt(request)[0]
+            names.extend(keys)
+            lengths.append(len(keys))
+        names.flush()
+        if len(names.flat) > MOST_KEYS:
+            msg = (
+                f"the workload has {len(names.flat):,} keys, and an exact curve takes at most "
+                f"{MOST_KEYS:,}: give it a part of the workload"
+            )
+            raise InputError(msg)
+        sizes = np.array(lengths, np.int64)
+        owners, wanted, ends, wrong = find_runs(np.asarray(names.flat, np.int64), sizes)
+        if wrong >= 0:
+            serial = int(sizes.cumsum().searchsorted(wrong, "right"))
+            msg = (
+                f"the request at place {serial} of the workload, from 0: key "
+                f"{names.key(wrong)!r} does not follow the keys it followed in an earlier "
+                "request, so there is no exact curve: equal keys must mean equal prefixes"
+            )
+            raise InputError(msg)
+        ratio = geometry.ratio
+        return cls(sizes * ratio, owners, wanted, ends * ratio)
+
+    @property
+    def lookup_blocks(self) -> int:
+        """Blocks looked up."""
+        return int(self.lengths.sum())
+
+    @property
+    def hit_blocks(self) -> int:
+        """Blocks that hit in a pool without bounds."""
+        return int(self._sizes.sum())
+
+    @property
+    def distinct_blocks(self) -> int:
+        """What a pool without bounds holds in the end."""
+        return self.lookup_blocks - self.hit_blocks
+
+    def lru(self) -> tuple[array[int], array[int]]:
+        """Return what LRU hits in a pool of any size, as corners of a line.
+
+        The corners are (blocks, hits), both from 0 on and ascending. After the last one no
+        size hits more. O((requests + runs) · log requests).
+        """
+        depths = reuse_depths(self.lengths, self.owners, self.wanted, self.ends)
+        # Each run adds a hit a block from its depth on, to its depth and size.
+        borders = np.concatenate([[0], depths, depths + self._sizes])
+        blocks, place = np.unique(borders, return_inverse=True)
+        ones = np.ones(depths.size, np.int64)
+        bends = np.zeros(blocks.size, np.int64)
+        np.add.at(bends, place[1:], np.concatenate([ones, -ones]))
+        hits = np.zeros(blocks.size, np.int64)
+        np.cumsum(bends.cumsum()[:-1] * np.diff(blocks), out=hits[1:])
+        return array("q", blocks.tobytes()), array("q", hits.tobytes())
+
+    def optimum(self, blocks: int, *, bypass: bool) -> int:
+        """Return what the optimum hits in a pool of `blocks` blocks.
+
+        Equals `Optimum(bypass).replay`. O(runs · log requests).
+        """
+        return int(optimum_hits(*self._by_owner, blocks, bypass))
+
+    @cached_property
+    def _sizes(self) -> Array:
+        """Blocks of each run."""
+        begins = np.zeros_like(self.ends)
+        begins[1:] = np.where(self.wanted[1:] == self.wanted[:-1], self.ends[:-1], 0)
+        return self.ends - begins
+
+    @cached_property
+    def _by_owner(self) -> tuple[Array, Array, Array, Array]:
+        """Lengths, where each request's own runs start, who wants them, and their ends."""
+        order = self.owners.argsort(kind="stable")
+        starts = np.zeros(self.lengths.size + 1, np.int64)
+        np.cumsum(np.bincount(self.owners, minlength=self.lengths.size), out=starts[1:])
+        return self.lengths, starts, self.wanted[order], self.ends[order]
+
+
+class _Names:
+    """Keys as integers of 64 bits: as they are, or numbered once one is no such integer.
+
+    They are taken in by the thousand, which is half the work of one request at a time.
+    """
+
+    def __init__(self) -> None:
+        self.flat = array("q")
+        self._fresh: list[Key] = []
+        self._numbers: defaultdict[Key, int] | None = None
+
+    def extend(self, keys: Sequence[Key]) -> None:
+        """Append `keys`. They are in `flat` after the next `flush`."""
+        self._fresh += keys
+        if len(self._fresh) >= AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Name the keys that have none yet."""
+        fresh, self._fresh = self._fresh, []
+        if self._numbers is None:
+            try:
+                self.flat.frombytes(struct.pack(f"{len(fresh)}q", *fresh))
+            except struct.error:
+                self._numbers = defaultdict(count().__next__)
+                self.flat = array("q", map(self._numbers.__getitem__, self.flat))
+            else:
+                return
+        self.flat.extend(map(self._numbers.__getitem__, fresh))
+
+    def key(self, place: int) -> Key:
+        """Return the key at `place`."""
+        number = self.flat[place]
+        if self._numbers is None:
+            return number
+        return next(key for key, named in self._numbers.items() if named == number)

@@ -1,0 +1,465 @@
+"""Compare eviction policies with one another, the optimum and a cache without bounds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from time import perf_counter
+from typing import Any, ClassVar, TypeAlias
+
+import attrs
+
+from kvcore.analysis.belady import Future, Optimum
+from kvcore.analysis.replay import replay
+from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, Residency, Span
+from kvcore.cache.layout import Geometry
+from kvcore.cache.pool import MOST_BLOCKS
+from kvcore.cache.residency import CacheStats
+from kvcore.errors import InputError
+from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
+from kvcore.plugins.manager import Plugins, check_name
+from kvcore.plugins.options import Spec, parse
+from kvcore.request import Request
+from kvcore.trace import Trace
+from kvcore.trace.events import plain
+from kvcore.workloads import Workload
+from kvcore.workloads.files import spare
+
+Tick: TypeAlias = Callable[[int], None]
+
+
+Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Tick]]
+"""Given what is done and its number of steps (None: unknown), yields a step counter."""
+
+
+PARTS = (180, 60, 30, 18, 6)
+"""The pool sizes where none are given: the workload's distinct blocks divided by these."""
+
+
+SHARING = "radix"
+"""The prefix cache that the optimum is a bound for, and the default."""
+
+
+_STEPS = 256
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One eviction policy in a pool of one size.
+
+    Attributes:
+        eviction, options: the policy.
+        blocks, block_size: the pool's blocks, and a block's tokens.
+        requests: how many were replayed.
+        lookup_blocks, hit_blocks: blocks looked up, and hit before the first miss.
+        hit_ratio: the share that hit, weighted by `block`, `token` or `request` (the mean
+            over requests with a lookup block); None where nothing was looked up.
+        evicted_blocks: blocks that left the cache, for room or because they expired.
+        share_of_optimum: its share of the optimum's hits (without bypass) in the same pool;
+            None where that was not run or hits nothing.
+        residency: by tier, how long blocks rested, as `Residency.as_dict()` says, in the
+            workload's own time; None where that was not asked for, and for the optimum.
+        wall_s: seconds the row took, reading the workload included. Rows of the optimum
+            share one reading, which the first of them pays.
+    """
+
+    eviction: str
+    options: dict[str, Any]
+    blocks: int
+    block_size: int
+    requests: int
+    lookup_blocks: int
+    hit_blocks: int
+    hit_ratio: dict[str, float | None]
+    evicted_blocks: int
+    share_of_optimum: float | None = None
+    residency: dict[str, Any] | None = None
+    wall_s: float
+
+
+@attrs.frozen(kw_only=True)
+class Infinite:
+    """What a cache hits that never evicts: the bound for pools of all sizes.
+
+    Attributes:
+        distinct_blocks: what it holds in the end; a pool of that size hits as much.
+        lookup_blocks, hit_blocks, hit_ratio: as in a row.
+    """
+
+    distinct_blocks: int
+    lookup_blocks: int
+    hit_blocks: int
+    hit_ratio: dict[str, float | None]
+
+
+@attrs.frozen(kw_only=True)
+class Source:
+    """The workload of a comparison, without its requests."""
+
+    name: str
+    digest: str
+    requests: int
+    key_tokens: int
+    options: dict[str, Any]
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """What `compare` returns: its rows by policy, then size, as they were asked for."""
+
+    workload: Source
+    count: str
+    rows: list[Row]
+    infinite: Infinite
+
+
+def compare(
+    workload: Workload,
+    policies: Policy | Iterable[Policy],
+    blocks: int | Iterable[int] | None = None,
+    *,
+    block_size: int | None = None,
+    count: str = "keys",
+    prefix: str | Callable[[], PrefixCache] = SHARING,
+    recompute: PrefillCost | None = None,
+    seed: int | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    residency: bool = False,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Replay `workload`, serial and untimed, under each policy in a pool of each size.
+
+    The workload is read once a row, and a row's memory is one cache. Policies and sizes
+    given twice are run once.
+
+    Args:
+        workload: where the requests come from.
+        policies: one or several: names with options (`"lfu:half_life=300"`; one text may
+            hold several), policy classes, functions that build a policy, and `Optimum` or
+            its name.
+        blocks: pool sizes, or one; None: a few parts of the workload's distinct blocks.
+        block_size: tokens a block holds; None: as many as a key of the workload.
+        count: `keys` or `tokens`, the two countings.
+        prefix: the prefix cache, as a name with options, a class, or a function.
+        recompute: what it costs to compute a block again, for policies that weigh that;
+            None: Llama 3 8B on an H100.
+        seed: of the named policies that have an option `seed` and do not set it.
+        trace: the file to write every decision to; with one policy and one size.
+        residency: whether to measure how long blocks rest; a row takes two to three times as
+            long for it.
+        plugins: where names are looked up; None: what is installed.
+        progress: is told how many requests have been replayed; None: nobody is.
+
+    Raises:
+        InputError: no workload, nothing to compare, a size that no pool has, an unknown
+            name or option, a block size that does not fit the keys, a trace of several rows,
+            of the optimum or over the workload's own file, the optimum in `tokens` counting
+            or with another prefix cache than `radix`, or a request that cannot be read.
+        PluginError: a plugin that cannot work here.
+        PolicyError: a policy failed.
+    """
+    if not isinstance(workload, Workload):
+        msg = (
+            f"{workload!r:.60} is no workload: give an instance, such as one of "
+            "Plugins().build('workload', 'zipf:skew=1.5')"
+        )
+        raise InputError(msg)
+    plugins = plugins or Plugins()
+    entrants = contenders(policies, plugins, seed)
+    sizes = None if blocks is None else _sizes(blocks)
+    make_prefix = (
+        partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
+    )
+    _check(entrants, sizes, count, make_prefix, trace)
+    if trace is not None:
+        spare(workload, trace)
+    key_tokens, digest = workload.key_tokens, workload.digest
+    bench = _Bench(
+        workload,
+        Geometry(count, key_tokens if block_size is None else block_size, key_tokens),
+        make_prefix,
+        recompute or default_prefill_cost(),
+        residency,
+    )
+    replays = 1 + len(entrants) * len(PARTS if sizes is None else sizes)
+    steps = None if workload.size is None else workload.size * replays
+    with (progress or _untold)(f"comparing on {workload.name}", steps) as bench.tick:
+        requests, infinite = bench.infinite()
+        if sizes is None:
+            sizes = default_sizes(infinite.distinct_blocks)
+        if trace is None:
+            rows = [bench.row(policy, size) for policy in entrants for size in sizes]
+        else:
+            rows = [bench.traced_row(entrants[0], sizes[0], trace, seed)]
+    return Comparison(
+        workload=Source(
+            name=workload.name,
+            digest=digest,
+            requests=requests,
+            key_tokens=key_tokens,
+            options=plain(workload.options()),
+        ),
+        count=count,
+        rows=_with_shares(rows),
+        infinite=infinite,
+    )
+
+
+def default_sizes(distinct_blocks: int) -> list[int]:
+    """Return pool sizes from tight to roomy for a workload, of one digit and zeros."""
+    sizes = (distinct_blocks // part for part in PARTS)
+    return list(dict.fromkeys(max(1, round(size, 1 - len(str(size)))) for size in sizes))
+
+
+@attrs.define
+class _Bench:
+    """Runs one row after another on one workload."""
+
+    workload: Workload
+    geometry: Geometry
+    make_prefix: Callable[[], PrefixCache]
+    recompute: PrefillCost
+    residency: bool
+    tick: Tick = attrs.field(init=False)
+    future: Future | None = attrs.field(init=False, default=None)
+
+    def infinite(self) -> tuple[int, Infinite]:
+        """Replay without bounds; return the number of requests as well."""
+        cache = self._cache(MOST_BLOCKS, _NoEviction())
+        stats = replay(self._requests(), cache)
+        return stats.requests, Infinite(
+            distinct_blocks=cache.prefix.cached,
+            lookup_blocks=stats.lookup_blocks,
+            hit_blocks=stats.hit_blocks,
+            hit_ratio=stats.ratios(),
+        )
+
+    def row(self, policy: Contender, blocks: int, trace: Trace | None = None) -> Row:
+        """Replay under one policy in a pool of one size."""
+        begin = perf_counter()
+        seen: Residency | None = None
+        if isinstance(policy.make, Optimum):
+            stats, evicted = self._optimum(policy.make, blocks)
+        else:
+            cache = self._cache(blocks, policy.make(), trace)
+            if self.residency:
+                seen = cache.prefix.residency = Residency(blocks)
+            stats = replay(self._requests(), cache)
+            evicted = cache.prefix.evicted + cache.prefix.expired_blocks
+        return Row(
+            eviction=policy.name,
+            options=policy.options,
+            blocks=blocks,
+            block_size=self.geometry.block_size,
+            requests=stats.requests,
+            lookup_blocks=stats.lookup_blocks,
+            hit_blocks=stats.hit_blocks,
+            hit_ratio=stats.ratios(),
+            evicted_blocks=evicted,
+            residency=None if seen is None else seen.by_tier(),
+            wall_s=round(perf_counter() - begin, 6),
+        )
+
+    def traced_row(
+        self, policy: Contender, blocks: int, file: str | os.PathLike[str], seed: int | None
+    ) -> Row:
+        """Replay likewise, writing every decision to `file`."""
+        cost = cost_fields(self.recompute)
+        with Trace(file, workload=self.workload, seed=seed, recompute=cost) as trace:
+            return self.row(policy, blocks, trace)
+
+    def _optimum(self, optimum: Optimum, blocks: int) -> tuple[CacheStats, int]:
+        if self.future is None:
+            self.future = Future.read(self._requests(), self.geometry)
+        else:
+            self.tick(len(self.future.lengths))
+        return optimum.replay(self.future, blocks, self.geometry.block_size)
+
+    def _cache(
+        self, blocks: int, eviction: EvictionPolicy, trace: Trace | None = None
+    ) -> KVCache:
+        return KVCache(
+            blocks,
+            self.geometry.block_size,
+            eviction=eviction,
+            prefix=self.make_prefix(),
+            count=self.geometry.count,
+            key_tokens=self.geometry.key_tokens,
+            trace=trace,
+            recompute=self.recompute,
+        )
+
+    def _requests(self) -> Iterator[Request]:
+        """Yield the requests, telling how many there were now and then."""
+        fresh = 0
+        for request in self.workload:
+            yield request
+            fresh += 1
+            if fresh == _STEPS:
+                self.tick(fresh)
+                fresh = 0
+        self.tick(fresh)
+
+
+@attrs.define(slots=False, eq=False)
+class _NoEviction(EvictionPolicy):
+    """The policy of a cache without bounds, which never asks for a victim."""
+
+    name: ClassVar[str] = "no eviction"
+
+    def victim(self, now: int) -> Span:
+        """Give up: the largest pool there can be is full."""
+        del now
+        msg = f"the workload has more than {MOST_BLOCKS} distinct blocks"
+        raise LookupError(msg)
+
+
+def _untold(_: str, __: int | None) -> AbstractContextManager[Tick]:
+    return nullcontext(lambda _: None)
+
+
+def _sizes(blocks: int | Iterable[int]) -> list[int]:
+    sizes = list(dict.fromkeys([blocks] if isinstance(blocks, int) else blocks))
+    for size in sizes:
+        if not 0 < size <= MOST_BLOCKS:
+            msg = (
+                f"a pool of {size} blocks was asked for; give 1 or more, at most {MOST_BLOCKS}"
+            )
+            raise InputError(msg)
+    if not sizes:
+        msg = "there is no pool to compare in: give at least one size"
+        raise InputError(msg)
+    return sizes
+
+
+def _check(
+    entrants: list[Contender],
+    sizes: list[int] | None,
+    count: str,
+    make_prefix: Callable[[], PrefixCache],
+    trace: str | os.PathLike[str] | None,
+) -> None:
+    """Refuse what cannot be combined."""
+    optimum = any(policy.name == Optimum.name for policy in entrants)
+    if optimum and count != "keys":
+        msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
+        raise InputError(msg)
+    prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
+    if prefix != SHARING:
+        msg = (
+            f"the optimum is a bound for sharing by prefix, as {SHARING!r} does it; it says "
+            f"nothing of prefix cache {prefix!r}: leave it out"
+        )
+        raise InputError(msg)
+    if trace is None:
+        return
+    if sizes is None or len(entrants) * len(sizes) > 1:
+        number = "none" if sizes is None else len(sizes)
+        msg = (
+            "a trace is of one policy in a pool of one size: "
+            f"policies given: {len(entrants)}, sizes given: {number}"
+        )
+        raise InputError(msg)
+    if optimum:
+        msg = "the optimum is a bound and decides nothing: there is no trace of it"
+        raise InputError(msg)
+
+
+def _with_shares(rows: list[Row]) -> list[Row]:
+    """Return the rows with their share of what the optimum hits in the same pool."""
+    optimum = Optimum()
+    best = {
+        row.blocks: row.hit_blocks
+        for row in rows
+        if (row.eviction, row.options) == (optimum.name, optimum.options())
+    }
+    return [
+        attrs.evolve(row, share_of_optimum=row.hit_blocks / best[row.blocks])
+        if best.get(row.blocks)
+        else row
+        for row in rows
+    ]
+
+
+Policy: TypeAlias = str | Optimum | Callable[[], EvictionPolicy]
+"""A name with its options, the optimum, a policy class, or a function that builds a policy."""
+
+
+@attrs.frozen
+class Contender:
+    """A policy to be built afresh for every pool, or the optimum.
+
+    Attributes:
+        kind: its class.
+        options: its options, as JSON has them.
+        make: what builds it, or the optimum itself. Contenders of equal class and options
+            are equal.
+    """
+
+    kind: type[EvictionPolicy | Optimum]
+    options: dict[str, Any]
+    make: Callable[[], EvictionPolicy] | Optimum = attrs.field(eq=False)
+
+    @classmethod
+    def building(cls, make: Callable[[], EvictionPolicy]) -> Contender:
+        """Return the contender that `make` builds; it is called once, to see that it works.
+
+        Raises:
+            PluginError: what it builds has no name.
+        """
+        policy = make()
+        check_name(type(policy))
+        return cls(type(policy), plain(policy.options()), make)
+
+    @classmethod
+    def bound(cls, optimum: Optimum) -> Contender:
+        """Return the optimum as a contender."""
+        return cls(Optimum, optimum.options(), optimum)
+
+    @property
+    def name(self) -> str:
+        """The name of the policy, or `optimum`."""
+        return self.kind.name
+
+
+def contenders(
+    policies: Policy | Iterable[Policy], plugins: Plugins, seed: int | None
+) -> list[Contender]:
+    """Return what `policies` names, one or several, each once.
+
+    `seed` is that of the named policies with an option `seed` that do not set it.
+
+    Raises:
+        InputError: none at all, or one that cannot be built as given.
+        PluginError: a plugin that cannot work here.
+    """
+    if isinstance(policies, str) or not isinstance(policies, Iterable):
+        policies = [policies]
+    found: list[Contender] = []
+    for policy in policies:
+        if isinstance(policy, str):
+            found.extend(_named(spec, plugins, seed) for spec in parse(policy))
+        elif isinstance(policy, Optimum):
+            found.append(Contender.bound(policy))
+        elif callable(policy):
+            found.append(Contender.building(policy))
+        else:
+            msg = (
+                f"{policy!r} cannot be compared: give a name, a policy class, or a function "
+                "that builds a policy, since every pool needs one of its own"
+            )
+            raise InputError(msg)
+    if not found:
+        msg = "there is nothing to compare: name at least one eviction policy"
+        raise InputError(msg)
+    return [one for place, one in enumerate(found) if one not in found[:place]]
+
+
+def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Contender:
+    if spec.name == Optimum.name:
+        return Contender.bound(Optimum.from_text(spec.options))
+    defaults = {} if seed is None else {"seed": seed}
+    return Contender.building(partial(plugins.build, "eviction", spec, defaults))

@@ -1,0 +1,475 @@
+"""What became of each token of a prompt, and of those that did not hit, why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.models.cost import PrefillCost, default_prefill_cost, read_cost
+from kvcore.plugins.options import nearest
+from kvcore.units import NANOSECONDS
+
+Id: TypeAlias = int | str
+
+
+CATEGORIES = {
+    "compulsory": "no request admitted before had these keys",
+    "capacity": "stored, then evicted; the optimum would have lost it as well",
+    "policy": "stored, then evicted; the optimum would have kept it",
+    "expired": "stored, then expired",
+    "in_flight": "an earlier request was still computing it",
+    "unstored": "sent before, but never stored",
+    "granularity": "less than a block, or the block of the last token",
+    "truncated": "beyond what a pool of this size keeps of one request",
+    "no_keys": "without a key to be found by",
+}
+"""Where hits are lost: every missed token is in one of these."""
+
+
+EVICTED = "evicted"
+"""Capacity or policy: which of them is known when all requests are."""
+
+
+WAYS = {
+    "starts": "the first block is new",
+    "diverges": "an earlier request went on differently",
+    "extends": "no earlier request went on",
+    "ends": "the last key, which covers a part of a block, is new",
+}
+"""How the keys that nobody sent before begin."""
+
+
+OPTIMUM = (
+    "evicts the block whose next request is furthest, deepest first among equals, and must "
+    "admit what is computed; it replays the requests one after another, without a clock, in "
+    "the order of their first admission"
+)
+"""What decides between capacity and policy. Source: Belady, 1966; see
+`kvcore.analysis.Optimum`.
+"""
+
+
+def seconds(ns: int) -> float:
+    """Return nanoseconds as JSON has them."""
+    return ns / NANOSECONDS
+
+
+@attrs.frozen(eq=False)
+class Eviction:
+    """A line EVICT: the tail of a span that left the cache.
+
+    Attributes:
+        line: its number in the file, from 1.
+        time: of the eviction, in ns.
+        span, blocks: what left, and how much.
+        by, beneficiary: the policy, and the request that needed the room.
+        user: the request that stored it or hit it last.
+        age, hits: ns since the span was stored or last hit, and how often others hit it.
+        expired: whether its time was over, rather than room needed.
+    """
+
+    line: int
+    time: int
+    span: int
+    blocks: int
+    by: str
+    beneficiary: Id
+    user: Id
+    age: int
+    hits: int
+    expired: bool
+
+    def as_dict(self, now: int) -> dict[str, Any]:
+        """Return it as JSON has it, for a use at `now`."""
+        return {
+            "line": self.line,
+            "t_s": seconds(self.time),
+            "before_s": seconds(now - self.time),
+            "by": self.by,
+            "for": self.beneficiary,
+            "user": self.user,
+            "span": self.span,
+            "blocks": self.blocks,
+            "age_s": seconds(self.age),
+            "hits": self.hits,
+        }
+
+
+@attrs.define(eq=False)
+class Place:
+    """Where prompts part: after the same keys, each of them goes on with others.
+
+    Attributes:
+        first, width: the token after the common ones, and how many a key covers: what
+            changed begins within these.
+        requests: how many first sent something new here.
+        tokens: of theirs, from here on.
+        shares: the sum of the positions as shares of their prompts.
+        example: the first of these requests.
+        other: the request that it parted from; None at a prompt's start.
+    """
+
+    first: int
+    width: int
+    example: Id
+    other: Id | None
+    requests: int = 0
+    tokens: int = 0
+    shares: float = 0.0
+
+    def count(self, prompt: int, tokens: int) -> None:
+        """Count a request with so many tokens, of which so many are from here on."""
+        self.requests += 1
+        self.tokens += tokens
+        self.shares += self.first / prompt
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "first_token": self.first,
+            "key_tokens": self.width,
+            "prompt_share": self.shares / self.requests,
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "example": self.example,
+            "other": self.other,
+        }
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Loss:
+    """Consecutive tokens of a prompt that missed for one reason.
+
+    Attributes:
+        category: one of `CATEGORIES`.
+        first, tokens: the first of them, counted from 0, and how many.
+        eviction: what evicted them, where they were.
+        other: the request that used evicted tokens last, is computing those in flight, sent
+            those that were not stored, or from which a compulsory miss parts.
+        way: of a compulsory miss, one of `WAYS`.
+        place: of one that diverges or starts, where that is.
+        other_salts: requests of other salts before one that starts. Keys depend on the salt
+            from the first block on, so whether one has the same text cannot be told.
+    """
+
+    category: str
+    first: int
+    tokens: int
+    eviction: Eviction | None = None
+    other: Id | None = None
+    way: str | None = None
+    place: Place | None = None
+    other_salts: int = 0
+
+    @property
+    def end(self) -> int:
+        """The token after the last."""
+        return self.first + self.tokens
+
+    def judged(self, best: int) -> Iterator[Loss]:
+        """Yield it, divided at `best`, up to where the optimum hits, if it was evicted."""
+        if self.category != EVICTED:
+            yield self
+            return
+        cut = min(max(best, self.first), self.end)
+        for category, first, end in (
+            ("policy", self.first, cut),
+            ("capacity", cut, self.end),
+        ):
+            if first < end:
+                yield attrs.evolve(self, category=category, first=first, tokens=end - first)
+
+
+@attrs.define(kw_only=True, eq=False)
+class Reasons:
+    """A request of a trace: what hit at its first admission, and why the rest did not.
+
+    `losses` are in the order of the prompt, from where the hit ends to its end: the first
+    says why the hit ended.
+
+    Attributes:
+        request, tokens: its id, and the tokens of its prompt as the trace counts them.
+        salt, tenant: as in its REQUEST line; None where not given.
+        arrived, admitted: in ns; admitted is None if it never was.
+        seq: the sequence of its first admission.
+        hit: prompt tokens that hit.
+        losses: the tokens that did not.
+        again: how often it was admitted again, after preemptions. That is no reuse, and
+            counts nowhere else.
+        rejected: why it was turned away.
+    """
+
+    request: Id
+    tokens: int
+    salt: str | None
+    tenant: str | None
+    arrived: int
+    admitted: int | None = None
+    seq: int | None = None
+    hit: int = 0
+    losses: list[Loss] = attrs.field(factory=list)
+    again: int = 0
+    rejected: str | None = None
+
+    @property
+    def state(self) -> str:
+        """Whether it was `admitted` or `rejected`, or is `waiting` where the trace ends."""
+        if self.admitted is not None:
+            return "admitted"
+        return "waiting" if self.rejected is None else "rejected"
+
+
+SCHEMA = 1
+
+
+TOP = 5
+"""Places, victims and beneficiaries a summary names."""
+
+
+@attrs.define
+class Lost:
+    """Tokens lost for one reason.
+
+    Attributes:
+        tokens, seconds: how many, and the least time their prefill takes.
+        stopped: requests whose hit ended for this reason.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    stopped: int = 0
+
+    def add(self, tokens: int, prefill: float, *, first: bool) -> None:
+        """Add a loss; the first of its request ended the hit."""
+        self.tokens += tokens
+        self.seconds += prefill
+        self.stopped += first
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"tokens": self.tokens, "prefill_s": self.seconds, "stopped": self.stopped}
+
+
+@attrs.frozen(kw_only=True)
+class Summary:
+    """Where the hits of all first admissions were lost.
+
+    Attributes:
+        admitted, rejected, waiting: requests by what became of them.
+        readmitted: admissions after a preemption, which count nowhere else.
+        prompt_tokens, hit_tokens: of those admitted; `missed_tokens` is the rest.
+        categories: each of `CATEGORIES`; their tokens add up to those missed.
+        ways: each of `WAYS`; their tokens add up to the compulsory ones.
+        salted: what starts anew though requests of other salts came before: as much, at
+            most, could be text that another salt has.
+        places: where most requests parted from others, those with most tokens first among
+            equals.
+        victims: the requests that lost most to evictions, and their tokens.
+        beneficiaries: those for which most was evicted that was wanted again, likewise.
+    """
+
+    admitted: int
+    rejected: int
+    waiting: int
+    readmitted: int
+    prompt_tokens: int
+    hit_tokens: int
+    categories: dict[str, Lost]
+    ways: dict[str, Lost]
+    salted: Lost
+    places: list[Place]
+    victims: list[tuple[Id, int]]
+    beneficiaries: list[tuple[Id, int]]
+
+    @property
+    def missed_tokens(self) -> int:
+        """Prompt tokens that did not hit."""
+        return self.prompt_tokens - self.hit_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "requests": {
+                "admitted": self.admitted,
+                "rejected": self.rejected,
+                "waiting": self.waiting,
+                "readmitted": self.readmitted,
+            },
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "missed_tokens": self.missed_tokens,
+            "lost": {name: lost.as_dict() for name, lost in self.categories.items()},
+            "compulsory": {name: lost.as_dict() for name, lost in self.ways.items()},
+            "other_salts": self.salted.as_dict(),
+            "places": [place.as_dict() for place in self.places],
+            "victims": [_ranked(*pair) for pair in self.victims],
+            "beneficiaries": [_ranked(*pair) for pair in self.beneficiaries],
+        }
+
+
+@attrs.frozen(kw_only=True)
+class Explanation:
+    """Why the requests of a trace did not hit more.
+
+    Attributes:
+        source: the file, or what was replayed.
+        header: the HEADER line.
+        complete: whether the trace has its END; if not, `cut_reason` says where it stops,
+            and all is told as if it ended there.
+        requests: those heard of, by id, in the order of their REQUEST lines.
+        cost: seconds to prefill tokens, as the trace names them; without a name, or with one
+            that is not known, Llama 3 8B on an H100.
+    """
+
+    source: str
+    header: Mapping[str, Any]
+    complete: bool
+    cut_reason: str | None
+    requests: Mapping[Id, Reasons]
+    cost: PrefillCost = attrs.field(init=False)
+
+    @cost.default
+    def _recorded_cost(self) -> PrefillCost:
+        try:
+            return read_cost(self.header["recompute"])
+        except (InputError, KeyError, TypeError, ValueError, AttributeError):
+            return default_prefill_cost()
+
+    def plugin(self, kind: str) -> str:
+        """Return the name of a plugin of the run; "unknown" if the trace does not say."""
+        name: str = self.header["plugins"].get(kind, {}).get("name", "unknown")
+        return name
+
+    def of(self, request: Id) -> Reasons:
+        """Return what became of a request; text may stand for an integer id.
+
+        Raises:
+            InputError: the trace has no such request.
+        """
+        found = self.requests.get(request)
+        if found is None and isinstance(request, str):
+            found = next(
+                (each for id_, each in self.requests.items() if str(id_) == request), None
+            )
+        if found is None:
+            msg = f"request {request!r} is not in {self.source}{self._ids(str(request))}"
+            raise InputError(msg)
+        return found
+
+    def prefill_seconds(self, loss: Loss) -> float:
+        """Return the least seconds to compute lost tokens, those before being there."""
+        return self.cost(loss.first, loss.tokens)
+
+    def summary(self, top: int = TOP) -> Summary:
+        """Add all first admissions up. O(losses)."""
+        states = Counter(reasons.state for reasons in self.requests.values())
+        categories = {name: Lost() for name in CATEGORIES}
+        ways = {name: Lost() for name in WAYS}
+        salted = Lost()
+        victims: Counter[Id] = Counter()
+        beneficiaries: Counter[Id] = Counter()
+        places: dict[int, Place] = {}
+        for reasons, loss in self._losses():
+            sums = [categories[loss.category]]
+            if loss.way is not None:
+                sums.append(ways[loss.way])
+            if loss.other_salts:
+                sums.append(salted)
+            if loss.place is not None:
+                places[id(loss.place)] = loss.place
+            if loss.eviction is not None and not loss.eviction.expired:
+                victims[reasons.request] += loss.tokens
+                beneficiaries[loss.eviction.beneficiary] += loss.tokens
+            prefill = self.prefill_seconds(loss)
+            for lost in sums:
+                lost.add(loss.tokens, prefill, first=loss is reasons.losses[0])
+        admitted = [each for each in self.requests.values() if each.admitted is not None]
+        return Summary(
+            admitted=states["admitted"],
+            rejected=states["rejected"],
+            waiting=states["waiting"],
+            readmitted=sum(each.again for each in admitted),
+            prompt_tokens=sum(each.tokens for each in admitted),
+            hit_tokens=sum(each.hit for each in admitted),
+            categories=categories,
+            ways=ways,
+            salted=salted,
+            places=sorted(places.values(), key=lambda place: (-place.requests, -place.tokens))[
+                :top
+            ],
+            victims=victims.most_common(top),
+            beneficiaries=beneficiaries.most_common(top),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what was explained, as JSON has it."""
+        return {
+            "schema": SCHEMA,
+            "source": self.source,
+            "complete": self.complete,
+            "cut_reason": self.cut_reason,
+            **{
+                name: self.header[name]
+                for name in ("mode", "count", "block_size", "key_tokens", "blocks")
+            },
+            "eviction": self.plugin("eviction"),
+            "prefix": self.plugin("prefix"),
+            "recompute": {"model": self.cost.model, "device": self.cost.device},
+            "optimum": OPTIMUM,
+        }
+
+    def request_dict(self, reasons: Reasons) -> dict[str, Any]:
+        """Return what became of a request, as JSON has it."""
+        admitted = reasons.admitted
+        return {
+            "request": reasons.request,
+            "state": reasons.state,
+            "rejected": reasons.rejected,
+            "salt": reasons.salt,
+            "tenant": reasons.tenant,
+            "arrived_s": seconds(reasons.arrived),
+            "admitted_s": None if admitted is None else seconds(admitted),
+            "seq": reasons.seq,
+            "readmitted": reasons.again,
+            "prompt_tokens": reasons.tokens,
+            "hit_tokens": reasons.hit,
+            "missed_tokens": sum(loss.tokens for loss in reasons.losses),
+            "losses": [self._loss(loss, admitted or 0) for loss in reasons.losses],
+        }
+
+    def _losses(self) -> Iterator[tuple[Reasons, Loss]]:
+        for reasons in self.requests.values():
+            for loss in reasons.losses:
+                yield reasons, loss
+
+    def _loss(self, loss: Loss, now: int) -> dict[str, Any]:
+        eviction, place = loss.eviction, loss.place
+        return {
+            "category": loss.category,
+            "first_token": loss.first,
+            "tokens": loss.tokens,
+            "prefill_s": self.prefill_seconds(loss),
+            "other": loss.other,
+            "eviction": None if eviction is None else eviction.as_dict(now),
+            "way": loss.way,
+            "place": None if place is None else place.as_dict(),
+            "other_salts": loss.other_salts,
+        }
+
+    def _ids(self, wanted: str) -> str:
+        """Say which ids there are, and the nearest one."""
+        ids = list(map(str, self.requests))
+        if not ids:
+            return ", which has none"
+        some = ", ".join(ids[:3])
+        if len(ids) > len(ids[:3]):
+            some += f", ..., {ids[-1]}"
+        return f"{nearest(wanted, ids)}. Its {len(ids):,} ids: {some}"
+
+
+def _ranked(request: Id, tokens: int) -> dict[str, Any]:
+    return {"request": request, "tokens": tokens}

@@ -1,0 +1,421 @@
+"""Read a trace, and tell of every prompt what missed and why."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from kvcore.analysis.belady import Turn, optimum_hits
+from kvcore.analysis.miss_reasons import (
+    EVICTED,
+    Eviction,
+    Explanation,
+    Id,
+    Loss,
+    Place,
+    Reasons,
+)
+from kvcore.trace import CacheState, read_events
+from kvcore.trace.layout import Prompt
+from kvcore.trace.spans import path
+
+Line: TypeAlias = dict[str, Any]
+
+
+SHARES_NOTHING = "none"
+"""The prefix cache that stores nothing for others."""
+
+
+STRIDE = 1024
+"""Lines between two ticks."""
+
+
+def explain(
+    file: str | os.PathLike[str],
+    *,
+    source: str | None = None,
+    tick: Callable[[int], object] | None = None,
+) -> Explanation:
+    """Say of each request of a trace what hit at its first admission, and why no more.
+
+    Every line is checked as by `kvcore.trace.check`. What stands before a cut is explained.
+    Costs about twice such a replay; memory grows with the distinct keys, some 300 bytes each.
+
+    Args:
+        file: the trace.
+        source: what to call it; None: by its path.
+        tick: is told now and then how many more lines were read; None: nobody is.
+
+    Raises:
+        InputError: the file cannot be opened.
+        TraceError: it has no HEADER, a line is damaged or contradicts what came before.
+    """
+    reader = read_events(file)
+    inquest: Inquest | None = None
+    header: Line = {}
+    for line in reader:
+        try:
+            if inquest is None:
+                header, inquest = line, Inquest(line)
+            else:
+                inquest.take(line)
+        except ValueError as error:
+            reader.fail(f"{line['event']}: {error}")
+        if tick is not None and not reader.line % STRIDE:
+            tick(STRIDE)
+    if inquest is None:
+        reader.fail("there is no HEADER, so nothing can be told of what follows")
+    inquest.judge()
+    return Explanation(
+        source=str(reader.file) if source is None else source,
+        header=header,
+        complete=reader.complete,
+        cut_reason=reader.cut_reason,
+        requests=inquest.requests,
+    )
+
+
+class Inquest:
+    """Follows a trace from line to line, and notes at every first admission why it missed.
+
+    Attributes:
+        state: the cache, rebuilt.
+        requests: what became of those heard of, by id.
+    """
+
+    def __init__(self, header: Line) -> None:
+        """Start with the empty cache that HEADER gives."""
+        self.state = CacheState(header)
+        self.requests: dict[Id, Reasons] = {}
+        self._pool: int = header["blocks"]
+        self._size: int = header["block_size"]
+        self._ratio = max(1, header["key_tokens"] // self._size)
+        self._by_key = header["count"] == "keys"
+        prefix = header["plugins"].get("prefix", {}).get("name")
+        self._shares = prefix != SHARES_NOTHING
+        # By block, the eviction that took it last, and the latest admission that has it.
+        self._evictions: Ledger[Eviction] = Ledger(self._ratio)
+        self._senders: Ledger[int] = Ledger(self._ratio)
+        self._turns: list[Turn] = []
+        self._serials: dict[Id, int] = {}
+        # By key, the latest admission that goes on after it.
+        self._leaders: dict[Any, int] = {}
+        # By span, the request that stored it or hit it last.
+        self._users: dict[int, Id] = {}
+        self._places: dict[Any, Place] = {}
+        self._salts: Counter[str | None] = Counter()
+        # Requests whose last key covers a part of a block.
+        self._partial: set[Id] = set()
+        self._returned = 0
+        self._take: dict[str, Callable[[Line], None]] = {
+            "REQUEST": self._request,
+            "COMMIT": self._commit,
+            "SPLIT": self._split,
+            "JOIN": self._join,
+            "HIT": self._hit,
+            "MISS": self._admission,
+            "KEYS": self._keys,
+            "REJECT": self._reject,
+        }
+
+    def take(self, line: Line) -> None:
+        """Take in the next line after HEADER.
+
+        Raises:
+            ViolationError: the line contradicts what came before.
+        """
+        event = line["event"]
+        if event == "EVICT" and line["scope"] == "cache":
+            self._evict(line)
+            return
+        self.state.apply(line)
+        if event in self._take:
+            self._take[event](line)
+
+    def judge(self) -> None:
+        """Tell capacity from policy, now that all requests are known."""
+        best = optimum_hits(self._turns, self._pool)
+        for turn, blocks in zip(self._turns, best, strict=True):
+            reasons = self.requests[turn.prompt.id]
+            if any(loss.category == EVICTED for loss in reasons.losses):
+                upto = blocks * self._size
+                reasons.losses = [part for loss in reasons.losses for part in loss.judged(upto)]
+
+    def _request(self, line: Line) -> None:
+        prompt = self.state.requests[line["id"]]
+        self.requests[prompt.id] = Reasons(
+            request=prompt.id,
+            tokens=prompt.blocks * self._size if self._by_key else line["prompt"],
+            salt=line.get("salt"),
+            tenant=line.get("tenant"),
+            arrived=line["t"],
+        )
+        unit = self._ratio * self._size
+        beyond = len(prompt.keys) * unit - line["prompt"] if self._by_key else 0
+        if 0 < beyond < unit or prompt.cacheable % self._ratio:
+            self._partial.add(prompt.id)
+
+    def _reject(self, line: Line) -> None:
+        self.requests[line["request"]].rejected = line["why"]
+
+    def _keys(self, line: Line) -> None:
+        """Take in keys of what a request has generated: it has sent them, too."""
+        serial = self._serials.get(line["request"])
+        if serial is None:
+            return
+        prompt = self.state.requests[line["request"]]
+        keys, first = prompt.keys, len(prompt.keys) - len(line["keys"])
+        sent = self._senders.pieces(keys, first * self._ratio, prompt.cacheable)
+        for low, high, sender in list(sent):
+            if sender is None:
+                self._senders.add(keys, low, high, serial)
+        for key in keys[max(0, first - 1) : -1]:
+            self._leaders.setdefault(key, serial)
+
+    def _evict(self, line: Line) -> None:
+        span = self.state.spans.get(line["span"])
+        end = 0 if span is None else span.end
+        self.state.apply(line)
+        assert span is not None
+        eviction = Eviction(
+            line["n"] + 1,
+            line["t"],
+            span.id,
+            end - span.end,
+            line["by"],
+            line["for"],
+            self._users[span.id],
+            line["age"],
+            line["hits"],
+            line["reason"] == "expired",
+        )
+        self._evictions.add(span.keys, span.end, end, eviction)
+        if span.id not in self.state.spans:
+            del self._users[span.id]
+
+    def _commit(self, line: Line) -> None:
+        self._users[line["span"]] = self.state.sequences[line["seq"]].prompt.id
+
+    def _split(self, line: Line) -> None:
+        self._users[line["upper"]] = self._users[line["span"]]
+
+    def _join(self, line: Line) -> None:
+        del self._users[line["upper"]]
+
+    def _hit(self, line: Line) -> None:
+        for span in path(self.state.spans[line["span"]]):
+            self._users[span.id] = line["request"]
+        self._admission(line)
+
+    def _admission(self, line: Line) -> None:
+        """Take in a HIT or a MISS, of which the first of an admission tells its hit."""
+        reasons = self.requests[line["request"]]
+        if "again" in line:
+            reasons.again += line["seq"] != self._returned
+            self._returned = line["seq"]
+        elif reasons.seq is None:
+            reasons.admitted, reasons.seq = line["t"], line["seq"]
+            blocks = line.get("blocks", 0)
+            reasons.hit = blocks * self._size
+            self._admit(reasons, blocks)
+
+    def _admit(self, reasons: Reasons, hit: int) -> None:
+        """Say why no more than `hit` blocks hit, and remember what the prompt brings."""
+        prompt = self.state.requests[reasons.request]
+        keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
+        serial, sent = len(self._turns), 0
+        for first, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
+            if sender is None:
+                break
+            self._turns[sender].runs.append((serial, first, end))
+            sent = end
+        reach = min(sent, prompt.limit)
+        reasons.losses = [
+            *self._lost(reasons, prompt, keys, hit, reach),
+            *self._rest(reasons, prompt, keys, sent, max(hit, reach)),
+        ]
+        self._turns.append(Turn(prompt))
+        self._serials[prompt.id] = serial
+        self._salts[reasons.salt] += 1
+        self._senders.add(keys, 0, prompt.cacheable, serial)
+        whole = len(keys) - (prompt.id in self._partial)
+        self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
+
+    def _lost(
+        self, reasons: Reasons, prompt: Prompt, keys: list[Any], hit: int, reach: int
+    ) -> Iterator[Loss]:
+        """Yield the losses among blocks whose keys an earlier request had."""
+        if hit >= reach:
+            return
+        at, size = hit, self._size
+        if self._shares:
+            at, other = self._in_flight(reasons, prompt, hit, reach)
+            if at > hit:
+                tokens = (at - hit) * size
+                yield Loss(category="in_flight", first=hit * size, tokens=tokens, other=other)
+        held = max(at, min(reach, self._pool))
+        for first, end, eviction in self._evictions.pieces(keys, at, held):
+            category, other = "unstored", self._sender(keys, end)
+            if eviction is not None:
+                category = "expired" if eviction.expired else EVICTED
+                other = eviction.user
+            yield Loss(
+                category=category,
+                first=first * size,
+                tokens=(end - first) * size,
+                eviction=eviction,
+                other=other,
+            )
+        if held < reach:
+            tokens = (reach - held) * size
+            other = self._sender(keys, reach)
+            yield Loss(category="truncated", first=held * size, tokens=tokens, other=other)
+
+    def _rest(
+        self, reasons: Reasons, prompt: Prompt, keys: list[Any], sent: int, first: int
+    ) -> Iterator[Loss]:
+        """Yield the loss of the tokens from block `first` on: new ones, or none that can hit.
+
+        Of the prompt's blocks so many were `sent` before.
+        """
+        at = first * self._size
+        tokens = reasons.tokens - at
+        if not tokens:
+            return
+        if sent < prompt.lookup:
+            yield self._compulsory(reasons, keys, sent, at)
+        else:
+            category = "no_keys" if prompt.unkeyed else "granularity"
+            yield Loss(category=category, first=at, tokens=tokens)
+
+    def _compulsory(self, reasons: Reasons, keys: list[Any], sent: int, first: int) -> Loss:
+        """Say how what nobody sent before begins, after `sent` blocks that somebody did."""
+        known = -(-sent // self._ratio)
+        way, other, place, salts = "starts", None, None, 0
+        before = keys[known - 1] if known else None
+        leader = self._leaders.get(before)
+        if not known:
+            salts = self._salts.total() - self._salts[reasons.salt]
+        elif known == len(keys) - 1 and reasons.request in self._partial:
+            way, other = "ends", self._sender(keys, sent)
+        elif leader is None or first < known * self._ratio * self._size:
+            way, other = "extends", self._sender(keys, sent)
+        else:
+            way, other = "diverges", self._turns[leader].prompt.id
+        tokens = reasons.tokens - first
+        if way in ("starts", "diverges"):
+            width = self._ratio * self._size
+            new = Place(known * width, width, reasons.request, other)
+            place = self._places.setdefault(before, new)
+            place.count(reasons.tokens, tokens)
+        return Loss(
+            category="compulsory",
+            first=first,
+            tokens=tokens,
+            other=other,
+            way=way,
+            place=place,
+            other_salts=salts,
+        )
+
+    def _in_flight(
+        self, reasons: Reasons, prompt: Prompt, hit: int, reach: int
+    ) -> tuple[int, Id | None]:
+        """Return up to where open sequences compute what follows the hit, and whose that is."""
+        furthest, whose = hit, None
+        keys, low = prompt.keys, hit // self._ratio
+        for seq in self.state.sequences.values():
+            other = seq.prompt
+            stop = min(reach, other.cacheable)
+            if (
+                seq.id == reasons.seq
+                or seq.gaps
+                or stop <= furthest
+                or other.keys[low] != keys[low]
+            ):
+                continue
+            high = -(-stop // self._ratio)
+            parting = bisect_left(
+                range(low, high), 1, key=lambda at: other.keys[at] != keys[at]
+            )
+            end = min(stop, (low + parting) * self._ratio)
+            if end > furthest:
+                furthest, whose = end, other.id
+        return furthest, whose
+
+    def _sender(self, keys: list[Any], end: int) -> Id:
+        """Return the request that was admitted last of those with the block before `end`."""
+        ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
+        assert serial is not None
+        return self._turns[serial].prompt.id
+
+
+Note = TypeVar("Note")
+
+
+Piece: TypeAlias = tuple[int, int, Note | None]
+"""Blocks from a first up to a last, and what was noted of them; None: nothing."""
+
+
+class Ledger(Generic[Note]):
+    """Remembers of every block the latest note, such as what evicted it.
+
+    A key stands for `ratio` blocks. Mostly they have one note; else the key has pieces, by
+    position within the key. A note is no tuple, and not None.
+    """
+
+    __slots__ = ("_of", "_ratio")
+
+    def __init__(self, ratio: int) -> None:
+        """Start with nothing noted."""
+        self._ratio = ratio
+        self._of: dict[Any, Note | tuple[Piece[Note], ...]] = {}
+
+    def add(self, keys: Sequence[Any], first: int, end: int, note: Note) -> None:
+        """Note something of the blocks of `keys` from `first` up to `end`. O(keys) in C."""
+        ratio = self._ratio
+        low, high = -(-first // ratio), end // ratio
+        self._of.update(dict.fromkeys(keys[low:high], note))
+        if first % ratio:
+            self._add_part(keys[low - 1], low - 1, first, end, note)
+        if end % ratio and high >= low:
+            self._add_part(keys[high], high, first, end, note)
+
+    def pieces(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
+        """Yield the blocks from `first` up to `end`, by note."""
+        for note, run in groupby(self._runs(keys, first, end), key=itemgetter(2)):
+            parts = list(run)
+            yield parts[0][0], parts[-1][1], note
+
+    def _add_part(self, key: Any, index: int, first: int, end: int, note: Note) -> None:
+        """Note something of a part of a key's blocks; what is noted of the others stays."""
+        base, ratio = index * self._ratio, self._ratio
+        start, stop = max(first - base, 0), min(end - base, ratio)
+        before = self._of.get(key)
+        if not isinstance(before, tuple):
+            before = ((0, ratio, before),)
+        earlier = ((a, min(b, start), of) for a, b, of in before if a < start)
+        later = ((max(a, stop), b, of) for a, b, of in before if b > stop)
+        self._of[key] = (*earlier, (start, stop, note), *later)
+
+    def _runs(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
+        """Yield the blocks by runs of keys that have one note, and by pieces of the others."""
+        ratio = self._ratio
+        low, high = first // ratio, -(-end // ratio)
+        at = low * ratio
+        for of, run in groupby(map(self._of.get, keys[low:high])):
+            many = ratio * sum(1 for _ in run)
+            if isinstance(of, tuple):
+                bases = range(at, at + many, ratio)
+                pieces = [(base + a, base + b, note) for base in bases for a, b, note in of]
+            else:
+                pieces = [(at, at + many, of)]
+            for a, b, note in pieces:
+                if max(a, first) < min(b, end):
+                    yield max(a, first), min(b, end), note
+            at += many

@@ -1,0 +1,83 @@
+"""Untimed replay: one request after another, each there and gone in an instant."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from kvcore.cache import EvictionPolicy, KVCache, Sequence
+from kvcore.cache.residency import CacheStats
+from kvcore.errors import InputError
+from kvcore.plugins import broken, overridden
+from kvcore.request import Request
+
+
+def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
+    """Serve each of `requests` in `cache`; return its statistics. Else as `served`."""
+    deque(served(requests, cache), maxlen=0)
+    return cache.stats
+
+
+def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
+    """Open, commit and close each of `requests` at its time of arrival; yield its sequence.
+
+    A request longer than the pool keeps its leading blocks: it is opened with as many as
+    the pool has, while its lookups are those of the whole request. O(spans touched) a
+    request.
+
+    An eviction policy that wants to look `ahead` n requests is told of them as if they
+    waited: before a request is opened, it and the n after it are awaited, in the order in
+    which they come; once it is closed it is not. So many are read ahead.
+
+    Raises:
+        InputError: a request that cannot be read, or whose keys the cache was not made for;
+            or two of one id are awaited at once.
+        PolicyError: the eviction policy failed.
+    """
+    size = cache.geometry.block_size
+    room = cache.pool.blocks * size
+    by_key = cache.geometry.count == "keys"
+    open_, commit, close = cache.open, cache.commit, cache.close
+    if any(overridden(cache.eviction, method) for method in ("awaited", "unawaited")):
+        requests = _announced(requests, cache.eviction)
+    for request in requests:
+        now = request.arrival
+        tokens = len(request.keys) * request.key_tokens if by_key else request.prompt
+        first = None if tokens <= room else room - cache.probe(request, now) * size
+        seq = open_(request, first, now)
+        commit(seq, seq.tokens - seq.computed, now)
+        close(seq, now)
+        yield seq
+
+
+def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterator[Request]:
+    """Yield `requests`, telling `eviction` of each as far ahead as it looks."""
+    coming, window, known = iter(requests), deque[Request](), set[int | str]()
+    reach = None if eviction.ahead is None else eviction.ahead + 1
+    now = 0
+    while True:
+        fresh = list(islice(coming, None if reach is None else reach - len(window)))
+        window.extend(fresh)
+        if not window:
+            return
+        now = max(now, window[0].arrival)
+        for request in fresh:
+            if request.id in known:
+                msg = (
+                    f"request {request.id!r} comes twice, and eviction plugin "
+                    f"{eviction.name!r} is told of requests ahead, by id: give each its own"
+                )
+                raise InputError(msg)
+            known.add(request.id)
+            _tell(eviction, "awaited", request, now)
+        yield window[0]
+        known.remove(window[0].id)
+        _tell(eviction, "unawaited", window.popleft(), now)
+
+
+def _tell(eviction: EvictionPolicy, method: str, request: Request, now: int) -> None:
+    try:
+        getattr(eviction, method)(request, now)
+    except Exception as error:
+        raise broken(eviction, method, error) from error

@@ -1,0 +1,235 @@
+"""What a kvcore trace says, in the formats of others: KV events, and requests."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b, shake_128
+from typing import Any
+
+import attrs
+import orjson
+
+from kvcore.errors import TraceError
+from kvcore.kv_events.model import SECOND, Batch, BlockRemoved, BlockStored, Event
+from kvcore.trace import CacheState, read_events
+from kvcore.trace.reader import TraceReader
+from kvcore.trace.writer import BUFFER_BYTES, Sink
+
+MEDIUM, TIER = "GPU", "device"
+
+
+MILLISECOND = 10**6
+
+
+UNSAYABLE = (
+    *("salt", "tenant", "priority", "slo", "predicted"),
+    *("retention", "session", "after", "think", "output_keys"),
+)
+"""Fields of a REQUEST that Mooncake's format has no word for."""
+
+
+_TOKEN_BYTES = 4
+
+
+def event_batches(trace: str | os.PathLike[str]) -> Iterator[Batch]:
+    """Yield what an engine would have published during a run: a batch a moment, as vLLM does.
+
+    A block that is committed for the first time is stored, one that is evicted removed; the
+    trace is checked on the way. Its keys are the hashes: integers as they are, digests by
+    their last 64 bits, as vLLM does it; where a key is several blocks, a hash of the key and
+    the block's place in it. Token ids are not in a trace: there are stand-ins, equal for
+    equal blocks alone. Costs about 20 µs a line, and the stand-ins.
+
+    Raises:
+        InputError: the file cannot be opened.
+        TraceError: the trace is damaged, contradicts itself, or is incomplete.
+    """
+    reader = read_events(trace)
+    state: CacheState | None = None
+    writer = _Events({})
+    now, pending = 0, list[BlockStored | BlockRemoved]()
+    for line in reader:
+        if line["t"] > now and pending:
+            yield _batch(now, pending)
+            pending = []
+        now = line["t"]
+        try:
+            if state is None:
+                state, writer = CacheState(line), _Events(line)
+            else:
+                pending += writer.of(state, line)
+        except ValueError as error:
+            reader.fail(f"{line['event']}: {error}")
+    if pending:
+        yield _batch(now, pending)
+    _must_be_whole(reader)
+
+
+def dynamo_batches(trace: str | os.PathLike[str], worker: int = 0) -> Iterator[Batch]:
+    """Yield the same as router events of Dynamo, numbered from 0: one event a batch.
+
+    The hash of a block's own tokens, which a trace does not know, is that of the block.
+    """
+    number = 0
+    for batch in event_batches(trace):
+        for event in map(_routed, batch.events):
+            yield Batch(
+                ts=None,
+                events=(event,),
+                dp_rank=0,
+                format="dynamo",
+                seq=number,
+                source=worker,
+                more={"storage_tier": TIER, "residency_domain": "worker"},
+            )
+            number += 1
+
+
+@attrs.define
+class MooncakeRows:
+    """The requests of a trace, as rows of Mooncake's format: JSON with its newline.
+
+    `hash_ids` are the trace's keys; of a digest 63 bits. Times are whole milliseconds,
+    rounded down. The format cannot say what a key stands for; readers take 512 tokens.
+
+    Attributes:
+        trace: the file.
+        rows: how many were yielded.
+        key_tokens: tokens a key of the trace; 0 before the first request.
+        left_out: how many requests had what the format has no word for, by field; `t` for
+            times that were rounded.
+
+    Raises:
+        InputError: the file cannot be opened.
+        TraceError: a line is damaged, the trace is incomplete, or its keys do not all stand
+            for as many tokens.
+    """
+
+    trace: str | os.PathLike[str]
+    rows: int = 0
+    key_tokens: int = 0
+    left_out: Counter[str] = attrs.field(factory=Counter)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the rows. Memory: one line."""
+        reader = read_events(self.trace)
+        for line in reader:
+            if line["event"] != "REQUEST":
+                continue
+            self.key_tokens = self.key_tokens or line["key_tokens"]
+            if line["key_tokens"] != self.key_tokens:
+                reader.fail(
+                    f"keys of {line['key_tokens']} tokens, before of {self.key_tokens}: "
+                    "Mooncake's format has one size"
+                )
+            self.rows += 1
+            self.left_out.update(name for name in UNSAYABLE if name in line)
+            milliseconds, rest = divmod(line["t"], MILLISECOND)
+            self.left_out.update(["t"] if rest else [])
+            row = {
+                "timestamp": milliseconds,
+                "input_length": line["prompt"],
+                "output_length": line["output"],
+                "hash_ids": [block_hash(key) >> (type(key) is str) for key in line["keys"]],
+            }
+            yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        _must_be_whole(reader)
+
+
+def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
+    """Write lines to a file that is whole or not there, `.gz` and `.zst` by name; count them.
+
+    Raises:
+        InputError: the file cannot be opened for writing.
+        StorageError: the disk is full. What `lines` raises leaves no file, too.
+    """
+    sink, count = Sink(out, kind="file"), 0
+    try:
+        with io.BufferedWriter(sink, BUFFER_BYTES) as buffer:
+            for count, line in enumerate(lines, 1):  # noqa: B007 - the last one is returned
+                buffer.write(line)
+            buffer.flush()
+            sink.finish()
+    except BaseException:
+        sink.discard()
+        raise
+    return count
+
+
+def block_hash(key: int | str, place: int = 0, blocks: int = 1) -> int:
+    """Return the 64-bit hash of a block: `place` of the `blocks` that `key` stands for."""
+    if blocks > 1:
+        text = f"{key}/{place}".encode()
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
+    return key if isinstance(key, int) else int.from_bytes(bytes.fromhex(key)[-8:], "big")
+
+
+class _Events:
+    """Makes the events of trace lines; knows the layout that HEADER gives."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        self._size: int = header.get("block_size", 1)
+        self._ratio = max(1, header.get("key_tokens", 1) // self._size)
+
+    def of(self, state: CacheState, line: dict[str, Any]) -> list[BlockStored | BlockRemoved]:
+        """Let `state` take in a line; return the events that it is."""
+        if line["event"] == "EVICT" and line["scope"] == "cache":
+            span = state.spans.get(line["span"])
+            keys, end = ([], 0) if span is None else (span.keys, span.end)
+            before = state.cached
+            state.apply(line)
+            gone = range(end - 1, end - 1 - (before - state.cached), -1)
+            hashes = tuple(self._hash(keys, block) for block in gone)
+            return [BlockRemoved(hashes=hashes, medium=MEDIUM)]
+        state.apply(line)
+        if line["event"] != "COMMIT" or line["how"] not in ("new", "grown"):
+            return []
+        keys, first = state.sequences[line["seq"]].prompt.keys, line["first"]
+        hashes = tuple(self._hash(keys, first + place) for place in range(line["blocks"]))
+        return [
+            BlockStored(
+                hashes=hashes,
+                parent=self._hash(keys, first - 1) if first else None,
+                tokens=tuple(token for value in hashes for token in self._tokens(value)),
+                block_size=self._size,
+                medium=MEDIUM,
+            )
+        ]
+
+    def _hash(self, keys: list[Any], block: int) -> int:
+        whole, place = divmod(block, self._ratio)
+        return block_hash(keys[whole], place, self._ratio)
+
+    def _tokens(self, value: int) -> Iterator[int]:
+        """Yield stand-ins for a block's token ids, of 31 bits."""
+        data = shake_128(value.to_bytes(8, "big")).digest(_TOKEN_BYTES * self._size)
+        for place in range(0, len(data), _TOKEN_BYTES):
+            yield int.from_bytes(data[place : place + _TOKEN_BYTES], "little") >> 1
+
+
+def _batch(now: int, events: list[BlockStored | BlockRemoved]) -> Batch:
+    return Batch(ts=now / SECOND, events=tuple(events), dp_rank=0)
+
+
+def _routed(event: Event) -> Event:
+    """Return an event of vLLM's as Dynamo's router has it."""
+    if isinstance(event, BlockRemoved):
+        return attrs.evolve(event, medium=TIER)
+    if not isinstance(event, BlockStored):
+        return event
+    return BlockStored(
+        hashes=event.hashes,
+        parent=event.parent,
+        contents=event.hashes,
+        medium=TIER,
+        more={"blocks": [{"mm_extra_info": None}] * len(event.hashes)},
+    )
+
+
+def _must_be_whole(reader: TraceReader) -> None:
+    if not reader.complete:
+        msg = f"{reader.file}: incomplete: {reader.cut_reason}"
+        raise TraceError(msg)

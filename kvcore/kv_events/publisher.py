@@ -1,0 +1,189 @@
+"""A publisher of KV events, as the engines have one: live to all, and again to who asks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from kvcore.kv_events.subscriber import (
+    END,
+    SEQUENCE_BYTES,
+    load_zmq,
+    number,
+    rank_address,
+    using,
+)
+
+if TYPE_CHECKING:
+    import zmq
+
+
+BUFFER = 10_000
+"""Batches that a publisher keeps for replays."""
+
+
+_REQUEST_FRAMES = 3
+
+
+_SUBSCRIBED = b"\x01"
+
+
+_QUEUE, _LINGER_MS = 1_000, 5_000
+
+
+_PATIENCE, _ROUND = 0.01, 0.1
+
+
+class Publisher:
+    """Publishes batches over ZMQ in the frames of vLLM, SGLang and TensorRT-LLM.
+
+    Live batches go to every subscriber, none is dropped while it is slow: `publish` waits.
+    Replays are answered by `serve` and, before they wait or send, by all other methods, on
+    the thread that calls them. Use it in a `with` block; closing waits up to five seconds
+    for what is sent but not yet on its way.
+
+    Args:
+        address: to bind to, such as `tcp://*:5557`.
+        replay: to bind the ROUTER socket to, which sends batches again; None: none.
+        topic: first frame of every batch.
+        buffer: batches kept for replays.
+        context: a ZMQ context of your own (for `inproc` addresses), which stays open.
+
+    Attributes:
+        address, replay: what they are bound to, with the port that was chosen for `*`.
+        subscribers: how many listen.
+
+    Raises:
+        InputError: an address that cannot be bound to.
+        PluginError: pyzmq is not installed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        replay: str | None = None,
+        *,
+        topic: str = "",
+        buffer: int = BUFFER,
+        context: zmq.Context[Any] | None = None,
+    ) -> None:
+        """Bind."""
+        self._zmq = load_zmq()
+        self._lent = context is not None
+        self._context = self._zmq.Context() if context is None else context
+        self._topic = topic.encode()
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=buffer)
+        self._next = 0
+        self._poller = self._zmq.Poller()
+        self._sockets: list[Any] = []
+        self.subscribers = 0
+        try:
+            # XPUB is PUB that also tells who listens.
+            self._live, self.address = self._bound(self._zmq.XPUB, address, _QUEUE)
+            self._live.xpub_verboser = self._live.xpub_nodrop = True
+            self._router: Any = None
+            self.replay = replay
+            if replay is not None:
+                # A router drops what does not fit into its queue, so it may not end.
+                self._router, self.replay = self._bound(self._zmq.ROUTER, replay, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, payload: bytes) -> int:
+        """Send a batch to all who listen; return its number."""
+        self.serve(0)
+        sequence = self._next
+        frame = sequence.to_bytes(SEQUENCE_BYTES, "big")
+        self._kept.append((frame, payload))
+        self._next += 1
+        while True:
+            try:
+                self._live.send_multipart([self._topic, frame, payload], self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                self.serve(_PATIENCE)
+            else:
+                return sequence
+
+    def hand_out(self, payloads: Iterable[bytes]) -> int:
+        """Publish to who listens, and return how many: from the first who comes, to the last.
+
+        Waits for a first listener, publishes all, and serves until nobody listens.
+        """
+        while not self.wait_for(1, _ROUND):
+            pass
+        sent = sum(1 for _ in map(self.publish, payloads))
+        while self.subscribers:
+            self.serve(_ROUND)
+        return sent
+
+    def serve(self, seconds: float) -> None:
+        """Answer replays, and see who comes and goes, for so long."""
+        self._until(seconds, lambda: False)
+
+    def wait_for(self, subscribers: int, seconds: float) -> bool:
+        """Serve until so many listen; say whether they do, at the latest after `seconds`."""
+        return self._until(seconds, lambda: self.subscribers >= subscribers)
+
+    def close(self) -> None:
+        """Send what is on its way, and unbind."""
+        for socket in self._sockets:
+            socket.close(linger=_LINGER_MS)
+        self._sockets.clear()
+        if not self._lent:
+            self._context.term()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _bound(self, kind: int, address: str, queue: int) -> tuple[Any, str]:
+        """Return a socket that is bound, and to what."""
+        at = rank_address(address, 0)
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.sndhwm, socket.ipv6 = queue, "[" in at
+        with using(at, "publish at"):
+            socket.bind(at)
+        self._poller.register(socket, self._zmq.POLLIN)
+        return socket, socket.last_endpoint.decode().rstrip("\0")
+
+    def _until(self, seconds: float, done: Callable[[], bool]) -> bool:
+        """Serve until `done`, for `seconds` at most; return whether it is."""
+        deadline = monotonic() + seconds
+        while not done():
+            left = max(0.0, deadline - monotonic())
+            ready = self._poller.poll(left * 1000)
+            if not ready and not left:
+                return False
+            for socket, _ in ready:
+                frames = socket.recv_multipart()
+                if socket is self._live:
+                    self.subscribers += 1 if frames[0].startswith(_SUBSCRIBED) else -1
+                else:
+                    self._answer(frames)
+        return True
+
+    def _answer(self, request: list[bytes]) -> None:
+        """Send what is kept from a number on, and an end; nothing to what is no request."""
+        if len(request) != _REQUEST_FRAMES or number(request[2]) is None:
+            return
+        who, _, start = request
+        kept = (
+            [self._topic, frame, payload] for frame, payload in self._kept if frame >= start
+        )
+        for frames in chain(kept, [[b"", END, b""]]):
+            self._router.send_multipart([who, b"", *frames])

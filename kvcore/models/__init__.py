@@ -1,0 +1,1 @@
+"""Models and devices: shapes, memory and compute costs."""

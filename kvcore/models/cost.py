@@ -1,0 +1,157 @@
+"""Tables of well-known models and GPUs, found by name.
+
+Models: shapes from the `config.json` their makers publish; parameters counted from those
+shapes, tensor by tensor, as `kvcore.hf_config` does (for multimodal models, the language
+model's). GPUs: the makers' data sheets; see `docs/reference/size.md`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.models.catalogue import (
+    DEVICES,
+    MODELS,
+    find_device,
+    find_model,
+)
+from kvcore.models.memory import KVLayout
+from kvcore.models.spec import (
+    DeviceSpec,
+    ModelSpec,
+)
+
+
+def default_prefill_cost() -> PrefillCost:
+    """Return the cost of Llama 3 8B on one H100: what a block costs where nothing is said."""
+    return PrefillCost.of(find_model("llama-3-8b"), find_device("h100"))
+
+
+def attended_pairs(context: int, tokens: int, window: int | None = None) -> int:
+    """Count the (query, key) pairs of `tokens` new tokens after `context` earlier ones.
+
+    A token attends to itself and to those before it; with a `window`, to no more than the
+    last `window` tokens, itself included.
+    """
+    return _pairs(context + tokens, window) - _pairs(context, window)
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    growing = tokens if window is None else min(tokens, window)
+    return growing * (growing + 1) // 2 + (tokens - growing) * growing
+
+
+def decode_step_bytes(layout: KVLayout, tokens: int, sequences: int = 1) -> int:
+    """Return the bytes a decode step reads: weights once, and each sequence's own K/V.
+
+    `tokens` is the context of each of the `sequences` sequences.
+    """
+    weights = layout.model.weight_bytes_read(sequences)
+    return weights + sequences * layout.read_bytes(tokens)
+
+
+def prefill_flop(model: ModelSpec, tokens: int, context: int = 0) -> int:
+    """Return the FLOP to prefill `tokens` tokens after `context` cached ones.
+
+    Two for each active parameter and token; and for each attended pair, layer and query
+    head, two for each number of the key (scores) and of the value (weighted sum), which is
+    `4 * layers * query_heads * head_dim` a pair. Source: the forward third of the count in
+    appendix B of the PaLM report (Chowdhery et al. 2022), with causal pairs only.
+    """
+    attention = sum(
+        flop * attended_pairs(context, tokens, window) for window, flop in pair_flop(model)
+    )
+    return 2 * model.active_parameters * tokens + attention
+
+
+def pair_flop(model: ModelSpec) -> list[tuple[int | None, int]]:
+    """Return (window, FLOP an attended pair costs in all layers of that window)."""
+    flop = 2 * model.query_heads * (model.head_dim + model.value_dim)
+    return [(window, flop * layers) for window, layers in Counter(model.windows).items()]
+
+
+def token_projections(prompt: int, output: int, *, cached: bool) -> int:
+    """Count how often a token is projected to keys and values to generate `output` tokens.
+
+    Each step computes one token. Without a cache it projects the whole sequence so far;
+    with one (`cached`) the first step projects the prompt, and every later one the token
+    that the step before it computed. The last token is projected in neither case.
+
+    Raises:
+        InputError: no prompt token, or none to generate.
+    """
+    if prompt < 1 or output < 1:
+        msg = f"{output} new tokens after a prompt of {prompt}: give at least 1 of each"
+        raise InputError(msg)
+    if cached:
+        return prompt + output - 1
+    return output * prompt + output * (output - 1) // 2
+
+
+@attrs.frozen
+class PrefillCost:
+    """The least seconds it takes to prefill tokens: a floor set by the device's FLOP/s.
+
+    Attributes:
+        token_seconds: seconds a token costs by the model's parameters.
+        pair_seconds: (window, seconds an attended pair costs in the layers with it).
+        model, device: names, for the record.
+    """
+
+    token_seconds: float
+    pair_seconds: tuple[tuple[int | None, float], ...] = ()
+    model: str = ""
+    device: str = ""
+
+    @classmethod
+    def of(cls, model: ModelSpec, device: DeviceSpec) -> PrefillCost:
+        """Build the cost of prefilling `model` on `device`."""
+        return cls(
+            2 * model.active_parameters / device.flops,
+            tuple((window, flop / device.flops) for window, flop in pair_flop(model)),
+            model.name,
+            device.name,
+        )
+
+    def __call__(self, context: int, tokens: int) -> float:
+        """Return the seconds to prefill `tokens` tokens after `context` cached ones."""
+        seconds = tokens * self.token_seconds
+        for window, pair_seconds in self.pair_seconds:
+            seconds += attended_pairs(context, tokens, window) * pair_seconds
+        return seconds
+
+
+NAMES = ("model", "device")
+
+
+def cost_fields(cost: PrefillCost) -> dict[str, Any]:
+    """Return the names of model and device; with them the seconds, where these do not follow.
+
+    They follow of a model and a device of the catalogue.
+    """
+    fields: dict[str, Any] = {name: getattr(cost, name) for name in NAMES}
+    if cost.model in MODELS and cost.device in DEVICES and cost == read_cost(fields):
+        return fields
+    pairs = [list(pair) for pair in cost.pair_seconds]
+    return fields | {"token_seconds": cost.token_seconds, "pair_seconds": pairs}
+
+
+def read_cost(fields: Any) -> PrefillCost:
+    """Return the cost that `cost_fields` wrote down.
+
+    Raises:
+        InputError: something else, or only names, of which the catalogue does not know one.
+    """
+    try:
+        model, device = (fields[name] for name in NAMES)
+        if "token_seconds" not in fields:
+            return PrefillCost.of(find_model(model), find_device(device))
+        pairs = tuple((window, float(seconds)) for window, seconds in fields["pair_seconds"])
+        return PrefillCost(float(fields["token_seconds"]), pairs, model, device)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        msg = f"what it costs to compute a block again cannot be read from {fields!r:.80}"
+        raise InputError(msg) from error

@@ -1,0 +1,226 @@
+"""Memory and roofline arithmetic: what K/V costs, how much of it fits, how fast it can go.
+
+Bytes, tokens and FLOP are exact integers. Seconds are floats made by `+`, `*` and `/`
+alone, hence the same on every machine. They are bounds set by the hardware, not
+predictions: a real system is slower.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import attrs
+
+from kvcore.errors import InputError
+
+# Bytes of 32 numbers: a block of MXFP4 has 32, and one byte of scale.
+_BYTES_OF_32 = {
+    "fp32": 128,
+    "fp16": 64,
+    "bf16": 64,
+    "fp8": 32,
+    "int8": 32,
+    "int4": 16,
+    "mxfp4": 17,
+}
+
+
+WEIGHT_DTYPES = tuple(_BYTES_OF_32)
+
+
+KV_DTYPES = WEIGHT_DTYPES[:-1]
+
+
+# Far above any model there is, and low enough that no product of them takes long.
+MOST_LAYERS = 100_000
+
+
+MOST_EXPERTS = 10_000
+
+
+MOST_WIDTH = 2**31 - 1
+
+
+MOST_PARAMETERS = 2**60
+
+
+MOST = 2**63 - 1
+
+
+def bytes_of(numbers: int, dtype: str) -> int:
+    """Return the bytes that `numbers` numbers of `dtype` take, rounded up.
+
+    Raises:
+        InputError: an unknown dtype.
+    """
+    if dtype not in _BYTES_OF_32:
+        msg = f"unknown dtype {dtype!r}; known: {', '.join(_BYTES_OF_32)}"
+        raise InputError(msg)
+    return -(-numbers * _BYTES_OF_32[dtype] // 32)
+
+
+def _in_range(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
+    most = attribute.metadata["most"]
+    if not 1 <= value <= most:
+        bound = f"at most {most:,}" if value > most else "at least 1"
+        msg = f"{type(instance).__name__}: {attribute.name} must be {bound}, not {value}"
+        raise InputError(msg)
+
+
+def _count(most: int = MOST, **default: Any) -> Any:
+    """Make a field of a number from 1 to `most`."""
+    return attrs.field(validator=_in_range, metadata={"most": most}, **default)
+
+
+def _same_as(name: str) -> Any:
+    return attrs.Factory(lambda self: getattr(self, name), takes_self=True)
+
+
+@attrs.frozen(kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer, as far as memory and arithmetic go.
+
+    Attributes:
+        name: what it is called.
+        layers: transformer layers, each with K/V of its own.
+        query_heads, kv_heads: attention heads, and the K/V heads they share.
+        head_dim, value_dim: width of a query or key head, and of a value head.
+        hidden_size: width of the residual stream.
+        parameters: all parameters, embeddings included.
+        active_parameters: those a token uses: all but the experts it is not routed to.
+        dtype: of the weights, as released.
+        experts, experts_per_token: routed experts of a layer, and how many a token takes.
+        expert_dtype: of the routed experts' weights, where it differs from `dtype`.
+        windows: how many tokens each layer attends to at most; None: all.
+        latent: under multi-head latent attention (MLA), the numbers a layer stores per token
+            in place of the K/V heads: compressed K/V and rotary key. Otherwise 0.
+
+    Raises:
+        InputError: a count that is not positive or beyond any model, or counts that
+            contradict one another.
+    """
+
+    name: str
+    layers: int = _count(MOST_LAYERS)
+    query_heads: int = _count(MOST_WIDTH)
+    kv_heads: int = _count(MOST_WIDTH)
+    head_dim: int = _count(MOST_WIDTH)
+    value_dim: int = _count(MOST_WIDTH, default=_same_as("head_dim"))
+    hidden_size: int = _count(MOST_WIDTH)
+    parameters: int = _count(MOST_PARAMETERS)
+    active_parameters: int = _count(MOST_PARAMETERS, default=_same_as("parameters"))
+    dtype: str = "bf16"
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_dtype: str = attrs.field(default=_same_as("dtype"))
+    windows: tuple[int | None, ...] = attrs.field(
+        # Fields are checked after they are all made: bounded here as well.
+        default=attrs.Factory(
+            lambda self: (None,) * min(self.layers, MOST_LAYERS), takes_self=True
+        ),
+        repr=lambda windows: repr(dict(Counter(windows))),
+    )
+    latent: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a model that contradicts itself."""
+        problem = None
+        if self.query_heads % self.kv_heads:
+            problem = f"{self.query_heads} query heads cannot share {self.kv_heads} K/V heads"
+        elif len(self.windows) != self.layers:
+            problem = f"{len(self.windows)} attention windows for {self.layers} layers"
+        elif any(window is not None and window < 1 for window in self.windows):
+            problem = "an attention window must be at least 1 token"
+        elif not 0 <= self.latent <= MOST_WIDTH:
+            problem = f"latent must be 0 to {MOST_WIDTH:,}, not {self.latent}"
+        elif self.experts > MOST_EXPERTS:
+            problem = f"experts must be at most {MOST_EXPERTS:,}, not {self.experts}"
+        elif not 0 <= self.experts_per_token <= self.experts:
+            problem = f"a token cannot take {self.experts_per_token} of {self.experts} experts"
+        elif self.active_parameters > self.parameters:
+            problem = f"{self.active_parameters} of {self.parameters} parameters are active"
+        elif self.active_parameters < self.parameters and not self.experts_per_token:
+            problem = "only a model with experts has parameters that are not active"
+        if problem:
+            msg = f"model {self.name!r}: {problem}"
+            raise InputError(msg)
+        bytes_of(0, self.dtype)
+        bytes_of(0, self.expert_dtype)
+
+    @property
+    def attention(self) -> str:
+        """Name the way K/V is shared: `MHA`, `GQA`, `MQA` or `MLA`."""
+        if self.latent:
+            return "MLA"
+        if self.kv_heads == self.query_heads:
+            return "MHA"
+        return "MQA" if self.kv_heads == 1 else "GQA"
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers a layer stores per token: K and V of every K/V head, or the latent."""
+        return self.latent or self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts together; 0 for a dense model."""
+        idle = self.experts - self.experts_per_token
+        return (self.parameters - self.active_parameters) * self.experts // idle if idle else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all the weights."""
+        return self._shared_bytes + bytes_of(self.expert_parameters, self.expert_dtype)
+
+    @property
+    def _shared_bytes(self) -> int:
+        return bytes_of(self.parameters - self.expert_parameters, self.dtype)
+
+    def weight_bytes_read(self, sequences: int) -> int:
+        """Return the bytes of weights a decode step of `sequences` sequences reads.
+
+        Experts are read once however many sequences take them; which ones, is taken to be
+        uniform and independent, so a share of `1 - (1 - k/E) ** sequences` of them is read.
+        """
+        experts = bytes_of(self.expert_parameters, self.expert_dtype)
+        if not experts:
+            return self._shared_bytes
+        # Past so many sequences less than a byte is left out: (1 - k/E)^n < exp(-nk/E).
+        enough = experts.bit_length() * self.experts // self.experts_per_token
+        if sequences > enough:
+            return self._shared_bytes + experts
+        idle: int = (self.experts - self.experts_per_token) ** sequences
+        total: int = self.experts**sequences
+        return self._shared_bytes + experts - experts * idle // total
+
+    def with_weights(self, dtype: str) -> ModelSpec:
+        """Return the model with all its weights in `dtype`."""
+        return attrs.evolve(self, dtype=dtype, expert_dtype=dtype)
+
+    def with_window(self, window: int) -> ModelSpec:
+        """Return the model with no layer attending to more than `window` tokens."""
+        windows = tuple(window if w is None else min(w, window) for w in self.windows)
+        return attrs.evolve(self, windows=windows)
+
+
+@attrs.frozen(kw_only=True)
+class DeviceSpec:
+    """A GPU, by its data sheet.
+
+    Attributes:
+        name: what it is called.
+        hbm_bytes: memory.
+        bandwidth: bytes/s between memory and the processors.
+        flops: dense FLOP/s in fp16 or bf16 on the matrix units.
+        host_link: bytes/s between host and device, one way.
+
+    Raises:
+        InputError: a figure that is not positive.
+    """
+
+    name: str
+    hbm_bytes: int = _count()
+    bandwidth: int = _count()
+    flops: int = _count()
+    host_link: int = _count()

@@ -1,0 +1,313 @@
+"""Miss reasons for people: of a request in sentences, of all requests as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, zip_longest
+from typing import ClassVar
+
+import attrs
+
+from kvcore.analysis import Explanation
+from kvcore.analysis.miss_reasons import CATEGORIES, WAYS, Loss, Lost, Reasons, Summary
+from kvcore.report.tables import counted
+from kvcore.units import NANOSECONDS, format_seconds
+
+CAUSES = ("capacity", "policy")
+
+
+BOUND = (
+    "The optimum evicts the block whose next request is furthest, deepest first among "
+    "equals, and admits all that is computed."
+)
+
+
+SERIAL = (
+    "This run had a clock; the optimum replays its requests one after another, in the order "
+    "of their first admission."
+)
+
+
+Row = list[str]
+
+
+@attrs.frozen
+class RequestReport:
+    """What became of a request, and why it did not hit more.
+
+    Attributes:
+        explanation: of the trace.
+        reasons: of the request.
+    """
+
+    explanation: Explanation
+    reasons: Reasons
+
+    def __str__(self) -> str:
+        """Return a few lines: what hit, then each loss in the order of the prompt."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        reasons, losses = self.reasons, self.reasons.losses
+        yield f"Request {reasons.request} of {self.explanation.source}: {self._life()}"
+        if reasons.state != "admitted":
+            return
+        missed = sum(loss.tokens for loss in losses)
+        tokens = counted(reasons.tokens, "token")
+        yield f"Of {tokens}, {reasons.hit:,} hit and {missed:,} missed{_because(losses)}"
+        for _, run in groupby(losses, key=lambda loss: (loss.category, loss.other)):
+            yield f"- {self._told(list(run))}"
+        if any(loss.category in CAUSES for loss in losses):
+            yield from _bound(self.explanation)
+        yield from _cut(self.explanation)
+
+    def _life(self) -> str:
+        reasons = self.reasons
+        arrived = f"arrived at {_moment(reasons.arrived)}"
+        if reasons.admitted is None:
+            if reasons.rejected is not None:
+                return f"{arrived}, and was turned away: {reasons.rejected}."
+            return f"{arrived}, and was not admitted before the trace ends."
+        again = ""
+        if reasons.again:
+            times = counted(reasons.again, "time")
+            again = f" It was preempted, and admitted again {times}; that counts nowhere here."
+        return (
+            f"{arrived}, admitted at {_moment(reasons.admitted)} as sequence "
+            f"{reasons.seq}.{again}"
+        )
+
+    def _told(self, losses: list[Loss]) -> str:
+        """Tell of losses side by side, which differ in their evictions at most."""
+        first, end = losses[0].first, losses[-1].end
+        prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
+        return (
+            f"from token {first:,} to {end:,} ({counted(end - first, 'token')}, {prefill} of "
+            f"prefill): {_spaced(losses[0].category)}. {self._why(losses)}"
+        )
+
+    def _why(self, losses: list[Loss]) -> str:
+        loss = losses[0]
+        if loss.eviction is not None:
+            return self._evicted(losses)
+        if loss.category == "compulsory":
+            return _new(loss)
+        return {
+            "in_flight": f"Request {loss.other}, admitted before, was still computing them.",
+            "unstored": f"Request {loss.other} had them before, and did not store them.",
+            "truncated": (
+                f"Request {loss.other} had them before; of one request this pool of "
+                f"{self.explanation.header['blocks']:,} blocks keeps no more."
+            ),
+            "granularity": (
+                "Only whole blocks are shared, and the last token is always computed."
+            ),
+            "no_keys": "The request has no key for these.",
+        }[loss.category]
+
+    def _evicted(self, losses: list[Loss]) -> str:
+        """Tell when and for whom blocks left: tails first, so the last of `losses` before."""
+        now = self.reasons.admitted
+        evictions = [loss.eviction for loss in losses if loss.eviction is not None]
+        latest, earliest = evictions[0], evictions[-1]
+        assert now is not None
+        before = format_seconds((now - latest.time) / NANOSECONDS)
+        idle = format_seconds(latest.age / NANOSECONDS)
+        story = f"Used last by request {losses[0].other}. "
+        if latest.expired:
+            return (
+                f"{story}Expired; dropped at {_moment(latest.time)}, {before} before this use "
+                f"and {idle} after they were stored or hit last."
+            )
+        lost = "would have kept" if losses[0].category == "policy" else "would not have had"
+        when = f"at {_moment(latest.time)} by {latest.by} for request {latest.beneficiary}"
+        if latest is not earliest:
+            when = (
+                f"from {_moment(earliest.time)} (by {earliest.by} for request "
+                f"{earliest.beneficiary}) to {_moment(latest.time)} (for request "
+                f"{latest.beneficiary})"
+            )
+        return (
+            f"{story}Evicted {when}, {before} before this use and {idle} after they were "
+            f"stored or hit last, with {counted(latest.hits, 'hit')}. The optimum {lost} them."
+        )
+
+
+@attrs.frozen
+class SummaryReport:
+    """Where the hits of a trace were lost.
+
+    Attributes:
+        explanation: of the trace.
+        summary: its sums.
+    """
+
+    explanation: Explanation
+    summary: Summary
+
+    headers: ClassVar[Row] = ["lost", "tokens", "of missed", "prefill", "stopped", "because"]
+    place_headers: ClassVar[Row] = [
+        "parting at token",
+        "into prompt",
+        "requests",
+        "tokens",
+        "such as",
+    ]
+    request_headers: ClassVar[Row] = [
+        "request",
+        "tokens it lost",
+        "request ",
+        "tokens lost for it",
+    ]
+
+    @property
+    def headline(self) -> str:
+        """What was explained, and how much hit."""
+        explanation, summary = self.explanation, self.summary
+        header = explanation.header
+        hit = summary.hit_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
+        turned = (
+            f"; {number:,} {what}"
+            for number, what in (
+                (summary.rejected, "rejected"),
+                (summary.waiting, "not admitted"),
+                (summary.readmitted, "admitted again after preemption, counted once"),
+            )
+            if number
+        )
+        return (
+            f"{explanation.source}: {counted(summary.admitted, 'request')} in "
+            f"{counted(header['blocks'], 'block')} of "
+            f"{counted(header['block_size'], 'token')}, evicted by "
+            f"{explanation.plugin('eviction')} ({header['count']} counting){''.join(turned)}.\n"
+            f"Of {counted(summary.prompt_tokens, 'prompt token')}, {summary.hit_tokens:,} hit "
+            f"({hit:.1%}) and {summary.missed_tokens:,} missed."
+        )
+
+    @property
+    def rows(self) -> list[Row]:
+        """What was lost for each reason, those that lost nothing left out."""
+        rows = []
+        for name, lost in self.summary.categories.items():
+            if lost.tokens:
+                rows.append(self._row(_spaced(name), lost, CATEGORIES[name]))
+            if name == "compulsory":
+                rows += [
+                    self._row(f"  {way}", part, WAYS[way])
+                    for way, part in self.summary.ways.items()
+                    if part.tokens
+                ]
+        return rows
+
+    @property
+    def place_rows(self) -> list[Row]:
+        """Where most requests part from others."""
+        return [
+            [
+                f"{place.first:,}",
+                f"{place.shares / place.requests:.0%}",
+                f"{place.requests:,}",
+                f"{place.tokens:,}",
+                f"{place.example}"
+                if place.other is None
+                else f"{place.example} from {place.other}",
+            ]
+            for place in self.summary.places
+        ]
+
+    @property
+    def request_rows(self) -> list[Row]:
+        """Who lost most to evictions, and for whom most was lost."""
+        pairs = zip_longest(_ranked(self.summary.victims), _ranked(self.summary.beneficiaries))
+        return [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
+
+    @property
+    def notes(self) -> str:
+        """How to read the numbers."""
+        return "\n".join(self._notes())
+
+    def _row(self, name: str, lost: Lost, because: str) -> Row:
+        return [
+            name,
+            f"{lost.tokens:,}",
+            f"{lost.tokens / self.summary.missed_tokens:.1%}",
+            format_seconds(lost.seconds),
+            f"{lost.stopped:,}",
+            because,
+        ]
+
+    def _notes(self) -> Iterator[str]:
+        cost, summary = self.explanation.cost, self.summary
+        yield (
+            f"Prefill: the least time {cost.model} takes on one {cost.device}. Stopped: "
+            "requests whose hit ended there."
+        )
+        if any(summary.categories[cause].tokens for cause in CAUSES):
+            yield from _bound(self.explanation)
+        if summary.salted.tokens:
+            yield (
+                f"Of what starts anew, {summary.salted.tokens:,} tokens came after requests of "
+                "other salts: how much of it these had as well cannot be told, since keys "
+                "depend on the salt."
+            )
+        yield from _cut(self.explanation)
+
+
+def _bound(explanation: Explanation) -> Iterator[str]:
+    """Say what tells policy from capacity."""
+    yield BOUND
+    if explanation.header["mode"] != "untimed":
+        yield SERIAL
+
+
+def _cut(explanation: Explanation) -> Iterator[str]:
+    """Say how far the trace goes, if it has no end."""
+    if not explanation.complete:
+        yield f"INCOMPLETE: {explanation.cut_reason}; told as if nothing followed."
+
+
+def _ranked(requests: Iterable[tuple[int | str, int]]) -> Iterator[tuple[str, str]]:
+    return ((str(request), f"{tokens:,}") for request, tokens in requests)
+
+
+def _because(losses: list[Loss]) -> str:
+    return ":" if losses else "."
+
+
+def _new(loss: Loss) -> str:
+    """Say how the keys that nobody sent before begin."""
+    if loss.way == "starts":
+        story = "No request admitted before begins with this block."
+        if loss.other_salts:
+            story += (
+                f" Of other salts there were {loss.other_salts:,}; whether one has the same "
+                "text cannot be told, since keys depend on the salt."
+            )
+        return story
+    if loss.way == "extends":
+        return f"Goes on where request {loss.other} ends, as nobody did before."
+    if loss.way == "ends":
+        return (
+            f"Its last key covers a part of a block: request {loss.other} has what comes "
+            "before, nobody this."
+        )
+    place = loss.place
+    assert place is not None
+    share = place.shares / place.requests
+    many = (
+        "no other request parts here"
+        if place.requests == 1
+        else f"{place.requests:,} requests part here, {share:.0%} into their prompts"
+    )
+    return (
+        f"Parts from request {loss.other} between tokens {place.first:,} and "
+        f"{place.first + place.width:,}; {many}."
+    )
+
+
+def _moment(ns: int) -> str:
+    return f"{ns / NANOSECONDS:.12g} s"
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,362 @@
+"""Hit curves as a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from itertools import cycle
+from math import ceil, floor, log10
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import attrs
+
+from kvcore.analysis import Curves, Optimum
+from kvcore.errors import PluginError
+from kvcore.models.memory import KVLayout
+from kvcore.report.tables import counted, named
+from kvcore.units import BINARY, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+
+FORMS = ("png", "svg")
+
+
+# Okabe and Ito, "Color Universal Design", 2008: colour-blind people tell them apart too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+
+
+MARKERS = "osD^vP"
+
+
+INK, GREY, PALE = "#222222", "#666666", "#E4E4E4"
+
+
+INCHES, DPI = (7.2, 4.4), 200
+
+
+MARGIN = 1.08
+"""Room beside the smallest and the largest size, as a factor."""
+
+
+INSIDE, COLUMN = 7, 15
+"""Names that have room below the curves, and beside them in one column."""
+
+
+DENSE = 600
+"""Points of the line of a curve that is known at every size."""
+
+
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    # Without a salt the names inside an SVG are random.
+    "svg.hashsalt": "kvcore",
+}
+
+
+def matplotlib() -> ModuleType:
+    """Import matplotlib. Raises PluginError if it is not installed."""
+    try:
+        import matplotlib.figure as module  # noqa: PLC0415 - an extra, and 0.3 s
+    except ImportError as error:
+        msg = f"a plot needs matplotlib ({error}): pip install 'kvcore[lab]'"
+        raise PluginError(msg) from error
+    return module
+
+
+def plot(report: CurvesReport, form: str) -> bytes:
+    """Draw hit curves; return the picture as `png` or `svg`.
+
+    Curves that are known at every size are lines, others a point for each size. Below is the
+    pool as a share of the footprint, above it what that is in GiB or, without a layout, in
+    blocks. The same curves give the same bytes with the same matplotlib.
+
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
+    module = matplotlib()
+    from matplotlib import rc_context  # noqa: PLC0415 - as above
+
+    picture = io.BytesIO()
+    with rc_context(STYLE):
+        figure = module.Figure(figsize=INCHES, layout="constrained")
+        draw(figure.add_subplot(), report)
+        metadata = {"Date": None} if form == "svg" else None
+        figure.savefig(picture, format=form, dpi=DPI, metadata=metadata)
+    return picture.getvalue()
+
+
+def draw(axes: Axes, report: CurvesReport) -> None:
+    """Draw hit curves into `axes`."""
+    curves = report.curves
+    footprint = max(curves.distinct_blocks, 1)
+    looks = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
+    for name, curve in named(curves.curves):
+        sizes, hits = curve.blocks, curve.hit_blocks
+        style: dict[str, Any]
+        if curve.eviction == Optimum.name:
+            dashes = "--" if curve.options["bypass"] else "-"
+            style = {"color": INK, "linewidth": 1, "marker": ".", "linestyle": dashes}
+        else:
+            colour, marker = next(looks)
+            style = {"color": colour, "linewidth": 0.8, "marker": marker, "markersize": 4}
+        if curve.steps is not None:
+            sizes = _dense(sizes[0], sizes[-1])
+            hits = [curve.steps.at(size) for size in sizes]
+            style |= {"linewidth": 2, "marker": None}
+        shares = [_percent(curves.ratio(hit)) for hit in hits]
+        axes.plot([100 * size / footprint for size in sizes], shares, label=name, **style)
+    bound = _percent(curves.ratio(curves.hit_blocks))
+    axes.axhline(bound, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        f"never evicts: {bound:.1f}%",
+        xy=(0, bound),
+        xycoords=("axes fraction", "data"),
+        xytext=(6, 4),
+        textcoords="offset points",
+        color=GREY,
+        fontsize="small",
+    )
+    axes.set_ylim(0, 1.12 * bound or 1)
+    axes.yaxis.set_major_formatter("{x:g}%")
+    axes.set_ylabel("blocks looked up that hit")
+    axes.grid(color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=3)
+    _legend(axes, len(curves.curves))
+    axes.set_title(_title(report), loc="left", fontsize="medium", pad=12)
+    _scales(axes, report, footprint)
+
+
+def _legend(axes: Axes, names: int) -> None:
+    """Name the curves, where that hides none of them."""
+    if names <= INSIDE:
+        axes.legend(loc="lower right", edgecolor="none", framealpha=1)
+        return
+    columns = ceil(names / COLUMN)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, ncols=columns)
+
+
+def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
+    """Make the horizontal axes logarithmic: the share below, what it takes above."""
+    sizes = [size for curve in report.curves.curves for size in curve.blocks]
+    low, high = 100 * min(sizes) / footprint, 100 * max(sizes) / footprint
+    axes.set_xscale("log")
+    axes.set_xlim(low / MARGIN, high * MARGIN)
+    blocks = counted(report.curves.distinct_blocks, "distinct block")
+    tokens = counted(report.curves.block_size, "token")
+    _name(axes.xaxis, low, high, f"pool, as a share of the {blocks} of {tokens}", "%")
+    layout = report.layout
+    factor, unit = footprint / 100, "blocks"
+    if layout is not None:
+        factor *= layout.bytes_per_block
+        size = "GiB" if high * factor >= BINARY["GiB"] else "MiB"
+        factor /= BINARY[size]
+        unit = f"{size} of K/V ({layout.model.name}, {layout.dtype})"
+
+    def amount(share: Any) -> Any:
+        return share * factor
+
+    def share(amount: Any) -> Any:
+        return amount / factor
+
+    above = axes.secondary_xaxis("top", functions=(amount, share))
+    above.tick_params(length=3)
+    above.spines["top"].set_visible(True)
+    _name(above.xaxis, low * factor, high * factor, unit, "")
+
+
+def _name(axis: Axis, low: float, high: float, label: str, sign: str) -> None:
+    """Label a logarithmic axis, with ticks at 1 and 3 times the powers of ten."""
+    powers = range(floor(log10(low)) - 1, ceil(log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]
+    inside = [tick for tick in ticks if low / MARGIN <= tick <= high * MARGIN]
+    axis.set_ticks(inside, [f"{tick:,.10g}{sign}" for tick in inside])
+    axis.set_ticks([], minor=True)
+    axis.set_label_text(label)
+
+
+def _title(report: CurvesReport) -> str:
+    curves, source = report.curves, report.curves.workload
+    return f"{source.name}, {counted(source.requests, 'request')}, {curves.count} counting"
+
+
+def _dense(low: int, high: int) -> list[int]:
+    """Return sizes from `low` to `high` at even ratios, so many that a line looks smooth."""
+    ratio = high / low
+    sizes = (round(low * ratio ** (step / DENSE)) for step in range(DENSE + 1))
+    return list(dict.fromkeys(sizes))
+
+
+def _percent(ratio: float | None) -> float:
+    return 100 * (ratio or 0.0)
+
+
+COLUMNS = (
+    "workload",
+    "count",
+    "block_size",
+    "eviction",
+    "options",
+    "blocks",
+    "bytes",
+    "hit_blocks",
+    "hit_ratio",
+)
+
+
+@attrs.frozen
+class CurvesReport:
+    """Hit curves for people and for other programs.
+
+    Attributes:
+        curves: what is reported.
+        layout: what a block takes; None: sizes are told in blocks alone.
+    """
+
+    curves: Curves
+    layout: KVLayout | None = None
+
+    @property
+    def headline(self) -> str:
+        """What the numbers are."""
+        curves, source = self.curves, self.curves.workload
+        requests = counted(source.requests, "request")
+        if self.empty:
+            return f"{source.name}: {requests}.\nNothing in them has a key to look up."
+        look = "looks" if source.requests == 1 else "look"
+        return (
+            f"{source.name}: {requests} {look} up {counted(curves.lookup_blocks, 'block')} of "
+            f"{counted(curves.block_size, 'token')} ({curves.count} counting).\n"
+            "The share of these that hit, by the size of the pool."
+        )
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is looked up, so that the headline is all there is to say."""
+        return not self.curves.lookup_blocks
+
+    @property
+    def headers(self) -> list[str]:
+        """The headers of the table: the size, then one a policy."""
+        memory = [] if self.layout is None else ["memory"]
+        return ["blocks", "of all", *memory, *self.names]
+
+    @property
+    def names(self) -> list[str]:
+        """The policies, with options that tell namesakes apart."""
+        return [name for name, _ in named(self.curves.curves)]
+
+    @property
+    def rows(self) -> Iterator[list[str]]:
+        """The rows of the table: one a pool size."""
+        curves = self.curves.curves
+        for place, blocks in enumerate(curves[0].blocks):
+            taken = self.bytes_of(blocks)
+            memory = [] if taken is None else [format_bytes(taken)]
+            yield [
+                f"{blocks:,}",
+                percent(blocks / self.curves.distinct_blocks),
+                *memory,
+                *(f"{self.curves.ratio(c.hit_blocks[place]):.1%}" for c in curves),
+            ]
+
+    @property
+    def reading(self) -> str:
+        """What the table shows, in a few sentences."""
+        curves = self.curves
+        text = (
+            f"A cache that never evicts holds {counted(curves.distinct_blocks, 'block')} in "
+            f"the end and hits {curves.ratio(curves.hit_blocks):.1%}."
+        )
+        if self.layout is not None:
+            text += (
+                f"\nA block of {counted(curves.block_size, 'token')} of "
+                f"{self.layout.model.name} in {self.layout.dtype} takes "
+                f"{format_bytes(self.layout.bytes_per_block)}."
+            )
+        return text
+
+    def document(self) -> dict[str, Any]:
+        """Return all of it as JSON has it."""
+        curves = self.curves
+        document = {
+            "workload": attrs.asdict(curves.workload),
+            "count": curves.count,
+            "block_size": curves.block_size,
+            "weighting": "block",
+            "lookup_blocks": curves.lookup_blocks,
+            "infinite": {
+                "distinct_blocks": curves.distinct_blocks,
+                "hit_blocks": curves.hit_blocks,
+                "hit_ratio": curves.ratio(curves.hit_blocks),
+            },
+            "curves": [
+                {
+                    "eviction": curve.eviction,
+                    "options": curve.options,
+                    "every_size": curve.steps is not None,
+                    "points": [
+                        {
+                            "blocks": blocks,
+                            "hit_blocks": hits,
+                            "hit_ratio": curves.ratio(hits),
+                        }
+                        for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
+                    ],
+                }
+                for curve in curves.curves
+            ],
+        }
+        if self.layout is not None:
+            document["memory"] = {
+                "model": self.layout.model.name,
+                "kv_dtype": self.layout.dtype,
+                "bytes_per_block": self.layout.bytes_per_block,
+            }
+        return document
+
+    def write_csv(self, file: TextIO) -> None:
+        """Write a row a policy and size, with a header; ratios in full precision.
+
+        The options are one column, as JSON. An empty cell is no value.
+        """
+        curves = self.curves
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for curve in curves.curves:
+            for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True):
+                writer.writerow(
+                    [
+                        curves.workload.name,
+                        curves.count,
+                        curves.block_size,
+                        curve.eviction,
+                        json.dumps(curve.options),
+                        blocks,
+                        self.bytes_of(blocks),
+                        hits,
+                        curves.ratio(hits),
+                    ]
+                )
+
+    def bytes_of(self, blocks: int) -> int | None:
+        """Return what so many blocks take; None where that is not known."""
+        return None if self.layout is None else blocks * self.layout.bytes_per_block
+
+
+def percent(share: float) -> str:
+    """Write the share of a footprint with about two digits: `0.1%`, `1.6%`, `100%`."""
+    return f"{float(f'{100 * share:.2g}'):.10g}%"

@@ -1,0 +1,251 @@
+"""A job: a request on its way through a server, as schedulers see it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import abc
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import attrs
+
+from kvcore.plugins.base import Plugin
+from kvcore.request import SLO, Request
+
+if TYPE_CHECKING:
+    from kvcore.cache.sequence import Sequence
+    from kvcore.request import Request
+
+
+WAITING, PREFILL, DECODE, PAUSED, DONE = "waiting", "prefill", "decode", "paused", "done"
+"""Where a job stands: no blocks yet; computing its prompt; generating; off the batch with
+its blocks kept; finished or rejected."""
+
+
+@attrs.define
+class DecodeSteps:
+    """How many decode steps a server has run: the clock by which its decoders advance."""
+
+    count: int = 0
+
+
+@attrs.define(eq=False, repr=False)
+class Job:
+    """A request between arrival and finish: the unit a scheduler orders.
+
+    Schedulers read; only the serving loop writes, except `data`. Times are nanoseconds,
+    lengths tokens.
+
+    Attributes:
+        request: what is to be served.
+        serial: order of arrival, from 1.
+        arrival: when it arrived here; in closed-loop traffic no workload can know.
+        steps: the decode steps of its server.
+        stage: `waiting`, `prefill`, `decode`, `paused` or `done`.
+        seq: its blocks; None while it has none.
+        slo: what is expected for it: by its client, else by the run; None: nothing.
+        target: length of the prefill it needs: the prompt, and after a recompute
+            preemption also what it had generated.
+        computed: tokens of `target` that are computed; what hit counts.
+        rank: the priority it was queued with.
+        data: the scheduler's own.
+        admitted, first_token: when it was first admitted, and when its first token came.
+        hit: prompt tokens that hit at first admission.
+        pauses, recomputes: how often it was preempted, by kind.
+        last_token: when its newest token came, in picoseconds.
+    """
+
+    request: Request
+    serial: int
+    arrival: int
+    steps: DecodeSteps
+    target: int
+    slo: SLO | None = None
+    stage: str = WAITING
+    seq: Sequence | None = None
+    computed: int = 0
+    rank: Any = None
+    data: Any = None
+    admitted: int | None = None
+    first_token: int | None = None
+    hit: int = 0
+    pauses: int = 0
+    recomputes: int = 0
+    last_token: int = 0
+    _generated: int = 0
+    _joined: int | None = None
+
+    @property
+    def generated(self) -> int:
+        """Output tokens so far."""
+        if self._joined is None:
+            return self._generated
+        return self._generated + self.steps.count - self._joined
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens still to be computed before the next one is generated."""
+        return self.target - self.computed
+
+    @property
+    def output_left(self) -> int:
+        """Output tokens still to come: the truth, which no real scheduler knows."""
+        return self.request.output - self.generated
+
+    @property
+    def predicted_left(self) -> int:
+        """Output tokens still expected, by the request's prediction; the truth without one.
+
+        At least 1 while there are any to come.
+        """
+        if self.request.predicted is None:
+            return self.output_left
+        left = self.request.predicted - self.generated
+        return max(left, 1 if self.output_left else 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of K/V it has: all but the newest, which the next step computes."""
+        generated = self.generated
+        return self.request.prompt + generated - 1 if generated else self.computed
+
+    def join(self, generated: int) -> None:
+        """Let it generate with every decode step from now on, `generated` tokens so far."""
+        self._generated, self._joined = generated, self.steps.count
+
+    def leave(self) -> int:
+        """Stop generating; return how many tokens there are."""
+        if self._joined is not None:
+            self._generated += self.steps.count - self._joined
+            self._joined = None
+        return self._generated
+
+    def __repr__(self) -> str:
+        """Show the request and where it stands."""
+        return f"<Job {self.serial}: request {self.request.id}, {self.stage}>"
+
+
+class Server(Protocol):
+    """What a scheduler may ask of the server it works for."""
+
+    def probe(self, request: Request, now: int) -> int:
+        """Return how many prompt tokens of `request` would hit in the cache. Pure."""
+
+    def prefill_ns(self, tokens: int, context: int) -> int:
+        """Return the ns it takes to prefill `tokens` tokens after `context`, alone."""
+
+    def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
+        """Return the ns in which a sequence with `context` tokens generates `tokens` more.
+
+        Together with `sequences - 1` others of its length, or fewer where the server
+        takes fewer.
+        """
+
+
+@attrs.define
+class LoopState:
+    """What a plan is made from. Read it; the loop carries plans out.
+
+    Attributes:
+        now: the time, ns.
+        waiting: jobs without a seat, in the order in which they queued up; those that were
+            preempted come first. `paused` ones among them hold blocks.
+        running: jobs with a seat, in order of admission.
+        seats: how many more the batch may take.
+        room: blocks that are free or can be evicted.
+        server: what can be asked of the server.
+    """
+
+    now: int
+    waiting: Collection[Job]
+    running: abc.Sequence[Job]
+    seats: int
+    room: int
+    server: Server
+
+
+@attrs.frozen
+class StepPlan:
+    """Who is to gain and who to lose a seat.
+
+    Attributes:
+        admit: waiting jobs in the order in which they are offered seats, at best lazily: the
+            next is asked for once the one before has its seat, and the first for whom
+            there is none, or no room, ends the admissions.
+        pause: running jobs to take off the batch, their blocks kept.
+    """
+
+    admit: Iterable[Job] = ()
+    pause: Iterable[Job] = ()
+
+
+@attrs.define(slots=False, eq=False)
+class Scheduler(Plugin):
+    """Orders the jobs of a server. The easy tier is one function, `priority`.
+
+    Asked only when something has happened (an arrival, a step with prefill, a first token,
+    a completion, a preemption, a time given by `changes_at`), never step by step: k decode
+    steps with the same sequences are one event. What is not overridden is never called.
+
+    A job's priority is asked when it queues up, and compared with those asked at other times:
+    it must not move with the clock. Return a deadline, not a slack. A scheduler that is
+    `preemptive` pauses the running job that is last in its order for a waiting one that is
+    before it; the priority of a running job may then only improve, relative to those that
+    wait.
+
+    A seat is all it takes: whoever finds no room for its prompt waits, however urgent, since
+    making room would throw work away. When the running need blocks to go on and there are
+    none, the running or paused job last in order at that moment is preempted: its blocks
+    are given up, and it computes them again later.
+    """
+
+    kind: ClassVar[str] = "scheduler"
+
+    preemptive = False
+    """Whether a job that has a seat may lose it to one that waits. May be an option."""
+
+    server: Server = attrs.field(init=False, default=None, repr=False)
+
+    def attach(self, server: Server) -> None:
+        """Learn the server it works for. Called once."""
+        self.server = server
+
+    @abstractmethod
+    def priority(self, job: Job, now: int) -> Any:
+        """Return what orders the jobs, any comparable value: the lowest goes first.
+
+        Ties go to the job that arrived first.
+        """
+
+    def changes_at(self, job: Job, now: int) -> int | None:
+        """Return when (ns, after `now`) the priority of a waiting job changes by itself.
+
+        It is then asked again. None: it does not.
+        """
+        del job, now
+        return None
+
+    def queued(self, job: Job, now: int) -> None:
+        """Learn that `job` waits for a seat: it arrived, or was preempted."""
+
+    def admitted(self, job: Job, now: int) -> None:
+        """Learn that `job` got a seat: for the first time, again, or after a pause."""
+
+    def finished(self, job: Job, now: int) -> None:
+        """Learn that `job` has generated its last token."""
+
+    def plan(self, state: LoopState) -> StepPlan:
+        """Return who is to gain and lose seats. The full tier: override it as a whole.
+
+        Unless overridden it is not called: the loop does the same, without sorting.
+        """
+        now, priority = state.now, self.priority
+        waiting = sorted(state.waiting, key=lambda job: (priority(job, now), job.serial))
+        pause: list[Job] = []
+        if self.preemptive:
+            running = sorted(state.running, key=lambda job: (priority(job, now), job.serial))
+            for job in waiting[state.seats :]:
+                if not running or priority(running[-1], now) <= priority(job, now):
+                    break
+                pause.append(running.pop())
+        return StepPlan(waiting, pause)

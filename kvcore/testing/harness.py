@@ -1,0 +1,670 @@
+"""Random traffic over a small trie of prompts, as data: it can be repeated and shrunk."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from random import Random
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
+
+import attrs
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcore.analysis import served
+from kvcore.cache import BlockPool, EvictionPolicy, KVCache, PrefixCache, Sequence, Span
+from kvcore.errors import InputError, OutOfBlocks
+from kvcore.request import Key, Request, Retention
+
+Draw: TypeAlias = Callable[[int, int], int]
+"""Draws an integer between two bounds, both included."""
+
+
+EVEN = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1, "fork": 1, "rollback": 1}
+"""How often the actions come: as many blocks go as come, so neither room nor work runs out."""
+
+
+FORKS = {"open": 2, "commit": 4, "close": 2, "serve": 1, "extend": 1, "fork": 3, "rollback": 3}
+"""As above, with many sequences that share private blocks."""
+
+
+@attrs.frozen(kw_only=True)
+class Traffic:
+    """What random requests look like: each prompt walks down one trie of block keys.
+
+    Attributes:
+        key_tokens: tokens a key stands for.
+        most_keys: keys of the longest prompt.
+        width: keys that may follow one. With 2 prompts share a lot.
+        hints: whether some requests carry retention hints.
+        longest_wait: ns between two steps, at most.
+        mix: how often each action comes.
+    """
+
+    key_tokens: int = 6
+    most_keys: int = 6
+    width: int = 2
+    hints: bool = False
+    longest_wait: int = 4
+    mix: Mapping[str, int] = EVEN
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """One call to a cache.
+
+    Attributes:
+        action: `open`, `commit`, `close`, `extend`, `fork` or `rollback`; or `serve`, which
+            opens a request, commits all of it and closes it.
+        which: of the sequences open by then, counted round. `commit` counts those that have
+            tokens to commit, `open` the requests closed before if `again`.
+        tokens: how many; None for all there are. Unused by `fork`, `close` and `serve`.
+        wait: ns since the step before.
+        request: what `open` or `serve` opens.
+        again: whether not `request` but one that was closed before is opened, as after a
+            preemption, if there is one.
+    """
+
+    action: str
+    which: int = 0
+    tokens: int | None = None
+    wait: int = 0
+    request: Request | None = None
+    again: bool = False
+
+
+def draw_request(draw: Draw, traffic: Traffic) -> Request:
+    """Draw a request; its id is 0. Its last key may cover a part of a block, or be missing."""
+    keys: list[int] = []
+    for _ in range(draw(0, traffic.most_keys)):
+        # A number names the whole path to it, as a chained key does.
+        above = keys[-1] if keys else 0
+        branch = max(1, draw(-1, traffic.width))
+        keys.append(above * traffic.width + branch)
+    spare = draw(1 - traffic.key_tokens, traffic.key_tokens)
+    length = max(1, len(keys) * traffic.key_tokens + spare)
+    hints = [_draw_hint(draw, length) for _ in range(draw(0, 2) if traffic.hints else 0)]
+    return Request(
+        id=0,
+        prompt=length,
+        keys=keys,
+        key_tokens=traffic.key_tokens,
+        tenant=(None, "a", "b")[draw(0, 2)],
+        retention=tuple(hints),
+    )
+
+
+def _draw_hint(draw: Draw, length: int) -> Retention:
+    start = draw(0, length - 1)
+    end = draw(start + 1, length + 1)
+    return Retention(
+        start,
+        end if end <= length else None,
+        (10, 60, 90)[draw(0, 2)],
+        (None, 5, 40)[draw(0, 2)],
+    )
+
+
+def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
+    """Draw a step; `action` says which, None any. The id of its request is 0."""
+    if action is None:
+        actions = [name for name, often in traffic.mix.items() for _ in range(often)]
+        action = actions[draw(0, len(actions) - 1)]
+    most = {
+        "open": traffic.most_keys * traffic.key_tokens,
+        "commit": 2 * traffic.key_tokens,
+        "extend": 2 * traffic.key_tokens,
+        "rollback": traffic.key_tokens,
+    }.get(action)
+    some = most is not None and draw(1, 4) <= {"open": 1, "commit": 3}.get(action, 4)
+    return Step(
+        action=action,
+        which=draw(0, 7),
+        tokens=draw(0, most) if some and most is not None else None,
+        wait=draw(0, traffic.longest_wait),
+        request=draw_request(draw, traffic) if action in ("open", "serve") else None,
+        again=action == "open" and draw(0, 9) == 0,
+    )
+
+
+def numbered(steps: Iterable[Step]) -> list[Step]:
+    """Return `steps` with the requests' ids made unique: their places."""
+    return [
+        attrs.evolve(step, request=attrs.evolve(step.request, id=number))
+        if step.request is not None
+        else step
+        for number, step in enumerate(steps)
+    ]
+
+
+def random_steps(seed: int, count: int, traffic: Traffic | None = None) -> list[Step]:
+    """Return `count` steps drawn from `seed`."""
+    draw, traffic = _drawn_from(seed), traffic or Traffic()
+    return numbered(draw_step(draw, traffic) for _ in range(count))
+
+
+def random_requests(seed: int, count: int, traffic: Traffic | None = None) -> list[Request]:
+    """Return `count` requests drawn from `seed`, in order of arrival."""
+    draw, traffic = _drawn_from(seed), traffic or Traffic()
+    requests, now = [], 0
+    for number in range(count):
+        now += draw(0, traffic.longest_wait)
+        request = draw_request(draw, traffic)
+        requests.append(attrs.evolve(request, id=number, arrival=now))
+    return requests
+
+
+def _drawn_from(seed: int) -> Draw:
+    return Random(seed).randint  # noqa: S311 - nothing secret
+
+
+T = TypeVar("T")
+
+
+def requests(traffic: Traffic | None = None) -> st.SearchStrategy[Request]:
+    """Draw a request with id 0. Prompts shrink towards short ones that share all they have."""
+    return _requests(traffic or Traffic())
+
+
+def request_lists(
+    traffic: Traffic | None = None, *, most: int = 30
+) -> st.SearchStrategy[list[Request]]:
+    """Draw up to `most` requests, with ids and arrivals in order."""
+    traffic = traffic or Traffic()
+    waits = st.integers(0, traffic.longest_wait)
+    return _lists(st.tuples(requests(traffic), waits), most).map(_in_order)
+
+
+def steps(traffic: Traffic | None = None, action: str | None = None) -> st.SearchStrategy[Step]:
+    """Draw a step: `action`, or any. The request of an `open` has id 0."""
+    return _steps(traffic or Traffic(), action)
+
+
+def step_lists(
+    traffic: Traffic | None = None, *, most: int = 60
+) -> st.SearchStrategy[list[Step]]:
+    """Draw up to `most` steps, with ids in order. They shrink by dropping steps."""
+    return _lists(steps(traffic), most).map(numbered)
+
+
+def _lists(elements: st.SearchStrategy[T], most: int) -> st.SearchStrategy[list[T]]:
+    # Left alone, hypothesis draws five elements or so, too few to fill a cache.
+    return st.lists(elements, max_size=most) | st.lists(
+        elements, min_size=most // 2, max_size=most
+    )
+
+
+def _drawn_by(draw: Any) -> Draw:
+    return lambda low, high: draw(st.integers(low, high))
+
+
+@st.composite
+def _requests(draw: Any, traffic: Traffic) -> Request:
+    return draw_request(_drawn_by(draw), traffic)
+
+
+@st.composite
+def _steps(draw: Any, traffic: Traffic, action: str | None) -> Step:
+    return draw_step(_drawn_by(draw), traffic, action)
+
+
+def _in_order(drawn: list[tuple[Request, int]]) -> list[Request]:
+    arrivals = accumulate(wait for _, wait in drawn)
+    return [
+        attrs.evolve(request, id=number, arrival=arrival)
+        for number, ((request, _), arrival) in enumerate(zip(drawn, arrivals, strict=True))
+    ]
+
+
+Gone: TypeAlias = tuple[str, Key, int]
+"""A block that left: (reason, its key, its position in its prompt)."""
+
+
+@attrs.frozen
+class Decision:
+    """What a cache decided in one step.
+
+    Attributes:
+        action: the step's; `idle` if there was no sequence to do it to.
+        refused: name of the error that it raised, if it raised one that is no fault.
+        hit: blocks hit by an `open` or a `serve`.
+        free: blocks free afterwards.
+        evicted: blocks that left: the expired, sorted, then those that made room, in order.
+    """
+
+    action: str
+    refused: str | None
+    hit: int | None
+    free: int
+    evicted: tuple[Gone, ...]
+
+
+@attrs.define(slots=False, eq=False)
+class Witness(EvictionPolicy):
+    """Passes every call on to `policy`, checks its answers, and writes evictions down.
+
+    Raises AssertionError in `victim`, hence PolicyError in the cache, if asking twice gives
+    two answers or an answer is no unpinned leaf of the cache; likewise if a span expires that
+    should not. Errors name the policy: the class of a witness goes by the names of its class.
+
+    Attributes:
+        policy: may be exchanged for another one in the same state.
+        evicted: the blocks that left, deepest first for each victim.
+        gone: the spans that have left and that something still refers to.
+    """
+
+    name = "witness"
+
+    policy: EvictionPolicy
+    evicted: list[Gone] = attrs.field(init=False, factory=list)
+    gone: WeakSet[Span] = attrs.field(init=False, factory=WeakSet)
+
+    def __attrs_post_init__(self) -> None:
+        """Go by the names of the policy's class."""
+        cls = type(self.policy)
+        names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
+        self.__class__ = type(cls.__name__, (type(self),), names)
+        self.ahead = self.policy.ahead
+
+    @property
+    def expires_spans(self) -> bool:  # type: ignore[override]
+        """Whether the policy sets `span.expires`."""
+        return self.policy.expires_spans
+
+    def attach(self, blocks: int, block_size: int) -> None:
+        """Pass it on."""
+        super().attach(blocks, block_size)
+        self.policy.attach(blocks, block_size)
+
+    def inserted(self, span: Span, now: int) -> None:
+        """Pass it on."""
+        self.policy.inserted(span, now)
+        self._check_expiry(span)
+
+    def accessed(self, span: Span, now: int) -> None:
+        """Pass it on."""
+        self.policy.accessed(span, now)
+        self._check_expiry(span)
+
+    def grown(self, span: Span, blocks: int) -> None:
+        """Pass it on."""
+        self.policy.grown(span, blocks)
+
+    def split(self, upper: Span, lower: Span) -> None:
+        """Pass it on."""
+        self.policy.split(upper, lower)
+
+    def joined(self, upper: Span, lower: Span) -> None:
+        """Pass it on."""
+        self.policy.joined(upper, lower)
+
+    def pinned(self, span: Span) -> None:
+        """Pass it on."""
+        self.policy.pinned(span)
+
+    def released(self, span: Span, now: int) -> None:
+        """Pass it on."""
+        self.policy.released(span, now)
+        self._check_expiry(span)
+
+    def unpinned(self, span: Span, now: int) -> None:
+        """Pass it on."""
+        self.policy.unpinned(span, now)
+
+    def leaf(self, span: Span) -> None:
+        """Pass it on."""
+        self.policy.leaf(span)
+
+    def trimmed(self, span: Span, blocks: int) -> None:
+        """Write the blocks down and pass it on."""
+        self._write(span, span.end, span.end + blocks, "capacity")
+        self.policy.trimmed(span, blocks)
+
+    def removed(self, span: Span, reason: str) -> None:
+        """Write the blocks down and pass it on."""
+        self._write(span, span.start, span.end, reason)
+        self.gone.add(span)
+        self.policy.removed(span, reason)
+
+    def missed(self, request: Request, hit_blocks: int, now: int) -> None:
+        """Pass it on."""
+        self.policy.missed(request, hit_blocks, now)
+
+    def awaited(self, request: Request, now: int, *, front: bool = False) -> None:
+        """Pass it on."""
+        self.policy.awaited(request, now, front=front)
+
+    def unawaited(self, request: Request, now: int) -> None:
+        """Pass it on."""
+        self.policy.unawaited(request, now)
+
+    def victim(self, now: int) -> Span:
+        """Ask twice, and check the answer."""
+        self.policy.beneficiary = self.beneficiary
+        span = self.policy.victim(now)
+        again = self.policy.victim(now)
+        assert again is span, f"asked twice for a victim, it answered {span!r}, then {again!r}"
+        if not isinstance(span, Span):
+            return span  # the cache refuses it
+        assert span.parent is not None, f"{span!r} has left the cache"
+        assert not span.pins, f"{span!r} is pinned"
+        assert span.is_leaf, f"{span!r} is no leaf"
+        return span
+
+    def tail(self, span: Span) -> int:
+        """Ask twice, and check that asking changes nothing."""
+        blocks = self.policy.tail(span)
+        again = self.policy.tail(span)
+        assert again == blocks, f"asked twice for a tail, it answered {blocks}, then {again}"
+        return blocks
+
+    def state(self) -> Any:
+        """Return the policy's."""
+        return self.policy.state()
+
+    def restore(self, state: Any) -> None:
+        """Pass it on."""
+        self.policy.restore(state)
+
+    def _check_expiry(self, span: Span) -> None:
+        assert self.policy.expires_spans or span.expires is None, (
+            "it sets span.expires, and does not declare expires_spans = True"
+        )
+
+    def _write(self, span: Span, start: int, end: int, reason: str) -> None:
+        ratio = span.shape.ratio
+        self.evicted += [
+            (reason, span.path_keys[position // ratio], position)
+            for position in reversed(range(start, end))
+        ]
+
+
+class Driver:
+    """Takes steps on a cache, and checks its integrity after each.
+
+    Args:
+        cache: a `KVCache`, or anything that is called alike.
+        evicted: where it writes down the blocks that leave; emptied after each step.
+    """
+
+    def __init__(self, cache: KVCache, evicted: list[Gone] | None = None) -> None:
+        """Start at time 0, without sequences."""
+        self.cache = cache
+        self.sequences: list[Sequence] = []
+        self._closed: list[Request] = []
+        self.now = 0
+        self._evicted = [] if evicted is None else evicted
+
+    def run(self, steps: Iterable[Step]) -> list[Decision]:
+        """Take all of `steps`."""
+        return [self.step(step) for step in steps]
+
+    def step(self, step: Step) -> Decision:
+        """Take one step."""
+        self.now += step.wait
+        action, refused, hit = step.action, None, None
+        try:
+            if action in ("open", "serve"):
+                hit = self._open(step)
+                if action == "serve":
+                    self._act("commit", self.sequences[-1], None)
+                    self._act("close", self.sequences[-1], None)
+            elif candidates := self._candidates(action):
+                self._act(action, candidates[step.which % len(candidates)], step.tokens)
+            else:
+                action = "idle"
+        except (OutOfBlocks, InputError) as error:
+            refused = type(error).__name__
+        self.cache.check_integrity()
+        evicted = _canonical(self._evicted)
+        self._evicted.clear()
+        return Decision(action, refused, hit, self.cache.pool.free, evicted)
+
+    def careful_step(self, step: Step) -> Decision:
+        """Take one step; check that a probe before it, and a refusal of it, change nothing."""
+        before = snapshot(self.cache)
+        if step.request is not None:
+            self.cache.probe(step.request, self.now + step.wait)
+            assert snapshot(self.cache) == before, "probe() changed something"
+        decision = self.step(step)
+        if decision.refused is not None:
+            assert snapshot(self.cache) == before, f"a refused {step.action} changed something"
+        return decision
+
+    def _open(self, step: Step) -> int:
+        request = step.request
+        assert request is not None
+        again = step.again and bool(self._closed)
+        if again:
+            request = self._closed[step.which % len(self._closed)]
+        seq = self.cache.open(request, step.tokens, self.now, again=again)
+        self.sequences.append(seq)
+        return seq.hit_blocks
+
+    def _candidates(self, action: str) -> list[Sequence]:
+        if action == "commit":
+            return [seq for seq in self.sequences if seq.computed < seq.tokens]
+        return self.sequences
+
+    def _act(self, action: str, seq: Sequence, tokens: int | None) -> None:
+        cache, now = self.cache, self.now
+        if action == "extend":
+            cache.extend(seq, tokens or 0, now)
+        elif action == "commit":
+            left = seq.tokens - seq.computed
+            cache.commit(seq, left if tokens is None else min(tokens, left), now)
+        elif action == "rollback":
+            cache.rollback(seq, min(tokens or 0, seq.tokens), now)
+        elif action == "fork":
+            self.sequences.append(cache.fork(seq, now))
+        else:
+            self.sequences.remove(seq)
+            self._closed.append(seq.request)
+            cache.close(seq, now)
+
+
+def replay(
+    cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
+) -> list[Decision]:
+    """Replay `requests` serially, untimed; return what was decided for each."""
+    return list(decided(cache, requests, evicted))
+
+
+def decided(
+    cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
+) -> Iterator[Decision]:
+    """Replay `requests` likewise; yield what was decided for each, as it is."""
+    evicted = [] if evicted is None else evicted
+    for seq in served(requests, cache):
+        gone = _canonical(evicted)
+        evicted.clear()
+        yield Decision("open", None, seq.hit_blocks, cache.pool.free, gone)
+
+
+def snapshot(cache: KVCache) -> Any:
+    """Return all that a refused call must leave as it was, as a value that compares equal.
+
+    Covers the pool, spans with their pins and the policy's data, sequences, statistics and
+    the policy's state. Costs O(blocks).
+    """
+    pool, prefix = cache.pool, cache.prefix
+    blocks = (list(pool.freed()), dict(pool.owners)) if isinstance(pool, BlockPool) else None
+    return (
+        (pool.free, blocks),
+        (prefix.cached, prefix.unpinned, prefix.evicted, prefix.expired_blocks),
+        [_span_fields(span) for span in prefix.spans()],
+        [_sequence_fields(seq) for seq in cache.sequences.values()],
+        attrs.astuple(cache.stats),
+        cache.eviction.state(),
+    )
+
+
+def _span_fields(span: Span) -> dict[str, Any]:
+    fields = {name: getattr(span, name) for name in _PLAIN}
+    return fields | {
+        "parent": None if span.parent is None else span.parent.id,
+        "children": [child.id for child in (span.children or {}).values()],
+        "ids": None if span.ids is None else list(span.ids),
+        "keys": span.keys(),
+        "data": repr(span.data),
+    }
+
+
+_PLAIN = [
+    field.name
+    for field in attrs.fields(Span)
+    if field.name not in ("parent", "children", "ids", "path_keys", "data", "shape")
+]
+
+
+def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
+    private = None if seq.private is None else list(seq.private)
+    return seq.id, seq.tokens, seq.computed, seq.blocks, seq.span.id, private, seq.is_open
+
+
+def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
+    """Sort the expired: which of two branches is dropped first says nothing."""
+    expired = sorted(gone for gone in evicted if gone[0] == "expired")
+    return (*expired, *(gone for gone in evicted if gone[0] != "expired"))
+
+
+_KEY = 6
+
+
+_TRAFFIC = Traffic(key_tokens=_KEY, hints=True)
+
+
+# (counting, block size): one and three blocks a key, and in `tokens` two keys a block.
+_LAYOUTS = [("tokens", 2), ("tokens", 6), ("tokens", 12), ("keys", 2), ("keys", 6)]
+
+
+_some_open = precondition(lambda self: bool(self.driver.sequences))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Opens, commits, extends, forks, rolls back and closes at random, small caches included.
+
+    After each step the cache's invariants hold. A call that is refused, and a probe, leave
+    everything as it was: pool, spans, pins, statistics, the policy's state. The policy
+    answers with unpinned leaves. At the end all sequences close, and no pin is left.
+    """
+
+    driver: Driver
+
+    @abstractmethod
+    def make_eviction(self) -> EvictionPolicy:
+        """Return a new eviction policy."""
+
+    def make_prefix(self) -> PrefixCache | None:
+        """Return a new prefix cache; None for the `radix` plugin."""
+        return None
+
+    @initialize(blocks=st.integers(1, 40), layout=st.sampled_from(_LAYOUTS), ids=st.booleans())
+    def begin(self, blocks: int, layout: tuple[str, int], ids: bool) -> None:  # noqa: FBT001
+        """Make the cache."""
+        witness = Witness(self.make_eviction())
+        count, size = layout
+        cache = KVCache(
+            blocks,
+            size,
+            eviction=witness,
+            prefix=self.make_prefix(),
+            count=count,
+            key_tokens=_KEY,
+            ids=ids,
+        )
+        self.driver = Driver(cache, witness.evicted)
+        self.requests = 0
+
+    @rule(step=steps(_TRAFFIC, "open"))
+    def open(self, step: Step) -> None:
+        """Open a request; there may be no room."""
+        self.take(step)
+
+    @rule(step=steps(_TRAFFIC, "serve"))
+    def serve(self, step: Step) -> None:
+        """Open, commit and close a request; there may be no room."""
+        self.take(step)
+
+    @_some_open
+    @rule(step=steps(_TRAFFIC, "commit"))
+    def commit(self, step: Step) -> None:
+        """Commit tokens."""
+        self.take(step)
+
+    @_some_open
+    @rule(step=steps(_TRAFFIC, "extend"))
+    def extend(self, step: Step) -> None:
+        """Allocate more tokens; there may be no room."""
+        self.take(step)
+
+    @_some_open
+    @rule(step=steps(_TRAFFIC, "extend"))
+    def ask_too_much(self, step: Step) -> None:
+        """Ask for a block more than exist, and be refused."""
+        cache = self.driver.cache
+        tokens = (cache.pool.blocks + 1) * cache.geometry.block_size
+        assert self.take(attrs.evolve(step, tokens=tokens)).refused == "OutOfBlocks"
+
+    @_some_open
+    @rule(step=steps(_TRAFFIC, "fork"))
+    def fork(self, step: Step) -> None:
+        """Fork a sequence."""
+        self.take(step)
+
+    @_some_open
+    @rule(step=steps(_TRAFFIC, "rollback"))
+    def rollback(self, step: Step) -> None:
+        """Drop tokens."""
+        self.take(step)
+
+    @_some_open
+    @rule(step=steps(_TRAFFIC, "close"))
+    def close(self, step: Step) -> None:
+        """Close a sequence."""
+        self.take(step)
+
+    @invariant()
+    def evictable_unless_pinned(self) -> None:
+        """Every span without pins counts as evictable, and the others do not."""
+        prefix = self.driver.cache.prefix
+        assert prefix.unpinned == sum(s.blocks for s in prefix.spans() if not s.pins)
+
+    def take(self, step: Step) -> Decision:
+        """Take a step and check what must hold of any."""
+        if step.request is not None:
+            self.requests += 1
+            step = attrs.evolve(step, request=attrs.evolve(step.request, id=self.requests))
+        return self.driver.careful_step(step)
+
+    def teardown(self) -> None:
+        """Close every sequence: nothing is private or pinned any more."""
+        if not hasattr(self, "driver"):
+            return
+        while self.driver.sequences:
+            self.take(Step(action="close"))
+        cache = self.driver.cache
+        assert cache.prefix.unpinned == cache.prefix.cached
+        assert cache.pool.free + cache.prefix.cached == cache.pool.blocks
+
+
+def cache_machine(
+    make_eviction: Callable[[], EvictionPolicy],
+    make_prefix: Callable[[], PrefixCache | None] = lambda: None,
+) -> type[CacheMachine]:
+    """Return the machine that drives caches of these plugins.
+
+    Its `TestCase` attribute is a unittest class that pytest collects; or pass it to
+    `hypothesis.stateful.run_state_machine_as_test`.
+    """
+
+    class Machine(CacheMachine):
+        def make_eviction(self) -> EvictionPolicy:
+            return make_eviction()
+
+        def make_prefix(self) -> PrefixCache | None:
+            return make_prefix()
+
+    return Machine

@@ -1,0 +1,199 @@
+"""What the torch backends share. Imports torch only when something is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+from kvcore import Backend, InputError, StorageError
+from kvcore.engine import Rows, TensorLayout
+from kvcore.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kvcore_plugins.backend.pool import Pool
+    from kvcore_plugins.backend.sdpa import Sdpa
+    from kvcore_plugins.backend.steps import Step
+
+
+ATTENTION = ("sdpa",)
+
+
+@attrs.define(slots=False, eq=False)
+class TorchBackend(Backend):
+    """K/V in one torch tensor. A device says where, and how data gets there."""
+
+    attention: Literal["sdpa"] = attrs.field(
+        default="sdpa", validator=attrs.validators.in_(ATTENTION), kw_only=True
+    )
+
+    _pool: Pool = attrs.field(init=False, default=None, repr=False)
+    _kernel: Sdpa = attrs.field(init=False, default=None, repr=False)
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """Say that torch is not installed, if it is not."""
+        if find_spec("torch") is None:
+            return "torch is not installed: pip install 'kvcore[torch]'"
+        return None
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the K/V is: the CPU, unless overridden."""
+        import torch  # noqa: PLC0415 - see the module
+
+        return torch.device("cpu")
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` on the device."""
+        return tensor
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the device on the host."""
+        return tensor
+
+    def arrived(self, rows: Tensor) -> Tensor:
+        """Return new K or V on the device, wherever it was computed."""
+        return rows
+
+    def allocate(self, layout: TensorLayout) -> None:
+        """Allocate one tensor for all layers."""
+        from kvcore_plugins.backend.pool import Pool  # noqa: PLC0415 - see the module
+        from kvcore_plugins.backend.sdpa import Sdpa  # noqa: PLC0415 - likewise
+
+        self.check(layout)
+        free = self.memory().free
+        if free is not None and layout.bytes > free:
+            raise _too_little(layout, free, str(self.torch_device))
+        try:
+            self._pool = Pool(layout, self.torch_device, self.upload)
+        except (RuntimeError, OSError, OverflowError) as error:
+            raise _too_little(layout, free, str(self.torch_device)) from error
+        self._kernel = Sdpa(self._pool)
+        self.layout = layout
+
+    def check(self, layout: TensorLayout) -> None:
+        """Raise InputError for a layout the device cannot take: for none, unless overridden."""
+
+    def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
+        """Return `data` as a tensor on the device."""
+        import torch  # noqa: PLC0415 - see the module
+
+        from kvcore_plugins.backend.pool import DTYPES  # noqa: PLC0415 - likewise
+
+        if dtype is None:
+            found = torch.as_tensor(data)
+            if not found.is_floating_point():
+                return self.upload(found)
+            dtype = self.layout.dtype if self.layout else "fp32"
+        elif dtype not in DTYPES:
+            msg = f"dtype {dtype!r} is not known; there are: {', '.join(DTYPES)}"
+            raise InputError(msg)
+        return self.upload(torch.as_tensor(data, dtype=DTYPES[dtype]))
+
+    def plan(self, rows: Rows) -> Step:
+        """Return slots of the new tokens, and what attention makes of the block tables."""
+        from kvcore_plugins.backend.steps import make_step  # noqa: PLC0415 - see the module
+
+        return make_step(rows, self._pool, self._kernel.plan)
+
+    def store(self, layer: int, plan: Step, keys: Tensor, values: Tensor) -> None:
+        """Scatter K/V into the slots.
+
+        Raises:
+            InputError: shapes or dtypes that are not those of the step and the layout.
+        """
+        layout, pool = self.layout, self._pool
+        for what, part, slots, rows, width in (
+            ("keys", pool.keys[layer], plan.key_slots, keys, layout.head_dim),
+            ("values", pool.values[layer], plan.value_slots, values, layout.value_dim),
+        ):
+            self._match(what, rows, (plan.rows, layout.kv_heads, width))
+            part.tokens.index_copy_(0, slots, self.arrived(rows.detach()).flatten(0, 1))
+
+    def attend(
+        self,
+        layer: int,
+        plan: Step,
+        queries: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+    ) -> Tensor:
+        """Return attention's output for the new tokens.
+
+        Raises:
+            InputError: queries that are not those of the step, heads that K/V heads do not
+                divide, or a window without a token.
+        """
+        import torch  # noqa: PLC0415 - see the module
+
+        heads, layout = queries.shape[1], self.layout
+        self._match("queries", queries, (plan.rows, heads, layout.head_dim))
+        if heads % layout.kv_heads:
+            msg = (
+                f"{heads} query heads cannot share {layout.kv_heads} K/V heads: use a multiple"
+            )
+            raise InputError(msg)
+        if (window is not None and window < 1) or sinks < 0:
+            msg = (
+                f"window={window}, sinks={sinks}: a window has 1 token or more, sinks 0 or more"
+            )
+            raise InputError(msg)
+        with torch.no_grad():
+            return self._kernel.attend(layer, plan.work, queries, scale, window, sinks)
+
+    def read(self, layer: int, table: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
+        """Return copies of K and V."""
+        return self._pool.read(layer, table, tokens)
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks. All sources are read before a target is written."""
+        self._pool.copy(pairs)
+
+    def swap_out(self, blocks: Sequence[int]) -> Tensor:
+        """Return a copy of `blocks` on the host, `[blocks, numbers]`."""
+        return self.download(self._pool.take(blocks))
+
+    def swap_in(self, host: Tensor, blocks: Sequence[int]) -> None:
+        """Put back what `swap_out` returned."""
+        if len(host) != len(blocks):
+            msg = f"{len(host)} blocks were swapped out, and cannot be put into {len(blocks)}"
+            raise InputError(msg)
+        self._pool.put(self.upload(host), blocks)
+
+    def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
+        """Set every number of the blocks."""
+        self._pool.fill(value, blocks)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the pool and of the gather buffers."""
+        return self._pool.bytes + self._kernel.bytes if self._pool else 0
+
+    def _match(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape or tensor.dtype != self._pool.dtype:
+            msg = (
+                f"{what} are {list(tensor.shape)} of {tensor.dtype}, where the step and the "
+                f"layout need {list(shape)} of {self._pool.dtype}"
+            )
+            raise InputError(msg)
+
+
+def _too_little(layout: TensorLayout, free: int | None, device: str) -> StorageError:
+    """Return the error that says what was asked for, what is free, and what would fit."""
+    asked = (
+        f"{layout.blocks:,} blocks of {format_bytes(layout.bytes_per_block)} are "
+        f"{format_bytes(layout.bytes)}"
+    )
+    if free is None:
+        return StorageError(f"{asked}, which {device} does not have: ask for fewer")
+    fit = free // layout.bytes_per_block
+    left = f"{device} has {format_bytes(free)} free"
+    return StorageError(f"{asked}, and {left}: {fit:,} blocks would fit")

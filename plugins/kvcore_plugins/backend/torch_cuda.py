@@ -1,0 +1,135 @@
+"""K/V in the memory of an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import attrs
+
+from kvcore import InputError
+from kvcore.engine import DeviceMemory, TensorLayout
+from kvcore_plugins.backend.torch_backend import TorchBackend
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kvcore_plugins.backend.staging import Staging
+
+
+DRIVERS = ("libcuda.so.1", "nvcuda.dll")
+
+
+@attrs.define(slots=False, eq=False)
+class TorchCUDA(TorchBackend):
+    """Keep K/V on a GPU and attend to it with torch's CUDA kernels.
+
+    K/V that comes from the host is staged in pinned memory and copied on a stream of its
+    own. The host waits for the device in `swap_out` and `synchronize` only. Takes fp64,
+    fp32, fp16 and, from compute capability 8.0, bf16. Needs torch with CUDA, and a driver.
+
+    Options:
+        attention: what computes attention; `sdpa` is torch's own function over gathered K/V.
+        device: number of the GPU.
+        pin: whether to stage in pinned memory.
+    """
+
+    name: ClassVar[str] = "torch-cuda"
+
+    device: int = attrs.field(default=0, validator=attrs.validators.ge(0), kw_only=True)
+    pin: bool = attrs.field(default=True, kw_only=True)
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """Say what is missing: torch, a driver, CUDA in torch, or a GPU."""
+        reason = super().unusable()
+        if reason is None and not any(map(_loads, DRIVERS)):
+            # Asked before torch is imported, which takes seconds.
+            return "there is no NVIDIA driver: use torch-cpu"
+        return reason or _without_gpu()
+
+    @cached_property
+    def torch_device(self) -> torch.device:
+        """The GPU. Raises InputError if there is none of that number."""
+        import torch  # noqa: PLC0415 - as in the base class
+
+        count = torch.cuda.device_count()
+        if self.device >= count:
+            msg = f"torch-cuda: device={self.device} is not there; there are {count}, from 0"
+            raise InputError(msg)
+        return torch.device("cuda", self.device)
+
+    @cached_property
+    def staging(self) -> Staging:
+        """The way of K/V from the host."""
+        from kvcore_plugins.backend.staging import Staging  # noqa: PLC0415 - likewise
+
+        return Staging(self.torch_device, pin=self.pin)
+
+    def check(self, layout: TensorLayout) -> None:
+        """Raise InputError for bf16 on a GPU that cannot compute in it."""
+        import torch  # noqa: PLC0415 - likewise
+
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        if layout.dtype == "bf16" and major < 8:  # noqa: PLR2004 - Ampere
+            msg = (
+                f"bf16 needs compute capability 8.0, and GPU {self.device} has "
+                f"{major}.{minor}: use fp16, or fp32"
+            )
+            raise InputError(msg)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` on the GPU, copied in the order of the current stream."""
+        if self.pin and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the GPU on the host, in pinned memory. Waits for it."""
+        import torch  # noqa: PLC0415 - likewise
+
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
+        host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(self.torch_device).synchronize()
+        return host
+
+    def arrived(self, rows: Tensor) -> Tensor:
+        """Return new K or V on the GPU: staged, and copied beside what it computes."""
+        if rows.device.type != "cpu":
+            return rows
+        return self.staging.copy(self.staging.stage(rows))
+
+    def memory(self) -> DeviceMemory:
+        """Return what torch has allocated; free is also what it keeps for later."""
+        import torch  # noqa: PLC0415 - likewise
+
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        allocated = torch.cuda.memory_allocated(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - allocated
+        return DeviceMemory(allocated, free + kept, total)
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the GPU."""
+        import torch  # noqa: PLC0415 - likewise
+
+        torch.cuda.synchronize(self.torch_device)
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _without_gpu() -> str | None:
+    import torch  # noqa: PLC0415 - as in the base class
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install one with it"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU that it can use"
+    return None

@@ -1,0 +1,237 @@
+"""Hugging Face models whose attention goes through a paged cache.
+
+transformers calls attention by name (`AttentionInterface`), makes a mask by the same name
+(`AttentionMaskInterface`), and hands keyword arguments of a model's `forward` on to every
+attention layer: see its documentation of the attention interface. So a model is switched
+over by a name, and what the step's K/V goes through travels as the argument `paged`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+
+from kvcore import InputError
+from kvcore.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from kvcore.engine import Attend
+
+
+IMPLEMENTATION = "kvcore"
+"""The name under which transformers finds attention through a paged cache."""
+
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+class Paged(Cache):
+    """What a model takes for its cache when its K/V is in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    @abstractmethod
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it."""
+
+    @abstractmethod
+    def attention(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
+    ) -> Tensor:
+        """Return attention's output for the new tokens, `[batch, tokens, heads, width]`.
+
+        The K/V given is what `update` returned. Options are those of `Backend.attend`.
+        """
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the length and the offset of a mask that nobody makes."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+
+class Packed(Paged):
+    """A ragged batch that runs as one row of tokens, its K/V going through `attend`."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,  # noqa: ARG002 - a parameter of the contract
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new K/V as it is: it is stored together with being attended to."""
+        return key_states, value_states
+
+    def attention(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
+    ) -> Tensor:
+        """Store the step's K/V and attend, all in one call."""
+        rows = in_rows(queries), in_rows(keys), in_rows(values)
+        out: Tensor = self._attend(layer, *rows, **options)
+        return out.unsqueeze(0)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - likewise
+        """Return 0: every token comes with its position, none is counted from here."""
+        return 0
+
+
+def in_rows(states: Tensor) -> Tensor:
+    """Return `[batch, heads, tokens, width]` as `[batch × tokens, heads, width]`."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def paged_attention(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,  # noqa: ARG001 - what may be attended to is known by the blocks
+    *,
+    paged: Paged | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend through the cache of the step: what transformers calls in every layer.
+
+    Raises:
+        InputError: no paged cache is attached, or the layer wants of attention what a
+            backend does not do: it names it.
+    """
+    if paged is None:
+        msg = (
+            f"{type(module).__name__} attends through kvcore, and no paged cache is attached: "
+            "call the model inside `with paged.attached(model):`"
+        )
+        raise InputError(msg)
+    wanted = [name for name in ("softcap", "s_aux", "position_bias") if _given(options, name)]
+    wanted += ["dropout"] if dropout else []
+    wanted += ["is_causal=False"] if options.get("is_causal") is False else []
+    if wanted:
+        msg = (
+            f"{type(module).__name__} asks attention for {', '.join(wanted)}, which no "
+            "kvcore backend computes"
+        )
+        raise InputError(msg + ("; call model.eval() first" if dropout else ""))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = paged.attention(layer, query, key, value, scale=scaling, window=sliding_window)
+    return out, None
+
+
+def _given(options: dict[str, Any], name: str) -> bool:
+    return options.get(name) is not None
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """Make no mask: padding is not stored, and a backend knows what is causal."""
+
+
+def switch_over(model: PreTrainedModel) -> str:
+    """Let `model` attend through paged caches; return what it did before.
+
+    Raises:
+        InputError: a model that does not call attention by name.
+    """
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, no_mask)
+    before: str = model.config._attn_implementation  # noqa: SLF001 - it has no other name
+    if not getattr(model, "_supports_attention_backend", False):
+        msg = (
+            f"{type(model).__name__} cannot go through a paged cache: it does not call "
+            "attention through transformers' AttentionInterface"
+        )
+        raise InputError(msg)
+    model.set_attn_implementation(IMPLEMENTATION)
+    return before
+
+
+def spec_of(model: PreTrainedModel) -> ModelSpec:
+    """Return the shape of a decoder-only `model`, its parameters counted. O(tensors).
+
+    Raises:
+        InputError: K/V that is not one K and one V of one width a head in every layer.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = _layer_types(model, config)
+    dtype = dtype_of(model)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    total, experts = 0, 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        experts += parameter.numel() if ".experts." in name else 0
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    taken = getattr(config, "num_experts_per_tok", None) or 0
+    if not (experts and count and taken):
+        count, taken, experts = 0, 0, 0
+    idle = experts // count * (count - taken) if count else 0
+    return ModelSpec(
+        name=str(getattr(config, "name_or_path", "") or config.model_type),
+        layers=len(kinds),
+        query_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        parameters=total,
+        active_parameters=total - idle,
+        dtype=dtype.replace("fp64", "fp32"),  # what references compute in is never released
+        experts=count,
+        experts_per_token=taken,
+        windows=tuple(
+            config.sliding_window if kind == "sliding_attention" else None for kind in kinds
+        ),
+    )
+
+
+def dtype_of(model: PreTrainedModel) -> str:
+    """Return the dtype of the weights by our name.
+
+    Raises:
+        InputError: one that K/V is not computed in.
+    """
+    for name, dtype in DTYPES.items():
+        if model.dtype == dtype:
+            return name
+    return _refuse(model, f"computes in {model.dtype}; one of {', '.join(DTYPES)} can")
+
+
+def _layer_types(model: PreTrainedModel, config: PreTrainedConfig) -> list[str]:
+    """Return what each layer attends to: `full_attention` or `sliding_attention`."""
+    if model.config.is_encoder_decoder:
+        _refuse(model, "is an encoder with a decoder; a decoder-only model can")
+    if getattr(config, "kv_lora_rank", None):
+        _refuse(model, "stores a latent (MLA) in place of K/V heads")
+    if getattr(config, "num_kv_shared_layers", None):
+        _refuse(model, "has layers that use the K/V of other layers")
+    windowed = getattr(config, "sliding_window", None) is not None
+    every = "sliding_attention" if windowed else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
+    for kind in kinds:
+        if kind not in {"full_attention", "sliding_attention"}:
+            _refuse(model, f"has layers of {kind!r}, which have no K/V of full or sliding kind")
+    return list(kinds)
+
+
+def _refuse(model: PreTrainedModel, why: str) -> NoReturn:
+    msg = f"{type(model).__name__} cannot go through a paged cache: it {why}"
+    raise InputError(msg)

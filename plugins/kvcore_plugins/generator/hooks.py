@@ -1,0 +1,15 @@
+"""Registers the built-in generators."""
+
+from __future__ import annotations
+
+from kvcore import Generator
+from kvcore.hookspecs import hookimpl
+from kvcore_plugins.generator.huggingface import HuggingFace
+from kvcore_plugins.generator.sincos import SinCos
+from kvcore_plugins.generator.transformer import Transformer
+
+
+@hookimpl
+def kvcore_generators() -> list[type[Generator]]:
+    """Return the built-in generators."""
+    return [HuggingFace, SinCos, Transformer]

@@ -1,0 +1,61 @@
+"""The shape a generator takes: that of a model, with what options say otherwise."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+
+import attrs
+
+from kvcore import Generator, InputError
+from kvcore.engine.backend import TENSOR_DTYPES
+from kvcore.models.catalogue import find_model
+from kvcore.models.spec import MOST_LAYERS, ModelSpec
+
+
+def resized(
+    model: str | ModelSpec,
+    *,
+    layers: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    hidden: int | None = None,
+) -> ModelSpec:
+    """Return `model`, or the well-known model of that name, with other sizes.
+
+    With `kv_heads` alone as many query heads share one as before. More layers than the
+    model has repeat its windows.
+
+    Raises:
+        InputError: an unknown model, sizes that contradict one another, or a model that
+            stores a latent in place of K/V heads.
+    """
+    spec = find_model(model) if isinstance(model, str) else model
+    if spec.latent:
+        msg = (
+            f"model {spec.name!r} stores a latent (MLA), no K/V heads: take one with "
+            "attention MHA, GQA or MQA, such as 'llama-3-8b'"
+        )
+        raise InputError(msg)
+    if kv_heads is not None and heads is None:
+        heads = kv_heads * (spec.query_heads // spec.kv_heads)
+    layers = spec.layers if layers is None else layers
+    return attrs.evolve(
+        spec,
+        layers=layers,
+        query_heads=spec.query_heads if heads is None else heads,
+        kv_heads=spec.kv_heads if kv_heads is None else kv_heads,
+        head_dim=spec.head_dim if head_dim is None else head_dim,
+        value_dim=spec.value_dim if head_dim is None else head_dim,
+        hidden_size=spec.hidden_size if hidden is None else hidden,
+        windows=tuple(islice(cycle(spec.windows), max(0, min(layers, MOST_LAYERS)))),
+    )
+
+
+def checked_dtype(generator: Generator, dtype: str) -> str:
+    """Return `dtype` if tensors can have it. Raises InputError otherwise."""
+    if dtype not in TENSOR_DTYPES:
+        known = ", ".join(TENSOR_DTYPES)
+        msg = f"generator {generator.name!r} cannot compute in {dtype!r}; it can in: {known}"
+        raise InputError(msg)
+    return dtype

@@ -1,0 +1,11 @@
+"""Built-in schedulers."""
+
+from kvcore_plugins.scheduler.fair import Fair
+from kvcore_plugins.scheduler.fcfs import FCFS
+from kvcore_plugins.scheduler.lpm import LPM
+from kvcore_plugins.scheduler.priority import Priority
+from kvcore_plugins.scheduler.sjf import SJF
+from kvcore_plugins.scheduler.slo import LeastSlack
+from kvcore_plugins.scheduler.srpt import SRPT
+
+__all__ = ["FCFS", "LPM", "SJF", "SRPT", "Fair", "LeastSlack", "Priority"]

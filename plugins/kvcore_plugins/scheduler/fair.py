@@ -1,0 +1,139 @@
+"""Fairness between tenants: the virtual token counter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from heapq import heapify, heappop, heappush, heapreplace
+from math import isfinite, lcm
+from typing import Any, ClassVar, TypeAlias
+
+import attrs
+
+from kvcore import InputError, Job, Scheduler
+from kvcore.serving import LoopState, StepPlan
+
+Tenant: TypeAlias = str | None
+
+
+@attrs.define(slots=False, eq=False)
+class Fair(Scheduler):
+    """Serve the tenant first that was served least, and its jobs first come, first served.
+
+    A tenant's counter grows by the weighted tokens it is served: a prompt's when it is
+    admitted for the first time, an output token's when it is generated. What hits counts
+    too, and what a preempted job computes again does not. A tenant that comes back to the
+    queue starts no lower than the lowest there, or, if it is empty, than the last that left
+    it: having been away is no credit. Two tenants that both have jobs waiting are then
+    never further apart than a bound that does not grow with time, and nobody starves.
+
+    Counters are integers, on a scale on which both weights are. A plan costs
+    O(tenants that wait + running jobs).
+
+    Options:
+        prefill_weight, decode_weight: what a token of a prompt and of an output counts.
+
+    Source: Sheng et al., "Fairness in serving large language models", OSDI 2024,
+    algorithm 2; its weights.
+    """
+
+    name: ClassVar[str] = "fair"
+
+    prefill_weight: float = attrs.field(default=1.0)
+    decode_weight: float = attrs.field(default=2.0)
+
+    _weights: tuple[int, int] = attrs.field(init=False, default=(0, 0), repr=False)
+    _counters: dict[Tenant, int] = attrs.field(init=False, factory=dict, repr=False)
+    _queues: dict[Tenant, list[tuple[int, Job]]] = attrs.field(
+        init=False, factory=dict, repr=False
+    )
+    _running: dict[Job, None] = attrs.field(init=False, factory=dict, repr=False)
+    _left: Tenant = attrs.field(init=False, default=None, repr=False)
+    _settled: int = attrs.field(init=False, default=-1, repr=False)
+
+    @prefill_weight.validator
+    @decode_weight.validator
+    def _is_positive(self, attribute: attrs.Attribute[float], value: float) -> None:
+        if not (isfinite(value) and value > 0):
+            msg = f"fair: {attribute.name}={value} must be a positive number"
+            raise InputError(msg)
+
+    def __attrs_post_init__(self) -> None:
+        """Bring the weights to one scale."""
+        prefill, decode = Fraction(self.prefill_weight), Fraction(self.decode_weight)
+        scale = lcm(prefill.denominator, decode.denominator)
+        self._weights = int(prefill * scale), int(decode * scale)
+
+    def priority(self, job: Job, now: int) -> Any:
+        """Return its tenant's counter: who was served most is the first to lose blocks."""
+        self._settle(now)
+        return self._counters.get(job.request.tenant, 0)
+
+    def queued(self, job: Job, now: int) -> None:
+        """Put `job` in its tenant's queue; lift the counter of a tenant that comes back."""
+        self._settle(now)
+        tenant, counters = job.request.tenant, self._counters
+        preempted = job in self._running
+        if preempted:
+            self._charge(job)
+            del self._running[job]
+        elif tenant not in self._queues:
+            others = self._queues or [self._left]
+            lift = min(counters.get(other, 0) for other in others)
+            counters[tenant] = max(counters.get(tenant, 0), lift)
+        heappush(self._queues.setdefault(tenant, []), (job.serial, job))
+
+    def admitted(self, job: Job, now: int) -> None:
+        """Take `job` out of its tenant's queue; charge its prompt, once."""
+        del now
+        tenant = job.request.tenant
+        queue = self._queues[tenant]
+        heappop(queue)
+        if not queue:
+            del self._queues[tenant]
+            self._left = tenant
+        if job.data is None:
+            job.data = 0  # output tokens that are charged
+            self._counters[tenant] += self._weights[0] * job.request.prompt
+        self._running[job] = None
+
+    def finished(self, job: Job, now: int) -> None:
+        """Charge what `job` generated last."""
+        del now
+        self._charge(job)
+        del self._running[job]
+
+    def plan(self, state: LoopState) -> StepPlan:
+        """Offer seats to the tenants in turn, as what they are admitted with counts."""
+        self._settled = -1
+        self._settle(state.now)
+        return StepPlan(self._by_counter())
+
+    def _by_counter(self) -> Iterator[Job]:
+        counters, queues = self._counters, self._queues
+        turns = [(counters[tenant], queue[0][0], tenant) for tenant, queue in queues.items()]
+        heapify(turns)
+        while turns:
+            tenant = turns[0][2]
+            queue = queues[tenant]
+            serial, job = queue[0]
+            yield job
+            # Whoever asks for the next has admitted this one; else there is no next.
+            if queue and queue[0][0] == serial:
+                return
+            if queue:
+                heapreplace(turns, (counters[tenant], queue[0][0], tenant))
+            else:
+                heappop(turns)
+
+    def _settle(self, now: int) -> None:
+        """Charge what the running jobs have generated, once a time."""
+        if now != self._settled:
+            self._settled = now
+            for job in self._running:
+                self._charge(job)
+
+    def _charge(self, job: Job) -> None:
+        generated = job.generated
+        self._counters[job.request.tenant] += self._weights[1] * (generated - job.data)
+        job.data = generated

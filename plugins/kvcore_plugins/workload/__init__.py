@@ -1,0 +1,23 @@
+"""The built-in workloads: recorded traces of several formats, and synthetic requests."""
+
+from kvcore_plugins.workload.azure import Azure
+from kvcore_plugins.workload.jsonl import Jsonl
+from kvcore_plugins.workload.kv_events import KvEvents
+from kvcore_plugins.workload.lengths import Lengths
+from kvcore_plugins.workload.lmcache import LMCache
+from kvcore_plugins.workload.mooncake import Mooncake
+from kvcore_plugins.workload.trace import Recording
+from kvcore_plugins.workload.weka import Weka
+from kvcore_plugins.workload.zipf import Zipf
+
+__all__ = [
+    "Azure",
+    "Jsonl",
+    "KvEvents",
+    "LMCache",
+    "Lengths",
+    "Mooncake",
+    "Recording",
+    "Weka",
+    "Zipf",
+]

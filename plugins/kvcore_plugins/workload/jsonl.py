@@ -1,0 +1,156 @@
+"""kvcore's own format: the REQUEST lines of a trace, or a file of them written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore import SLO, InputError, Request, Workload
+from kvcore.request import Retention
+from kvcore.trace import SCHEMA
+from kvcore.units import LIMIT
+from kvcore.workloads.files import file_digest
+from kvcore_plugins.workload.rows import Row, names, rows
+
+SLO_TIMES = {"ttft", "tpot", "deadline"}
+
+
+@attrs.define(slots=False, eq=False)
+class Jsonl(Workload):
+    """The requests of a kvcore trace, to be run again under other policies.
+
+    Lines of other events are skipped. A header is optional; without one the file may hold
+    nothing but REQUEST lines, sorted by `t`. Fields that are not a request's are ignored.
+
+    Attributes:
+        path: the file.
+    """
+
+    name: ClassVar[str] = "jsonl"
+
+    path: Path = attrs.field(converter=Path)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield a request a REQUEST line. Holds one line at a time.
+
+        Of a run on texts also the keys that its FINISH lines tell, which are read first.
+        """
+        told = self._told()
+        earliest, key_tokens = 0, None
+        for row in self._requests():
+            arrival = row.natural("t")
+            if arrival < earliest:
+                raise row.error(field="t", expected=f"{earliest} or later (sorted rows)")
+            earliest = arrival
+            request = _request(row, arrival)
+            if request.id in told:
+                request.output_keys = told[request.id]
+            key_tokens = key_tokens or request.key_tokens
+            if request.key_tokens != key_tokens:
+                raise row.error(field="key_tokens", expected=f"{key_tokens}, as before")
+            yield request
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens a key stands for, read from the first request."""
+        with closing(self._requests()) as requests:
+            return next(requests).natural("key_tokens", 1)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes."""
+        return file_digest(self.path)
+
+    @classmethod
+    def recognises(cls, first_line: bytes) -> bool:
+        """Say whether the line is a trace's header or a REQUEST."""
+        found = names(first_line)
+        return found >= {"event", "schema"} or found >= {"event", "id", "prompt"}
+
+    def _told(self) -> dict[int | str, list[Any]]:
+        """Return the keys of generated blocks that only the run could tell, by request."""
+        with closing(rows(self.path)) as lines:
+            if next(lines).fields.get("executor") != "run":
+                return {}
+            ends = (row for row in lines if row.fields.get("event") == "FINISH")
+            return {
+                _id(row, "request"): row.keys("output_keys", digests=True)
+                for row in ends
+                if "output_keys" in row.fields
+            }
+
+    def _requests(self) -> Generator[Row, None, None]:
+        empty = True
+        for row in rows(self.path):
+            event = row.text("event")
+            if event == "REQUEST":
+                empty = False
+                yield row
+            elif event == "HEADER" and row.natural("schema") != SCHEMA:
+                raise row.error(field="schema", expected=f"{SCHEMA}, the only one known here")
+        if empty:
+            msg = f"{self.path}: no REQUEST line: there is nothing to run"
+            raise InputError(msg)
+
+
+def _request(row: Row, arrival: int) -> Request:
+    prompt = row.natural("prompt")
+    key_tokens = row.natural("key_tokens", 1)
+    return Request(
+        id=_id(row, "id"),
+        arrival=arrival,
+        prompt=prompt,
+        output=row.natural("output"),
+        keys=row.prompt_keys("keys", prompt, key_tokens, digests=True),
+        key_tokens=key_tokens,
+        salt=row.optional(row.text, "salt", None),
+        tenant=row.optional(row.text, "tenant", None),
+        priority=row.optional(partial(row.natural, least=-LIMIT), "priority", 0),
+        slo=row.optional(partial(_slo, row), "slo", None),
+        predicted=row.optional(row.natural, "predicted", None),
+        retention=row.optional(partial(_retention, row), "retention", ()),
+        session=row.optional(row.text, "session", None),
+        after=row.optional(partial(_id, row), "after", None),
+        think=row.optional(row.natural, "think", 0),
+        output_keys=row.optional(partial(row.keys, digests=True), "output_keys", ()),
+    )
+
+
+def _id(row: Row, name: str) -> int | str:
+    value = row.fields.get(name)
+    if type(value) in (int, str):
+        return value  # type: ignore[return-value]
+    raise row.error(field=name, expected="an integer or a text")
+
+
+def _slo(row: Row, name: str) -> SLO:
+    times = row.fields[name]
+    if type(times) is dict and times.keys() <= SLO_TIMES:
+        with suppress(InputError):
+            return SLO(**times)
+    raise row.error(field=name, expected="an object of ttft, tpot, deadline in ns above 0")
+
+
+def _retention(row: Row, name: str) -> tuple[Retention, ...]:
+    hints = row.fields[name]
+    if type(hints) is not list:
+        raise row.error(field=name, expected="a list of retention hints")
+    return tuple(_hint(row, f"{name}[{place}]", hint) for place, hint in enumerate(hints))
+
+
+def _hint(row: Row, name: str, hint: Any) -> Retention:
+    try:
+        start, end, priority, duration = hint
+        integers = {type(value) for value in hint} <= {int, NoneType}
+        if integers and 0 <= start <= (start if end is None else end) and (duration or 0) >= 0:
+            return Retention(start, end, priority, duration)
+    except (TypeError, ValueError, InputError):
+        pass
+    expected = "[start, end or null, priority from 1 to 100, duration in ns or null]"
+    raise row.error(field=name, expected=expected, got=hint)

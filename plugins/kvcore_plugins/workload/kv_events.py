@@ -1,0 +1,260 @@
+"""Requests out of recorded KV events, where the recording or a log tells who looked up what."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+from attrs.converters import optional
+from attrs.validators import ge
+from attrs.validators import optional as if_given
+
+from kvcore import InputError, Request, Workload
+from kvcore.request import block_keys
+from kvcore.units import LIMIT, NANOSECONDS
+from kvcore.workloads.files import file_digest
+from kvcore_plugins.workload.rows import Row, names, rows
+
+if TYPE_CHECKING:
+    from kvcore.kv_events import BlockStored, Lost, PagesStored, Received, Restarted, Skipped
+
+
+MODES = (None, "full")
+
+
+FIRST_TIER = (None, "GPU", "LEVEL_0", "device")
+
+
+EXPLANATION = (
+    "stored and removed blocks alone cannot be run again: a request that found its blocks "
+    "left no event. Say 'lookups=full' if the engine reported every use "
+    "(kv_cache_report_mode=full), or 'requests=LOG' for a log of its requests; "
+    "`kvcore replay {file}` checks and shows the events"
+)
+
+
+INCREMENTAL = (
+    "a run continues block {parent}, at which no request's report ends: the engine did not "
+    "report every use, and lookups cannot be told"
+)
+
+
+@attrs.define(slots=False, eq=False)
+class KvEvents(Workload):
+    """The requests behind recorded KV events.
+
+    With `lookups=full` the engine told each request's reused blocks, too: a run without a
+    parent begins a request, and runs that continue it belong to it. Generated blocks are
+    among them, since nothing tells them from a prompt: lookups are too many by those. Runs
+    whose beginning was not heard, or was lost in a gap, are left out.
+
+    With `requests` each line of a log is a request: `id`, `time` (seconds by the clock of
+    the events), `tokens` (ids of the prompt) or `hashes` (the engine's, of its full blocks)
+    with `prompt` (tokens), and `output` (tokens; 0). The recording says the block size and
+    the period: what lies outside is left out.
+
+    Times count from the first batch; a batch earlier than the one before it is taken to
+    come with that. A recording that is cut is read up to there.
+
+    Attributes:
+        file: the recording.
+        lookups: `full` for a recording in full-report mode.
+        requests: the log, sorted by time.
+        block_size: tokens a block, for recordings that do not say it.
+        group: of layers whose blocks are taken, in models with several.
+    """
+
+    name: ClassVar[str] = "kv-events"
+
+    file: Path = attrs.field(converter=Path)
+    lookups: str | None = attrs.field(default=None)
+    requests: Path | None = attrs.field(default=None, converter=optional(Path))
+    block_size: int | None = attrs.field(default=None, validator=if_given(ge(1)))
+    group: int = attrs.field(default=0, validator=ge(0))
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a recording that nothing tells lookups of."""
+        if self.lookups not in MODES:
+            msg = f"'lookups' must be 'full', not {self.lookups!r}"
+            raise InputError(msg)
+        if (self.lookups is None) == (self.requests is None):
+            both = "'lookups' and 'requests' exclude one another: give one"
+            raise InputError(both if self.lookups else EXPLANATION.format(file=self.file))
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests. Holds a line, or of full lookups all blocks that differ."""
+        if self.requests is not None:
+            yield from self._logged(self.requests)
+            return
+        size = self.key_tokens
+        arrivals, chains = self._chains(size)
+        for serial, (arrival, keys) in enumerate(zip(arrivals, chains, strict=True)):
+            yield Request(
+                id=serial,
+                arrival=arrival,
+                prompt=len(keys) * size,
+                keys=keys.tolist(),
+                key_tokens=size,
+            )
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens a block, as the first stored run or the option says."""
+        if self.block_size is not None:
+            return self.block_size
+        from kvcore.kv_events import BlockStored  # noqa: PLC0415 - as above
+
+        for event, *_ in self._stored():
+            if isinstance(event, BlockStored) and event.block_size:
+                return event.block_size
+        msg = f"{self.file}: nothing in it says how many tokens a block has: give 'block_size'"
+        raise InputError(msg)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes, the options, and the log's."""
+        log = None if self.requests is None else file_digest(self.requests)
+        options = {"lookups": self.lookups, "block_size": self.block_size, "group": self.group}
+        return file_digest(self.file, requests=log, **options)
+
+    @classmethod
+    def recognises(cls, first_line: bytes) -> bool:
+        """Say whether the line is a recording's, or an event of TensorRT-LLM or Dynamo."""
+        found = names(first_line)
+        kinds = ({"kind", "schema", "format"}, {"event_id", "data"}, {"worker_id", "event"})
+        return any(kind <= found for kind in kinds)
+
+    @classmethod
+    def from_file(cls, path: Path) -> KvEvents:
+        """Refuse the file, saying what else is needed."""
+        return cls(file=path)
+
+    def _chains(self, size: int) -> tuple[array[int], list[array[int]]]:
+        """Return when each request came, and its keys: numbers of (parent, hash)."""
+        arrivals: array[int] = array("q")
+        chains: list[array[int]] = []
+        numbers: dict[tuple[Any, Any], int] = {}
+        ends: dict[tuple[Any, Any], list[int]] = {}
+        heard: set[tuple[Any, ...]] = set()
+        for event, now, whose, gaps in self._stored():
+            self._check_size(event, size)
+            blocks = list(event.blocks())
+            if not blocks:
+                continue
+            parent = blocks[0].parent
+            if parent is None:
+                chain = len(chains)
+                arrivals.append(now)
+                chains.append(array("Q"))
+            elif open_ := ends.get((whose, parent)):
+                chain = open_.pop()
+            elif (whose, gaps, parent) in heard:
+                msg = f"{self.file}: {INCREMENTAL.format(parent=parent)}"
+                raise InputError(msg)
+            else:
+                continue
+            keys = chains[chain]
+            for block in blocks:
+                before = keys[-1] if keys else None
+                keys.append(numbers.setdefault((before, block.hash), len(numbers)))
+                heard.add((whose, gaps, block.hash))
+            ends.setdefault((whose, blocks[-1].hash), []).append(chain)
+        return arrivals, chains
+
+    def _stored(self) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
+        """Yield the runs stored in the first tier and the group.
+
+        With each: when, by which publisher, and after how many of its gaps and restarts.
+        """
+        from kvcore.kv_events import BlockStored, PagesStored, Received  # noqa: PLC0415 - likewise
+
+        gaps: Counter[int | None] = Counter()
+        for item, now in self._timed():
+            if not isinstance(item, Received):
+                gaps[item.publisher] += 1
+                continue
+            whose = (item.publisher, item.batch.source, item.batch.dp_rank)
+            for event in item.batch.events:
+                if not isinstance(event, (BlockStored, PagesStored)):
+                    continue
+                tiers = {block.medium for block in event.blocks()}
+                if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
+                    yield event, now, whose, gaps[item.publisher]
+
+    def _timed(self) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
+        """Yield what is in the recording, with the time from its first batch on, in ns."""
+        from kvcore.kv_events import Received, RecordingReader  # noqa: PLC0415 - likewise
+
+        reader = RecordingReader(self.file)
+        first, now = None, 0
+        for item in reader:
+            time = item.batch.time if isinstance(item, Received) else None
+            if time is not None:
+                first = time if first is None else first
+                now = max(now, time - first)
+            if now >= LIMIT:
+                msg = (
+                    f"{self.file}:{reader.line}: this batch has a time {now // NANOSECONDS} s "
+                    "after the first one's, which is further than nanoseconds of 63 bits reach"
+                )
+                raise InputError(msg)
+            yield item, now
+
+    def _check_size(self, event: BlockStored | PagesStored, size: int) -> None:
+        from kvcore.kv_events import BlockStored  # noqa: PLC0415 - likewise
+
+        told = event.block_size if isinstance(event, BlockStored) else None
+        if told not in (None, size):
+            msg = (
+                f"{self.file}: blocks of {told} tokens, before of {size}: choose a 'group' of "
+                "layers that has one size"
+            )
+            raise InputError(msg)
+
+    def _logged(self, log: Path) -> Iterator[Request]:
+        from kvcore.kv_events import Received  # noqa: PLC0415 - likewise
+
+        size = self.key_tokens
+        times = [
+            item.batch.time
+            for item, _ in self._timed()
+            if isinstance(item, Received) and item.batch.time is not None
+        ]
+        if not times:
+            msg = f"{self.file}: its events have no times: no log can be joined to it"
+            raise InputError(msg)
+        first, last = min(times), max(times)
+        earliest = 0
+        for row in rows(log):
+            time = row.nanoseconds("time")
+            if time < earliest:
+                raise row.error(field="time", expected="no earlier time than before")
+            earliest = time
+            if first <= time <= last:
+                yield _request(row, time - first, size)
+
+
+def _request(row: Row, arrival: int, size: int) -> Request:
+    name: Any = row.fields.get("id")
+    if type(name) not in (int, str):
+        raise row.error(field="id", expected="an integer or a text")
+    if "tokens" in row.fields:
+        tokens = row.keys("tokens")
+        prompt, keys = len(tokens), block_keys(tokens, size)
+        if not tokens:
+            raise row.error(field="tokens", expected="at least one token id")
+    else:
+        prompt = row.natural("prompt", 1)
+        keys = row.prompt_keys("hashes", prompt, size, 2**64)
+    return Request(
+        id=name,
+        arrival=arrival,
+        prompt=prompt,
+        output=row.optional(row.natural, "output", 0),
+        keys=keys,
+        key_tokens=size,
+    )

@@ -1,0 +1,130 @@
+"""The lookups that an LMCache server logs: which chunks each request asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from fractions import Fraction
+from hashlib import blake2b
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+from attrs.validators import ge
+
+from kvcore import InputError, Request, Workload
+from kvcore.request import KEY_BYTES
+from kvcore.units import NANOSECONDS
+from kvcore.workloads.files import file_digest
+from kvcore_plugins.workload.rows import Row, names, rows
+
+_HASH = re.compile(r"-?0x[0-9a-fA-F]{1,128}")
+
+
+@attrs.define(slots=False, eq=False)
+class LMCache(Workload):
+    """Requests as an LMCache server looked them up, with a key for every full chunk.
+
+    A line is an object of `timestamp` (s), `request_id`, `model_name`, `chunk_size` and
+    `seq_len` (tokens), and `chunk_hashes`, in hexadecimal, chained; other fields are ignored.
+    A key is a hash of model and chunk hash: two models share nothing, though their tokens
+    may be equal. Requests have their model for a salt. Arrivals count from the first row's;
+    the id of a request is its own and its line, as in `req-abc/17`, since one that is looked
+    up again has a line again.
+
+    The log is written by several threads: a row up to a second earlier than the one before
+    it arrives with that one.
+
+    Source: LMCache, `mp_observability/subscribers/logging/lookup_hash.py`
+    (`--lookup-hash-log-dir`).
+
+    Attributes:
+        path: the file.
+        model: take only the rows of this `model_name`; None: of all.
+        output_tokens: that every request is said to generate; the log does not tell.
+    """
+
+    name: ClassVar[str] = "lmcache"
+
+    path: Path = attrs.field(converter=Path)
+    model: str | None = None
+    output_tokens: int = attrs.field(default=0, validator=ge(0))
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield a request a row. Holds one row at a time."""
+        key_tokens = self.key_tokens
+        first, latest = None, 0
+        for row in self._rows():
+            time = _time(row)
+            first = time if first is None else first
+            latest = max(latest, first)
+            if time < latest - NANOSECONDS:
+                expected = f"no time more than a second before {latest / NANOSECONDS}"
+                raise row.error(field="timestamp", expected=expected)
+            latest = max(latest, time)
+            if row.natural("chunk_size", 1) != key_tokens:
+                expected = f"{key_tokens}, as before; for rows of one model say model=NAME"
+                raise row.error(field="chunk_size", expected=expected)
+            model, prompt = row.text("model_name"), row.natural("seq_len", 1)
+            yield Request(
+                id=f"{row.text('request_id')}/{row.line}",
+                arrival=latest - first,
+                prompt=prompt,
+                output=self.output_tokens,
+                keys=_keys(row, model.encode(), prompt // key_tokens),
+                key_tokens=key_tokens,
+                salt=model,
+            )
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens of a chunk, read from the first row."""
+        with closing(self._rows()) as found:
+            return next(found).natural("chunk_size", 1)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes and of the options."""
+        return file_digest(self.path, model=self.model, output_tokens=self.output_tokens)
+
+    @classmethod
+    def recognises(cls, first_line: bytes) -> bool:
+        """Say whether the line is an object with a lookup's fields."""
+        return names(first_line) >= {"chunk_size", "seq_len", "chunk_hashes"}
+
+    def _rows(self) -> Generator[Row, None, None]:
+        empty = True
+        for row in rows(self.path):
+            if self.model in (None, row.text("model_name")):
+                empty = False
+                yield row
+        if empty:
+            msg = f"{self.path}: no row has the model_name {self.model!r}"
+            raise InputError(msg)
+
+
+def _time(row: Row) -> int:
+    """Take the time in nanoseconds, without the error of a float product."""
+    row.nanoseconds("timestamp")
+    return round(Fraction(row.fields["timestamp"]) * NANOSECONDS)
+
+
+def _keys(row: Row, model: bytes, most: int) -> list[bytes]:
+    """Take the hashes of a prompt's full chunks, of which there are `most` or fewer."""
+    hashes = row.fields.get("chunk_hashes")
+    if type(hashes) is not list:
+        raise row.error(field="chunk_hashes", expected="a list of hexadecimal texts")
+    if len(hashes) > most:
+        expected = f"at most {most} hashes, of full chunks"
+        raise row.error(field="chunk_hashes", expected=expected, got=len(hashes))
+    start = blake2b(model + b"\0", digest_size=KEY_BYTES)
+    keys = []
+    for place, value in enumerate(hashes):
+        if type(value) is not str or _HASH.fullmatch(value) is None:
+            where = f"chunk_hashes[{place}]"
+            raise row.error(field=where, expected='a text such as "0x1f"', got=value)
+        state = start.copy()
+        state.update(value.lower().encode())
+        keys.append(state.digest())
+    return keys

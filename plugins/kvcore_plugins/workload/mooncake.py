@@ -1,0 +1,81 @@
+"""The Mooncake trace format, and the trace that comes with kvcore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+from attrs.converters import optional
+
+from kvcore import Request, Workload
+from kvcore.units import LIMIT, NANOSECONDS
+from kvcore.workloads.files import file_digest
+from kvcore_plugins.workload.rows import names, rows
+
+BUNDLED_REQUESTS = 12_031
+
+
+_MILLISECOND = NANOSECONDS // 1000
+
+
+@attrs.define(slots=False, eq=False)
+class Mooncake(Workload):
+    """Requests of a deployed chat service, with one key for every 512 prompt tokens.
+
+    A line is an object of `timestamp` (ms), `input_length`, `output_length` (tokens) and
+    `hash_ids`. Rows are in order of arrival; the id of a request is its line, from 0.
+
+    Source: Qin et al., Mooncake, FAST'25.
+
+    Attributes:
+        path: the file; None is the conversation trace that comes with kvcore.
+    """
+
+    name: ClassVar[str] = "mooncake"
+    key_tokens: ClassVar[int] = 512
+
+    path: Path | None = attrs.field(default=None, converter=optional(Path))
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield a request a row. Holds one row at a time."""
+        earliest = 0
+        for row in rows(self._file):
+            arrival = row.natural("timestamp", below=LIMIT // _MILLISECOND)
+            if arrival < earliest:
+                raise row.error(
+                    field="timestamp", expected=f"{earliest} or later (sorted rows)"
+                )
+            earliest = arrival
+            prompt = row.natural("input_length", 1)
+            yield Request(
+                id=row.line - 1,
+                arrival=arrival * _MILLISECOND,
+                prompt=prompt,
+                output=row.natural("output_length"),
+                keys=row.prompt_keys("hash_ids", prompt, self.key_tokens),
+                key_tokens=self.key_tokens,
+            )
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes."""
+        return file_digest(self._file)
+
+    @property
+    def size(self) -> int | None:
+        """The number of requests, known for the trace that comes with kvcore."""
+        return BUNDLED_REQUESTS if self.path is None else None
+
+    @classmethod
+    def recognises(cls, first_line: bytes) -> bool:
+        """Say whether the line is an object with Mooncake's fields."""
+        return names(first_line) >= {"timestamp", "input_length", "hash_ids"}
+
+    @property
+    def _file(self) -> Path:
+        if self.path is not None:
+            return self.path
+        return Path(str(files("kvcore") / "data" / "mooncake_conversation.jsonl.gz"))

@@ -1,0 +1,165 @@
+"""Rows of a workload file, and complaints that name file, line and field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import orjson
+
+from kvcore import InputError
+from kvcore.units import LIMIT, NANOSECONDS
+from kvcore.workloads.files import lines
+
+_T = TypeVar("_T")
+
+
+_INT = {int}
+
+
+_FIELD = object()
+
+
+_HEX = re.compile(r"[0-9a-fA-F]{32}")
+
+
+_SECONDS_LIMIT = LIMIT // NANOSECONDS
+
+
+_SHOWN = 60
+
+
+@attrs.define(eq=False)
+class Row:
+    """The fields of one line, or of an object inside it, which `prefix` then leads to.
+
+    Methods that take a field return its value or raise an InputError that names it.
+    """
+
+    path: Path
+    line: int
+    fields: dict[str, Any]
+    prefix: str = ""
+
+    def natural(self, name: str, least: int = 0, below: int = LIMIT) -> int:
+        """Take a whole number in `[least, below)`."""
+        value = self.fields.get(name)
+        if type(value) is int and least <= value < below:
+            return value
+        raise self.error(field=name, expected=f"a whole number from {least} to {below - 1}")
+
+    def nanoseconds(self, name: str) -> int:
+        """Take a number of seconds, at least 0, as nanoseconds."""
+        value: Any = self.fields.get(name)
+        if type(value) in (int, float) and 0 <= value < _SECONDS_LIMIT:
+            return round(float(value) * NANOSECONDS)
+        expected = f"a number of seconds, from 0 and below {_SECONDS_LIMIT}"
+        raise self.error(field=name, expected=expected)
+
+    def text(self, name: str) -> str:
+        """Take a text."""
+        value = self.fields.get(name)
+        if type(value) is str:
+            return value
+        raise self.error(field=name, expected="a text")
+
+    def optional(self, take: Callable[[str], _T], name: str, default: _T) -> _T:
+        """Take a field by the method `take`, or `default` where it is missing or null."""
+        return default if self.fields.get(name) is None else take(name)
+
+    def inner(self, name: str) -> list[Row]:
+        """Take a list of objects, each a row that knows its place."""
+        value = self.fields.get(name)
+        if type(value) is not list:
+            raise self.error(field=name, expected="a list of objects")
+        rows = []
+        for place, fields in enumerate(value):
+            where = f"{name}[{place}]"
+            if type(fields) is not dict:
+                raise self.error(field=where, expected="an object", got=fields)
+            rows.append(Row(self.path, self.line, fields, f"{self.prefix}{where}."))
+        return rows
+
+    def keys(self, name: str, below: int = LIMIT, *, digests: bool = False) -> list[Any]:
+        """Take a list of block keys: integers in `[0, below)`.
+
+        With `digests` also texts of 32 hexadecimal digits, which become the 16 bytes.
+        """
+        keys = self.fields.get(name)
+        if type(keys) is not list:
+            raise self.error(field=name, expected="a list of integers")
+        if not keys or (set(map(type, keys)) == _INT and min(keys) >= 0 and max(keys) < below):
+            return keys
+        for place, key in enumerate(keys):
+            integer = type(key) is int and 0 <= key < below
+            digest = digests and type(key) is str and _HEX.fullmatch(key) is not None
+            if not integer and not digest:
+                expected = f"an integer from 0 to {below - 1}"
+                expected += " or 32 hexadecimal digits" if digests else ""
+                raise self.error(field=f"{name}[{place}]", expected=expected, got=key)
+        return [key if type(key) is int else bytes.fromhex(key) for key in keys]
+
+    def prompt_keys(
+        self,
+        name: str,
+        prompt: int,
+        key_tokens: int,
+        below: int = LIMIT,
+        *,
+        digests: bool = False,
+    ) -> list[Any]:
+        """Take the block keys of a prompt, no more of them than its tokens fill."""
+        keys = self.keys(name, below, digests=digests)
+        if (len(keys) - 1) * key_tokens < prompt:
+            return keys
+        most = -(-prompt // key_tokens)
+        expected = f"at most {most} keys ({prompt} tokens, {key_tokens} a key)"
+        raise self.error(field=name, expected=expected, got=len(keys))
+
+    def error(self, *, field: str, expected: str, got: Any = _FIELD) -> InputError:
+        """Return the error that says that `field` (or `got`, a part of it) is wrong."""
+        value = self.fields.get(field, _FIELD) if got is _FIELD else got
+        found = "nothing: the field is missing" if value is _FIELD else shown(value)
+        where = f"{self.path}:{self.line}: field '{self.prefix}{field}'"
+        return InputError(f"{where}: expected {expected}, got {found}")
+
+
+def rows(path: Path) -> Generator[Row, None, None]:
+    """Yield each line of a file of JSON objects.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not a JSON object.
+    """
+    for number, line in lines(path):
+        yield parse(path, number, line)
+
+
+def parse(path: Path, number: int, line: bytes) -> Row:
+    """Read line `number` of `path` as a JSON object. Raises InputError if it is none."""
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        msg = f"{path}:{number}: not JSON: {error.msg} (column {error.colno})"
+        raise InputError(msg) from error
+    if type(fields) is not dict:
+        msg = f"{path}:{number}: expected a JSON object, got {shown(fields)}"
+        raise InputError(msg)
+    return Row(path, number, fields)
+
+
+def names(line: bytes) -> set[str]:
+    """Return the field names of a line that is a JSON object; no names if it is not."""
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return set()
+    return set(fields) if type(fields) is dict else set()
+
+
+def shown(value: Any) -> str:
+    """Return `value` as JSON, cut to what fits in a message."""
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,50 @@
+"""A recorded run as a workload: its requests, under the name of whatever they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+
+from kvcore import Request, Workload
+from kvcore.trace import TraceWorkload
+from kvcore.workloads.files import file_digest
+
+
+@attrs.define(slots=False, eq=False)
+class Recording(Workload):
+    """The requests of a kvcore trace that is whole, every line of which is checked.
+
+    Open-loop requests arrive as the recorded workload had them, whatever the rate at which
+    it was run. The digest is that of the recorded workload where these are exactly its
+    requests, so that results on both can be compared; else that of the file. `jsonl` reads
+    the same lines as they are, of a cut file or one written by hand as well.
+
+    Attributes:
+        path: the trace.
+    """
+
+    name: ClassVar[str] = "trace"
+
+    path: Path = attrs.field(converter=Path)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield a request a REQUEST line. Holds one line at a time.
+
+        Raises:
+            TraceError: a line is damaged, or the file is cut.
+        """
+        return iter(TraceWorkload(self.path))
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens a key stands for."""
+        return TraceWorkload(self.path).key_tokens
+
+    @property
+    def digest(self) -> str:
+        """The digest of the recorded workload, or of the file. Reads the file."""
+        recorded = TraceWorkload(self.path)
+        return recorded.digest if recorded.restores else file_digest(self.path)

@@ -1,0 +1,183 @@
+"""Agentic coding sessions in the format of WEKA's kv-cache-tester."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace
+from math import inf
+from operator import attrgetter
+from pathlib import Path
+from random import Random
+from typing import ClassVar
+
+import attrs
+from attrs.validators import ge, lt
+
+from kvcore import Request, Workload
+from kvcore.units import NANOSECONDS
+from kvcore.workloads.files import file_digest, lines
+from kvcore_plugins.workload.poisson import exponential
+from kvcore_plugins.workload.rows import Row, names, parse
+
+_KEY_TOKENS = 64
+
+
+_KEY_BITS = 32
+
+
+@attrs.define(slots=False, eq=False)
+class Weka(Workload):
+    """Sessions of coding agents, subagents included, merged into one stream.
+
+    A line is a session: `id`, `block_size` (64), `hash_id_scope` and `requests`, each of
+    `t` (s from the session's start), `in`, `out` (tokens), `hash_ids`, and where known
+    `api_time` and `think_time` (s). An entry of type `subagent` holds `requests` of its
+    own, their `t` counted from its own.
+
+    The format has no clock in common, so sessions start at random: the first at 0, the
+    others after exponential gaps, in the order of the file. A key is (line << 32) | id,
+    or the id itself where `hash_id_scope` is `global`. A request's id is its place, as in
+    `trace_0254/1` and, for a subagent's, `trace_0254/2/0`.
+
+    Traffic is closed-loop: a request comes `think` after its agent's last one has finished;
+    a subagent's first comes after the request that its parent sent last, think time being
+    what the recording leaves between the two.
+
+    Attributes:
+        path: the file.
+        stagger: mean seconds between the starts of two sessions; 0 starts all at once.
+        seed: of the random starts.
+    """
+
+    name: ClassVar[str] = "weka"
+    key_tokens: ClassVar[int] = _KEY_TOKENS
+
+    path: Path = attrs.field(converter=Path)
+    stagger: float = attrs.field(default=60.0, converter=float, validator=[ge(0), lt(inf)])
+    seed: int = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield a request a turn. Holds the sessions that run at that time."""
+        draw = Random(self.seed).random  # noqa: S311 - a workload, not a secret
+        start = 0
+        ids: set[str] = set()
+        running: list[tuple[int, int, _Session]] = []
+        for number, line in lines(self.path):
+            yield from _before(start, running)
+            session = _session(parse(self.path, number, line), start, ids)
+            heappush(running, (session.next_arrival, number, session))
+            start += round(exponential(draw) * self.stagger * NANOSECONDS)
+        yield from _before(inf, running)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes, `stagger` and `seed`."""
+        return file_digest(self.path, stagger=self.stagger, seed=self.seed)
+
+    @classmethod
+    def recognises(cls, first_line: bytes) -> bool:
+        """Say whether the line is an object with a session's fields."""
+        return names(first_line) >= {"id", "block_size", "requests"}
+
+
+@attrs.frozen(eq=False)
+class _Turn:
+    """A request to come, `at` ns after its session's start; it was recorded until `end`."""
+
+    at: int
+    end: int
+    id: str
+    after: str | None
+    think: int
+    prompt: int
+    output: int
+    keys: array[int]
+
+
+@attrs.define(eq=False)
+class _Session:
+    """A session that runs: its turns are taken off `turns` from the end."""
+
+    id: str
+    start: int
+    namespace: int
+    turns: list[_Turn]
+
+    @property
+    def next_arrival(self) -> int:
+        return self.start + self.turns[-1].at
+
+    def pop(self) -> Request:
+        turn, namespace = self.turns.pop(), self.namespace
+        return Request(
+            id=turn.id,
+            arrival=self.start + turn.at,
+            prompt=turn.prompt,
+            output=turn.output,
+            keys=[namespace | key for key in turn.keys],
+            key_tokens=_KEY_TOKENS,
+            session=self.id,
+            after=turn.after,
+            think=turn.think,
+        )
+
+
+def _before(time: float, running: list[tuple[int, int, _Session]]) -> Iterator[Request]:
+    while running and running[0][0] < time:
+        _, number, session = running[0]
+        yield session.pop()
+        if session.turns:
+            heapreplace(running, (session.next_arrival, number, session))
+        else:
+            heappop(running)
+
+
+def _session(row: Row, start: int, ids: set[str]) -> _Session:
+    name = row.text("id")
+    if name in ids:
+        raise row.error(field="id", expected="a session that is not on an earlier line")
+    ids.add(name)
+    if row.natural("block_size") != _KEY_TOKENS:
+        raise row.error(field="block_size", expected=f"{_KEY_TOKENS}")
+    scope = row.optional(row.text, "hash_id_scope", "local")
+    if scope not in {"local", "global"}:
+        raise row.error(field="hash_id_scope", expected="'local' or 'global'")
+    turns = sorted(_turns(row, name, 0, None), key=attrgetter("at"))
+    if not turns:
+        raise row.error(field="requests", expected="at least one request")
+    turns.reverse()
+    namespace = row.line << _KEY_BITS if scope == "local" else 0
+    return _Session(name, start, namespace, turns)
+
+
+def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[_Turn]:
+    """Yield an agent's turns and its subagents', in the order of the file.
+
+    `parent` is the turn that must have finished before the first of them.
+    """
+    last, earliest = parent, 0
+    for place, row in enumerate(agent.inner("requests")):
+        t = row.nanoseconds("t")
+        if t < earliest:
+            raise row.error(field="t", expected="no earlier time than before")
+        earliest = t
+        at, turn_id = start + t, f"{name}/{place}"
+        if row.fields.get("type") == "subagent":
+            yield from _turns(row, turn_id, at, last)
+            continue
+        gap = 0 if last is None else max(0, at - last.end)
+        first = last is parent
+        prompt = row.natural("in", 1)
+        keys = row.prompt_keys("hash_ids", prompt, _KEY_TOKENS, 1 << _KEY_BITS)
+        last = _Turn(
+            at=at,
+            end=at + row.optional(row.nanoseconds, "api_time", 0),
+            id=turn_id,
+            after=None if last is None else last.id,
+            think=gap if first else row.optional(row.nanoseconds, "think_time", gap),
+            prompt=prompt,
+            output=row.natural("out"),
+            keys=array("Q", keys),
+        )
+        yield last

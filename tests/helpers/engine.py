@@ -1,0 +1,224 @@
+"""A generator and a backend in plain Python that forget nothing: what was read is exact.
+
+K/V of a token is its id. Attention returns all ids that a row may attend to, so the next
+token, their digest, tells whether each of them was read from the right slot.
+"""
+
+from hashlib import blake2b
+from io import BytesIO
+from typing import Any, ClassVar
+
+import attrs
+from helpers.policies import build
+from helpers.schedulers import scheduler_of
+from helpers.serving import Bent, Run
+
+from kvcore import Backend, Generator, InputError, KVCache, Trace, run
+from kvcore.engine import DeviceMemory
+from kvcore.models.spec import ModelSpec
+from kvcore.serving import Batching
+
+SPEC = ModelSpec(
+    name="exact", layers=2, query_heads=1, kv_heads=1, head_dim=1, hidden_size=1, parameters=1
+)
+VOCABULARY = 10_007
+ENDS = (7, 11)
+
+
+def digest(tokens):
+    """Return the token that follows `tokens`."""
+    state = blake2b(",".join(map(str, tokens)).encode(), digest_size=8)
+    return int.from_bytes(state.digest(), "big") % VOCABULARY
+
+
+@attrs.define(slots=False, eq=False)
+class Exact(Generator):
+    """Draws the digest of all tokens that its last layer reads."""
+
+    name: ClassVar[str] = "exact"
+
+    ending: float = 0
+
+    @property
+    def spec(self):
+        """Two layers of one number."""
+        return SPEC
+
+    @property
+    def vocabulary(self):
+        """A prime."""
+        return VOCABULARY
+
+    @property
+    def ends(self):
+        """Two of the tokens."""
+        return frozenset(ENDS)
+
+    def forward(self, step, attend):
+        """Read all there is, in both layers."""
+        attend(0, step.tokens, step.tokens, step.tokens)
+        negative = [-token for token in step.tokens]
+        seen = attend(1, step.tokens, step.tokens, negative)
+        drawn, row = [], -1
+        for length, draw in zip(step.lengths, step.draws, strict=True):
+            row += length
+            keys, end = seen[row]
+            drawn.append(None if draw is None else self.next(keys[:end]))
+        return drawn
+
+    def next(self, tokens):
+        """Return the digest, or with `ending` in so many of 100 cases an end."""
+        token = digest(tokens)
+        return ENDS[len(tokens) % 2] if token % 100 < self.ending else token
+
+
+@attrs.define(slots=False, eq=False)
+class Slots(Backend):
+    """Keeps a key and a value a slot. What was not stored since it was allocated is None."""
+
+    name: ClassVar[str] = "slots"
+
+    slots: list[Any] = attrs.field(init=False, factory=list)
+
+    def allocate(self, layout):
+        """Make the slots."""
+        if layout.dtype != "fp32":
+            msg = f"slots: no {layout.dtype}; take fp32"
+            raise InputError(msg)
+        self.layout = layout
+        self.slots = [self._empty() for _ in range(layout.layers)]
+
+    def _empty(self):
+        return [[None] * self.layout.block_size for _ in range(self.layout.blocks)]
+
+    def tensor(self, data, dtype=None):
+        """Return it as it is."""
+        return data
+
+    def plan(self, rows):
+        """Forget what lies in the slots that the step is to fill."""
+        assert all(
+            len(table) * self.layout.block_size - length - context
+            in range(self.layout.block_size)
+            for table, context, length in zip(
+                rows.tables, rows.contexts, rows.lengths, strict=True
+            )
+        )
+        for layer in self.slots:
+            for block, place in self._new(rows):
+                layer[block][place] = None
+        return rows
+
+    def _new(self, rows):
+        """Yield the slot of each row."""
+        size = self.layout.block_size
+        for table, context, length in zip(
+            rows.tables, rows.contexts, rows.lengths, strict=True
+        ):
+            for position in range(context, context + length):
+                yield table[position // size], position % size
+
+    def store(self, layer, plan, keys, values):
+        """Fill the slots."""
+        slots = list(self._new(plan))
+        assert len(set(slots)) == len(slots) == plan.total
+        for (block, place), key, value in zip(slots, keys, values, strict=True):
+            self.slots[layer][block][place] = key, value
+
+    def attend(self, layer, plan, queries, *, scale=None, window=None, sinks=0):
+        """Return keys, and of how many each row may attend to; all must have been stored."""
+        outputs = []
+        for table, context, length in zip(
+            plan.tables, plan.contexts, plan.lengths, strict=True
+        ):
+            keys, values = self.read(layer, table, context + length)
+            assert [abs(value) for value in values] == keys
+            outputs += [(keys, context + row + 1) for row in range(length)]
+        assert [keys[end - 1] for keys, end in outputs] == list(queries)
+        return outputs
+
+    def read(self, layer, table, tokens):
+        """Return the keys and the values."""
+        slots = [pair for block in table for pair in self.slots[layer][block]][:tokens]
+        return [key for key, _ in slots], [value for _, value in slots]
+
+    def copy_blocks(self, pairs):
+        """Copy them."""
+        for layer in self.slots:
+            for source, target in pairs:
+                layer[target] = list(layer[source])
+
+    def swap_out(self, blocks):
+        """Return copies."""
+        return [[list(layer[block]) for block in blocks] for layer in self.slots]
+
+    def swap_in(self, host, blocks):
+        """Put them back."""
+        for layer, kept in zip(self.slots, host, strict=True):
+            for block, content in zip(blocks, kept, strict=True):
+                layer[block] = content
+
+    def fill(self, value, blocks=None):
+        """Forget everything."""
+        for layer in self.slots:
+            for block in range(self.layout.blocks) if blocks is None else blocks:
+                layer[block] = [None] * self.layout.block_size
+
+    def memory(self):
+        """Nobody knows."""
+        return DeviceMemory(0, None, None)
+
+
+def compute(
+    requests,
+    *,
+    blocks=1000,
+    block_size=4,
+    key_tokens=None,
+    eviction="lru",
+    retention=None,
+    scheduler="fcfs",
+    latency=None,
+    generator=None,
+    backend=None,
+    clock="model",
+    stop_at_eos=False,
+    seed=0,
+    rate_scale=1.0,
+    dtype="fp32",
+    **batching,
+):
+    """Serve `requests` on tensors, as `serving.serve` simulates it; return the same."""
+    out = BytesIO()
+    writer = Trace(out)
+    cache = KVCache(
+        blocks,
+        block_size,
+        eviction=build(eviction),
+        retention=retention,
+        key_tokens=block_size if key_tokens is None else key_tokens,
+        trace=writer,
+    )
+    result = run(
+        requests,
+        cache=cache,
+        generator=Exact() if generator is None else generator,
+        backend=Slots() if backend is None else backend,
+        dtype=dtype,
+        scheduler=scheduler_of(scheduler),
+        latency=Bent() if latency is None else latency,
+        batching=Batching(**{"watermark": 0} | batching),
+        rate_scale=rate_scale,
+        clock=clock,
+        stop_at_eos=stop_at_eos,
+        seed=seed,
+    )
+    writer.close()
+    cache.check_integrity()
+    assert not cache.sequences
+    return Run(result, out.getvalue(), {})
+
+
+def decided(trace):
+    """Return the lines of a trace between the header, which names the executor, and END."""
+    return trace.splitlines()[1:-1]

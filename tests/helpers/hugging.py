@@ -1,0 +1,98 @@
+"""Tiny random Hugging Face models, and paged caches for them."""
+
+from copy import deepcopy
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from kvcore import KVCache
+from kvcore_plugins.backend import TorchCPU
+from kvcore_plugins.generator.hf_cache import PagedCache
+
+torch.set_num_threads(1)
+
+VOCABULARY = 97
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=5),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-mixed": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=4, layer_types=MIXED
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=12),
+    "gemma3-mixed": Gemma3TextConfig(
+        **SIZES, head_dim=16, sliding_window=6, layer_types=MIXED
+    ),
+    "mixtral": MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY, n_positions=256, n_embd=32, n_layer=2, n_head=4,
+        bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+def tiny(family, seed=0, dtype=torch.float64):
+    """Return a model of `family` with weights large enough to make varied texts."""
+    torch.manual_seed(seed)
+    # A model that a generator converts keeps its config: give each one its own.
+    config = deepcopy(FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8) if parameter.dim() > 1 else None
+    return model
+
+
+def prompt(length, seed=0):
+    """Return a prompt of so many random tokens, none of them padding, `[1, length]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (1, length), generator=generator)
+
+
+def padded(*lengths):
+    """Return prompts of `lengths`, padded on the left, and their attention mask."""
+    longest = max(lengths)
+    ids = torch.zeros((len(lengths), longest), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = prompt(length, seed=row)
+    return ids, (ids != 0).long()
+
+
+class Poisoned(TorchCPU):
+    """A pool that is NaN until something is stored: what is read by mistake shows."""
+
+    def allocate(self, layout):
+        """Allocate and poison."""
+        super().allocate(layout)
+        self.fill(float("nan"))
+
+
+def paged_cache(blocks=64, block_size=4):
+    """Return a paged cache in poisoned blocks."""
+    return PagedCache(KVCache(blocks, block_size, ids=True), Poisoned())

@@ -1,0 +1,37 @@
+"""Short ways to say what a scheduler goes through.
+
+Time is counted in steps of the toy server. A prompt takes one step unless said otherwise, at
+whose end the first token is there; each other token takes one more.
+"""
+
+from kvcore import Job, Request
+from kvcore.serving import DecodeSteps
+from kvcore.testing import STEP, ToyServer, watched
+
+PROMPT = 16
+"""Tokens of a prompt that the toy server computes in one step."""
+
+
+def ask(name, at=0, output=1, *, keys="", prompt=PROMPT, **fields):
+    """Return a request that arrives at step `at` and takes `output` steps."""
+    return Request(
+        id=name,
+        arrival=at * STEP,
+        prompt=prompt,
+        output=output,
+        keys=[keys[: end + 1] for end in range(len(keys))],
+        key_tokens=4,
+        **fields,
+    )
+
+
+def job(request, serial=1):
+    """Return a job that has just arrived."""
+    return Job(request, serial, request.arrival, DecodeSteps(), request.prompt, request.slo)
+
+
+def serve(scheduler, requests, *, what="admitted", seats=1):
+    """Serve `requests` one at a time; return their names, in order of what happened."""
+    calls = watched(scheduler)
+    ToyServer(scheduler, seats, 10**5).run(requests)
+    return "".join(name for method, _, name in calls if method == what)

@@ -1,0 +1,52 @@
+"""Small runs, recorded: a replay without a clock, and a simulation in steps of 10 ns."""
+
+from helpers.schedulers import scheduler_of
+from helpers.serving import BLOCK, Even, Tally
+from helpers.traces import ask as ask_for
+from helpers.traces import lines
+
+from kvcore import KVCache, Plugins, Trace
+from kvcore.analysis import replay
+from kvcore.hookspecs import hookimpl
+from kvcore.serving import Batching, simulate
+from kvcore_plugins.eviction import LRU
+
+
+class Here:
+    """The latency models of these tests, as plugins with names."""
+
+    @hookimpl
+    def kvcore_latency_models(self):
+        """Return them."""
+        return [Even, Tally]
+
+
+PLUGINS = Plugins(extra=[Here()])
+
+
+def untimed(path, texts, blocks=4, **cache):
+    """Record a replay of one request for each text, a letter a block; all come at once."""
+    with Trace(path) as trace:
+        cache = KVCache(blocks, 4, eviction=LRU(), count="keys", trace=trace, **cache)
+        replay([ask_for(place, text) for place, text in enumerate(texts)], cache)
+    return path
+
+
+def timed(path, requests, *, blocks=100, latency=None, header=None, **options):
+    """Record a simulation by FCFS, whose steps take 10 ns."""
+    caps = Batching(**{"watermark": 0} | options.pop("batching", {}))
+    with Trace(path, seed=5, **header or {}) as trace:
+        simulate(
+            requests,
+            cache=KVCache(blocks, BLOCK, eviction=LRU(), trace=trace),
+            scheduler=scheduler_of("fcfs"),
+            latency=Even() if latency is None else latency,
+            batching=caps,
+            **options,
+        )
+    return path
+
+
+def ended(path):
+    """Return when each request of a trace finished (ns)."""
+    return {e["request"]: e["t"] for e in lines(path) if e["event"] == "FINISH"}

@@ -1,0 +1,388 @@
+"""A prefix cache with one record a block and no spans, written to be obviously right.
+
+It says what a block-level cache would decide: only leaves leave, one block at a time. It
+shares no code with the cache that it checks, takes its calls, and does nothing fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from kvcore import InputError, OutOfBlocks, Request
+from kvcore.request import DEFAULT_PRIORITY
+
+FOREVER = float("inf")
+
+
+@attrs.define(eq=False)
+class Block:
+    """One block: private to the sequences that hold it until it is cached.
+
+    `history` lists what has happened to it. Adjacent blocks with equal histories are what
+    the cache keeps as one span.
+    """
+
+    holders: set[int]
+    place: tuple[Any, int] | None = None
+    parent: Block | None = None
+    children: dict[tuple[Any, int], Block] = attrs.Factory(dict)
+    history: tuple[Any, ...] = ()
+    creator: int | None = None
+    born: int = 0
+    created: int = 0
+    opened: int = 0
+    last_access: int = 0
+    hits: int = 0
+    recency: int = 0
+    priority: int = DEFAULT_PRIORITY
+    until: float = FOREVER
+    expires: float = FOREVER
+    data: Any = None
+
+    @property
+    def position(self) -> int:
+        """Return how many blocks are before it."""
+        return self.place[1]
+
+    def promise(self, priority: int, until: float, now: int) -> None:
+        """Raise the retention priority to `priority` until `until`."""
+        self.lapse(now)
+        self.priority, self.until = max((self.priority, self.until), (priority, until))
+
+    def lapse(self, now: int) -> None:
+        """Go back to the default priority if its time is over."""
+        if self.until <= now:
+            self.priority, self.until = DEFAULT_PRIORITY, FOREVER
+
+    def ancestors(self) -> Iterator[Block]:
+        """Yield the cached blocks before it, last first, without the root."""
+        block = self.parent
+        while block.place is not None:
+            yield block
+            block = block.parent
+
+
+@attrs.define(eq=False)
+class Table:
+    """An open sequence: its blocks, of which the first `shared` are cached."""
+
+    id: int
+    admission: int
+    request: Request
+    hit_blocks: int
+    tokens: int
+    computed: int
+    shared: int
+    blocks: list[Block]
+
+
+class BlockCache:
+    """The calls of `KVCache`, and the attributes that a driver reads."""
+
+    def __init__(self, blocks, block_size, policy, *, count="tokens", key_tokens, recompute):
+        self.blocks = blocks
+        self.block_size = block_size
+        self.key_tokens = key_tokens
+        self.count = count
+        self.policy = self.eviction = policy
+        self.recompute = recompute
+        self.pool = self.geometry = self
+        self.evicted: list[tuple[str, Any, int]] = []
+        self.root = Block({0})
+        self.cached: dict[Block, None] = {}
+        self.sequences: dict[int, Table] = {}
+        self.serial = self.admissions = self.births = self.releases = 0
+        policy.attach(self)
+
+    # --- what a prompt is ---
+
+    def length(self, request):
+        """Return the tokens of the prompt."""
+        if self.count == "keys":
+            return len(request.keys) * self.key_tokens
+        return request.prompt
+
+    def key(self, request, position):
+        """Return the key of the block at `position`, or None."""
+        last_token = (position + 1) * self.block_size - 1
+        whole = self.key_tokens > self.block_size or not (last_token + 1) % self.key_tokens
+        index = last_token // self.key_tokens
+        return request.keys[index] if whole and index < len(request.keys) else None
+
+    def cacheable(self, request):
+        """Return how many full blocks of the prompt have a key."""
+        full = self.length(request) // self.block_size
+        return sum(self.key(request, position) is not None for position in range(full))
+
+    def limit(self, request):
+        """Return how many blocks may hit; in `tokens` counting the last token may not."""
+        if self.count == "keys":
+            return self.cacheable(request)
+        return min(self.cacheable(request), (request.prompt - 1) // self.block_size)
+
+    def hint(self, request, position):
+        """Return the best (priority, duration) that the hints give the block at `position`."""
+        start, end = position * self.block_size, (position + 1) * self.block_size
+        hints = [
+            (hint.priority, FOREVER if hint.duration is None else hint.duration)
+            for hint in request.retention
+            if hint.start < end and (hint.end is None or start < hint.end)
+        ]
+        return max(hints, default=(DEFAULT_PRIORITY, FOREVER))
+
+    # --- the calls ---
+
+    def probe(self, request, now=0):
+        """Return how many blocks would hit."""
+        return len(self._match(request, now)[0])
+
+    def open(self, request, first_tokens=None, now=0, *, again=False):
+        """Admit a request, if what it needs is free or can be evicted."""
+        hit, expired = self._match(request, now)
+        tokens = self.length(request)
+        if first_tokens is not None:
+            tokens = len(hit) * self.block_size + first_tokens
+        need = self._blocks_for(tokens) - len(hit)
+        if need > self.free + sum(not b.holders and b not in hit for b in self.cached):
+            raise OutOfBlocks(request.id)
+        self.serial += 1
+        self.admissions += 1
+        computed = len(hit) * self.block_size
+        table = Table(
+            self.serial,
+            self.admissions,
+            request,
+            len(hit),
+            tokens,
+            computed,
+            len(hit),
+            list(hit),
+        )
+        self.sequences[table.id] = table
+        if expired is not None:
+            self._drop(expired)
+        for block in hit:
+            self._pin(block, table)
+        self._allocate(table, need, now)
+        for block in hit:
+            block.last_access = now
+            if not again:
+                block.hits += 1
+                block.opened = table.admission
+                block.history += (("hit", table.id),)
+                self.policy.accessed(block, now)
+        if not again:
+            self._raise_expiry(hit)
+            self._promise(table, hit, now)
+        return table
+
+    def extend(self, table, tokens, now=0):
+        """Allocate private blocks; a shared partial tail is copied."""
+        need = self._blocks_for(table.tokens + tokens) - len(table.blocks)
+        partial = tokens and table.tokens % self.block_size
+        copied = bool(partial) and not self._writable(table.blocks[-1])
+        evictable = sum(not block.holders for block in self.cached)
+        if need + copied > self.free + evictable:
+            raise OutOfBlocks(table.request.id)
+        tail = table.blocks[-1] if copied else None
+        self._allocate(table, need + copied, now)
+        if tail is not None:
+            tail.holders.remove(table.id)
+            table.blocks.remove(tail)
+        table.tokens += tokens
+
+    def commit(self, table, tokens, now=0):
+        """Make what is computed shareable, block by block."""
+        if not 0 <= tokens <= table.tokens - table.computed:
+            raise InputError(table.id)
+        table.computed += tokens
+        upto = min(table.computed // self.block_size, self.cacheable(table.request))
+        for position in range(table.shared, upto):
+            self._publish(table, position, now)
+        self._share_with_siblings(table)
+
+    def close(self, table, now=0):
+        """Let go of all blocks, the last first."""
+        del self.sequences[table.id]
+        released = []
+        for block in reversed(table.blocks):
+            block.holders.remove(table.id)
+            block.creator = None
+            if block.place is not None and not block.holders:
+                self.releases += 1
+                block.recency = self.releases
+                block.history += (("released", table.id),)
+                released.append(block)
+        self.policy.released(released, now)
+        self._raise_expiry(released)
+
+    def fork(self, table, _now=0):
+        """Share every block with a new sequence."""
+        beyond = table.tokens > max(
+            table.request.prompt, self.cacheable(table.request) * self.block_size
+        )
+        if table.computed < table.tokens and beyond:
+            raise InputError(table.id)
+        self.serial += 1
+        child = attrs.evolve(table, id=self.serial, blocks=list(table.blocks))
+        self.sequences[child.id] = child
+        for block in child.blocks:
+            self._pin(block, child)
+        return child
+
+    def rollback(self, table, tokens, _now=0):
+        """Drop the newest tokens."""
+        left = table.tokens - tokens
+        if tokens and left < table.shared * self.block_size:
+            raise InputError(table.id)
+        while len(table.blocks) > self._blocks_for(left):
+            table.blocks.pop().holders.remove(table.id)
+        table.tokens = left
+        table.computed = min(table.computed, left)
+
+    @property
+    def free(self):
+        """Count the blocks that are neither cached nor private."""
+        private = {b for t in self.sequences.values() for b in t.blocks if b.place is None}
+        return self.blocks - len(self.cached) - len(private)
+
+    def check_integrity(self):
+        """Check that tables are paths of the tree, and that nothing is counted twice."""
+        assert self.free >= 0
+        for table in self.sequences.values():
+            assert len(table.blocks) == self._blocks_for(table.tokens)
+            parent = self.root
+            for block in table.blocks[: table.shared]:
+                assert block.parent is parent
+                assert block in self.cached
+                parent = block
+            assert all(block.place is None for block in table.blocks[table.shared :])
+        for block in self.cached:
+            held = {t.id for t in self.sequences.values() if block in t.blocks}
+            assert block.holders == held
+
+    # --- how they do it ---
+
+    def _writable(self, block):
+        """Say whether its holder may write: a cached block gets what its key says anyway."""
+        return block.place is not None or len(block.holders) == 1
+
+    def _blocks_for(self, tokens):
+        return -(-tokens // self.block_size)
+
+    def _match(self, request, now):
+        """Return the cached blocks the prompt begins with, and the expired one it stops at."""
+        hit, block = [], self.root
+        for position in range(self.limit(request)):
+            block = block.children.get((self.key(request, position), position))
+            if block is None:
+                break
+            if block.expires <= now and not block.holders:
+                return hit, block
+            hit.append(block)
+        return hit, None
+
+    def _pin(self, block, table):
+        block.holders.add(table.id)
+        block.creator = None
+        block.history += (("pinned", table.id),)
+
+    def _allocate(self, table, count, now):
+        for _ in range(count):
+            if not self.free:
+                self._evict(now)
+            table.blocks.append(Block({table.id}))
+
+    def _evict(self, now):
+        leaves = [b for b in self.cached if not b.holders and not b.children]
+        victim = min(leaves, key=lambda b: (self.policy.score(b, now), b.recency))
+        self.policy.leaves(victim, now)
+        self._take_out(victim, "capacity")
+
+    def _take_out(self, block, reason):
+        del self.cached[block]
+        del block.parent.children[block.place]
+        self.evicted.append((reason, *block.place))
+
+    def _drop(self, block):
+        for child in list(block.children.values()):
+            self._drop(child)
+        self._take_out(block, "expired")
+
+    def _publish(self, table, position, now):
+        """Make the private block at `position` shareable, or use the one that already is."""
+        parent = table.blocks[position - 1] if position else self.root
+        place = (self.key(table.request, position), position)
+        own, other = table.blocks[position], parent.children.get(place)
+        table.shared = position + 1
+        if other is not None and other.expires <= now and not other.holders:
+            self._drop(other)
+            other = None
+        if other is not None:
+            own.holders.remove(table.id)
+            table.blocks[position] = other
+            self._pin(other, table)
+            return
+        own.place, own.parent = place, parent
+        parent.children[place] = own
+        self.cached[own] = None
+        priority, duration = self.hint(table.request, position)
+        until = now + duration
+        grows = parent.creator == table.id and parent.priority == priority
+        if grows and parent.until <= until:
+            for name in (
+                "history",
+                "born",
+                "created",
+                "opened",
+                "last_access",
+                "expires",
+                "data",
+            ):
+                setattr(own, name, getattr(parent, name))
+        else:
+            self.births += 1
+            own.born, own.created, own.last_access, own.opened = (
+                self.births,
+                now,
+                now,
+                table.admission,
+            )
+            own.history = (("born", own.born),)
+            self.policy.inserted(own, now)
+            self._raise_expiry([own])
+        parent.creator = None if parent is not self.root else parent.creator
+        own.creator = table.id
+        own.priority, own.until = priority, until
+        for above in own.ancestors():
+            above.promise(priority, until, now)
+
+    def _share_with_siblings(self, table):
+        """Let forked sequences that hold what `table` published stand on its path."""
+        for other in self.sequences.values():
+            path = table.blocks[other.shared : table.shared]
+            common = [block.position for block in path if block in other.blocks]
+            if other is not table and common:
+                for block in path[: common[-1] + 1 - other.shared]:
+                    other.blocks[block.position].holders.remove(other.id)
+                    other.blocks[block.position] = block
+                    self._pin(block, other)
+                other.shared = common[-1] + 1
+
+    def _raise_expiry(self, blocks):
+        for block in blocks:
+            for above in block.ancestors():
+                above.expires = max(above.expires, block.expires)
+
+    def _promise(self, table, hit, now):
+        for block in hit:
+            block.lapse(now)
+            priority, duration = self.hint(table.request, block.position)
+            if (priority, duration) != (DEFAULT_PRIORITY, FOREVER):
+                block.promise(priority, now + duration, now)
+        for block in reversed(hit):
+            for above in block.ancestors():
+                above.promise(block.priority, block.until, now)

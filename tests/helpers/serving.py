@@ -1,0 +1,295 @@
+"""Short ways to say what a server goes through, and random servers to try things on.
+
+Steps take nanoseconds here, and a block is 4 tokens.
+"""
+
+from io import BytesIO
+from random import Random
+from typing import Any, ClassVar
+
+import attrs
+import hypothesis.strategies as st
+import orjson
+from helpers.policies import POLICIES, build
+from helpers.schedulers import scheduler_of
+
+from kvcore import SLO, KVCache, LatencyModel, Request, Trace
+from kvcore.serving import Batching, simulate
+from kvcore_plugins.eviction import LRU
+
+BLOCK = 4
+STEP = 10
+"""Nanoseconds that `Even` takes for a step."""
+
+
+@attrs.define(slots=False, eq=False)
+class Even(LatencyModel):
+    """Every step takes 10 ns."""
+
+    name: ClassVar[str] = "even"
+
+    def pieces(self, batch):
+        """Return one flat line."""
+        del batch
+        return [(STEP * 1000, 0)]
+
+
+@attrs.define(slots=False, eq=False)
+class Bent(LatencyModel):
+    """Three lines, each the longest somewhere; a step takes a few ns, never a whole number."""
+
+    name: ClassVar[str] = "bent"
+
+    reach: tuple[int | None, ...] = (None,)
+
+    @property
+    def windows(self):
+        """The windows it was made with."""
+        return self.reach
+
+    def pieces(self, batch):
+        """Return the lines, with a slope for each window."""
+        work = 300 * batch.prefill + sum(batch.pairs) + 50 * batch.decode
+        lines = ((1_000 + work, 7), (4_000 + 100 * batch.prefill, 19), (9_000, 3))
+        return [(a, *(b for _ in batch.context)) for a, b in lines]
+
+
+@attrs.define(slots=False, eq=False)
+class Single(Bent):
+    """The same times, of which nothing may be foreseen."""
+
+    name: ClassVar[str] = "single"
+    jumps: ClassVar[bool] = False
+
+
+@attrs.define(slots=False, eq=False)
+class Tally(LatencyModel):
+    """A generated token takes a microsecond, one of a prompt a picosecond: time tells both."""
+
+    name: ClassVar[str] = "tally"
+    TOKEN: ClassVar[int] = 10**6
+
+    def pieces(self, batch):
+        """Return one flat line."""
+        return [(batch.prefill + self.TOKEN * batch.decode, 0)]
+
+
+EVICTIONS = (*POLICIES, "lfu:half_life=1e-6", "ttl:ttl=3e-7")
+
+
+def ask(name, at=0, prompt=BLOCK, output=1, **fields):
+    """Return a request that shares nothing; it arrives at `at` ns."""
+    fields = {"key_tokens": BLOCK} | fields
+    return Request(id=name, arrival=at, prompt=prompt, output=output, **fields)
+
+
+@attrs.frozen
+class Run:
+    """What became of some requests.
+
+    Attributes:
+        result: of the simulation.
+        trace: the bytes of its trace; None without one.
+        rows: a dict for each request that finished, by id: its times (ns) and numbers.
+    """
+
+    result: Any
+    trace: bytes | None
+    rows: dict[Any, dict[str, int]]
+
+    @property
+    def lines(self):
+        """The lines of the trace, between HEADER and END."""
+        return [orjson.loads(line) for line in self.trace.splitlines()[1:-1]]
+
+    @property
+    def rejected(self):
+        """Why each request was rejected that was, by id."""
+        log = self.result.log
+        return {log.ids[row]: why for row, why in log.reasons.items()}
+
+    def of(self, event):
+        """Return (time, request) for each line of `event`."""
+        return [(line["t"], line["request"]) for line in self.lines if line["event"] == event]
+
+    def story(self, *events):
+        """Return "time EVENT request" for each line of `events`; none: of all there are."""
+        names = {
+            line["seq"]: line["request"]
+            for line in self.lines
+            if "request" in line and "seq" in line
+        }
+        told = []
+        for line in self.lines:
+            name = (
+                line["id"] if "id" in line else line.get("request", names.get(line.get("seq")))
+            )
+            if not events or line["event"] in events:
+                told.append(f"{line['t']} {line['event']} {name}")
+        return told
+
+    def sum(self, column):
+        """Return the sum of a column."""
+        return sum(row[column] for row in self.rows.values())
+
+
+COLUMNS = (
+    *("arrival", "admitted", "first_token", "finish", "prompt", "output", "hit"),
+    *("pauses", "recomputes"),
+)
+
+
+def serve(
+    requests,
+    *,
+    blocks=1000,
+    block_size=BLOCK,
+    key_tokens=None,
+    eviction=None,
+    retention=None,
+    scheduler=None,
+    latency=None,
+    trace=True,
+    jumps=True,
+    rate_scale=1.0,
+    **batching,
+):
+    """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`."""
+    out = BytesIO()
+    writer = Trace(out, mode="model") if trace else None
+    cache = KVCache(
+        blocks,
+        block_size,
+        eviction=LRU() if eviction is None else eviction,
+        retention=retention,
+        count="tokens",
+        key_tokens=block_size if key_tokens is None else key_tokens,
+        trace=writer,
+    )
+    result = simulate(
+        requests,
+        cache=cache,
+        scheduler=scheduler_of("fcfs") if scheduler is None else scheduler,
+        latency=Even() if latency is None else latency,
+        batching=Batching(**{"watermark": 0} | batching),
+        rate_scale=rate_scale,
+        jumps=jumps,
+    )
+    if writer is not None:
+        writer.close()
+    cache.check_integrity()
+    assert not cache.sequences
+    assert cache.pool.free + cache.prefix.cached == blocks
+    log = result.log
+    columns = [getattr(log, column) for column in COLUMNS]
+    rows = {
+        name: dict(zip(COLUMNS, row, strict=True))
+        for number, (name, *row) in enumerate(zip(log.ids, *columns, strict=True))
+        if number not in log.reasons
+    }
+    assert len(rows) + len(log.reasons) == len(log.ids)
+    return Run(result, out.getvalue() if trace else None, rows)
+
+
+@attrs.frozen
+class Server:
+    """A server and what it is to serve, as data."""
+
+    requests: list[Request]
+    eviction: str
+    windows: tuple[int | None, ...]
+    options: dict[str, Any]
+
+    def run(self, scheduler, **options):
+        """Serve the requests with a new scheduler of this name, and all else new."""
+        options = {"latency": Bent(reach=self.windows)} | options
+        return serve(
+            self.requests,
+            scheduler=scheduler_of(scheduler),
+            eviction=build(self.eviction),
+            **self.options,
+            **options,
+        )
+
+
+def random_server(draw):
+    """Make a server with `draw(low, high)`: a pool that is small for what comes at once."""
+
+    def one_of(*values):
+        return values[draw(0, len(values) - 1)]
+
+    size = one_of(4, 1, 2, 16)
+    key_tokens = size * one_of(1, 1, 2, 4)
+    requests = _requests(draw, draw(0, 24), key_tokens, one_of(0, 0, 2))
+    needs = [-(-(r.prompt + max(r.output - 1, 0)) // size) for r in requests]
+    blocks = max(needs, default=1) * one_of(10, 15, 20, 40, 9, 1000) // 10
+    options = {
+        "blocks": max(blocks, 1),
+        "block_size": size,
+        "key_tokens": key_tokens,
+        "max_seqs": one_of(4, 1, 2, 8),
+        "max_tokens": one_of(256, 8, 16, 64),
+        "chunked": draw(0, 2) > 0,
+        "steps": one_of("mixed", "mixed", "prefill-first"),
+        "watermark": one_of(0, 0.01, 0.2),
+    }
+    eviction = EVICTIONS[draw(0, len(EVICTIONS) - 1)]
+    return Server(
+        requests, eviction, one_of((None,), (None,), (None, 8), (5, None, 20)), options
+    )
+
+
+def _requests(draw, count, key_tokens, followers):
+    """Make requests; about `followers` in 5 of them come after another."""
+    requests: list[Request] = []
+    longest, spread = (8, 30, 90)[draw(0, 2)], (3, 30, 300)[draw(0, 2)]
+    now = 0
+    for number in range(count):
+        now += draw(0, spread) * draw(0, 1)
+        prompt, output = (
+            draw(min(draw(0, 20), 1), longest),
+            draw(0, 40) * draw(0, 1) + draw(0, 2),
+        )
+        follows = number and draw(0, 4) < followers
+        prompt_keys, output_keys = _keys(draw, number, prompt, output, key_tokens)
+        requests.append(
+            ask(
+                number,
+                now,
+                prompt,
+                output,
+                keys=prompt_keys,
+                output_keys=output_keys,
+                key_tokens=key_tokens,
+                priority=draw(0, 2),
+                predicted=draw(1, 40) if draw(0, 1) else None,
+                slo=SLO(deadline=draw(1, 900)) if draw(0, 1) else None,
+                tenant=f"tenant {draw(0, 2)}",
+                session="session" if followers else None,
+                after=draw(0, number - 1) if follows else None,
+                think=draw(0, 300) if follows else 0,
+            )
+        )
+    return requests
+
+
+def _keys(draw, number, prompt, output, key_tokens):
+    """Return keys of a prompt, which begins as others do, and of what it generates."""
+    generated = draw(0, 3) == 3
+    full = prompt // key_tokens
+    count = full if generated else -(-prompt // key_tokens)
+    own, shared, root = (number + 1) * 10_000, draw(0, 2) * draw(0, 8), draw(0, 1) * 1000
+    keys = [root + place if place < shared else own + place for place in range(count)]
+    end = (prompt + max(output - 1, 0)) // key_tokens if generated else full
+    return keys, [own + place for place in range(full, end)]
+
+
+@st.composite
+def _drawn(draw):
+    return random_server(lambda low, high: draw(st.integers(low, high)))
+
+
+def servers():
+    """Draw a server: half of them by hypothesis, which shrinks; half at random, for breadth."""
+    seeds = st.integers(0, 2**32)
+    return _drawn() | seeds.map(lambda seed: random_server(Random(seed).randint))  # noqa: S311

@@ -1,0 +1,30 @@
+"""Prompts of a small tree: a text a prompt, whose letters are keys of some blocks each."""
+
+from kvcore import KVCache, Request
+from kvcore.analysis import replay
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+
+
+def requests(texts, ratio=1, key=str):
+    """Return a request a text; its keys are `key` of its prefixes, of `ratio` tokens each."""
+    return [
+        Request(
+            id=number,
+            prompt=len(text) * ratio,
+            keys=[key(text[: end + 1]) for end in range(len(text))],
+            key_tokens=ratio,
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+def number(text):
+    """Return an integer key for a text of at most 7 letters."""
+    return int.from_bytes(text.encode(), "big")
+
+
+def replayed_hits(served, ratio, blocks):
+    """Return what LRU hits when each of `served` is opened, committed and closed in turn."""
+    cache = KVCache(blocks, 1, eviction=LRU(), prefix=Radix(), count="keys", key_tokens=ratio)
+    return replay(served, cache).hit_blocks
