@@ -85,7 +85,7 @@ def run(
     check_cache(cache, "run")
     scheduler = plugin_of(Scheduler, scheduler, "fcfs")
     latency = plugin_of(LatencyModel, latency, "roofline")
-    latency.claim()
+    latency.bind()
     batching = Batching() if batching is None else batching
     executor = TensorExecutor(
         cache,

@@ -1,12 +1,12 @@
 """Plugins: the base class, options from text, and the manager that loads and builds them."""
 
-from kvcore.plugins.base import Plugin, broken, option_fields, overridden
+from kvcore.plugins.base import Plugin, find_override, option_fields, policy_error
 from kvcore.plugins.manager import Plugins
 
 __all__ = [
     "Plugin",
     "Plugins",
-    "broken",
+    "find_override",
     "option_fields",
-    "overridden",
+    "policy_error",
 ]

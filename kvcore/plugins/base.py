@@ -20,17 +20,17 @@ class Plugin(ABC):
     kind: ClassVar[str]
     name: ClassVar[str]
 
-    _claimed: bool = attrs.field(init=False, default=False, repr=False)
+    _bound: bool = attrs.field(init=False, default=False, repr=False)
 
-    def claim(self) -> None:
+    def bind(self) -> None:
         """Take this instance into use. Raises InputError if something uses it already."""
-        if self._claimed:
+        if self._bound:
             msg = f"this {self.kind} plugin {self.name!r} is in use already: build another one"
             raise InputError(msg)
-        self._claimed = True
+        self._bound = True
 
     @classmethod
-    def unusable(cls) -> str | None:
+    def unavailable(cls) -> str | None:
         """Say why this plugin cannot work here (no GPU, an extra missing), or None."""
         return None
 
@@ -44,7 +44,7 @@ def option_fields(cls: type[Plugin]) -> list[attrs.Attribute[Any]]:
     return [f for f in attrs.fields(cls) if f.init and not f.name.startswith("_")]
 
 
-def overridden(plugin: Plugin, method: str) -> Callable[..., Any] | None:
+def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     """Return the bound `method` of `plugin`, or None if it is the kind's own empty one.
 
     Callers choose once, so a method that nobody overrides costs nothing.
@@ -56,7 +56,7 @@ def overridden(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     return bound
 
 
-def broken(plugin: Plugin, method: str, error: Exception) -> PolicyError:
+def policy_error(plugin: Plugin, method: str, error: Exception) -> PolicyError:
     """Return the error that says that `plugin` raised `error` in `method`."""
     cls = type(plugin)
     *_, frame = extract_tb(error.__traceback__)

@@ -81,7 +81,7 @@ def simulate(
         raise InputError(msg)
     scheduler = plugin_of(Scheduler, scheduler, "fcfs")
     latency = plugin_of(LatencyModel, latency, "roofline")
-    latency.claim()
+    latency.bind()
     batching = Batching() if batching is None else batching
     loop, took = serve(
         workload,
