@@ -22,7 +22,7 @@ from typing import Self
 import attrs
 import numpy as np
 
-from kvcore.analysis._mrc_kernels import Array, find_runs, optimum_hits, reuse_depths
+from kvcore.analysis._mrc_kernels import Array, find_runs, reuse_depths, served_by_belady
 from kvcore.cache.layout import Geometry
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
@@ -124,9 +124,12 @@ class Reuse:
     def optimum(self, blocks: int, *, bypass: bool) -> int:
         """Return what the optimum hits in a pool of `blocks` blocks.
 
-        Equals `Optimum(bypass).replay`. O(runs · log requests).
+        Equals `Belady(bypass).replay`. O(runs · log requests).
         """
-        return int(optimum_hits(*self._by_owner, blocks, bypass))
+        lengths, *runs = self._by_owner
+        hits = np.empty_like(lengths)
+        served_by_belady(lengths, lengths, *runs, blocks, bypass, hits)
+        return int(hits.sum())
 
     @cached_property
     def _sizes(self) -> Array:

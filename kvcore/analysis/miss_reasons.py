@@ -49,7 +49,7 @@ OPTIMUM = (
     "the order of their first admission"
 )
 """What decides between capacity and policy. Source: Belady, 1966; see
-`kvcore.analysis.Optimum`.
+`kvcore.analysis.Belady`.
 """
 
 
@@ -100,7 +100,7 @@ class Eviction:
 
 
 @attrs.define(eq=False)
-class Place:
+class DivergencePoint:
     """Where prompts part: after the same keys, each of them goes on with others.
 
     Attributes:
@@ -141,7 +141,7 @@ class Place:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Loss:
+class MissSegment:
     """Consecutive tokens of a prompt that missed for one reason.
 
     Attributes:
@@ -162,7 +162,7 @@ class Loss:
     eviction: Eviction | None = None
     other: Id | None = None
     way: str | None = None
-    place: Place | None = None
+    place: DivergencePoint | None = None
     other_salts: int = 0
 
     @property
@@ -170,7 +170,7 @@ class Loss:
         """The token after the last."""
         return self.first + self.tokens
 
-    def judged(self, best: int) -> Iterator[Loss]:
+    def split_at(self, best: int) -> Iterator[MissSegment]:
         """Yield it, divided at `best`, up to where the optimum hits, if it was evicted."""
         if self.category != EVICTED:
             yield self
@@ -185,7 +185,7 @@ class Loss:
 
 
 @attrs.define(kw_only=True, eq=False)
-class Reasons:
+class RequestMisses:
     """A request of a trace: what hit at its first admission, and why the rest did not.
 
     `losses` are in the order of the prompt, from where the hit ends to its end: the first
@@ -211,7 +211,7 @@ class Reasons:
     admitted: int | None = None
     seq: int | None = None
     hit: int = 0
-    losses: list[Loss] = attrs.field(factory=list)
+    losses: list[MissSegment] = attrs.field(factory=list)
     again: int = 0
     rejected: str | None = None
 
@@ -231,7 +231,7 @@ TOP = 5
 
 
 @attrs.define
-class Lost:
+class MissedTokens:
     """Tokens lost for one reason.
 
     Attributes:
@@ -278,10 +278,10 @@ class Summary:
     readmitted: int
     prompt_tokens: int
     hit_tokens: int
-    categories: dict[str, Lost]
-    ways: dict[str, Lost]
-    salted: Lost
-    places: list[Place]
+    categories: dict[str, MissedTokens]
+    ways: dict[str, MissedTokens]
+    salted: MissedTokens
+    places: list[DivergencePoint]
     victims: list[tuple[Id, int]]
     beneficiaries: list[tuple[Id, int]]
 
@@ -329,7 +329,7 @@ class Explanation:
     header: Mapping[str, Any]
     complete: bool
     cut_reason: str | None
-    requests: Mapping[Id, Reasons]
+    requests: Mapping[Id, RequestMisses]
     cost: PrefillCost = attrs.field(init=False)
 
     @cost.default
@@ -344,7 +344,7 @@ class Explanation:
         name: str = self.header["plugins"].get(kind, {}).get("name", "unknown")
         return name
 
-    def of(self, request: Id) -> Reasons:
+    def of(self, request: Id) -> RequestMisses:
         """Return what became of a request; text may stand for an integer id.
 
         Raises:
@@ -360,20 +360,20 @@ class Explanation:
             raise InputError(msg)
         return found
 
-    def prefill_seconds(self, loss: Loss) -> float:
+    def prefill_seconds(self, loss: MissSegment) -> float:
         """Return the least seconds to compute lost tokens, those before being there."""
         return self.cost(loss.first, loss.tokens)
 
     def summary(self, top: int = TOP) -> Summary:
         """Add all first admissions up. O(losses)."""
         states = Counter(reasons.state for reasons in self.requests.values())
-        categories = {name: Lost() for name in CATEGORIES}
-        ways = {name: Lost() for name in WAYS}
-        salted = Lost()
+        categories = {name: MissedTokens() for name in CATEGORIES}
+        ways = {name: MissedTokens() for name in WAYS}
+        salted = MissedTokens()
         victims: Counter[Id] = Counter()
         beneficiaries: Counter[Id] = Counter()
-        places: dict[int, Place] = {}
-        for reasons, loss in self._losses():
+        places: dict[int, DivergencePoint] = {}
+        for reasons, loss in self._segments():
             sums = [categories[loss.category]]
             if loss.way is not None:
                 sums.append(ways[loss.way])
@@ -422,7 +422,7 @@ class Explanation:
             "optimum": OPTIMUM,
         }
 
-    def request_dict(self, reasons: Reasons) -> dict[str, Any]:
+    def request_dict(self, reasons: RequestMisses) -> dict[str, Any]:
         """Return what became of a request, as JSON has it."""
         admitted = reasons.admitted
         return {
@@ -438,15 +438,15 @@ class Explanation:
             "prompt_tokens": reasons.tokens,
             "hit_tokens": reasons.hit,
             "missed_tokens": sum(loss.tokens for loss in reasons.losses),
-            "losses": [self._loss(loss, admitted or 0) for loss in reasons.losses],
+            "losses": [self._segment(loss, admitted or 0) for loss in reasons.losses],
         }
 
-    def _losses(self) -> Iterator[tuple[Reasons, Loss]]:
+    def _segments(self) -> Iterator[tuple[RequestMisses, MissSegment]]:
         for reasons in self.requests.values():
             for loss in reasons.losses:
                 yield reasons, loss
 
-    def _loss(self, loss: Loss, now: int) -> dict[str, Any]:
+    def _segment(self, loss: MissSegment, now: int) -> dict[str, Any]:
         eviction, place = loss.eviction, loss.place
         return {
             "category": loss.category,

@@ -6,19 +6,19 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from kvcore.analysis.belady import Turn, optimum_hits
+from kvcore.analysis.belady import belady
 from kvcore.analysis.miss_reasons import (
     EVICTED,
+    DivergencePoint,
     Eviction,
     Explanation,
     Id,
-    Loss,
-    Place,
-    Reasons,
+    MissSegment,
+    RequestMisses,
 )
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.layout import Prompt
@@ -56,12 +56,12 @@ def explain(
         TraceError: it has no HEADER, a line is damaged or contradicts what came before.
     """
     reader = read_events(file)
-    inquest: Inquest | None = None
+    inquest: MissClassifier | None = None
     header: Line = {}
     for line in reader:
         try:
             if inquest is None:
-                header, inquest = line, Inquest(line)
+                header, inquest = line, MissClassifier(line)
             else:
                 inquest.take(line)
         except ValueError as error:
@@ -80,7 +80,7 @@ def explain(
     )
 
 
-class Inquest:
+class MissClassifier:
     """Follows a trace from line to line, and notes at every first admission why it missed.
 
     Attributes:
@@ -91,7 +91,7 @@ class Inquest:
     def __init__(self, header: Line) -> None:
         """Start with the empty cache that HEADER gives."""
         self.state = CacheState(header)
-        self.requests: dict[Id, Reasons] = {}
+        self.requests: dict[Id, RequestMisses] = {}
         self._pool: int = header["blocks"]
         self._size: int = header["block_size"]
         self._ratio = max(1, header["key_tokens"] // self._size)
@@ -99,15 +99,17 @@ class Inquest:
         prefix = header["plugins"].get("prefix", {}).get("name")
         self._shares = prefix != SHARES_NOTHING
         # By block, the eviction that took it last, and the latest admission that has it.
-        self._evictions: Ledger[Eviction] = Ledger(self._ratio)
-        self._senders: Ledger[int] = Ledger(self._ratio)
-        self._turns: list[Turn] = []
+        self._evictions: LastEventIndex[Eviction] = LastEventIndex(self._ratio)
+        self._senders: LastEventIndex[int] = LastEventIndex(self._ratio)
+        # The first admissions, in order: what each admits, and who wants its blocks next.
+        self._admissions: list[Prompt] = []
+        self._runs: list[list[tuple[int, int]]] = []
         self._serials: dict[Id, int] = {}
         # By key, the latest admission that goes on after it.
         self._leaders: dict[Any, int] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
-        self._places: dict[Any, Place] = {}
+        self._places: dict[Any, DivergencePoint] = {}
         self._salts: Counter[str | None] = Counter()
         # Requests whose last key covers a part of a block.
         self._partial: set[Id] = set()
@@ -139,16 +141,25 @@ class Inquest:
 
     def judge(self) -> None:
         """Tell capacity from policy, now that all requests are known."""
-        best = optimum_hits(self._turns, self._pool)
-        for turn, blocks in zip(self._turns, best, strict=True):
-            reasons = self.requests[turn.prompt.id]
+        admissions = self._admissions
+        lengths = [min(prompt.cacheable, self._pool) for prompt in admissions]
+        needs = [prompt.blocks for prompt in admissions]
+        starts = [0, *accumulate(map(len, self._runs))]
+        wanted = [after for runs in self._runs for after, _ in runs]
+        ends = [end for runs in self._runs for _, end in runs]
+        hits = [0] * len(admissions)
+        belady(lengths, needs, starts, wanted, ends, self._pool, False, hits)  # noqa: FBT003
+        for prompt, cached in zip(admissions, hits, strict=True):
+            reasons = self.requests[prompt.id]
             if any(loss.category == EVICTED for loss in reasons.losses):
-                upto = blocks * self._size
-                reasons.losses = [part for loss in reasons.losses for part in loss.judged(upto)]
+                upto = min(cached, prompt.limit) * self._size
+                reasons.losses = [
+                    part for loss in reasons.losses for part in loss.split_at(upto)
+                ]
 
     def _request(self, line: Line) -> None:
         prompt = self.state.requests[line["id"]]
-        self.requests[prompt.id] = Reasons(
+        self.requests[prompt.id] = RequestMisses(
             request=prompt.id,
             tokens=prompt.blocks * self._size if self._by_key else line["prompt"],
             salt=line.get("salt"),
@@ -224,22 +235,23 @@ class Inquest:
             reasons.hit = blocks * self._size
             self._admit(reasons, blocks)
 
-    def _admit(self, reasons: Reasons, hit: int) -> None:
+    def _admit(self, reasons: RequestMisses, hit: int) -> None:
         """Say why no more than `hit` blocks hit, and remember what the prompt brings."""
         prompt = self.state.requests[reasons.request]
         keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
-        serial, sent = len(self._turns), 0
-        for first, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
+        serial, sent = len(self._admissions), 0
+        for _, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
             if sender is None:
                 break
-            self._turns[sender].runs.append((serial, first, end))
+            self._runs[sender].append((serial, end))
             sent = end
         reach = min(sent, prompt.limit)
         reasons.losses = [
             *self._lost(reasons, prompt, keys, hit, reach),
             *self._rest(reasons, prompt, keys, sent, max(hit, reach)),
         ]
-        self._turns.append(Turn(prompt))
+        self._admissions.append(prompt)
+        self._runs.append([])
         self._serials[prompt.id] = serial
         self._salts[reasons.salt] += 1
         self._senders.add(keys, 0, prompt.cacheable, serial)
@@ -247,8 +259,8 @@ class Inquest:
         self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
 
     def _lost(
-        self, reasons: Reasons, prompt: Prompt, keys: list[Any], hit: int, reach: int
-    ) -> Iterator[Loss]:
+        self, reasons: RequestMisses, prompt: Prompt, keys: list[Any], hit: int, reach: int
+    ) -> Iterator[MissSegment]:
         """Yield the losses among blocks whose keys an earlier request had."""
         if hit >= reach:
             return
@@ -257,14 +269,16 @@ class Inquest:
             at, other = self._in_flight(reasons, prompt, hit, reach)
             if at > hit:
                 tokens = (at - hit) * size
-                yield Loss(category="in_flight", first=hit * size, tokens=tokens, other=other)
+                yield MissSegment(
+                    category="in_flight", first=hit * size, tokens=tokens, other=other
+                )
         held = max(at, min(reach, self._pool))
         for first, end, eviction in self._evictions.pieces(keys, at, held):
             category, other = "unstored", self._sender(keys, end)
             if eviction is not None:
                 category = "expired" if eviction.expired else EVICTED
                 other = eviction.user
-            yield Loss(
+            yield MissSegment(
                 category=category,
                 first=first * size,
                 tokens=(end - first) * size,
@@ -274,11 +288,13 @@ class Inquest:
         if held < reach:
             tokens = (reach - held) * size
             other = self._sender(keys, reach)
-            yield Loss(category="truncated", first=held * size, tokens=tokens, other=other)
+            yield MissSegment(
+                category="truncated", first=held * size, tokens=tokens, other=other
+            )
 
     def _rest(
-        self, reasons: Reasons, prompt: Prompt, keys: list[Any], sent: int, first: int
-    ) -> Iterator[Loss]:
+        self, reasons: RequestMisses, prompt: Prompt, keys: list[Any], sent: int, first: int
+    ) -> Iterator[MissSegment]:
         """Yield the loss of the tokens from block `first` on: new ones, or none that can hit.
 
         Of the prompt's blocks so many were `sent` before.
@@ -291,9 +307,11 @@ class Inquest:
             yield self._compulsory(reasons, keys, sent, at)
         else:
             category = "no_keys" if prompt.unkeyed else "granularity"
-            yield Loss(category=category, first=at, tokens=tokens)
+            yield MissSegment(category=category, first=at, tokens=tokens)
 
-    def _compulsory(self, reasons: Reasons, keys: list[Any], sent: int, first: int) -> Loss:
+    def _compulsory(
+        self, reasons: RequestMisses, keys: list[Any], sent: int, first: int
+    ) -> MissSegment:
         """Say how what nobody sent before begins, after `sent` blocks that somebody did."""
         known = -(-sent // self._ratio)
         way, other, place, salts = "starts", None, None, 0
@@ -306,14 +324,14 @@ class Inquest:
         elif leader is None or first < known * self._ratio * self._size:
             way, other = "extends", self._sender(keys, sent)
         else:
-            way, other = "diverges", self._turns[leader].prompt.id
+            way, other = "diverges", self._admissions[leader].id
         tokens = reasons.tokens - first
         if way in ("starts", "diverges"):
             width = self._ratio * self._size
-            new = Place(known * width, width, reasons.request, other)
+            new = DivergencePoint(known * width, width, reasons.request, other)
             place = self._places.setdefault(before, new)
             place.count(reasons.tokens, tokens)
-        return Loss(
+        return MissSegment(
             category="compulsory",
             first=first,
             tokens=tokens,
@@ -324,7 +342,7 @@ class Inquest:
         )
 
     def _in_flight(
-        self, reasons: Reasons, prompt: Prompt, hit: int, reach: int
+        self, reasons: RequestMisses, prompt: Prompt, hit: int, reach: int
     ) -> tuple[int, Id | None]:
         """Return up to where open sequences compute what follows the hit, and whose that is."""
         furthest, whose = hit, None
@@ -352,7 +370,7 @@ class Inquest:
         """Return the request that was admitted last of those with the block before `end`."""
         ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
         assert serial is not None
-        return self._turns[serial].prompt.id
+        return self._admissions[serial].id
 
 
 Note = TypeVar("Note")
@@ -362,7 +380,7 @@ Piece: TypeAlias = tuple[int, int, Note | None]
 """Blocks from a first up to a last, and what was noted of them; None: nothing."""
 
 
-class Ledger(Generic[Note]):
+class LastEventIndex(Generic[Note]):
     """Remembers of every block the latest note, such as what evicted it.
 
     A key stands for `ratio` blocks. Mostly they have one note; else the key has pieces, by

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from kvcore.analysis.belady import Optimum
-from kvcore.analysis.compare import Contender, Policy, Progress, Source, Tick, contenders
-from kvcore.analysis.replay import replay
+from kvcore.analysis.belady import Belady
+from kvcore.analysis.comparison import Candidate, Policy, Progress, Source, Tick, candidates_of
 from kvcore.analysis.sweep.executors import Death, work_all
+from kvcore.analysis.untimed import replay
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.cache.layout import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
@@ -170,7 +170,7 @@ def curve(
         jobs,
     )
     return bench.curves(
-        contenders(policies, plugins, seed),
+        candidates_of(policies, plugins, seed),
         None if blocks is None else _checked(blocks),
         points,
     )
@@ -207,10 +207,12 @@ class _Bench:
             raise InputError(msg)
         _ = self.replays.geometry
 
-    def curves(self, entrants: list[Contender], sizes: list[int] | None, points: int) -> Curves:
-        """Make one curve for each of `entrants`."""
+    def curves(
+        self, candidates: list[Candidate], sizes: list[int] | None, points: int
+    ) -> Curves:
+        """Make one curve for each of `candidates`."""
         workload, count = self.replays.workload, self.replays.count
-        if count != "keys" and any(policy.kind is Optimum for policy in entrants):
+        if count != "keys" and any(policy.kind is Belady for policy in candidates):
             msg = (
                 f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
             )
@@ -219,13 +221,13 @@ class _Bench:
             spread_sizes(1, points)
         digest = workload.digest
         reuse = None
-        if any(self._in_one_pass(policy) for policy in entrants):
+        if any(self._in_one_pass(policy) for policy in candidates):
             reuse = self._reuse()
             bounds = reuse.lookup_blocks, reuse.distinct_blocks, reuse.hit_blocks
         else:
             bounds = self._bounds()
         sizes = sizes or spread_sizes(bounds[1], points)
-        made = self._exact(entrants, sizes, reuse) | self._replayed(entrants, sizes)
+        made = self._exact(candidates, sizes, reuse) | self._replayed(candidates, sizes)
         return Curves(
             workload=Source(
                 name=workload.name,
@@ -239,15 +241,15 @@ class _Bench:
             lookup_blocks=bounds[0],
             distinct_blocks=bounds[1],
             hit_blocks=bounds[2],
-            curves=[made[place] for place in range(len(entrants))],
+            curves=[made[place] for place in range(len(candidates))],
         )
 
-    def _in_one_pass(self, policy: Contender) -> bool:
+    def _in_one_pass(self, policy: Candidate) -> bool:
         """Say whether one reading of the workload is enough for a policy."""
         if self.replays.count != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
-            return policy.kind is Optimum
+            return policy.kind is Belady
         return policy.kind is self.plugins.get("eviction", LRU)
 
     def _reuse(self) -> Reuse:
@@ -266,15 +268,15 @@ class _Bench:
         return stats.lookup_blocks, cache.prefix.cached, stats.hit_blocks
 
     def _exact(
-        self, entrants: list[Contender], sizes: list[int], reuse: Reuse | None
+        self, candidates: list[Candidate], sizes: list[int], reuse: Reuse | None
     ) -> dict[int, Curve]:
         """Return the curves, by place, that one reading is enough for."""
         made: dict[int, Curve] = {}
-        for place, policy in enumerate(entrants):
+        for place, policy in enumerate(candidates):
             if reuse is None or not self._in_one_pass(policy):
                 continue
             steps = None
-            if isinstance(policy.make, Optimum):
+            if isinstance(policy.make, Belady):
                 bypass = policy.make.bypass
                 with self.progress("the optimum by size", len(sizes)) as tick:
                     hits = []
@@ -287,12 +289,12 @@ class _Bench:
             made[place] = _curve(policy, sizes, hits, steps)
         return made
 
-    def _replayed(self, entrants: list[Contender], sizes: list[int]) -> dict[int, Curve]:
+    def _replayed(self, candidates: list[Candidate], sizes: list[int]) -> dict[int, Curve]:
         """Return the curves, by place, that take a replay a size."""
         replayed = {
             place: policy.make
-            for place, policy in enumerate(entrants)
-            if not self._in_one_pass(policy) and not isinstance(policy.make, Optimum)
+            for place, policy in enumerate(candidates)
+            if not self._in_one_pass(policy) and not isinstance(policy.make, Belady)
         }
         entries = [(make(), size) for make in replayed.values() for size in sizes]
         hits = [0] * len(entries)
@@ -304,7 +306,7 @@ class _Bench:
                     tick(1)
         rows = (hits[begin : begin + len(sizes)] for begin in range(0, len(hits), len(sizes)))
         return {
-            place: _curve(entrants[place], sizes, row)
+            place: _curve(candidates[place], sizes, row)
             for place, row in zip(replayed, rows, strict=True)
         }
 
@@ -329,7 +331,7 @@ class _Bench:
 
 
 def _curve(
-    policy: Contender, sizes: list[int], hits: list[int], steps: Steps | None = None
+    policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
 ) -> Curve:
     return Curve(
         eviction=policy.name, options=policy.options, blocks=sizes, hit_blocks=hits, steps=steps

@@ -9,7 +9,14 @@ from typing import ClassVar
 import attrs
 
 from kvcore.analysis import Explanation
-from kvcore.analysis.miss_reasons import CATEGORIES, WAYS, Loss, Lost, Reasons, Summary
+from kvcore.analysis.miss_reasons import (
+    CATEGORIES,
+    WAYS,
+    MissedTokens,
+    MissSegment,
+    RequestMisses,
+    Summary,
+)
 from kvcore.report.tables import counted
 from kvcore.units import NS_PER_S, format_seconds
 
@@ -41,7 +48,7 @@ class RequestReport:
     """
 
     explanation: Explanation
-    reasons: Reasons
+    reasons: RequestMisses
 
     def __str__(self) -> str:
         """Return a few lines: what hit, then each loss in the order of the prompt."""
@@ -77,7 +84,7 @@ class RequestReport:
             f"{reasons.seq}.{again}"
         )
 
-    def _told(self, losses: list[Loss]) -> str:
+    def _told(self, losses: list[MissSegment]) -> str:
         """Tell of losses side by side, which differ in their evictions at most."""
         first, end = losses[0].first, losses[-1].end
         prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
@@ -86,7 +93,7 @@ class RequestReport:
             f"prefill): {_spaced(losses[0].category)}. {self._why(losses)}"
         )
 
-    def _why(self, losses: list[Loss]) -> str:
+    def _why(self, losses: list[MissSegment]) -> str:
         loss = losses[0]
         if loss.eviction is not None:
             return self._evicted(losses)
@@ -105,7 +112,7 @@ class RequestReport:
             "no_keys": "The request has no key for these.",
         }[loss.category]
 
-    def _evicted(self, losses: list[Loss]) -> str:
+    def _evicted(self, losses: list[MissSegment]) -> str:
         """Tell when and for whom blocks left: tails first, so the last of `losses` before."""
         now = self.reasons.admitted
         evictions = [loss.eviction for loss in losses if loss.eviction is not None]
@@ -226,7 +233,7 @@ class SummaryReport:
         """How to read the numbers."""
         return "\n".join(self._notes())
 
-    def _row(self, name: str, lost: Lost, because: str) -> Row:
+    def _row(self, name: str, lost: MissedTokens, because: str) -> Row:
         return [
             name,
             f"{lost.tokens:,}",
@@ -270,11 +277,11 @@ def _ranked(requests: Iterable[tuple[int | str, int]]) -> Iterator[tuple[str, st
     return ((str(request), f"{tokens:,}") for request, tokens in requests)
 
 
-def _because(losses: list[Loss]) -> str:
+def _because(losses: list[MissSegment]) -> str:
     return ":" if losses else "."
 
 
-def _new(loss: Loss) -> str:
+def _new(loss: MissSegment) -> str:
     """Say how the keys that nobody sent before begin."""
     if loss.way == "starts":
         story = "No request admitted before begins with this block."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
-from kvcore.analysis import Curves, Optimum
+from kvcore.analysis import Belady, Curves
 from kvcore.errors import PluginError
 from kvcore.models.memory import KVLayout
 from kvcore.report.tables import counted, named
@@ -106,7 +106,7 @@ def draw(axes: Axes, report: CurvesReport) -> None:
     for name, curve in named(curves.curves):
         sizes, hits = curve.blocks, curve.hit_blocks
         style: dict[str, Any]
-        if curve.eviction == Optimum.name:
+        if curve.eviction == Belady.name:
             dashes = "--" if curve.options["bypass"] else "-"
             style = {"color": INK, "linewidth": 1, "marker": ".", "linestyle": dashes}
         else:

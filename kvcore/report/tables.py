@@ -9,7 +9,7 @@ from typing import Any, TextIO, TypeVar
 
 import attrs
 
-from kvcore.analysis import SHARING, Comparison, Curve, Infinite, Optimum, Row
+from kvcore.analysis import SHARING, Belady, Comparison, Curve, Infinite, Row
 from kvcore.models.cost import PrefillCost
 from kvcore.plugins.options import as_text
 
@@ -126,7 +126,7 @@ class ComparisonReport:
 
     def _policies(self) -> list[tuple[str, Row]]:
         rows = named(self.comparison.rows)
-        return [(name, row) for name, row in rows if row.eviction != Optimum.name]
+        return [(name, row) for name, row in rows if row.eviction != Belady.name]
 
     def _most_hits(self) -> str:
         """Name the policy that hits most, by pool size, where there is one."""
@@ -190,7 +190,7 @@ def write_csv(comparison: Comparison, file: TextIO) -> None:
 
 
 def _is_optimum(row: Row) -> bool:
-    return row.eviction == Optimum.name and not row.options["bypass"]
+    return row.eviction == Belady.name and not row.options["bypass"]
 
 
 def _cell(result: Row | Infinite) -> str:

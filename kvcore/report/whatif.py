@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.analysis import Change, Figures, WhatIf
+from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import counted
 from kvcore.units import NS_PER_S, format_number, format_seconds
@@ -91,7 +91,7 @@ class WhatIfReport:
                 yield [title, *self._columns], [self._request(change) for change in changes]
 
     @property
-    def _parts(self) -> tuple[WhatIf, Figures, Figures]:
+    def _parts(self) -> tuple[WhatIf, RunSummary, RunSummary]:
         return self.whatif, self.whatif.recorded, self.whatif.rerun
 
     @property

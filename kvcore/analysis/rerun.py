@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import attrs
 
 from kvcore.analysis._setting import Asked, Given, Setting
-from kvcore.analysis.compare import Progress, Tick
-from kvcore.analysis.replay import served
+from kvcore.analysis.comparison import Progress, Tick
+from kvcore.analysis.untimed import served
 from kvcore.cache import KVCache
 from kvcore.cache.layout import Geometry
 from kvcore.cache.residency import CacheStats
@@ -37,7 +37,7 @@ SECOND = NS_PER_S * PS_PER_NS
 
 
 @attrs.frozen(kw_only=True)
-class Figures:
+class RunSummary:
     """What a run came to, as far as a trace can tell. Times are None without a clock.
 
     Attributes:
@@ -82,7 +82,7 @@ class Figures:
         evicted: int,
         *,
         timed: bool,
-    ) -> Figures:
+    ) -> RunSummary:
         """Count up a run. O(n log n) in its requests."""
         begin, end = min(log.arrival, default=0), max((*log.arrival, *log.finish), default=0)
         seconds = (end - begin) / NS_PER_S if timed else 0
@@ -116,7 +116,7 @@ class Figures:
 
 
 @attrs.frozen
-class Fate:
+class RequestOutcome:
     """What became of a request in one run.
 
     Attributes:
@@ -142,8 +142,8 @@ class Change:
 
     request: int | str
     prompt: int
-    recorded: Fate
-    rerun: Fate
+    recorded: RequestOutcome
+    rerun: RequestOutcome
 
     @property
     def tokens(self) -> int:
@@ -171,18 +171,18 @@ class Change:
 
 def changes(recorded: RunLog, rerun: RunLog) -> Iterator[Change]:
     """Yield the requests that fared differently, in the order in which they ended. O(n)."""
-    fates = dict(_fates(rerun))
+    fates = dict(_outcomes(rerun))
     prompts = dict(zip(recorded.ids, recorded.prompt, strict=True))
-    for name, fate in _fates(recorded):
+    for name, fate in _outcomes(recorded):
         if fates[name] != fate:
             yield Change(name, prompts[name], fate, fates[name])
 
 
-def _fates(log: RunLog) -> Iterator[tuple[int | str, Fate]]:
+def _outcomes(log: RunLog) -> Iterator[tuple[int | str, RequestOutcome]]:
     columns = zip(log.ids, log.hit, log.arrival, log.first_token, strict=True)
     for row, (name, hit, arrival, first) in enumerate(columns):
         ttft = None if first < 0 else first - arrival
-        yield name, Fate(hit, ttft, rejected=row in log.reasons)
+        yield name, RequestOutcome(hit, ttft, rejected=row in log.reasons)
 
 
 def _times(begin: Iterable[int], end: Iterable[int]) -> Distribution | None:
@@ -387,8 +387,8 @@ class WhatIf:
     here: str
     workload: str
     timed: bool
-    recorded: Figures
-    rerun: Figures
+    recorded: RunSummary
+    rerun: RunSummary
     changes: list[Change]
 
     def gained(self, most: int = 5) -> list[Change]:
@@ -504,7 +504,7 @@ def whatif(
         here=version(),
         workload=workload.name,
         timed=setting.timed,
-        recorded=Figures.of(
+        recorded=RunSummary.of(
             setting.recorded_config(),
             recorded.log,
             recorded.stats,
@@ -533,11 +533,11 @@ class _Rerun:
         else:
             self._serve(*self._server)
 
-    def figures(self) -> Figures:
+    def figures(self) -> RunSummary:
         """Return what it came to."""
         cache, prefix = self._cache, self._cache.prefix
         plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()))
-        return Figures.of(
+        return RunSummary.of(
             self._setting.config(filter(None, plugins)),
             self.log,
             cache.stats,

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from kvcore.analysis.belady import Future, Optimum
-from kvcore.analysis.replay import replay
+from kvcore.analysis.belady import Belady, Future
+from kvcore.analysis.untimed import replay
 from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, Residency, Span
 from kvcore.cache.layout import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
@@ -138,7 +138,7 @@ def compare(
     Args:
         workload: where the requests come from.
         policies: one or several: names with options (`"lfu:half_life=300"`; one text may
-            hold several), policy classes, functions that build a policy, and `Optimum` or
+            hold several), policy classes, functions that build a policy, and `Belady` or
             its name.
         blocks: pool sizes, or one; None: a few parts of the workload's distinct blocks.
         block_size: tokens a block holds; None: as many as a key of the workload.
@@ -168,12 +168,12 @@ def compare(
         )
         raise InputError(msg)
     plugins = plugins or Plugins()
-    entrants = contenders(policies, plugins, seed)
+    candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else _sizes(blocks)
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
-    _check(entrants, sizes, count, make_prefix, trace)
+    _check(candidates, sizes, count, make_prefix, trace)
     if trace is not None:
         spare(workload, trace)
     key_tokens, digest = workload.key_tokens, workload.digest
@@ -184,16 +184,16 @@ def compare(
         recompute or default_prefill_cost(),
         residency,
     )
-    replays = 1 + len(entrants) * len(PARTS if sizes is None else sizes)
+    replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if workload.size is None else workload.size * replays
     with (progress or _untold)(f"comparing on {workload.name}", steps) as bench.tick:
         requests, infinite = bench.infinite()
         if sizes is None:
             sizes = default_sizes(infinite.distinct_blocks)
         if trace is None:
-            rows = [bench.row(policy, size) for policy in entrants for size in sizes]
+            rows = [bench.row(policy, size) for policy in candidates for size in sizes]
         else:
-            rows = [bench.traced_row(entrants[0], sizes[0], trace, seed)]
+            rows = [bench.traced_row(candidates[0], sizes[0], trace, seed)]
     return Comparison(
         workload=Source(
             name=workload.name,
@@ -237,11 +237,11 @@ class _Bench:
             hit_ratio=stats.ratios(),
         )
 
-    def row(self, policy: Contender, blocks: int, trace: Trace | None = None) -> Row:
+    def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
         seen: Residency | None = None
-        if isinstance(policy.make, Optimum):
+        if isinstance(policy.make, Belady):
             stats, evicted = self._optimum(policy.make, blocks)
         else:
             cache = self._cache(blocks, policy.make(), trace)
@@ -264,14 +264,14 @@ class _Bench:
         )
 
     def traced_row(
-        self, policy: Contender, blocks: int, file: str | os.PathLike[str], seed: int | None
+        self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None
     ) -> Row:
         """Replay likewise, writing every decision to `file`."""
         cost = cost_fields(self.recompute)
         with Trace(file, workload=self.workload, seed=seed, recompute=cost) as trace:
             return self.row(policy, blocks, trace)
 
-    def _optimum(self, optimum: Optimum, blocks: int) -> tuple[CacheStats, int]:
+    def _optimum(self, optimum: Belady, blocks: int) -> tuple[CacheStats, int]:
         if self.future is None:
             self.future = Future.read(self._requests(), self.geometry)
         else:
@@ -336,14 +336,14 @@ def _sizes(blocks: int | Iterable[int]) -> list[int]:
 
 
 def _check(
-    entrants: list[Contender],
+    candidates: list[Candidate],
     sizes: list[int] | None,
     count: str,
     make_prefix: Callable[[], PrefixCache],
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse what cannot be combined."""
-    optimum = any(policy.name == Optimum.name for policy in entrants)
+    optimum = any(policy.name == Belady.name for policy in candidates)
     if optimum and count != "keys":
         msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
         raise InputError(msg)
@@ -356,11 +356,11 @@ def _check(
         raise InputError(msg)
     if trace is None:
         return
-    if sizes is None or len(entrants) * len(sizes) > 1:
+    if sizes is None or len(candidates) * len(sizes) > 1:
         number = "none" if sizes is None else len(sizes)
         msg = (
             "a trace is of one policy in a pool of one size: "
-            f"policies given: {len(entrants)}, sizes given: {number}"
+            f"policies given: {len(candidates)}, sizes given: {number}"
         )
         raise InputError(msg)
     if optimum:
@@ -370,7 +370,7 @@ def _check(
 
 def _with_shares(rows: list[Row]) -> list[Row]:
     """Return the rows with their share of what the optimum hits in the same pool."""
-    optimum = Optimum()
+    optimum = Belady()
     best = {
         row.blocks: row.hit_blocks
         for row in rows
@@ -384,12 +384,12 @@ def _with_shares(rows: list[Row]) -> list[Row]:
     ]
 
 
-Policy: TypeAlias = str | Optimum | Callable[[], EvictionPolicy]
+Policy: TypeAlias = str | Belady | Callable[[], EvictionPolicy]
 """A name with its options, the optimum, a policy class, or a function that builds a policy."""
 
 
 @attrs.frozen
-class Contender:
+class Candidate:
     """A policy to be built afresh for every pool, or the optimum.
 
     Attributes:
@@ -399,12 +399,12 @@ class Contender:
             are equal.
     """
 
-    kind: type[EvictionPolicy | Optimum]
+    kind: type[EvictionPolicy | Belady]
     options: dict[str, Any]
-    make: Callable[[], EvictionPolicy] | Optimum = attrs.field(eq=False)
+    make: Callable[[], EvictionPolicy] | Belady = attrs.field(eq=False)
 
     @classmethod
-    def building(cls, make: Callable[[], EvictionPolicy]) -> Contender:
+    def building(cls, make: Callable[[], EvictionPolicy]) -> Candidate:
         """Return the contender that `make` builds; it is called once, to see that it works.
 
         Raises:
@@ -415,9 +415,9 @@ class Contender:
         return cls(type(policy), plain(policy.options()), make)
 
     @classmethod
-    def bound(cls, optimum: Optimum) -> Contender:
+    def bound(cls, optimum: Belady) -> Candidate:
         """Return the optimum as a contender."""
-        return cls(Optimum, optimum.options(), optimum)
+        return cls(Belady, optimum.options(), optimum)
 
     @property
     def name(self) -> str:
@@ -425,9 +425,9 @@ class Contender:
         return self.kind.name
 
 
-def contenders(
+def candidates_of(
     policies: Policy | Iterable[Policy], plugins: Plugins, seed: int | None
-) -> list[Contender]:
+) -> list[Candidate]:
     """Return what `policies` names, one or several, each once.
 
     `seed` is that of the named policies with an option `seed` that do not set it.
@@ -438,14 +438,14 @@ def contenders(
     """
     if isinstance(policies, str) or not isinstance(policies, Iterable):
         policies = [policies]
-    found: list[Contender] = []
+    found: list[Candidate] = []
     for policy in policies:
         if isinstance(policy, str):
             found.extend(_named(spec, plugins, seed) for spec in parse(policy))
-        elif isinstance(policy, Optimum):
-            found.append(Contender.bound(policy))
+        elif isinstance(policy, Belady):
+            found.append(Candidate.bound(policy))
         elif callable(policy):
-            found.append(Contender.building(policy))
+            found.append(Candidate.building(policy))
         else:
             msg = (
                 f"{policy!r} cannot be compared: give a name, a policy class, or a function "
@@ -458,8 +458,8 @@ def contenders(
     return [one for place, one in enumerate(found) if one not in found[:place]]
 
 
-def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Contender:
-    if spec.name == Optimum.name:
-        return Contender.bound(Optimum.from_text(spec.options))
+def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Candidate:
+    if spec.name == Belady.name:
+        return Candidate.bound(Belady.from_text(spec.options))
     defaults = {} if seed is None else {"seed": seed}
-    return Contender.building(partial(plugins.build, "eviction", spec, defaults))
+    return Candidate.building(partial(plugins.build, "eviction", spec, defaults))
