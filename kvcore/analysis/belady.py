@@ -29,7 +29,7 @@ from kvcore.request import Key, Request
 _BYPASS = {"true": True, "false": False}
 
 
-def belady(  # noqa: C901 - numba compiles it, and inlines no function that is not compiled
+def belady(
     lengths: Any,
     needs: Any,
     starts: Any,

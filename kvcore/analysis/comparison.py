@@ -61,8 +61,8 @@ class Row:
             None where that was not run or hits nothing.
         residency: by tier, how long blocks rested, as `Residency.as_dict()` says, in the
             workload's own time; None where that was not asked for, and for the optimum.
-        wall_s: seconds the row took, reading the workload included. Rows of the optimum
-            share one reading, which the first of them pays.
+        wall_s: seconds the row took, reading the workload included. Rows of the
+            optimum share one reading, which no row pays.
     """
 
     eviction: str
@@ -177,7 +177,7 @@ def compare(
     if trace is not None:
         spare(workload, trace)
     key_tokens, digest = workload.key_tokens, workload.digest
-    bench = _Bench(
+    bench = _Runner(
         workload,
         Geometry(count, key_tokens if block_size is None else block_size, key_tokens),
         make_prefix,
@@ -187,7 +187,8 @@ def compare(
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if workload.size is None else workload.size * replays
     with (progress or _untold)(f"comparing on {workload.name}", steps) as bench.tick:
-        requests, infinite = bench.infinite()
+        bounded = any(policy.kind is Belady for policy in candidates)
+        requests, infinite = bench.infinite(bounded=bounded)
         if sizes is None:
             sizes = default_sizes(infinite.distinct_blocks)
         if trace is None:
@@ -215,7 +216,7 @@ def default_sizes(distinct_blocks: int) -> list[int]:
 
 
 @attrs.define
-class _Bench:
+class _Runner:
     """Runs one row after another on one workload."""
 
     workload: Workload
@@ -226,12 +227,22 @@ class _Bench:
     tick: Tick = attrs.field(init=False)
     future: Future | None = attrs.field(init=False, default=None)
 
-    def infinite(self) -> tuple[int, Infinite]:
-        """Replay without bounds; return the number of requests as well."""
-        cache = self._cache(MOST_BLOCKS, _NoEviction())
-        stats = replay(self._requests(), cache)
+    def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
+        """Return the number of requests, and what a cache without bounds hits.
+
+        With `bounded`, for comparisons with Belady's bound, the reading of the future that
+        the bound needs says it; else a replay does.
+        """
+        if bounded:
+            self.future = future = Future.read(self._requests(), self.geometry)
+            stats = future.stats(future.reused, self.geometry.block_size)
+            distinct = stats.lookup_blocks - stats.hit_blocks
+        else:
+            cache = self._cache(MOST_BLOCKS, _NoEviction())
+            stats = replay(self._requests(), cache)
+            distinct = cache.prefix.cached
         return stats.requests, Infinite(
-            distinct_blocks=cache.prefix.cached,
+            distinct_blocks=distinct,
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
@@ -272,10 +283,8 @@ class _Bench:
             return self.row(policy, blocks, trace)
 
     def _optimum(self, optimum: Belady, blocks: int) -> tuple[CacheStats, int]:
-        if self.future is None:
-            self.future = Future.read(self._requests(), self.geometry)
-        else:
-            self.tick(len(self.future.lengths))
+        assert self.future is not None, "`infinite` has read it"
+        self.tick(len(self.future.lengths))
         return optimum.replay(self.future, blocks, self.geometry.block_size)
 
     def _cache(
@@ -459,7 +468,7 @@ def candidates_of(
 
 
 def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Candidate:
-    if spec.name == Belady.name:
+    if spec.name in Belady.names:
         return Candidate.bound(Belady.from_text(spec.options))
     defaults = {} if seed is None else {"seed": seed}
     return Candidate.building(partial(plugins.build, "eviction", spec, defaults))

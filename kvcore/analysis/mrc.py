@@ -158,7 +158,7 @@ def curve(
         )
         raise InputError(msg)
     plugins = plugins or Plugins()
-    bench = _Bench(
+    bench = _CurveMaker(
         Replays(
             workload,
             count,
@@ -191,7 +191,7 @@ def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
 
 
 @attrs.define
-class _Bench:
+class _CurveMaker:
     """Makes the curves of one workload."""
 
     replays: Replays

@@ -269,7 +269,7 @@ def test_a_policy_that_fails_leaves_no_trace(tmp_path):
 
 def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
     """The infinite cache is as large as a pool can be; what does not fit is an error."""
-    monkeypatch.setattr(sys.modules["kvcore.analysis.compare"], "MOST_BLOCKS", 30)
+    monkeypatch.setattr(sys.modules["kvcore.analysis.comparison"], "MOST_BLOCKS", 30)
     with pytest.raises(PolicyError, match="the workload has more than 30 distinct blocks"):
         compare(small(), ["lru"], [10])
 
