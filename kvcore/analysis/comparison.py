@@ -1,4 +1,4 @@
-"""Compare eviction policies with one another, the optimum and a cache without bounds."""
+"""Comparison of eviction policies with Belady's bound and an unbounded cache."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Row:
 
 @attrs.frozen(kw_only=True)
 class Infinite:
-    """What a cache hits that never evicts: the bound for pools of all sizes.
+    """Hits of a cache that never evicts: the upper bound for every pool size.
 
     Attributes:
         distinct_blocks: what it holds in the end; a pool of that size hits as much.
@@ -107,7 +107,7 @@ class Source:
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """What `compare` returns: its rows by policy, then size, as they were asked for."""
+    """The result of `compare`: one row a policy and size, in the order asked for."""
 
     workload: Source
     count: str
@@ -217,7 +217,7 @@ def default_sizes(distinct_blocks: int) -> list[int]:
 
 @attrs.define
 class _Runner:
-    """Runs one row after another on one workload."""
+    """Replays one workload once a row."""
 
     workload: Workload
     geometry: Geometry
@@ -277,7 +277,7 @@ class _Runner:
     def traced_row(
         self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None
     ) -> Row:
-        """Replay likewise, writing every decision to `file`."""
+        """Replay under one policy and write every decision to the trace `file`."""
         cost = cost_fields(self.recompute)
         with Trace(file, workload=self.workload, seed=seed, recompute=cost) as trace:
             return self.row(policy, blocks, trace)
@@ -302,7 +302,7 @@ class _Runner:
         )
 
     def _requests(self) -> Iterator[Request]:
-        """Yield the requests, telling how many there were now and then."""
+        """Yield the requests and report progress every few hundred."""
         fresh = 0
         for request in self.workload:
             yield request
@@ -320,7 +320,7 @@ class _NoEviction(EvictionPolicy):
     name: ClassVar[str] = "no eviction"
 
     def victim(self, now: int) -> Span:
-        """Give up: the largest pool there can be is full."""
+        """Raise LookupError: even the largest possible pool is full."""
         del now
         msg = f"the workload has more than {MOST_BLOCKS} distinct blocks"
         raise LookupError(msg)
@@ -351,7 +351,7 @@ def _check(
     make_prefix: Callable[[], PrefixCache],
     trace: str | os.PathLike[str] | None,
 ) -> None:
-    """Refuse what cannot be combined."""
+    """Refuse combinations of arguments that have no meaning."""
     optimum = any(policy.name == Belady.name for policy in candidates)
     if optimum and count != "keys":
         msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
@@ -399,7 +399,7 @@ Policy: TypeAlias = str | Belady | Callable[[], EvictionPolicy]
 
 @attrs.frozen
 class Candidate:
-    """A policy to be built afresh for every pool, or the optimum.
+    """A policy that is built anew for every pool, or Belady's bound.
 
     Attributes:
         kind: its class.
@@ -414,7 +414,7 @@ class Candidate:
 
     @classmethod
     def building(cls, make: Callable[[], EvictionPolicy]) -> Candidate:
-        """Return the contender that `make` builds; it is called once, to see that it works.
+        """Return the candidate of `make`, which is called once, to check that it works.
 
         Raises:
             PluginError: what it builds has no name.
@@ -425,19 +425,19 @@ class Candidate:
 
     @classmethod
     def bound(cls, optimum: Belady) -> Candidate:
-        """Return the optimum as a contender."""
+        """Return Belady's bound as a candidate."""
         return cls(Belady, optimum.options(), optimum)
 
     @property
     def name(self) -> str:
-        """The name of the policy, or `optimum`."""
+        """Name of the policy, or `optimum`."""
         return self.kind.name
 
 
 def candidates_of(
     policies: Policy | Iterable[Policy], plugins: Plugins, seed: int | None
 ) -> list[Candidate]:
-    """Return what `policies` names, one or several, each once.
+    """Return the candidates that `policies` names, without repetitions.
 
     `seed` is that of the named policies with an option `seed` that do not set it.
 

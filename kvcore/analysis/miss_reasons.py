@@ -1,4 +1,4 @@
-"""What became of each token of a prompt, and of those that did not hit, why."""
+"""Reasons for which tokens of prompts missed, by request and in total."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ OPTIMUM = (
 
 
 def seconds(ns: int) -> float:
-    """Return nanoseconds as JSON has them."""
+    """Convert nanoseconds to the seconds of JSON."""
     return ns / NS_PER_S
 
 
 @attrs.frozen(eq=False)
 class Eviction:
-    """A line EVICT: the tail of a span that left the cache.
+    """An EVICT event: the tail of a span that left the cache.
 
     Attributes:
         line: its number in the file, from 1.
@@ -84,7 +84,7 @@ class Eviction:
     expired: bool
 
     def as_dict(self, now: int) -> dict[str, Any]:
-        """Return it as JSON has it, for a use at `now`."""
+        """Return the eviction as a JSON object, seen from a lookup at `now` (ns)."""
         return {
             "line": self.line,
             "t_s": seconds(self.time),
@@ -101,7 +101,7 @@ class Eviction:
 
 @attrs.define(eq=False)
 class DivergencePoint:
-    """Where prompts part: after the same keys, each of them goes on with others.
+    """A point after which requests with the same keys continue with different ones.
 
     Attributes:
         first, width: the token after the common ones, and how many a key covers: what
@@ -122,13 +122,13 @@ class DivergencePoint:
     shares: float = 0.0
 
     def count(self, prompt: int, tokens: int) -> None:
-        """Count a request with so many tokens, of which so many are from here on."""
+        """Count one more request: its `tokens`, and those of them after this point."""
         self.requests += 1
         self.tokens += tokens
         self.shares += self.first / prompt
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fields as a JSON object."""
         return {
             "first_token": self.first,
             "key_tokens": self.width,
@@ -142,7 +142,7 @@ class DivergencePoint:
 
 @attrs.frozen(kw_only=True, eq=False)
 class MissSegment:
-    """Consecutive tokens of a prompt that missed for one reason.
+    """Consecutive tokens of a prompt that missed for the same reason.
 
     Attributes:
         category: one of `CATEGORIES`.
@@ -167,11 +167,11 @@ class MissSegment:
 
     @property
     def end(self) -> int:
-        """The token after the last."""
+        """Position after the last token."""
         return self.first + self.tokens
 
     def split_at(self, best: int) -> Iterator[MissSegment]:
-        """Yield it, divided at `best`, up to where the optimum hits, if it was evicted."""
+        """Yield the parts before and after `best`, the end of the optimum's hit, if evicted."""
         if self.category != EVICTED:
             yield self
             return
@@ -186,7 +186,7 @@ class MissSegment:
 
 @attrs.define(kw_only=True, eq=False)
 class RequestMisses:
-    """A request of a trace: what hit at its first admission, and why the rest did not.
+    """The hit of a request's first admission, and the reasons for the rest.
 
     `losses` are in the order of the prompt, from where the hit ends to its end: the first
     says why the hit ended.
@@ -217,7 +217,7 @@ class RequestMisses:
 
     @property
     def state(self) -> str:
-        """Whether it was `admitted` or `rejected`, or is `waiting` where the trace ends."""
+        """State at the end of the trace: `admitted`, `rejected` or `waiting`."""
         if self.admitted is not None:
             return "admitted"
         return "waiting" if self.rejected is None else "rejected"
@@ -232,7 +232,7 @@ TOP = 5
 
 @attrs.define
 class MissedTokens:
-    """Tokens lost for one reason.
+    """Sum of the tokens that missed for one reason.
 
     Attributes:
         tokens, seconds: how many, and the least time their prefill takes.
@@ -244,19 +244,19 @@ class MissedTokens:
     stopped: int = 0
 
     def add(self, tokens: int, prefill: float, *, first: bool) -> None:
-        """Add a loss; the first of its request ended the hit."""
+        """Add the tokens of a segment; the first segment of a request ended its hit."""
         self.tokens += tokens
         self.seconds += prefill
         self.stopped += first
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fields as a JSON object."""
         return {"tokens": self.tokens, "prefill_s": self.seconds, "stopped": self.stopped}
 
 
 @attrs.frozen(kw_only=True)
 class Summary:
-    """Where the hits of all first admissions were lost.
+    """Totals of missed tokens over all first admissions, by reason.
 
     Attributes:
         admitted, rejected, waiting: requests by what became of them.
@@ -287,11 +287,11 @@ class Summary:
 
     @property
     def missed_tokens(self) -> int:
-        """Prompt tokens that did not hit."""
+        """Number of prompt tokens that missed."""
         return self.prompt_tokens - self.hit_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fields as a JSON object."""
         return {
             "requests": {
                 "admitted": self.admitted,
@@ -313,7 +313,7 @@ class Summary:
 
 @attrs.frozen(kw_only=True)
 class Explanation:
-    """Why the requests of a trace did not hit more.
+    """The result of `explain`: miss reasons of every request of a trace.
 
     Attributes:
         source: the file, or what was replayed.
@@ -340,12 +340,12 @@ class Explanation:
             return default_prefill_cost()
 
     def plugin(self, kind: str) -> str:
-        """Return the name of a plugin of the run; "unknown" if the trace does not say."""
+        """Return the name of the run's plugin of a kind, "unknown" if the trace lacks it."""
         name: str = self.header["plugins"].get(kind, {}).get("name", "unknown")
         return name
 
     def of(self, request: Id) -> RequestMisses:
-        """Return what became of a request; text may stand for an integer id.
+        """Return the misses of a request; an integer id may be given as text.
 
         Raises:
             InputError: the trace has no such request.
@@ -361,11 +361,11 @@ class Explanation:
         return found
 
     def prefill_seconds(self, loss: MissSegment) -> float:
-        """Return the least seconds to compute lost tokens, those before being there."""
+        """Return the least seconds to prefill the tokens of `loss` after those before them."""
         return self.cost(loss.first, loss.tokens)
 
     def summary(self, top: int = TOP) -> Summary:
-        """Add all first admissions up. O(losses)."""
+        """Return the totals over all first admissions. O(segments)."""
         states = Counter(reasons.state for reasons in self.requests.values())
         categories = {name: MissedTokens() for name in CATEGORIES}
         ways = {name: MissedTokens() for name in WAYS}
@@ -406,7 +406,7 @@ class Explanation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what was explained, as JSON has it."""
+        """Return the whole explanation as a JSON object."""
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -423,7 +423,7 @@ class Explanation:
         }
 
     def request_dict(self, reasons: RequestMisses) -> dict[str, Any]:
-        """Return what became of a request, as JSON has it."""
+        """Return the misses of one request as a JSON object."""
         admitted = reasons.admitted
         return {
             "request": reasons.request,
@@ -461,7 +461,7 @@ class Explanation:
         }
 
     def _ids(self, wanted: str) -> str:
-        """Say which ids there are, and the nearest one."""
+        """Return a hint for an unknown id: the nearest id and the range of ids."""
         ids = list(map(str, self.requests))
         if not ids:
             return ", which has none"

@@ -1,4 +1,4 @@
-"""Read a trace, and tell of every prompt what missed and why."""
+"""Miss classification: why the tokens of every prompt in a trace missed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def explain(
     source: str | None = None,
     tick: Callable[[int], object] | None = None,
 ) -> Explanation:
-    """Say of each request of a trace what hit at its first admission, and why no more.
+    """Return what each request of a trace hit at first admission, and why no more.
 
     Every line is checked as by `kvcore.trace.check`. What stands before a cut is explained.
     Costs about twice such a replay; memory grows with the distinct keys, some 300 bytes each.
@@ -81,7 +81,7 @@ def explain(
 
 
 class MissClassifier:
-    """Follows a trace from line to line, and notes at every first admission why it missed.
+    """Classifies the misses of every first admission while a trace is read.
 
     Attributes:
         state: the cache, rebuilt.
@@ -89,7 +89,7 @@ class MissClassifier:
     """
 
     def __init__(self, header: Line) -> None:
-        """Start with the empty cache that HEADER gives."""
+        """Store the empty cache that HEADER describes."""
         self.state = CacheState(header)
         self.requests: dict[Id, RequestMisses] = {}
         self._pool: int = header["blocks"]
@@ -126,7 +126,7 @@ class MissClassifier:
         }
 
     def take(self, line: Line) -> None:
-        """Take in the next line after HEADER.
+        """Apply the next line after HEADER.
 
         Raises:
             ViolationError: the line contradicts what came before.
@@ -140,7 +140,7 @@ class MissClassifier:
             self._take[event](line)
 
     def judge(self) -> None:
-        """Tell capacity from policy, now that all requests are known."""
+        """Divide evicted segments into capacity and policy misses, after the last line."""
         admissions = self._admissions
         lengths = [min(prompt.cacheable, self._pool) for prompt in admissions]
         needs = [prompt.blocks for prompt in admissions]
@@ -175,7 +175,7 @@ class MissClassifier:
         self.requests[line["request"]].rejected = line["why"]
 
     def _keys(self, line: Line) -> None:
-        """Take in keys of what a request has generated: it has sent them, too."""
+        """Record the keys of generated blocks: later prompts may contain them."""
         serial = self._serials.get(line["request"])
         if serial is None:
             return
@@ -224,7 +224,7 @@ class MissClassifier:
         self._admission(line)
 
     def _admission(self, line: Line) -> None:
-        """Take in a HIT or a MISS, of which the first of an admission tells its hit."""
+        """Apply a HIT or MISS line; the first one of an admission has its hit."""
         reasons = self.requests[line["request"]]
         if "again" in line:
             reasons.again += line["seq"] != self._returned
@@ -236,7 +236,7 @@ class MissClassifier:
             self._admit(reasons, blocks)
 
     def _admit(self, reasons: RequestMisses, hit: int) -> None:
-        """Say why no more than `hit` blocks hit, and remember what the prompt brings."""
+        """Classify the blocks after the first `hit`, and record the prompt's keys."""
         prompt = self.state.requests[reasons.request]
         keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
         serial, sent = len(self._admissions), 0
@@ -261,7 +261,7 @@ class MissClassifier:
     def _lost(
         self, reasons: RequestMisses, prompt: Prompt, keys: list[Any], hit: int, reach: int
     ) -> Iterator[MissSegment]:
-        """Yield the losses among blocks whose keys an earlier request had."""
+        """Yield the missed segments of blocks that an earlier request contained."""
         if hit >= reach:
             return
         at, size = hit, self._size
@@ -295,7 +295,7 @@ class MissClassifier:
     def _rest(
         self, reasons: RequestMisses, prompt: Prompt, keys: list[Any], sent: int, first: int
     ) -> Iterator[MissSegment]:
-        """Yield the loss of the tokens from block `first` on: new ones, or none that can hit.
+        """Yield the missed segment from block `first` on: new or uncacheable tokens.
 
         Of the prompt's blocks so many were `sent` before.
         """
@@ -312,7 +312,7 @@ class MissClassifier:
     def _compulsory(
         self, reasons: RequestMisses, keys: list[Any], sent: int, first: int
     ) -> MissSegment:
-        """Say how what nobody sent before begins, after `sent` blocks that somebody did."""
+        """Classify a compulsory miss that starts after `sent` known blocks."""
         known = -(-sent // self._ratio)
         way, other, place, salts = "starts", None, None, 0
         before = keys[known - 1] if known else None
@@ -344,7 +344,7 @@ class MissClassifier:
     def _in_flight(
         self, reasons: RequestMisses, prompt: Prompt, hit: int, reach: int
     ) -> tuple[int, Id | None]:
-        """Return up to where open sequences compute what follows the hit, and whose that is."""
+        """Return up to which block open sequences compute what follows, and whose they are."""
         furthest, whose = hit, None
         keys, low = prompt.keys, hit // self._ratio
         for seq in self.state.sequences.values():
@@ -367,7 +367,7 @@ class MissClassifier:
         return furthest, whose
 
     def _sender(self, keys: list[Any], end: int) -> Id:
-        """Return the request that was admitted last of those with the block before `end`."""
+        """Return the latest admitted request that contains the block before `end`."""
         ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
         assert serial is not None
         return self._admissions[serial].id
@@ -381,7 +381,7 @@ Piece: TypeAlias = tuple[int, int, Note | None]
 
 
 class LastEventIndex(Generic[Note]):
-    """Remembers of every block the latest note, such as what evicted it.
+    """Maps each block to its latest event, such as the eviction that removed it.
 
     A key stands for `ratio` blocks. Mostly they have one note; else the key has pieces, by
     position within the key. A note is no tuple, and not None.
@@ -390,12 +390,12 @@ class LastEventIndex(Generic[Note]):
     __slots__ = ("_of", "_ratio")
 
     def __init__(self, ratio: int) -> None:
-        """Start with nothing noted."""
+        """Store an empty index."""
         self._ratio = ratio
         self._of: dict[Any, Note | tuple[Piece[Note], ...]] = {}
 
     def add(self, keys: Sequence[Any], first: int, end: int, note: Note) -> None:
-        """Note something of the blocks of `keys` from `first` up to `end`. O(keys) in C."""
+        """Set the event of the blocks of `keys` from `first` up to `end`. O(keys) in C."""
         ratio = self._ratio
         low, high = -(-first // ratio), end // ratio
         self._of.update(dict.fromkeys(keys[low:high], note))
@@ -405,13 +405,13 @@ class LastEventIndex(Generic[Note]):
             self._add_part(keys[high], high, first, end, note)
 
     def pieces(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
-        """Yield the blocks from `first` up to `end`, by note."""
+        """Yield runs of the blocks from `first` up to `end` that share one event."""
         for note, run in groupby(self._runs(keys, first, end), key=itemgetter(2)):
             parts = list(run)
             yield parts[0][0], parts[-1][1], note
 
     def _add_part(self, key: Any, index: int, first: int, end: int, note: Note) -> None:
-        """Note something of a part of a key's blocks; what is noted of the others stays."""
+        """Set the event of some blocks of one key; those of its other blocks stay."""
         base, ratio = index * self._ratio, self._ratio
         start, stop = max(first - base, 0), min(end - base, ratio)
         before = self._of.get(key)
@@ -422,7 +422,7 @@ class LastEventIndex(Generic[Note]):
         self._of[key] = (*earlier, (start, stop, note), *later)
 
     def _runs(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
-        """Yield the blocks by runs of keys that have one note, and by pieces of the others."""
+        """Yield runs of keys that share one event, and the pieces of keys that do not."""
         ratio = self._ratio
         low, high = first // ratio, -(-end // ratio)
         at = low * ratio

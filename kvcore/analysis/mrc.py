@@ -1,4 +1,4 @@
-"""Hit curves: what policies hit in pools of many sizes, up to one that holds everything."""
+"""Miss-ratio curves: the hits of each policy by pool size, up to the whole footprint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _STEPS = 256
 
 @attrs.frozen
 class Steps:
-    """Hits by pool size, for every size: a line through corners, level after the last.
+    """Hits at every pool size: a piecewise linear function, constant after its last corner.
 
     Attributes:
         blocks, hits: of the corners, both ascending, from 0 on.
@@ -68,7 +68,7 @@ class Steps:
 
 @attrs.frozen(kw_only=True)
 class Curve:
-    """What one policy hits, by pool size.
+    """Hits of one policy by pool size.
 
     Attributes:
         eviction, options: the policy.
@@ -86,7 +86,7 @@ class Curve:
 
 @attrs.frozen(kw_only=True)
 class Curves:
-    """What `curve` returns.
+    """The result of `curve`.
 
     Attributes:
         workload: whose curves these are.
@@ -192,7 +192,7 @@ def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
 
 @attrs.define
 class _CurveMaker:
-    """Makes the curves of one workload."""
+    """Computes the curves of one workload."""
 
     replays: Replays
     plugins: Plugins
@@ -201,7 +201,7 @@ class _CurveMaker:
     requests: int = attrs.field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse fewer than one job, and counting or sizes that do not fit."""
+        """Refuse fewer than one job, and an accounting or block size unfit for the keys."""
         if self.jobs < 1:
             msg = f"{self.jobs} jobs were asked for; give 1 or more"
             raise InputError(msg)
@@ -210,7 +210,7 @@ class _CurveMaker:
     def curves(
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
     ) -> Curves:
-        """Make one curve for each of `candidates`."""
+        """Return one curve for each of `candidates`."""
         workload, count = self.replays.workload, self.replays.count
         if count != "keys" and any(policy.kind is Belady for policy in candidates):
             msg = (
@@ -245,7 +245,7 @@ class _CurveMaker:
         )
 
     def _in_one_pass(self, policy: Candidate) -> bool:
-        """Say whether one reading of the workload is enough for a policy."""
+        """Return True if one pass over the workload gives the whole curve of `policy`."""
         if self.replays.count != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
@@ -253,7 +253,7 @@ class _CurveMaker:
         return policy.kind is self.plugins.get("eviction", LRU)
 
     def _reuse(self) -> Reuse:
-        """Read the workload once, for LRU and the optimum."""
+        """Read the reuse of the workload's blocks, for LRU and Belady's bound."""
         what = "loading compiled loops (compiled at their first use, then kept on disk)"
         with self.progress(what, None):
             reuse = _compiled()
@@ -270,7 +270,7 @@ class _CurveMaker:
     def _exact(
         self, candidates: list[Candidate], sizes: list[int], reuse: Reuse | None
     ) -> dict[int, Curve]:
-        """Return the curves, by place, that one reading is enough for."""
+        """Return the curves, by place, of candidates for which one pass is enough."""
         made: dict[int, Curve] = {}
         for place, policy in enumerate(candidates):
             if reuse is None or not self._in_one_pass(policy):
@@ -290,7 +290,7 @@ class _CurveMaker:
         return made
 
     def _replayed(self, candidates: list[Candidate], sizes: list[int]) -> dict[int, Curve]:
-        """Return the curves, by place, that take a replay a size."""
+        """Return the curves, by place, of candidates that need one replay a size."""
         replayed = {
             place: policy.make
             for place, policy in enumerate(candidates)
@@ -312,7 +312,7 @@ class _CurveMaker:
 
     @contextmanager
     def _reading(self) -> Iterator[Iterator[Request]]:
-        """Give the requests, which are counted as they are read."""
+        """Open the workload's requests, counted and reported as they are read."""
         workload = self.replays.workload
         with self.progress(f"reading {workload.name}", workload.size) as tick:
             yield self._counted(tick)
@@ -339,7 +339,7 @@ def _curve(
 
 
 def _compiled() -> type[Reuse]:
-    """Import what needs numba."""
+    """Import the class `Reuse`, which needs numba."""
     try:
         from kvcore.analysis._reuse import Reuse  # noqa: PLC0415 - extras, and seconds
     except ImportError as error:
@@ -398,11 +398,11 @@ class Replays:
 
     @property
     def geometry(self) -> Geometry:
-        """How requests lie in blocks."""
+        """Layout of requests in blocks."""
         return Geometry(self.count, self.block_size, self.workload.key_tokens)
 
     def cache(self, policy: EvictionPolicy | None, blocks: int) -> KVCache:
-        """Return a cache that shares by prefix; no policy is LRU."""
+        """Return a cache that shares prefixes; `policy` None means LRU."""
         return KVCache(
             blocks,
             self.block_size,
@@ -463,12 +463,12 @@ class Replays:
 
 
 def _replaying() -> Callable[[Task], CacheStats | Exception]:
-    """Return what a worker does."""
+    """Return the function that a worker process calls."""
     return _attempt
 
 
 def _attempt(task: Task) -> CacheStats | Exception:
-    """Run what `Replays._packed` packed; what it raises is the outcome."""
+    """Run an entry packed by `Replays._packed`; an exception is its outcome."""
     _, parcel, blocks = task
     try:
         replays, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making

@@ -1,4 +1,4 @@
-"""Miss reasons for people: of a request in sentences, of all requests as tables."""
+"""Miss reasons as text: one request in sentences, all requests in tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Row = list[str]
 
 @attrs.frozen
 class RequestReport:
-    """What became of a request, and why it did not hit more.
+    """Text about one request: what it hit, and why the rest missed.
 
     Attributes:
         explanation: of the trace.
@@ -51,7 +51,7 @@ class RequestReport:
     reasons: RequestMisses
 
     def __str__(self) -> str:
-        """Return a few lines: what hit, then each loss in the order of the prompt."""
+        """Return the text: the hit, then each missed segment in prompt order."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -85,7 +85,7 @@ class RequestReport:
         )
 
     def _told(self, losses: list[MissSegment]) -> str:
-        """Tell of losses side by side, which differ in their evictions at most."""
+        """Return the sentence about adjacent segments that differ only in their evictions."""
         first, end = losses[0].first, losses[-1].end
         prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
         return (
@@ -113,7 +113,7 @@ class RequestReport:
         }[loss.category]
 
     def _evicted(self, losses: list[MissSegment]) -> str:
-        """Tell when and for whom blocks left: tails first, so the last of `losses` before."""
+        """Return the phrase about when and for which requests the blocks were evicted."""
         now = self.reasons.admitted
         evictions = [loss.eviction for loss in losses if loss.eviction is not None]
         latest, earliest = evictions[0], evictions[-1]
@@ -142,7 +142,7 @@ class RequestReport:
 
 @attrs.frozen
 class SummaryReport:
-    """Where the hits of a trace were lost.
+    """Tables of the missed tokens of a trace by reason, divergence point and request.
 
     Attributes:
         explanation: of the trace.
@@ -169,7 +169,7 @@ class SummaryReport:
 
     @property
     def headline(self) -> str:
-        """What was explained, and how much hit."""
+        """One sentence: which trace was explained, and how much hit."""
         explanation, summary = self.explanation, self.summary
         header = explanation.header
         hit = summary.hit_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
@@ -193,7 +193,7 @@ class SummaryReport:
 
     @property
     def rows(self) -> list[Row]:
-        """What was lost for each reason, those that lost nothing left out."""
+        """Rows of missed tokens by reason; reasons without misses are left out."""
         rows = []
         for name, lost in self.summary.categories.items():
             if lost.tokens:
@@ -208,7 +208,7 @@ class SummaryReport:
 
     @property
     def place_rows(self) -> list[Row]:
-        """Where most requests part from others."""
+        """Rows of the points at which most requests diverge."""
         return [
             [
                 f"{place.first:,}",
@@ -224,13 +224,13 @@ class SummaryReport:
 
     @property
     def request_rows(self) -> list[Row]:
-        """Who lost most to evictions, and for whom most was lost."""
+        """Rows of the requests that lost most to evictions, and that caused most evictions."""
         pairs = zip_longest(_ranked(self.summary.victims), _ranked(self.summary.beneficiaries))
         return [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
 
     @property
     def notes(self) -> str:
-        """How to read the numbers."""
+        """Sentences on how to read the numbers."""
         return "\n".join(self._notes())
 
     def _row(self, name: str, lost: MissedTokens, because: str) -> Row:
@@ -261,14 +261,14 @@ class SummaryReport:
 
 
 def _bound(explanation: Explanation) -> Iterator[str]:
-    """Say what tells policy from capacity."""
+    """Return the sentence about the bound that divides policy from capacity misses."""
     yield BOUND
     if explanation.header["mode"] != "untimed":
         yield SERIAL
 
 
 def _cut(explanation: Explanation) -> Iterator[str]:
-    """Say how far the trace goes, if it has no end."""
+    """Return the sentence about where an incomplete trace ends."""
     if not explanation.complete:
         yield f"INCOMPLETE: {explanation.cut_reason}; told as if nothing followed."
 
@@ -282,7 +282,7 @@ def _because(losses: list[MissSegment]) -> str:
 
 
 def _new(loss: MissSegment) -> str:
-    """Say how the keys that nobody sent before begin."""
+    """Return the phrase about how a compulsory miss begins."""
     if loss.way == "starts":
         story = "No request admitted before begins with this block."
         if loss.other_salts:
