@@ -15,7 +15,7 @@ import attrs
 from kvcore.analysis.belady import Optimum
 from kvcore.analysis.compare import Contender, Policy, Progress, Source, Tick, contenders
 from kvcore.analysis.replay import replay
-from kvcore.analysis.sweep.executors import Death, work_all
+from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.cache.layout import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
@@ -438,7 +438,7 @@ class Replays:
         ]
         with closing(work_all(_replaying, tasks, jobs)) as done:
             for (place, _, blocks), outcome in done:
-                if isinstance(outcome, Death):
+                if isinstance(outcome, WorkerDied):
                     msg = (
                         f"the replay of {self.workload.name} with {blocks} blocks failed: "
                         f"{outcome}"

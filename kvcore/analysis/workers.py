@@ -107,9 +107,11 @@ class _Pool(Generic[TaskT, OutcomeT]):
         while running or (alive and waiting):
             while alive and waiting and len(running) < self._jobs:
                 try:
-                    running[self._submit(waiting[0][1])] = waiting.popleft()
-                except BrokenProcessPool:  # an idle worker has died meanwhile
+                    future = self._submit(waiting[0][1])
+                except BrokenProcessPool:  # a worker has died since it was last looked at
                     alive = False
+                else:
+                    running[future] = waiting.popleft()
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 number, task = running.pop(future)

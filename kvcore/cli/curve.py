@@ -12,7 +12,7 @@ import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
-from kvcore.analysis.sweep.executors import cpus
+from kvcore.analysis.workers import cpus
 from kvcore.cache.layout import COUNTINGS
 from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
 from kvcore.cli.model import find_or_read

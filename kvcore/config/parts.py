@@ -22,8 +22,7 @@ from kvcore.models.catalogue import DEVICES, MODELS, find_device
 from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
-from kvcore.plugins import Plugin
-from kvcore.plugins.manager import Plugins
+from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import LatencyModel, Scheduler
@@ -47,7 +46,7 @@ class RunParts:
         config: what was asked for.
         plugins: where names are looked up; None: what is installed.
         workload: the workload, if it is open already.
-        naming: what errors about an option begin with; None: nothing.
+        naming: what errors about an option begin with; None: its name.
 
     Attributes:
         config, plugins: as given.
@@ -77,7 +76,7 @@ class RunParts:
         """Build what can be used again, and check the rest."""
         self.config = config
         self.plugins = plugins or Plugins()
-        self._naming = naming or _unnamed
+        self._naming = naming or "{}: ".format
         self.recompute = self._recompute()
         with self._about("workload"):
             self.workload = self._source() if workload is None else workload
@@ -148,7 +147,8 @@ class RunParts:
         with self._about(kind):
             if isinstance(value, Spec):
                 return self.plugins.build(kind, value, self._defaults() | defaults)
-            return value if isinstance(value, Plugin) else value()
+            is_plugin = isinstance(value, Plugin | type)
+            return resolve(kind, value if is_plugin else value())
 
     def header(self) -> dict[str, Any]:
         """Return what the header of a trace has besides what the run itself writes there."""
@@ -342,7 +342,7 @@ class EngineParts(RunParts):
             named["model"] = model if as_given else load_model(cast("str", model))
         self.generator: Generator = self.built("generator", **named)
         if model is not None and "model" not in self.generator.options():
-            msg = f"--model: generator plugin {self.generator.name!r} takes none; leave it out"
+            msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
             raise InputError(msg)
         self.backend: Backend = self.built("backend")
         return self.generator.spec
@@ -365,7 +365,7 @@ class EngineParts(RunParts):
     def _text(self, number: int, text: str, block_size: int) -> TextRequest:
         tokens = self.generator.encode(text)
         if not tokens:
-            msg = f"--prompt {text!r} has no tokens: give a text"
+            msg = f"prompt {text!r} has no tokens: give a text"
             raise InputError(msg)
         return text_request(
             number, tokens, output=self._max_output, block_size=block_size, publish=True
@@ -373,16 +373,14 @@ class EngineParts(RunParts):
 
     def _blocks(self) -> int:
         """Return the blocks of the pool: as given, or what fits into memory."""
-        if not self.sized:
-            return self._blocks_in(MEMORY)
-        return super()._blocks()
+        return super()._blocks() if self.sized else self._blocks_in(MEMORY)
 
     def _blocks_in(self, memory: int) -> int:
         size = self._block_bytes()
         if memory < size:
             msg = (
-                f"--memory: {format_bytes(memory)} is less than a block of "
-                f"{self.config.dtype}, which takes {format_bytes(size)}"
+                f"{format_bytes(memory)} is less than a block of {self.config.dtype}, which "
+                f"takes {format_bytes(size)}"
             )
             raise InputError(msg)
         return memory // size
@@ -392,7 +390,3 @@ class EngineParts(RunParts):
         layout = tensor_layout(self.model, 1, self.geometry.block_size, self.config.dtype)
         size: int = layout.bytes
         return size
-
-
-def _unnamed(_: str) -> str:
-    return ""

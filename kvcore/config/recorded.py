@@ -15,11 +15,10 @@ from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.cost import PrefillCost, read_cost
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.plugins import Plugin
-from kvcore.plugins.manager import Plugins, plugin_of
+from kvcore.plugins import Plugin, Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
-from kvcore.serving import Batching, LatencyModel, Scheduler
+from kvcore.serving import Batching, LatencyModel
 from kvcore.trace.events import plain, slo_field
 from kvcore.trace.reader import Line
 from kvcore.workloads import Workload
@@ -178,7 +177,8 @@ class RecordedParts(RunParts):
         self._changed = changes.keys()
         plugins = plugins or Plugins()
         recorded = recorded_config(file, header, workload, plugins)
-        super().__init__(self._changed_config(recorded, changes), plugins, workload=workload)
+        config = self._changed_config(recorded, changes)
+        super().__init__(config, plugins, workload=workload, naming=lambda _: "")
         if "slo" in header and "slo" not in changes:
             self.slo = SLO(**header["slo"])
 
@@ -204,19 +204,13 @@ class RecordedParts(RunParts):
             **{kind: self.built(kind) for kind in kinds},
         )
 
-    def scheduler(self) -> Scheduler:
-        """Build the scheduler. Raises as `cache` does."""
-        scheduler: Scheduler = plugin_of(Scheduler, self.built("scheduler"), "fcfs")
-        return scheduler
-
     def latency(self, devices: int | None = None) -> LatencyModel:
         """Build the latency model.
 
         Raises:
             InputError, PluginError: as `cache`, or it computes with other numbers than it did.
         """
-        built = self.built("latency", **self._timing(devices))
-        latency: LatencyModel = plugin_of(LatencyModel, built, "roofline")
+        latency = super().latency(devices)
         recorded = self._header.get("latency")
         if "latency" not in self._changed and plain(latency.coefficients()) != recorded:
             msg = (
