@@ -26,7 +26,7 @@ from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
 from kvcore.trace.events import slo_field
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -230,7 +230,7 @@ def _shown(default: Any) -> Any:
     """Return a default as the command line takes it."""
     if isinstance(default, SLO):
         given = slo_field(default).items()
-        return ",".join(f"{name}={time / NANOSECONDS:g}" for name, time in given)
+        return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given)
     return default if default is None or isinstance(default, int | float) else as_text(default)
 
 

@@ -27,7 +27,7 @@ from kvcore.plugins.options import Spec, nearest
 from kvcore.request import SLO
 from kvcore.serving import Batching
 from kvcore.trace import TraceWorkload
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 
 Mode: TypeAlias = Literal["simulate", "compare", "run"]
 
@@ -36,7 +36,7 @@ MODES: tuple[Mode, ...] = ("simulate", "compare", "run")
 BUNDLED = "mooncake"
 """The workload that comes with kvcore."""
 
-EXPECTED = SLO(ttft=30 * NANOSECONDS, tpot=NANOSECONDS // 10)
+EXPECTED = SLO(ttft=30 * NS_PER_S, tpot=NS_PER_S // 10)
 """What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a
 KVCache-centric disaggregated architecture for LLM serving", 2024, on real workloads."""
 

@@ -25,7 +25,7 @@ from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
 from kvcore.trace.events import plain, slo_field
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
@@ -303,7 +303,7 @@ class CellRunner:
 def slo_text(slo: SLO) -> str:
     """Return an SLO as the command line takes it, such as `ttft=30,tpot=0.1`."""
     given = slo_field(slo).items()
-    return ",".join(f"{name}={time / NANOSECONDS:g}" for name, time in given) or "none"
+    return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given) or "none"
 
 
 def _mode(cell: RunConfig) -> Mode:
