@@ -40,6 +40,25 @@ TEXT = ("model", "device", *METAVARS)
 """Options that are more than a number or a choice: their text is read as in TOML."""
 
 
+def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Read the text of an option as `RunConfig` does; None stays."""
+    if value is None:
+        return None
+    try:
+        return read_option(name, value)
+    except InputError as error:
+        reason = str(error).removeprefix(f"{name}: ")
+        raise click.BadParameter(reason, ctx, param) from None
+
+
+def _shown(default: Any) -> Any:
+    """Return a default as the command line takes it."""
+    if isinstance(default, SLO):
+        given = slo_field(default).items()
+        return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given)
+    return default if default is None or isinstance(default, int | float) else as_text(default)
+
+
 def shared(
     name: str,
     *,
@@ -59,7 +78,9 @@ def shared(
         default = option_default(name, mode)
     more: dict[str, Any] = {"help": text or option_help(name), "default": _shown(default)}
     kind, choices = option_type(name), option_choices(name)
-    literal = next((each for each in (kind, *get_args(kind)) if get_origin(each) is Literal), None)
+    literal = next(
+        (each for each in (kind, *get_args(kind)) if get_origin(each) is Literal), None
+    )
     flag = f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", **more)
@@ -105,6 +126,7 @@ def accounting_option(
         hidden=True,
     )
     return all_of(shared("accounting", default=default, text=text), old)
+
 
 policy_options = all_of(
     *map(shared, ("eviction", "scheduler", "prefix")),
@@ -213,25 +235,6 @@ def one_of(given: dict[str, Any], one: str, other: str, why: str, from_file: set
         msg = f"--{one} and --{other} {why}: give one of them"
         raise InputError(msg)
     given[weaker.pop()] = None
-
-
-def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Read the text of an option as `RunConfig` does; None stays."""
-    if value is None:
-        return None
-    try:
-        return read_option(name, value)
-    except InputError as error:
-        reason = str(error).removeprefix(f"{name}: ")
-        raise click.BadParameter(reason, ctx, param) from None
-
-
-def _shown(default: Any) -> Any:
-    """Return a default as the command line takes it."""
-    if isinstance(default, SLO):
-        given = slo_field(default).items()
-        return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given)
-    return default if default is None or isinstance(default, int | float) else as_text(default)
 
 
 def _type(option: click.Parameter) -> Any:

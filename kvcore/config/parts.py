@@ -22,7 +22,7 @@ from kvcore.models.catalogue import DEVICES, MODELS, find_device
 from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
-from kvcore.plugins import Plugin, Plugins, describe, resolve
+from kvcore.plugins import Plugin, Plugins, resolve
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import LatencyModel, Scheduler

@@ -1,5 +1,7 @@
 """`RunConfig`: every option of a run, declared once for Python, commands, TOML and sweeps."""
 
+# ruff: noqa: RUF009 - `_option` makes fields
+
 from __future__ import annotations
 
 import os
@@ -267,16 +269,12 @@ def read_option(name: str, value: Any) -> Any:
     """
     if name == "retention" and value in ("none", Spec("none")):
         return None
+    choices = option_choices(name)
     try:
-        found = convert(value, option_type(name))
-        choices = option_choices(name)
-        if choices and found not in choices:
-            msg = f"{found!r} is not one of {', '.join(choices)}"
-            raise InputError(msg)
+        return convert(value, Literal[choices] if choices else option_type(name))
     except InputError as error:
         msg = f"{name}: {error}"
         raise InputError(msg) from error
-    return found
 
 
 def check_names(given: Mapping[str, Any], known: list[str]) -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    TypeAlias,
+    get_args,
+    get_origin,
+)
 
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
@@ -91,9 +100,7 @@ def _converter() -> Converter:
     made = Converter(detailed_validation=False)
     for kind, read in _READERS.items():
         made.register_structure_hook(kind, read)
-    made.register_structure_hook_func(
-        lambda kind: get_origin(kind) is Annotated, lambda value, kind: _marked(value, kind)
-    )
+    made.register_structure_hook_func(lambda kind: get_origin(kind) is Annotated, _marked)
     made.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _choice)
     return made
 
@@ -114,25 +121,25 @@ def _choice(value: object, kind: Any) -> Any:
 def _whole(value: object, _: Any = None) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise _expected("a whole number", value)
+    return _refuse("a whole number", value)
 
 
 def _number(value: object, _: Any = None) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value  # an integer stays one: it is written to traces as it was given
-    raise _expected("a number", value)
+    return _refuse("a number", value)
 
 
 def _flag(value: object, _: Any = None) -> bool:
     if isinstance(value, bool):
         return value
-    raise _expected("true or false", value)
+    return _refuse("true or false", value)
 
 
 def _text(value: object, _: Any = None) -> str:
     if isinstance(value, str):
         return value
-    raise _expected("text", value)
+    return _refuse("text", value)
 
 
 def _path(value: object, _: Any = None) -> Path:
@@ -156,7 +163,7 @@ def _slo(value: object) -> SLO:
         return read_slo(value)
     if isinstance(value, Mapping):
         return _slo_of({name: as_text(time) for name, time in value.items()})
-    raise _expected("an SLO such as ttft=30,tpot=0.1, or none", value)
+    return _refuse("an SLO such as ttft=30,tpot=0.1, or none", value)
 
 
 def _slo_of(seconds: Mapping[str, str]) -> SLO:
@@ -194,7 +201,7 @@ def _option(value: object) -> str:
     """Return the value of an option of a plugin as text, which the plugin's type reads."""
     if isinstance(value, str | bool | int | float):
         return as_text(value)
-    raise _expected("text, a number, true or false", value)
+    return _refuse("text, a number, true or false", value)
 
 
 def _workload(value: object) -> Any:
@@ -202,7 +209,7 @@ def _workload(value: object) -> Any:
         return _table(value)
     if isinstance(value, str | Path | Spec | Workload):
         return value
-    raise _expected("a workload: a plugin's name with options, or the path of a file", value)
+    return _refuse("a workload: a plugin's name with options, or the path of a file", value)
 
 
 def _model(value: object) -> Any:
@@ -213,9 +220,10 @@ def _device(value: object) -> Any:
     return value if isinstance(value, DeviceSpec) else _text(value)
 
 
-def _expected(what: str, value: object) -> InputError:
+def _refuse(expected: str, value: object) -> NoReturn:
     kinds = {dict: "a table", list: "a list", tuple: "a list"}
-    return InputError(f"expected {what}, not {kinds.get(type(value)) or shown(value)}")
+    msg = f"expected {expected}, not {kinds.get(type(value)) or shown(value)}"
+    raise InputError(msg)
 
 
 _READERS: dict[type, Callable[[object, Any], Any]] = {

@@ -111,9 +111,7 @@ class SweepFile:
         values = read_toml(path, sweep_keys(), lists=True)
         try:
             single = {
-                name: _single(name, values[name])
-                for name in ("mode", *OWN)
-                if name in values
+                name: _single(name, values[name]) for name in ("mode", *OWN) if name in values
             }
             axes = {name: each for name, each in values.items() if name in AXES}
             mode: Mode = single.pop("mode", "simulate")
