@@ -245,5 +245,5 @@ def _type(option: click.Parameter) -> Any:
         return Path
     if isinstance(option.type, click.Choice):
         return Literal[tuple(option.type.choices)]
-    kinds: dict[click.ParamType, type] = {click.INT: int, click.FLOAT: float, click.BOOL: bool}
+    kinds: dict[object, type] = {click.INT: int, click.FLOAT: float, click.BOOL: bool}
     return kinds.get(option.type, str)

@@ -345,7 +345,8 @@ class EngineParts(RunParts):
             msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
             raise InputError(msg)
         self.backend: Backend = self.built("backend")
-        return self.generator.spec
+        spec: ModelSpec = self.generator.spec
+        return spec
 
     def _source(self) -> Workload:
         """Return the workload: the prompts, or the first requests of the one that is named."""

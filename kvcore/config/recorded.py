@@ -47,7 +47,7 @@ def recorded_config(
     """
     timed = header["mode"] != "untimed"
     _check_header(file, header, timed=timed)
-    recorded = {
+    recorded: dict[str, Any] = {
         kind: partial(_rebuilt, file, kind, recorded, plugins)
         for kind, recorded in header["plugins"].items()
         if kind in (*OF_CACHES, *OF_SERVERS)

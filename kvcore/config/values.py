@@ -101,8 +101,12 @@ def _converter() -> Converter:
     for kind, read in _READERS.items():
         made.register_structure_hook(kind, read)
     made.register_structure_hook_func(lambda kind: get_origin(kind) is Annotated, _marked)
-    made.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _choice)
+    made.register_structure_hook_func(lambda kind: _origin(kind) is Literal, _choice)
     return made
+
+
+def _origin(kind: Any) -> Any:
+    return get_origin(kind)
 
 
 def _marked(value: object, kind: Any) -> Any:
@@ -221,7 +225,7 @@ def _device(value: object) -> Any:
 
 
 def _refuse(expected: str, value: object) -> NoReturn:
-    kinds = {dict: "a table", list: "a list", tuple: "a list"}
+    kinds: dict[type, str] = {dict: "a table", list: "a list", tuple: "a list"}
     msg = f"expected {expected}, not {kinds.get(type(value)) or shown(value)}"
     raise InputError(msg)
 
