@@ -143,7 +143,7 @@ class Plugins:
 
         Raises:
             InputError: there is no such kind, or no such plugin.
-            PluginError: a plugin of this kind is broken, or an editable install is older
+            PluginError: a plugin of this kind is policy_error, or an editable install is older
                 than its checkout's entry points.
         """
         found = self._find(kind)
@@ -170,14 +170,14 @@ class Plugins:
 
         Raises:
             InputError: not one plugin, or an unknown name, option or value.
-            PluginError: the plugin is broken or cannot work here.
+            PluginError: the plugin is policy_error or cannot work here.
         """
         wanted = [spec] if isinstance(spec, Spec) else parse(spec)
         if len(wanted) != 1:
             msg = f"{spec!r} names {len(wanted)} {kind} plugins where one is needed"
             raise InputError(msg)
         cls = self.get(kind, wanted[0].name)
-        reason = _unusable(cls)
+        reason = _unavailable(cls)
         if reason is not None:
             msg = f"{kind} plugin {cls.name!r} cannot work here: {reason}"
             raise PluginError(msg)
@@ -196,7 +196,7 @@ class Plugins:
         infos = []
         for kind in KINDS:
             for name, (cls, origin) in sorted(self._find(kind).items()):
-                reason = _unusable(cls)
+                reason = _unavailable(cls)
                 infos.append(
                     PluginInfo(
                         kind=kind,
@@ -332,7 +332,7 @@ def resolve(
 
     Raises:
         InputError: `given` is none of these, of another kind, or an unknown name or option.
-        PluginError: the plugin is broken, has no name, or cannot work here.
+        PluginError: the plugin is policy_error, has no name, or cannot work here.
     """
     if given is None:
         return default_name and default(kind, default_name)()
@@ -455,11 +455,11 @@ def _misfit(plugin: object, error: PluginValidationError) -> str:
     return f"has a hook that does not fit: {error}"
 
 
-def _unusable(cls: type[Plugin]) -> str | None:
+def _unavailable(cls: type[Plugin]) -> str | None:
     try:
-        return cls.unusable()
+        return cls.unavailable()
     except Exception as error:  # noqa: BLE001 - a listing must not fail at one plugin
-        return f"{qualified(cls)}.unusable raised {error!r}"
+        return f"{qualified(cls)}.unavailable raised {error!r}"
 
 
 def _fault(cls: object, kind: str) -> str | None:
