@@ -215,6 +215,11 @@ def _expected(kind: Any) -> str:
     return _WORDS[kind]
 
 
+def _is_literal(kind: Any) -> bool:
+    """Return True if `kind` is a Literal of some values."""
+    return cast("object", get_origin(kind)) is Literal
+
+
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, UnionType)
 
