@@ -23,7 +23,7 @@ from kvcore.kv_events.model import (
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.writer import BUFFER_BYTES, Sink
-from kvcore.units import NANOSECONDS as NS_PER_S
+from kvcore.units import NS_PER_S
 
 MEDIUM, TIER = "GPU", "device"
 

@@ -7,14 +7,14 @@ Structs that are declared as the engine declares its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import attrs
 import msgspec
 
 from kvcore.errors import InputError
-from kvcore.units import NANOSECONDS as NS_PER_S
+from kvcore.units import NS_PER_S
 
 NS_PER_MS = 10**6
 
@@ -275,8 +275,11 @@ def other_fields(value: Mapping[str, Any], struct: type[msgspec.Struct]) -> dict
     return {name: item for name, item in value.items() if name not in known and name != tag}
 
 
-def check_tokens(tokens: Iterable[Token], field: str) -> None:
+def check_tokens(tokens: Sequence[Token], field: str) -> None:
     """Raise DecodeError if an id among the tokens is negative."""
+    # Nearly all lists are integers only, which are checked in C.
+    if set(map(type, tokens)) == {int} and min(cast("Sequence[int]", tokens)) >= 0:
+        return
     for place, token in enumerate(tokens):
         low = min(token) if isinstance(token, tuple) else token
         if isinstance(low, int) and low < 0:
