@@ -122,7 +122,7 @@ class Publisher:
         self._until(seconds, lambda: False)
 
     def wait_for(self, subscribers: int, seconds: float) -> bool:
-        """Serve until so many subscribers are there or time is over; return whether they are."""
+        """Serve until so many subscribers are there, for `seconds`; return if they are."""
         return self._until(seconds, lambda: self.subscribers >= subscribers)
 
     def close(self) -> None:
