@@ -12,7 +12,7 @@ from kvcore.analysis import compare
 from kvcore.request import Retention, text_request
 from kvcore.serving import Batching, simulate
 from kvcore.trace import TraceWorkload, read_request
-from kvcore.trace.events import request_fields
+from kvcore.trace.fields import request_fields
 from kvcore.workloads.files import file_digest
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Recording, Zipf
