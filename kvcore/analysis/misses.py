@@ -24,7 +24,7 @@ from kvcore.trace import CacheState, read_events
 from kvcore.trace.state import TracedPrompt as Prompt
 from kvcore.trace.state import path
 
-Line: TypeAlias = dict[str, Any]
+Line: TypeAlias = Any
 
 
 SHARES_NOTHING = "none"

@@ -16,7 +16,7 @@ from kvcore.errors import TraceError
 from kvcore.kv_events.model import SECOND, Batch, BlockRemoved, BlockStored, Event
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.reader import TraceReader
-from kvcore.trace.writer import BUFFER_BYTES, Sink
+from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 
 MEDIUM, TIER = "GPU", "device"
 
@@ -51,6 +51,7 @@ def event_batches(trace: str | os.PathLike[str]) -> Iterator[Batch]:
     state: CacheState | None = None
     writer = _Events({})
     now, pending = 0, list[BlockStored | BlockRemoved]()
+    line: Any
     for line in reader:
         if line["t"] > now and pending:
             yield _batch(now, pending)
@@ -146,7 +147,7 @@ def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
         InputError: the file cannot be opened for writing.
         StorageError: the disk is full. What `lines` raises leaves no file, too.
     """
-    sink, count = Sink(out, kind="file"), 0
+    sink, count = BackgroundFile(out, kind="file"), 0
     try:
         with io.BufferedWriter(sink, BUFFER_BYTES) as buffer:
             for count, line in enumerate(lines, 1):  # noqa: B007 - the last one is returned
@@ -174,7 +175,7 @@ class _Events:
         self._size: int = header.get("block_size", 1)
         self._ratio = max(1, header.get("key_tokens", 1) // self._size)
 
-    def of(self, state: CacheState, line: dict[str, Any]) -> list[BlockStored | BlockRemoved]:
+    def of(self, state: CacheState, line: Any) -> list[BlockStored | BlockRemoved]:
         """Let `state` take in a line; return the events that it is."""
         if line["event"] == "EVICT" and line["scope"] == "cache":
             span = state.spans.get(line["span"])

@@ -30,7 +30,8 @@ from kvcore.kv_events.model import (
     Unread,
 )
 from kvcore.kv_events.subscriber import Delivery, Gap, Garbage, Item, Restart, Subscriber
-from kvcore.trace.writer import DIGEST_BYTES, SealedFile, Sink, version
+from kvcore.trace.jsonl_file import DIGEST_BYTES, SealedWriter
+from kvcore.trace.writer import version
 
 NO_RECORDING = (
     "no recording of KV events: its first line is neither RECORDING, nor an event of "
@@ -406,7 +407,7 @@ SCHEMA = 1
 BUFFER_BYTES = 1 << 16
 
 
-class RecordingWriter(SealedFile):
+class RecordingWriter(SealedWriter):
     """Writes batches to a JSONL file, `.gz` and `.zst` by name, as they come.
 
     Close it when the stream is over, best by a `with` block: only then the file appears
@@ -441,7 +442,7 @@ class RecordingWriter(SealedFile):
         """Open the file and write RECORDING."""
         self.lines: dict[str, int] = {}
         self._format = format
-        super().__init__(Sink(file, kind="recording"), BUFFER_BYTES)
+        super().__init__(file, kind="recording", buffer_bytes=BUFFER_BYTES)
         self._line("RECORDING", schema=SCHEMA, kvcore=version(), format=format, engine=engine)
 
     def batch(self, batch: Batch, seq: int | None = None, publisher: int | None = None) -> None:
@@ -475,16 +476,14 @@ class RecordingWriter(SealedFile):
 
         Costs a file that is compressed some bytes.
         """
-        self._buffer.flush()
-        self._sink.sync()
+        super().flush()
 
-    def _end(self) -> None:
-        self._buffer.flush()
-        self._line("END", lines=dict(self.lines), digest=self._sink.hexdigest())
+    def _write_end(self) -> None:
+        self._line("END", lines=dict(self.lines), digest=self._digest_so_far())
 
     def _line(self, kind: str, **fields: Any) -> None:
         if self._closed:
-            msg = f"{kind} after the end: the recording {self._sink.name} is closed"
+            msg = f"{kind} after the end: the recording {self.name} is closed"
             raise InputError(msg)
         given = {name: value for name, value in fields.items() if value is not None}
         line = orjson.dumps({"n": sum(self.lines.values()), "kind": kind, **given})

@@ -84,7 +84,7 @@ def _outdated(distributions: Iterable[Distribution]) -> str | None:
 
 
 def _missing() -> str:
-    here = Path(__file__).resolve().parents[1]
+    here = Path(__file__).resolve().parents[2]
     try:
         dist = metadata.distribution(PROJECT)
     except metadata.PackageNotFoundError:

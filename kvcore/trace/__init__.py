@@ -1,6 +1,6 @@
 """The trace: every decision as a line of JSON, read back and checked."""
 
-from kvcore.trace.check import Report, TraceChecker, check_trace
+from kvcore.trace.check import Report, TraceChecker, check_trace, replay
 from kvcore.trace.fields import SCHEMA, decode_runs, encode_runs, read_request
 from kvcore.trace.reader import TraceReader, TraceWorkload, json_schema, read_events
 from kvcore.trace.state import CacheState, rebuild_residency
@@ -21,4 +21,5 @@ __all__ = [
     "read_events",
     "read_request",
     "rebuild_residency",
+    "replay",
 ]

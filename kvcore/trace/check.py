@@ -108,6 +108,10 @@ def check_event(
     return checker
 
 
+replay = check_trace
+advanced = check_event
+
+
 def _report(
     reader: TraceReader, checker: TraceChecker | None, counts: dict[str, int]
 ) -> Report:

@@ -14,7 +14,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention, TextRequest
-from kvcore.units import LIMIT
+from kvcore.units import INT64_LIMIT
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
@@ -35,16 +35,23 @@ def told_keys(request: Request) -> dict[str, list[int | str]]:
     return {}
 
 
-OPTIONAL = (
-    *("salt", "tenant", "priority", "slo", "predicted"),
-    *("session", "after", "think", "retention", "output_keys"),
-)
+OPTIONAL = {
+    "salt": "salt",
+    "tenant": "tenant",
+    "priority": "priority",
+    "slo": "slo",
+    "predicted": "predicted_output_tokens",
+    "session": "session",
+    "after": "after",
+    "think": "think_time",
+    "retention": "retention",
+    "output_keys": "output_keys",
+}
+"""The fields of REQUEST that are left out at their default, and the attributes they hold."""
 
+DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL.values())
 
-DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL)
-
-
-_optional = attrgetter(*OPTIONAL)
+_optional = attrgetter(*OPTIONAL.values())
 
 
 def request_fields(request: Request) -> dict[str, Any]:
@@ -55,8 +62,8 @@ def request_fields(request: Request) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {
         "id": request.id,
-        "prompt": request.prompt,
-        "output": request.output,
+        "prompt": request.prompt_tokens,
+        "output": request.output_tokens,
         "keys": key_fields(request.keys, request.id),
         "key_tokens": request.key_tokens,
     }
@@ -219,9 +226,22 @@ def _from_to(first: int, last: int) -> Ids:
     return _ascending[first : last + 1]
 
 
-_SAME = ("id", "prompt", "output", "key_tokens")
+_SAME = {
+    "id": "id",
+    "prompt": "prompt_tokens",
+    "output": "output_tokens",
+    "key_tokens": "key_tokens",
+}
 
-_AS_WRITTEN = ("salt", "tenant", "priority", "predicted", "session", "after", "think")
+_AS_WRITTEN = {
+    "salt": "salt",
+    "tenant": "tenant",
+    "priority": "priority",
+    "predicted": "predicted_output_tokens",
+    "session": "session",
+    "after": "after",
+    "think": "think_time",
+}
 
 _DIGITS = 2 * KEY_BYTES
 
@@ -236,9 +256,9 @@ def read_request(event: events.Request, arrival: int | None = None) -> Request:
     """
     from msgspec import UNSET  # noqa: PLC0415 - it was imported with `event`
 
-    fields: dict[str, Any] = {name: getattr(event, name) for name in _SAME}
-    for name in _AS_WRITTEN:
-        value = getattr(event, name)
+    fields: dict[str, Any] = {name: getattr(event, field) for field, name in _SAME.items()}
+    for field, name in _AS_WRITTEN.items():
+        value = getattr(event, field)
         if value is not UNSET:
             fields[name] = value
     if event.slo is not UNSET:
@@ -267,7 +287,7 @@ def read_keys(written: list[Any]) -> list[Key]:
 def is_key(value: object) -> bool:
     """Say whether `value` is a block key in JSON: an int below 2**63, or 32 hex digits."""
     if type(value) is int:
-        return 0 <= value < LIMIT
+        return 0 <= value < INT64_LIMIT
     if type(value) is not str or len(value) != 2 * KEY_BYTES:
         return False
     try:

@@ -16,13 +16,15 @@ from kvcore.errors import InputError, TraceError
 from kvcore.request import Key, Request
 from kvcore.trace.fields import SCHEMA, read_keys, read_request
 from kvcore.trace.jsonl_file import SealedReader
-from kvcore.units import LIMIT
+from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace.events import Event, Header
+
+Line = Any
 
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE` runs workloads"
@@ -87,7 +89,7 @@ class TraceReader(SealedReader["Event"]):
             self.fail(f"this line has n = {event.n}; {n} lines stand before it")
         if now < self._time:
             self.fail(f"time goes back, from {self._time} to {now} ns")
-        if now >= LIMIT:
+        if now >= INT64_LIMIT:
             self.fail(f"time goes to {now} ns; it ends before 2^63 ns (292 years)")
         if name == "END":
             if now > self._time:

@@ -146,7 +146,7 @@ def test_checkout_that_is_not_installed_exits_3(tmp_path):
     for entry in packages.iterdir():
         if entry.suffix not in {".dist-info", ".pth"} and entry.name != "kvcore":
             (tmp_path / entry.name).symlink_to(entry)
-    checkout = Path(kvcore.plugins.manager.__file__).resolve().parents[1]
+    checkout = Path(kvcore.plugins.manager.__file__).resolve().parents[2]
     (tmp_path / "kvcore").symlink_to(checkout / "kvcore")
     done = run(tmp_path, "plugins", flags=["-S"], PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (3, "")

@@ -2,8 +2,8 @@ from array import array
 
 import pytest
 
-from kvcore.trace.allocation_order import Supply
-from kvcore.trace.spans import ViolationError
+from kvcore.trace.check import AllocationOrder as Supply
+from kvcore.trace.state import ViolationError
 
 
 def ids(*blocks):
