@@ -42,6 +42,7 @@ class Recorder(ABC):
     def request(self, request: Request, now: int) -> None:
         """Write REQUEST when `request` arrives; a second call for the same id does nothing."""
 
+    @abstractmethod
     def describe(self, **header: Any) -> None:
         """Add to the header. Called by a run before its first line."""
 

@@ -15,8 +15,8 @@ import orjson
 from kvcore.errors import TraceError
 from kvcore.kv_events.model import SECOND, Batch, BlockRemoved, BlockStored, Event
 from kvcore.trace import CacheState, read_events
-from kvcore.trace.reader import TraceReader
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
+from kvcore.trace.reader import TraceReader
 
 MEDIUM, TIER = "GPU", "device"
 

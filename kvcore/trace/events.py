@@ -100,15 +100,19 @@ class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
     # Reading as from a dict, until all readers of traces use the attributes.
 
     def __getitem__(self, name: str) -> Any:
+        """Return a field by its name in JSON."""
         return self.as_dict()[name]
 
     def __contains__(self, name: str) -> bool:
+        """Return True if the line has the field."""
         return name in self.as_dict()
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return a field by its name in JSON, or `default`."""
         return self.as_dict().get(name, default)
 
     def items(self) -> Any:
+        """Return the fields with their names in JSON."""
         return self.as_dict().items()
 
     def as_dict(self) -> dict[str, Any]:
@@ -390,16 +394,15 @@ def find_fault(line: Any) -> str | None:
     if type(name) is not str or name not in EVENTS:
         return f"unknown event {_shorten(name)}; there are: {', '.join(EVENTS)}"
     fields = describe_fields(_struct_of(line))
-    for field in fields.values():
-        if field.required and field.name not in line:
-            return f"{name} has no field {field.name!r}"
-        if field.required and (reason := field.fault(line[field.name])):
-            return f"{name} field {field.name!r} {reason}"
-    for given in line:
-        if given not in fields:
-            return f"{name} has an unknown field {given!r}"
-        if reason := fields[given].fault(line[given]):
-            return f"{name} field {given!r} {reason}"
+    required = [field.name for field in fields.values() if field.required]
+    # In the order of the schema, then those that may be there in the order of the line.
+    for field in dict.fromkeys([*required, *line]):
+        if field not in line:
+            return f"{name} has no field {field!r}"
+        if field not in fields:
+            return f"{name} has an unknown field {field!r}"
+        if reason := fields[field].fault(line[field]):
+            return f"{name} field {field!r} {reason}"
     return None
 
 

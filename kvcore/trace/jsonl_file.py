@@ -1,4 +1,4 @@
-"""Sealed JSONL files: lines of JSON, and an END with the digest of all before it.
+r"""Sealed JSONL files: lines of JSON, and an END with the digest of all before it.
 
 A trace is one, and a recording of KV events. `SealedWriter` and `SealedReader` know the file:
 compression by name, the `.part` file, the digest, the numbers of lines, a cut. Their
@@ -6,7 +6,7 @@ subclasses know what the lines are::
 
     class Writer(SealedWriter):
         def _write_end(self):
-            self._buffer.write(orjson.dumps({..., "digest": self._digest_so_far()}) + b"\\n")
+            self._buffer.write(orjson.dumps({..., "digest": self._digest_so_far()}) + b"\n")
 
     class Reader(SealedReader[Item]):
         kind = "recording"
@@ -187,10 +187,10 @@ class SealedWriter(ABC):
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """Open the file."""
-        self._raw = BackgroundFile(file, kind=kind)
-        self._buffer = io.BufferedWriter(self._raw, buffer_bytes)
+        self._sink = BackgroundFile(file, kind=kind)
+        self._buffer = io.BufferedWriter(self._sink, buffer_bytes)
         self._closed = False
-        self.name = self._raw.name
+        self.name = self._sink.name
 
     def flush(self) -> None:
         """Write all that is held back, so that a process killed later leaves it readable.
@@ -198,7 +198,7 @@ class SealedWriter(ABC):
         Costs a compressed file some bytes.
         """
         self._buffer.flush()
-        self._raw.sync()
+        self._sink.sync()
 
     def close(self) -> None:
         """Write END and give the file its name. A second call does nothing.
@@ -212,7 +212,7 @@ class SealedWriter(ABC):
         try:
             self._write_end()
             self._buffer.flush()
-            self._raw.finish()
+            self._sink.finish()
         except BaseException:
             self.discard()
             raise
@@ -221,7 +221,7 @@ class SealedWriter(ABC):
     def discard(self) -> None:
         """Remove the unfinished file. A second call does nothing."""
         if not self._closed:
-            self._raw.discard()
+            self._sink.discard()
             self._shut()
 
     def __enter__(self) -> Self:
@@ -247,7 +247,7 @@ class SealedWriter(ABC):
     def _digest_so_far(self) -> str:
         """Return the digest of all lines written so far."""
         self._buffer.flush()
-        return self._raw.hexdigest()
+        return self._sink.hexdigest()
 
     def _shut(self) -> None:
         """Refuse all later lines."""
