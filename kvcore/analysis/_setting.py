@@ -17,7 +17,7 @@ from kvcore.plugins.manager import Plugins, plugin_of
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel, Scheduler
-from kvcore.trace.events import plain, slo_field
+from kvcore.trace.fields import plain, slo_field
 from kvcore.trace.reader import Line
 
 Given: TypeAlias = str | Spec | Plugin | Callable[[], Plugin] | None

@@ -15,7 +15,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
 from kvcore.request import Key, Request
-from kvcore.trace.layout import Prompt
+from kvcore.trace.state import TracedPrompt as Prompt
 
 
 @attrs.frozen(eq=False)

@@ -25,7 +25,7 @@ from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel, Result, Scheduler
 from kvcore.serving.contiguous import Allocation
 from kvcore.serving.result import offered_load
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 from kvcore.units import format_bytes
 from kvcore.workloads import Workload
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import orjson
+from msgspec import UNSET
 
 from kvcore.errors import TraceError
 from kvcore.kv_events.model import (
@@ -20,9 +21,9 @@ from kvcore.kv_events.model import (
     Event,
     EventBatch,
 )
-from kvcore.trace import CacheState, read_events
+from kvcore.trace import CacheState, events, read_events
+from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.trace.reader import TraceReader
-from kvcore.trace.writer import BUFFER_BYTES, Sink
 from kvcore.units import NS_PER_S
 
 MEDIUM, TIER = "GPU", "device"
@@ -39,32 +40,31 @@ _TOKEN_BYTES = 4
 def event_batches(trace: str | os.PathLike[str]) -> Iterator[EventBatch]:
     """Yield what an engine would have published during a run, as vLLM does: a batch a moment.
 
-    A block that is committed for the first time is stored, one that is evicted removed; the
-    trace is checked on the way. Its keys are the hashes: integers as they are, digests by
-    their last 64 bits, as in vLLM; where a key is several blocks, a hash of the key and
-    the block's place in it. Token ids are not in a trace: placeholders stand for them, equal
-    for equal blocks alone. Costs about 20 µs a line, and the placeholders.
+    A block that is committed for the first time is stored, one that is evicted removed. Keys of
+    the trace are the hashes: integers as they are, digests by their last 64 bits, as in vLLM;
+    where a key is several blocks, a hash of the key and the block's place in it. Token ids are
+    not in a trace: placeholders stand for them, equal for equal blocks alone. The trace is read
+    to its END, and its digest checked. Costs about 20 µs a line, and the placeholders.
 
     Raises:
         InputError: the file cannot be opened.
-        TraceError: the trace is damaged, contradicts itself, or is incomplete.
+        TraceError: the trace is damaged or incomplete, or an event cannot be applied.
     """
     reader = read_events(trace)
-    state: CacheState | None = None
-    writer = _EventMaker({})
+    maker: _EventMaker | None = None
     now, pending = 0, list[BlockStored | BlockRemoved]()
     for line in reader:
-        if line["t"] > now and pending:
+        if line.t > now and pending:
             yield _batch(now, pending)
             pending = []
-        now = line["t"]
+        now = line.t
         try:
-            if state is None:
-                state, writer = CacheState(line), _EventMaker(line)
-            else:
-                pending += writer.of(state, line)
+            if isinstance(line, events.Header):
+                maker = _EventMaker(line)
+            elif maker is not None:
+                pending += maker.apply(line)
         except ValueError as error:
-            reader.fail(f"{line['event']}: {error}")
+            reader.fail(f"{line.event}: {error}")
     if pending:
         yield _batch(now, pending)
     _require_complete(reader)
@@ -120,23 +120,25 @@ class MooncakeRows:
         """Yield the rows. Memory: one line."""
         reader = read_events(self.trace)
         for line in reader:
-            if line["event"] != "REQUEST":
+            if not isinstance(line, events.Request):
                 continue
-            self.key_tokens = self.key_tokens or line["key_tokens"]
-            if line["key_tokens"] != self.key_tokens:
+            self.key_tokens = self.key_tokens or line.key_tokens
+            if line.key_tokens != self.key_tokens:
                 reader.fail(
-                    f"keys of {line['key_tokens']} tokens, before of {self.key_tokens}: "
+                    f"keys of {line.key_tokens} tokens, before of {self.key_tokens}: "
                     "Mooncake's format has one size"
                 )
             self.rows += 1
-            self.left_out.update(name for name in UNSUPPORTED if name in line)
-            milliseconds, rest = divmod(line["t"], NS_PER_MS)
+            self.left_out.update(
+                name for name in UNSUPPORTED if getattr(line, name) is not UNSET
+            )
+            milliseconds, rest = divmod(line.t, NS_PER_MS)
             self.left_out.update(["t"] if rest else [])
             row = {
                 "timestamp": milliseconds,
-                "input_length": line["prompt"],
-                "output_length": line["output"],
-                "hash_ids": [block_hash(key) >> (type(key) is str) for key in line["keys"]],
+                "input_length": line.prompt,
+                "output_length": line.output,
+                "hash_ids": [block_hash(key) >> (type(key) is str) for key in line.keys],
             }
             yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
         _require_complete(reader)
@@ -149,7 +151,7 @@ def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
         InputError: the file cannot be opened for writing.
         StorageError: the disk is full. An exception from `lines` leaves no file either.
     """
-    sink, count = Sink(out, kind="file"), 0
+    sink, count = BackgroundFile(out, kind="file"), 0
     try:
         with io.BufferedWriter(sink, BUFFER_BYTES) as buffer:
             for count, line in enumerate(lines, 1):  # noqa: B007 - the last one is returned
@@ -171,16 +173,19 @@ def block_hash(key: int | str, place: int = 0, blocks: int = 1) -> int:
 
 
 class _EventMaker:
-    """The events of trace lines, by the block size and key size of HEADER."""
+    """The KV events of the lines of a trace, with the state of its cache."""
 
-    def __init__(self, header: dict[str, Any]) -> None:
-        self._size: int = header.get("block_size", 1)
-        self._ratio = max(1, header.get("key_tokens", 1) // self._size)
+    def __init__(self, header: events.Header) -> None:
+        """Start with the empty cache that HEADER describes."""
+        self._state = CacheState(header)
+        self._size = header.block_size
+        self._ratio = max(1, header.key_tokens // self._size)
 
-    def of(self, state: CacheState, line: dict[str, Any]) -> list[BlockStored | BlockRemoved]:
-        """Apply a line to `state`; return its events."""
-        if line["event"] == "EVICT" and line["scope"] == "cache":
-            span = state.spans.get(line["span"])
+    def apply(self, line: events.Event) -> list[BlockStored | BlockRemoved]:
+        """Apply a line to the state; return its events."""
+        state = self._state
+        if isinstance(line, events.Evict):
+            span = state.spans.get(line.span)
             keys, end = ([], 0) if span is None else (span.keys, span.end)
             before = state.cached
             state.apply(line)
@@ -188,10 +193,10 @@ class _EventMaker:
             hashes = tuple(self._hash(keys, block) for block in gone)
             return [BlockRemoved(hashes=hashes, medium=MEDIUM)]
         state.apply(line)
-        if line["event"] != "COMMIT" or line["how"] not in ("new", "grown"):
+        if not isinstance(line, events.Commit) or line.how not in ("new", "grown"):
             return []
-        keys, first = state.sequences[line["seq"]].prompt.keys, line["first"]
-        hashes = tuple(self._hash(keys, first + place) for place in range(line["blocks"]))
+        keys, first = state.sequences[line.seq].prompt.keys, line.first
+        hashes = tuple(self._hash(keys, first + place) for place in range(line.blocks))
         return [
             BlockStored(
                 hashes=hashes,

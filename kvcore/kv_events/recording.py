@@ -9,17 +9,16 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from hashlib import blake2b
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import attrs
 import msgspec
 import orjson
 
 from kvcore.errors import InputError, TraceError
-from kvcore.files import CutError, DamageError, decoded, refusal
+from kvcore.files import CutError, DamageError, decoded
 from kvcore.kv_events.formats import (
     FORMATS,
     LARGEST_PAYLOAD,
@@ -47,7 +46,8 @@ from kvcore.kv_events.subscriber import (
     StreamItem,
     Subscriber,
 )
-from kvcore.trace.writer import DIGEST_BYTES, SealedFile, Sink, version
+from kvcore.trace.jsonl_file import SealedReader, SealedWriter
+from kvcore.trace.writer import version
 
 SCHEMA = 1
 """The schema that this version writes, and the only one it reads."""
@@ -139,7 +139,7 @@ _LINES: dict[str, type[_Line]] = {
 }
 
 
-class RecordingWriter(SealedFile):
+class RecordingWriter(SealedWriter):
     """A JSONL file, `.gz` and `.zst` by name, that batches are written to as they come.
 
     Close it when the stream is over, best by a `with` block: only then the file appears
@@ -174,7 +174,7 @@ class RecordingWriter(SealedFile):
         """Open the file and write RECORDING."""
         self.lines: dict[str, int] = {}
         self._format = format
-        super().__init__(Sink(file, kind="recording"), BUFFER_BYTES)
+        super().__init__(file, kind="recording", buffer_bytes=BUFFER_BYTES)
         self._line("RECORDING", schema=SCHEMA, kvcore=version(), format=format, engine=engine)
 
     def batch(
@@ -203,21 +203,12 @@ class RecordingWriter(SealedFile):
         """Write that a message was no batch."""
         self._line("GARBAGE", publisher=publisher, why=why)
 
-    def flush(self) -> None:
-        """Write all lines to the disk, so that a process that is killed later leaves them.
-
-        Costs a compressed file some bytes.
-        """
-        self._buffer.flush()
-        self._sink.sync()
-
-    def _end(self) -> None:
-        self._buffer.flush()
-        self._line("END", lines=dict(self.lines), digest=self._sink.hexdigest())
+    def _write_end(self) -> None:
+        self._line("END", lines=dict(self.lines), digest=self._digest_so_far())
 
     def _line(self, kind: str, **fields: Any) -> None:
         if self._closed:
-            msg = f"{kind} after the end: the recording {self._sink.name} is closed"
+            msg = f"{kind} after the end: the recording {self.name} is closed"
             raise InputError(msg)
         given = {name: value for name, value in fields.items() if value is not None}
         line = orjson.dumps({"n": sum(self.lines.values()), "kind": kind, **given})
@@ -225,7 +216,7 @@ class RecordingWriter(SealedFile):
         self.lines[kind] = self.lines.get(kind, 0) + 1
 
 
-class RecordingReader:
+class RecordingReader(SealedReader["RecordedItem | None"]):
     """A recording that is read once, line by line; `.gz` and `.zst` by their first bytes.
 
     Iterating yields batches, gaps, restarts and what was skipped, in their order. A file
@@ -243,65 +234,29 @@ class RecordingReader:
         TraceError: it is no recording, or a line is damaged: file, line number, reason.
     """
 
+    kind: ClassVar[str] = "recording"
+
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; iteration opens it."""
-        self.file = Path(file)
-        self.line = 0
+        super().__init__(file)
         self.header: dict[str, Any] = {}
-        self.complete = False
-        self.cut_reason: str | None = None
         self._kinds: dict[str, int] = {}
-        self._digest = blake2b(digest_size=DIGEST_BYTES)
 
     def __iter__(self) -> Iterator[RecordedItem]:
         """Yield the items."""
-        for raw in self._raw_lines():
-            line = self._parsed(raw)
-            item = self._header(line) if self.line == 1 else self._item(line)
-            self._digest.update(raw + b"\n")
+        for item in super().__iter__():
             if item is not None:
                 yield item
-        if self.cut_reason is None and self._sealed and "END" not in self._kinds:
-            self.cut_reason = f"the file ends after line {self.line}, without END"
         if not self.header:
             self.cut_reason = self.cut_reason or "the file is empty"
-        self.complete = self.cut_reason is None
+            self.complete = False
 
     @property
     def _sealed(self) -> bool:
         return "schema" in self.header
 
-    def fail(self, reason: str) -> NoReturn:
-        """Raise TraceError for the line read last."""
-        msg = f"{self.file}:{self.line}: {reason}"
-        raise TraceError(msg)
-
-    def _raw_lines(self) -> Iterator[bytes]:
-        """Yield whole lines; record where the file is cut."""
-        rest, cut = b"", None
-        try:
-            with self.file.open("rb") as file:
-                for piece in decoded(file):
-                    *whole, rest = (rest + piece).split(b"\n")
-                    for raw in whole:
-                        self.line += 1
-                        yield raw
-        except CutError as error:
-            cut = str(error)
-        except DamageError as error:
-            self.line += 1
-            self.fail(str(error))
-        except OSError as error:
-            msg = f"cannot read the recording {self.file}: {refusal(self.file, error)}"
-            raise InputError(msg) from error
-        if rest and not self._sealed and _is_json(rest):
-            self.line += 1
-            yield rest
-        elif rest:
-            cut = f"the file ends inside line {self.line + 1}"
-        self.cut_reason = cut
-
-    def _parsed(self, raw: bytes) -> dict[str, Any]:
+    def _parse(self, raw: bytes) -> RecordedItem | None:
+        """Return the item of a line; None for RECORDING and END."""
         try:
             line = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
@@ -309,7 +264,7 @@ class RecordingReader:
             self.fail(what if self.header else f"{NO_RECORDING} ({what})")
         if type(line) is not dict:
             self.fail("a line must be a JSON object" if self.header else NO_RECORDING)
-        return line
+        return self._item(line) if self.header else self._header(line)
 
     def _header(self, line: dict[str, Any]) -> RecordedItem | None:
         name = _first_line_format(line)
@@ -340,8 +295,7 @@ class RecordingReader:
                 return Restarted(publisher)
             case _InvalidLine(publisher=publisher):
                 return Skipped(publisher, line.why)
-            case _EndLine():
-                self._check_end(line)
+        self._expect_end({"n": line.n, "kind": "END", "lines": self._kinds})
         return None
 
     def _line(self, value: dict[str, Any]) -> _Line:
@@ -349,8 +303,6 @@ class RecordingReader:
         kind = value.get("kind")
         if type(kind) is not str or kind not in _LINES:
             self.fail(f"unknown kind of line {kind!r}; there are: {', '.join(_LINES)}")
-        if "END" in self._kinds:
-            self.fail("a line follows END")
         if value.get("n") != self.line - 1:
             self.fail(f"this line has n = {value.get('n')}; {self.line - 1} stand before it")
         try:
@@ -366,13 +318,6 @@ class RecordingReader:
             return read_value(from_json(value) if self._sealed else value, name)
         except (InputError, ValueError, RecursionError) as error:
             self.fail(str(error))
-
-    def _check_end(self, line: _EndLine) -> None:
-        expected = {"lines": self._kinds, "digest": self._digest.hexdigest()}
-        for name, value in expected.items():
-            if (found := getattr(line, name)) != value:
-                self.fail(f"END has {name} {found!r}; the lines before it make {value!r}")
-        self._kinds = {**self._kinds, "END": 1}
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:
@@ -404,14 +349,6 @@ def _first_line_format(line: Any) -> str | None:
         name = line.get("format")
         return name if type(name) is str else None
     return json_format(line)
-
-
-def _is_json(raw: bytes) -> bool:
-    try:
-        orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return False
-    return True
 
 
 @attrs.define

@@ -29,7 +29,7 @@ from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
-from kvcore.trace.events import plain, slo_field
+from kvcore.trace.fields import plain, slo_field
 from kvcore.units import NS_PER_S, format_bytes
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
