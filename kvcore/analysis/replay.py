@@ -9,7 +9,7 @@ from itertools import islice
 from kvcore.cache import EvictionPolicy, KVCache, Sequence
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
-from kvcore.plugins import broken, overridden
+from kvcore.plugins import override_of, policy_error
 from kvcore.request import Request
 
 
@@ -39,7 +39,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     room = cache.pool.blocks * size
     by_key = cache.geometry.count == "keys"
     open_, commit, close = cache.open, cache.commit, cache.close
-    if any(overridden(cache.eviction, method) for method in ("awaited", "unawaited")):
+    if any(override_of(cache.eviction, method) for method in ("awaited", "unawaited")):
         requests = _announced(requests, cache.eviction)
     for request in requests:
         now = request.arrival
@@ -80,4 +80,4 @@ def _tell(eviction: EvictionPolicy, method: str, request: Request, now: int) -> 
     try:
         getattr(eviction, method)(request, now)
     except Exception as error:
-        raise broken(eviction, method, error) from error
+        raise policy_error(eviction, method, error) from error

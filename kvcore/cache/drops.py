@@ -10,7 +10,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Gap, Sequence, merged
 from kvcore.cache.sharing import shares_private
-from kvcore.plugins import broken
+from kvcore.plugins import policy_error
 
 
 def forget(
@@ -36,7 +36,7 @@ def forget(
     try:
         wanted = _whole_blocks(retention.forgettable(seq), seq)
     except Exception as error:
-        raise broken(retention, "forgettable", error) from error
+        raise policy_error(retention, "forgettable", error) from error
     gone = list(_new(seq.gaps, wanted))
     if not gone:
         return 0

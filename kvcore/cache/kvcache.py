@@ -22,7 +22,7 @@ from kvcore.cache.sequence import Sequence
 from kvcore.cache.sharing import copy_tail, free_last, shared_tail, table, with_ids
 from kvcore.cache.span import Shape
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import broken, overridden
+from kvcore.plugins import override_of, policy_error
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
 
@@ -95,7 +95,7 @@ class KVCache:
             *([] if self.retention is None else [self.retention]),
         ]
         for plugin in plugins:
-            plugin.claim()
+            plugin.bind()
         self.eviction.attach(blocks, block_size)
         if recompute is None:
             from kvcore.models.cost import default_prefill_cost  # noqa: PLC0415  (a long table)
@@ -103,7 +103,7 @@ class KVCache:
             recompute = default_prefill_cost()
         shape = Shape(block_size, geometry.ratio, recompute)
         self.prefix.attach(self.pool, self.eviction, shape, trace)
-        self._missed: Callable[[Request, int, int], None] | None = overridden(
+        self._missed: Callable[[Request, int, int], None] | None = override_of(
             self.eviction, "missed"
         )
         if trace is not None:
@@ -370,7 +370,7 @@ class KVCache:
             try:
                 self._missed(seq.request, seq.hit_blocks, now)
             except Exception as error:
-                raise broken(self.eviction, "missed", error) from error
+                raise policy_error(self.eviction, "missed", error) from error
 
     def _take(self, need: int, seq: Sequence, now: int) -> Ids | None:
         pool = self.pool

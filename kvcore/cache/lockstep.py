@@ -7,13 +7,13 @@ from collections.abc import Sequence as Keys
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool
 from kvcore.cache.sequence import Sequence
-from kvcore.plugins import overridden
+from kvcore.plugins import override_of
 from kvcore.request import Key
 
 
 def grows_by_count(cache: KVCache) -> bool:
     """Say whether `reserve` may be used: blocks have no ids, and nobody is told of growth."""
-    return not isinstance(cache.pool, BlockPool) and not overridden(cache.prefix, "extend")
+    return not isinstance(cache.pool, BlockPool) and not override_of(cache.prefix, "extend")
 
 
 def reserve(cache: KVCache, blocks: int) -> None:

@@ -85,7 +85,7 @@ def run(
     check_cache(cache, "run")
     scheduler = resolve("scheduler", scheduler, "fcfs")
     latency = resolve("latency", latency, "roofline")
-    latency.claim()
+    latency.bind()
     batching = Batching() if batching is None else batching
     executor = TensorExecutor(
         cache,

@@ -32,7 +32,7 @@ class Plugin(ABC):
     kind: ClassVar[str]
     name: ClassVar[str]
 
-    _claimed = False
+    _bound = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Create an instance, unless annotated attributes of `cls` would be no options.
@@ -56,19 +56,19 @@ class Plugin(ABC):
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
         return f"{type(self).__name__}({options})"
 
-    def claim(self) -> None:
+    def bind(self) -> None:
         """Mark this instance as in use: it serves one cache or run.
 
         Raises:
             InputError: it is in use already.
         """
-        if self._claimed:
+        if self._bound:
             msg = f"this {self.kind} plugin {self.name!r} is in use already: build another one"
             raise InputError(msg)
-        self._claimed = True
+        self._bound = True
 
     @classmethod
-    def unusable(cls) -> str | None:
+    def unavailable(cls) -> str | None:
         """Return why this plugin cannot work here (no GPU, a missing extra), or None."""
         return None
 
@@ -178,7 +178,7 @@ def contract_and_above(cls: type[Plugin]) -> list[type]:
     return classes
 
 
-def overridden(plugin: Plugin, method: str) -> Callable[..., Any] | None:
+def override_of(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     """Return the bound `method` of `plugin`, or None if it is the kind's own empty one.
 
     Callers choose once, so a method that no plugin overrides costs nothing.
@@ -190,7 +190,7 @@ def overridden(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     return bound
 
 
-def broken(plugin: Plugin, method: str, error: Exception) -> PolicyError:
+def policy_error(plugin: Plugin, method: str, error: Exception) -> PolicyError:
     """Return the error which reports that `plugin` raised `error` in `method`."""
     *_, frame = extract_tb(error.__traceback__)
     where = f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"

@@ -177,7 +177,7 @@ class Plugins:
             msg = f"{spec!r} names {len(wanted)} {kind} plugins where one is needed"
             raise InputError(msg)
         cls = self.get(kind, wanted[0].name)
-        reason = _unusable(cls)
+        reason = _unavailable(cls)
         if reason is not None:
             msg = f"{kind} plugin {cls.name!r} cannot work here: {reason}"
             raise PluginError(msg)
@@ -196,7 +196,7 @@ class Plugins:
         infos = []
         for kind in KINDS:
             for name, (cls, origin) in sorted(self._find(kind).items()):
-                reason = _unusable(cls)
+                reason = _unavailable(cls)
                 infos.append(
                     PluginInfo(
                         kind=kind,
@@ -455,11 +455,11 @@ def _misfit(plugin: object, error: PluginValidationError) -> str:
     return f"has a hook that does not fit: {error}"
 
 
-def _unusable(cls: type[Plugin]) -> str | None:
+def _unavailable(cls: type[Plugin]) -> str | None:
     try:
-        return cls.unusable()
+        return cls.unavailable()
     except Exception as error:  # noqa: BLE001 - a listing must not fail at one plugin
-        return f"{qualified(cls)}.unusable raised {error!r}"
+        return f"{qualified(cls)}.unavailable raised {error!r}"
 
 
 def _fault(cls: object, kind: str) -> str | None:

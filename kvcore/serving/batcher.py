@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.errors import OutOfBlocks, PolicyError
-from kvcore.plugins import broken, overridden
+from kvcore.plugins import override_of, policy_error
 from kvcore.serving.batching import Batching
 from kvcore.serving.contiguous import growth_in
 from kvcore.serving.decode_batch import Decoders
@@ -110,11 +110,11 @@ class Seats:
         self._victims: set[Job] = set()
         self.timers: list[tuple[int, int, Job]] = []
         self.preemptions = Preemptions(cache, scheduler)
-        self._ranks = not overridden(scheduler, "plan")
-        self._changes_at = overridden(scheduler, "changes_at")
-        self._queued = overridden(scheduler, "queued")
-        self._admitted = overridden(scheduler, "admitted")
-        self._finished = overridden(scheduler, "finished")
+        self._ranks = not override_of(scheduler, "plan")
+        self._changes_at = override_of(scheduler, "changes_at")
+        self._queued = override_of(scheduler, "queued")
+        self._admitted = override_of(scheduler, "admitted")
+        self._finished = override_of(scheduler, "finished")
 
     def queue(self, job: Job, now: int, *, front: bool = False) -> None:
         """Let `job` wait for a seat."""
@@ -123,7 +123,7 @@ class Seats:
         try:
             self.waiting.push(job, now, front=front)
         except TypeError as error:
-            raise broken(self._scheduler, "priority", error) from error
+            raise policy_error(self._scheduler, "priority", error) from error
         if self._queued is not None:
             self._call("queued", self._queued, job, now)
         self.changed = True
@@ -421,7 +421,7 @@ class Seats:
         try:
             job.rank = self._scheduler.priority(job, now)
         except Exception as error:
-            raise broken(self._scheduler, "priority", error) from error
+            raise policy_error(self._scheduler, "priority", error) from error
         if self._changes_at is not None:
             due = self._call("changes_at", self._changes_at, job, now)
             if due is not None:
@@ -440,7 +440,7 @@ class Seats:
         try:
             return function(*arguments)
         except Exception as error:
-            raise broken(self._scheduler, method, error) from error
+            raise policy_error(self._scheduler, method, error) from error
 
     def _refuse_plan(self, job: Job, what: str, state: str) -> None:
         name = self._scheduler.name
@@ -469,8 +469,8 @@ class Waiting:
         self._entries: OrderedDict[Job, Entry] = OrderedDict()
         self._heap: list[Entry] = []
         self._eviction = eviction
-        self._awaited = overridden(eviction, "awaited")
-        self._unawaited = overridden(eviction, "unawaited")
+        self._awaited = override_of(eviction, "awaited")
+        self._unawaited = override_of(eviction, "unawaited")
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -491,7 +491,7 @@ class Waiting:
             try:
                 self._awaited(job.request, now, front=front)
             except Exception as error:
-                raise broken(self._eviction, "awaited", error) from error
+                raise policy_error(self._eviction, "awaited", error) from error
         self._entries[job] = entry
         if front:
             self._entries.move_to_end(job, last=False)
@@ -518,4 +518,4 @@ class Waiting:
             try:
                 self._unawaited(job.request, now)
             except Exception as error:
-                raise broken(self._eviction, "unawaited", error) from error
+                raise policy_error(self._eviction, "unawaited", error) from error

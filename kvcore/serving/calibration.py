@@ -131,7 +131,8 @@ def fit_linear(path: Path) -> Calibration:
         )
         raise InputError(msg)
     rows = [(1, *step.counts) for step in steps]
-    counts, times = np.array(rows, dtype=object), np.array([s.time for s in steps], dtype=object)
+    counts = np.array(rows, dtype=object)
+    times = np.array([step.time for step in steps], dtype=object)
     # Each column from 0 to 1: counts of tokens and of sequences are orders apart.
     scale = np.maximum(counts.max(axis=0), 1).astype(float)
     scaled = counts.astype(float) / scale
@@ -142,7 +143,7 @@ def fit_linear(path: Path) -> Calibration:
     for _ in range(_REFINEMENTS):
         residual = (times - counts @ fitted).astype(float)
         change = np.linalg.lstsq(scaled[:, above], residual, rcond=None)[0] / scale[above]
-        fitted[above] = [each + round(by) for each, by in zip(fitted[above], change, strict=True)]
+        fitted[above] += np.array([round(each) for each in change], dtype=object)
     coefficients = dict(zip(NAMES, map(int, fitted), strict=True))
     return Calibration(
         coefficients,

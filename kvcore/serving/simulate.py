@@ -81,7 +81,7 @@ def simulate(
         raise InputError(msg)
     scheduler = resolve("scheduler", scheduler, "fcfs")
     latency = resolve("latency", latency, "roofline")
-    latency.claim()
+    latency.bind()
     batching = Batching() if batching is None else batching
     loop, took = serve(
         workload,

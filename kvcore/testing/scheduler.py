@@ -16,7 +16,7 @@ import attrs
 import pytest
 
 from kvcore.cache import KVCache
-from kvcore.plugins import overridden
+from kvcore.plugins import override_of
 from kvcore.plugins.base import qualified
 from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import SLO, Key, Request
@@ -74,9 +74,9 @@ def watched(scheduler: Scheduler, jobs: WeakSet[Job] | None = None) -> list[Call
 
     names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
     methods = {name: noting(name) for name in ("queued", "admitted", "finished", "priority")}
-    if overridden(scheduler, "changes_at") is not None:
+    if override_of(scheduler, "changes_at") is not None:
         methods["changes_at"] = noting("changes_at")
-    if overridden(scheduler, "plan") is not None:
+    if override_of(scheduler, "plan") is not None:
         methods["plan"] = plan
     scheduler.__class__ = type(cls.__name__, (cls,), names | methods)
     return calls
@@ -114,7 +114,7 @@ class ToyServer:
     def __init__(self, scheduler: Scheduler, seats: int = 3, room: int = 400) -> None:
         """Take the scheduler into use."""
         self._scheduler = scheduler
-        self._asks = overridden(scheduler, "plan") is None
+        self._asks = override_of(scheduler, "plan") is None
         self._seats, self._room = seats, room
         self._now = self._arrived = 0
         self._steps = DecodeSteps()
@@ -125,7 +125,7 @@ class ToyServer:
         self._due: dict[Job, int] = {}
         self._before: set[tuple[Job, Job]] = set()
         self._cached: set[Key] = set()
-        scheduler.claim()
+        scheduler.bind()
         scheduler.attach(self)
 
     def run(self, requests: Iterable[Request]) -> None:
@@ -479,7 +479,7 @@ class SchedulerTests(ABC):
             jobs: where to put those that arrive.
         """
         scheduler = scheduler or self.make()
-        reason = scheduler.unusable()
+        reason = scheduler.unavailable()
         if reason is not None:
             pytest.skip(f"cannot work here: {reason}")
         calls = watched(scheduler, jobs)

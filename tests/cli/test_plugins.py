@@ -23,7 +23,7 @@ class Policy(EvictionPolicy):
     name = {name!r}
     def victim(self, now): raise LookupError(now)
     @classmethod
-    def unusable(cls): return {reason!r}
+    def unavailable(cls): return {reason!r}
 
 @hookimpl
 def kvcore_eviction_policies(): return [Policy]

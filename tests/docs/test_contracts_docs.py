@@ -28,7 +28,7 @@ from kvcore import (
 )
 from kvcore.cache import GhostTree, Shape, root_span
 from kvcore.engine import DeviceMemory, Rows, TensorLayout, TokenStep
-from kvcore.plugins import Plugin, broken, overridden
+from kvcore.plugins import Plugin, override_of, policy_error
 from kvcore.request import Retention
 from kvcore.serving import Batch, LoopState, Server, StepPlan
 
@@ -120,7 +120,7 @@ def test_each_member_has_an_entry(cls):
 
 def test_each_helper_has_an_entry():
     """The functions that plugin authors call are there, with their parameters."""
-    helpers = (broken, overridden, root_span)
+    helpers = (policy_error, override_of, root_span)
     assert entries("Helpers") == {f"{f.__name__}{parameters(f)}" for f in helpers}
 
 

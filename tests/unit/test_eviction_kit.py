@@ -239,7 +239,7 @@ class Opaque(EvictionPolicy):
     order: Any = attrs.field(factory=list)
 
     @classmethod
-    def unusable(cls):
+    def unavailable(cls):
         """Say why."""
         return "no such device"
 

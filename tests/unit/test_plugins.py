@@ -39,7 +39,7 @@ class NeedsGpu(Oldest):
     name = "needs-gpu"
 
     @classmethod
-    def unusable(cls):
+    def unavailable(cls):
         """Say that it cannot work."""
         return "there is no GPU"
 
@@ -50,7 +50,7 @@ class CannotTell(Oldest):
     name = "cannot-tell"
 
     @classmethod
-    def unusable(cls):
+    def unavailable(cls):
         """Break."""
         msg = "driver too old"
         raise RuntimeError(msg)
@@ -250,10 +250,10 @@ def test_building_an_unusable_plugin_gives_its_reason():
 
 
 def test_a_plugin_that_cannot_say_whether_it_works_is_unusable():
-    """A raising `unusable` is reported where its reason would be."""
+    """A raising `unavailable` is reported where its reason would be."""
     (info,) = evictions(CannotTell).listing()
     assert info.reason == (
-        f"{__name__}.CannotTell.unusable raised RuntimeError('driver too old')"
+        f"{__name__}.CannotTell.unavailable raised RuntimeError('driver too old')"
     )
 
 

@@ -10,7 +10,7 @@ import attrs
 
 from kvcore import EvictionPolicy, InputError, Plugins, Request, Span
 from kvcore.cache import GhostTree
-from kvcore.plugins import overridden
+from kvcore.plugins import override_of
 
 HEARD = (
     *("inserted", "accessed", "grown", "split", "joined", "pinned", "released"),
@@ -125,7 +125,7 @@ class Adaptive(EvictionPolicy):
             if expert.expires_spans:
                 msg = f"adaptive: {expert.name!r} lets spans expire, so it cannot be an expert"
                 raise InputError(msg)
-            expert.claim()
+            expert.bind()
         self._weights = [1 / len(self._experts)] * len(self._experts)
         self._listeners = {method: self._overriding(method) for method in HEARD}
         reaches = [expert.ahead for expert in self._experts]
@@ -266,7 +266,7 @@ class Adaptive(EvictionPolicy):
 
     def _overriding(self, method: str) -> list[tuple[int, Callable[..., Any]]]:
         """Return `method` of each expert that overrides it, and the expert's place."""
-        found = [overridden(expert, method) for expert in self._experts]
+        found = [override_of(expert, method) for expert in self._experts]
         return [(place, hear) for place, hear in enumerate(found) if hear is not None]
 
     def _tell(self, method: str, span: Span, *args: Any) -> None:

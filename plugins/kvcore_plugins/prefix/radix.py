@@ -11,7 +11,7 @@ import attrs
 
 from kvcore import PolicyError, Span
 from kvcore.cache import Ids, Match, Sequence
-from kvcore.plugins import broken
+from kvcore.plugins import policy_error
 from kvcore.request import DEFAULT_PRIORITY, Key
 from kvcore_plugins.prefix.forks import pin_for_siblings
 from kvcore_plugins.prefix.hints import (
@@ -107,7 +107,7 @@ class Radix(SpanTree):
                 span = span.parent  # type: ignore[assignment]
         except Exception as error:
             self._unpin(seq, match, span.parent)
-            raise broken(self.eviction, "pinned", error) from error
+            raise policy_error(self.eviction, "pinned", error) from error
 
     def hit(self, seq: Sequence, now: int, *, again: bool) -> None:
         """Count the access of every span hit. O(their number)."""
@@ -346,7 +346,7 @@ class Radix(SpanTree):
         except Exception as error:
             with suppress(PolicyError):
                 self._release(span.parent or root, now)
-            raise broken(self.eviction, "released", error) from error
+            raise policy_error(self.eviction, "released", error) from error
 
     def _unpin(self, seq: Sequence, match: Match, stop: Span | None) -> None:
         """Take back the pins of a failed `open`, from its deepest span up to `stop`."""

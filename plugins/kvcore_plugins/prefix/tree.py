@@ -11,7 +11,7 @@ import attrs
 
 from kvcore import EvictionPolicy, PolicyError, PrefixCache, Span
 from kvcore.cache import BlockPool, CountingPool, Ids, Recorder, Sequence, Shape, root_span
-from kvcore.plugins import broken, overridden
+from kvcore.plugins import override_of, policy_error
 from kvcore.request import Key
 
 
@@ -36,17 +36,17 @@ class SpanTree(PrefixCache):
         super().attach(pool, eviction, shape, trace)
         self.root = root_span(shape)
         self._expiring = eviction.expires_spans
-        self._on_inserted = overridden(eviction, "inserted")
-        self._on_accessed = overridden(eviction, "accessed")
-        self._on_grown = overridden(eviction, "grown")
-        self._on_split = overridden(eviction, "split")
-        self._on_joined = overridden(eviction, "joined")
-        self._on_pinned = overridden(eviction, "pinned")
-        self._on_released = overridden(eviction, "released")
-        self._on_leaf = overridden(eviction, "leaf")
-        self._on_trimmed = overridden(eviction, "trimmed")
-        self._on_removed = overridden(eviction, "removed")
-        self._tail = overridden(eviction, "tail")
+        self._on_inserted = override_of(eviction, "inserted")
+        self._on_accessed = override_of(eviction, "accessed")
+        self._on_grown = override_of(eviction, "grown")
+        self._on_split = override_of(eviction, "split")
+        self._on_joined = override_of(eviction, "joined")
+        self._on_pinned = override_of(eviction, "pinned")
+        self._on_released = override_of(eviction, "released")
+        self._on_leaf = override_of(eviction, "leaf")
+        self._on_trimmed = override_of(eviction, "trimmed")
+        self._on_removed = override_of(eviction, "removed")
+        self._tail = override_of(eviction, "tail")
         listeners = (self._on_inserted, self._on_grown)
         self._listens = self._expiring or listeners != (None, None)
 
@@ -153,7 +153,7 @@ class SpanTree(PrefixCache):
         try:
             span = self.eviction.victim(now)
         except Exception as error:
-            raise broken(self.eviction, "victim", error) from error
+            raise policy_error(self.eviction, "victim", error) from error
         if (
             span.__class__ is not Span
             or span.shape is not self.shape
@@ -173,7 +173,7 @@ class SpanTree(PrefixCache):
         try:
             count = self._tail(span)
         except Exception as error:
-            raise broken(self.eviction, "tail", error) from error
+            raise policy_error(self.eviction, "tail", error) from error
         if type(count) is not int or not 1 <= count <= blocks:
             cls = type(self.eviction)
             msg = (
@@ -269,7 +269,7 @@ class SpanTree(PrefixCache):
         try:
             hook(*args)
         except Exception as error:
-            raise broken(self.eviction, method, error) from error
+            raise policy_error(self.eviction, method, error) from error
 
     def _refuse(self, answer: object) -> NoReturn:
         """Raise the PolicyError that says what is wrong with a victim."""
