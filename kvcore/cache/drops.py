@@ -30,7 +30,7 @@ def forget(
         PolicyError: the policy raised, or named tokens that are not computed; nothing has
             changed.
     """
-    behind = seq.computed < seq.span.end * seq.span.shape.block_size
+    behind = seq.computed < seq.span.end * seq.span.geometry.block_size
     if behind or shares_private(pool, seq):
         return 0
     try:
@@ -57,7 +57,7 @@ def forget(
 
 def _whole_blocks(ranges: Iterable[tuple[int, int]], seq: Sequence) -> list[Gap]:
     """Return the blocks that lie whole in ranges of tokens, in order."""
-    size, blocks = seq.span.shape.block_size, []
+    size, blocks = seq.span.geometry.block_size, []
     for given in ranges:
         # Whole numbers of any kind, such as those of arrays.
         start, end = map(index, given)

@@ -20,9 +20,9 @@ from kvcore.cache.residency import CacheStats
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.sharing import copy_tail, free_last, shared_tail, table, with_ids
-from kvcore.cache.span import Shape
+from kvcore.cache.span import SpanGeometry
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import override_of, policy_error
+from kvcore.plugins import find_override, policy_error
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
 
@@ -101,10 +101,10 @@ class KVCache:
             from kvcore.models.cost import default_prefill_cost  # noqa: PLC0415  (a long table)
 
             recompute = default_prefill_cost()
-        shape = Shape(block_size, geometry.ratio, recompute)
-        self.prefix.attach(self.pool, self.eviction, shape, trace)
-        self._missed: Callable[[Request, int, int], None] | None = override_of(
-            self.eviction, "missed"
+        span_geometry = SpanGeometry(block_size, geometry.ratio, recompute)
+        self.prefix.attach(self.pool, self.eviction, span_geometry, trace)
+        self._on_miss: Callable[[Request, int, int], None] | None = find_override(
+            self.eviction, "on_miss"
         )
         if trace is not None:
             record_header(trace, geometry, blocks, plugins)
@@ -352,7 +352,7 @@ class KVCache:
         prefix = self.prefix
         prefix.open(seq, match, now)
         try:
-            if self._missed is not None and not again:
+            if self._on_miss is not None and not again:
                 self._tell_missed(seq, limit, now)
             seq.private = self._take(need, seq, now)
             try:
@@ -365,12 +365,12 @@ class KVCache:
             raise
 
     def _tell_missed(self, seq: Sequence, limit: int, now: int) -> None:
-        assert self._missed is not None
+        assert self._on_miss is not None
         if seq.hit_blocks < limit:
             try:
-                self._missed(seq.request, seq.hit_blocks, now)
+                self._on_miss(seq.request, seq.hit_blocks, now)
             except Exception as error:
-                raise policy_error(self.eviction, "missed", error) from error
+                raise policy_error(self.eviction, "on_miss", error) from error
 
     def _take(self, need: int, seq: Sequence, now: int) -> Ids | None:
         pool = self.pool

@@ -178,7 +178,7 @@ def contract_and_above(cls: type[Plugin]) -> list[type]:
     return classes
 
 
-def override_of(plugin: Plugin, method: str) -> Callable[..., Any] | None:
+def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     """Return the bound `method` of `plugin`, or None if it is the kind's own empty one.
 
     Callers choose once, so a method that no plugin overrides costs nothing.

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.cache import EvictionPolicy, KVCache, PrefixCache
-from kvcore.plugins import override_of
+from kvcore.plugins import find_override
 from kvcore.plugins.base import qualified
 from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import Request, Retention
@@ -241,7 +241,7 @@ class EvictionPolicyTests(ABC):
 
     def require_state(self) -> None:
         """Skip the test if the policy does not show its state."""
-        if override_of(self.make(), "state") is None:
+        if find_override(self.make(), "state") is None:
             pytest.skip("does not override state(), so that nothing can be seen of it")
 
 

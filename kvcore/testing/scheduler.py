@@ -16,7 +16,7 @@ import attrs
 import pytest
 
 from kvcore.cache import KVCache
-from kvcore.plugins import override_of
+from kvcore.plugins import find_override
 from kvcore.plugins.base import qualified
 from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import SLO, Key, Request
@@ -74,9 +74,9 @@ def watched(scheduler: Scheduler, jobs: WeakSet[Job] | None = None) -> list[Call
 
     names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
     methods = {name: noting(name) for name in ("queued", "admitted", "finished", "priority")}
-    if override_of(scheduler, "changes_at") is not None:
+    if find_override(scheduler, "changes_at") is not None:
         methods["changes_at"] = noting("changes_at")
-    if override_of(scheduler, "plan") is not None:
+    if find_override(scheduler, "plan") is not None:
         methods["plan"] = plan
     scheduler.__class__ = type(cls.__name__, (cls,), names | methods)
     return calls
@@ -114,7 +114,7 @@ class ToyServer:
     def __init__(self, scheduler: Scheduler, seats: int = 3, room: int = 400) -> None:
         """Take the scheduler into use."""
         self._scheduler = scheduler
-        self._asks = override_of(scheduler, "plan") is None
+        self._asks = find_override(scheduler, "plan") is None
         self._seats, self._room = seats, room
         self._now = self._arrived = 0
         self._steps = DecodeSteps()

@@ -116,7 +116,7 @@ def test_a_plugin_without_a_name_is_refused():
 
     class Anonymous(ScoreEviction):
         def score(self, span, now):
-            return span.recency
+            return span.released_order
 
     says = r"eviction plugin .*Anonymous has no name \(None\): .* such as name = 'anonymous'"
     with pytest.raises(PluginError, match=says):
@@ -166,7 +166,7 @@ def unlucky(base):
         name = "unlucky"
         fails = False
 
-        def missed(self, request, hit_blocks, now):
+        def on_miss(self, request, hit_blocks, now):
             if self.fails:
                 raise RuntimeError
 
@@ -181,7 +181,7 @@ def test_a_failed_open_leaves_the_order(base):
     serve(cache, "ab", "cd", "ab", "ef", "gh")
     before = policy.state()
     policy.fails = True
-    with pytest.raises(PolicyError, match=r"raised RuntimeError in missed\(\)"):
+    with pytest.raises(PolicyError, match=r"raised RuntimeError in on_miss\(\)"):
         cache.open(ask("abx"))
     assert policy.state() == before
     cache.check_integrity()
@@ -201,7 +201,9 @@ def test_a_score_must_have_a_place_in_an_order():
     """NaN is refused, and the error names plugin, place and line."""
     cache = make(4, Numberless())
     seq = compute(cache, cache.open(ask("ab")))
-    with pytest.raises(PolicyError, match=r"'numberless' .*released\(\): score\(\) .* is nan"):
+    with pytest.raises(
+        PolicyError, match=r"'numberless' .*on_release\(\): score\(\) .* is nan"
+    ):
         cache.close(seq)
     cache.check_integrity()
 
