@@ -18,6 +18,7 @@ from kvcore.cache.layout import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, parse
@@ -25,7 +26,6 @@ from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.events import plain
 from kvcore.workloads import Workload
-from kvcore.workloads.files import spare
 
 Tick: TypeAlias = Callable[[int], None]
 
@@ -175,7 +175,7 @@ def compare(
     )
     _check(entrants, sizes, count, make_prefix, trace)
     if trace is not None:
-        spare(workload, trace)
+        refuse_overwrite(trace, workload.options().values())
     key_tokens, digest = workload.key_tokens, workload.digest
     bench = _Bench(
         workload,

@@ -17,7 +17,7 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import Geometry
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, TraceError
-from kvcore.files import part_of
+from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batch, Batching, DecodeSteps, Job, LatencyModel, Scheduler
@@ -486,7 +486,7 @@ def whatif(
     header = workload.header
     setting = Setting(workload.file, header, asked, plugins or Plugins())
     if export is not None:
-        _spare(workload.file, Path(export))
+        refuse_overwrite(export, [workload.file])
     with ExitStack() as stack:
         trace = None
         if export is not None:
@@ -600,14 +600,6 @@ def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
         )
         raise TraceError(msg)
     return recorded
-
-
-def _spare(file: Path, export: Path) -> None:
-    """Refuse to write over the trace that is read."""
-    for written in (export, part_of(export)):
-        if written.exists() and file.exists() and written.samefile(file):
-            msg = f"cannot write {export}: that is the trace that is read; name another file"
-            raise InputError(msg)
 
 
 def _first(changed: list[Change], most: int, key: Callable[[Change], int]) -> list[Change]:

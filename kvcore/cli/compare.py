@@ -29,7 +29,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import refuse_overwrite, whole_file
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -43,8 +43,7 @@ from kvcore.report import (
     write_csv,
 )
 from kvcore.units import format_bytes, parse_bytes
-from kvcore.workloads import Workload
-from kvcore.workloads.files import checked, spare
+from kvcore.workloads import Workload, checked
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 LONGEST = len(str(MOST_BLOCKS))
@@ -273,7 +272,7 @@ def _refuse(
     if msg:
         raise InputError(msg)
     if csv is not None:
-        spare(source, csv)
+        refuse_overwrite(csv, source.options().values())
 
 
 def _contest(count: str, prefix: str) -> str:

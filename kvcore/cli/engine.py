@@ -17,8 +17,7 @@ from kvcore.plugins import Plugin
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import TextRequest, text_request
 from kvcore.units import format_bytes
-from kvcore.workloads import Texts, Workload
-from kvcore.workloads.sample import Excerpt
+from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
 
 LIMIT, MAX_OUTPUT, MEMORY = 20, 16, 256 << 20
 """Requests of a workload, tokens for a text, and bytes of a pool, where nobody says more."""
@@ -104,13 +103,13 @@ class Engine(Setup):
             self._text(number, text) for number, text in enumerate(self.options.prompts)
         ]
         if self.texts:
-            return Texts(self.texts, self.options.block_size)
+            return PromptWorkload(self.texts, self.options.block_size)
         source = super()._source()
         limit, shrink = self.options.limit, self.options.shrink
         if shrink is None:
             ratio, rest = divmod(source.key_tokens, self.options.block_size)
             shrink = 1 if rest else ratio
-        return Excerpt(source, LIMIT if limit is None else limit or None, shrink)
+        return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink)
 
     def _text(self, number: int, text: str) -> TextRequest:
         tokens = self.generator.encode(text)

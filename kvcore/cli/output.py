@@ -26,11 +26,10 @@ from rich.table import Table
 
 from kvcore.cli.setup import Options, Setup
 from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import make_directory, refuse_overwrite, whole_file
 from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.trace import Trace
 from kvcore.workloads import Workload
-from kvcore.workloads.files import spare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -153,7 +152,7 @@ def outputs(options: Options, setup: Setup) -> Iterator[Trace | None]:
         if options.allocation == "contiguous":
             path = None
     for written in filter(None, (path, *others)):
-        spare(setup.workload, written)
+        refuse_overwrite(written, setup.workload.options().values())
     with ExitStack() as stack:
         if options.out is not None:
             stack.enter_context(_directory(options.out))
@@ -164,12 +163,7 @@ def outputs(options: Options, setup: Setup) -> Iterator[Trace | None]:
 def _directory(path: Path) -> Iterator[None]:
     """Make a directory, if need be; if the body raises, not for good."""
     made = not path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        msg = f"--out {path}: cannot be made a directory: {reason}; name another one"
-        raise InputError(msg) from error
+    make_directory(path)
     try:
         yield
     except BaseException:
@@ -218,7 +212,7 @@ def metrics_file(
     if path.resolve() in [other.resolve() for other in others if other is not None]:
         msg = f"--prometheus {path}: another option writes that file; name another one"
         raise InputError(msg)
-    spare(source, path)
+    refuse_overwrite(path, source.options().values())
     with whole_file(path) as file:
         yield file.write
 

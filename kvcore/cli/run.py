@@ -34,12 +34,11 @@ from kvcore.engine import RunResult
 from kvcore.engine import run as run_engine
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import refuse_overwrite, whole_file
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
 from kvcore.trace import Trace
 from kvcore.units import format_seconds
-from kvcore.workloads.files import spare
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")
@@ -104,7 +103,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     options = RunOptions.of(given)
     engine = Engine(options, frozenset(from_file))
     if options.step_times is not None:
-        spare(engine.workload, options.step_times)
+        refuse_overwrite(options.step_times, engine.workload.options().values())
     as_json = options.as_json
     with ExitStack() as stack:
         trace, times = stack.enter_context(outputs(options, engine)), None

@@ -18,9 +18,9 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.errors import InputError
+from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.report.sweep import WRITERS, SweepReport, check_table, sweep_document, write_table
-from kvcore.workloads.files import spare
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in a directory."""
@@ -70,9 +70,9 @@ def sweep(
     runner = executor_named(chosen.get("executor", "local"), chosen.get("jobs"))
     journal, tables = _places(chosen.get("out") or file.with_name(f"{file.stem}-results"))
     plan = source.plan(values)
-    _spare(plan.grid, [journal, *tables])
+    _refuse_overwrite(plan.grid, [journal, *tables])
     if journal.name == JOURNAL:
-        _make(journal.parent)
+        make_directory(journal.parent)
     try:
         with Journal(journal) as book:
             result = run_sweep(plan, book, executor=runner, progress=progress)
@@ -101,22 +101,13 @@ def _places(out: Path) -> tuple[Path, list[Path]]:
     return out.with_name(f"{out.name}.journal"), [out]
 
 
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        msg = f"--out {directory}: cannot be made a directory: {reason}; name another one"
-        raise InputError(msg) from error
-
-
-def _spare(grid: Grid, written: list[Path]) -> None:
+def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
     """Refuse to write over the requests."""
     plugins = Plugins()
     for spec in grid.axes.get("workload", ()):
         workload = plugins.build("workload", spec)
         for path in written:
-            spare(workload, path)
+            refuse_overwrite(path, workload.options().values())
 
 
 def _print(result: Sweep, tables: list[Path]) -> None:

@@ -8,8 +8,7 @@ from kvcore.errors import InputError
 from kvcore.files import refusal
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import nearest, takes_path
-from kvcore.workloads import Workload
-from kvcore.workloads.files import recognise
+from kvcore.workloads import Workload, recognise
 
 BUNDLED = "mooncake"
 

@@ -119,7 +119,7 @@ def fit_linear(path: Path) -> Calibration:
     """
     try:
         import numpy as np  # noqa: PLC0415
-        from scipy.optimize import nnls  # noqa: PLC0415
+        from scipy.optimize import nnls  # type: ignore[import-untyped]  # noqa: PLC0415
     except ImportError as error:
         msg = f"a calibration needs numpy and scipy ({error}): pip install 'kvcore[lab]'"
         raise InputError(msg) from error

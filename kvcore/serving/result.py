@@ -16,8 +16,7 @@ import attrs
 import orjson
 
 from kvcore.cache import KVCache, Recorder
-from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import make_directory, whole_file
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Request
 from kvcore.serving.batching import Batching
@@ -401,11 +400,7 @@ class Result:
             StorageError: the disk refused what was written.
         """
         directory = Path(directory)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            msg = f"cannot write to the directory {directory}: {error.strerror or error}"
-            raise InputError(msg) from error
+        make_directory(directory)
         with (
             whole_file(directory / SUMMARY) as document,
             whole_file(directory / REQUESTS) as lines,
