@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import click
 
-from kvcore.analysis import Optimum
+from kvcore.analysis import Belady
 from kvcore.analysis.sweep import AXES, MODES, Grid, Plan
 from kvcore.cli.compare import compare
 from kvcore.cli.model import find_or_read
@@ -80,11 +80,11 @@ class GridFile(ConfigFile):
         """Return a plugin, or the optimum, which is none."""
         if kind == "eviction":
             name = value.get("name") if isinstance(value, dict) else value
-            if str(name).partition(":")[0].strip() == Optimum.name:
+            if str(name).partition(":")[0].strip() == Belady.name:
                 if not isinstance(value, dict):
                     return read_plugin(value)
                 options = {key: as_text(each) for key, each in value.items() if key != "name"}
-                return Spec(Optimum.name, options)
+                return Spec(Belady.name, options)
         return super()._plugin(kind, value)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 import orjson
 
-from kvcore.analysis.belady import Future, Optimum
-from kvcore.analysis.compare import SHARING
+from kvcore.analysis.belady import Belady, Future
+from kvcore.analysis.comparison import SHARING
 from kvcore.analysis.sweep.grid import Cell, axes_of
 from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, RetentionPolicy
 from kvcore.cache.layout import Geometry
@@ -121,7 +121,7 @@ class Parts:
         )
         Arrivals((), cell.rate_scale)
         self.slo = None if cell.slo == SLO() else cell.slo
-        self.eviction: EvictionPolicy | Optimum = self._evicting()
+        self.eviction: EvictionPolicy | Belady = self._evicting()
         self.prefix: PrefixCache = self._built("prefix", cell.prefix)
         self.retention: RetentionPolicy | None = None
         self.scheduler: Scheduler | None = None
@@ -205,7 +205,7 @@ class Parts:
             }
         return described
 
-    def _described(self, part: Plugin | Optimum) -> dict[str, Any]:
+    def _described(self, part: Plugin | Belady) -> dict[str, Any]:
         """Return what a plugin is: its name, its options, and the file of its code."""
         code = getattr(sys.modules[type(part).__module__], "__file__", None)
         return {
@@ -250,11 +250,11 @@ class Parts:
                 raise InputError(msg)
             CountingPool(self.blocks)
 
-    def _evicting(self) -> EvictionPolicy | Optimum:
+    def _evicting(self) -> EvictionPolicy | Belady:
         spec = self.cell.eviction
-        if spec.name == Optimum.name and not self._timed:
+        if spec.name == Belady.name and not self._timed:
             with _naming("eviction"):
-                return Optimum.from_text(spec.options)
+                return Belady.from_text(spec.options)
         policy: EvictionPolicy = self._built("eviction", spec)
         return policy
 
@@ -265,7 +265,7 @@ class Parts:
 
     def _check_bound(self) -> None:
         """Refuse the optimum where it is no bound."""
-        if not isinstance(self.eviction, Optimum):
+        if not isinstance(self.eviction, Belady):
             return
         if self.geometry.count != "keys":
             msg = f"count: the optimum is known in `keys` alone, not in {self.geometry.count!r}"

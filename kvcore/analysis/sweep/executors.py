@@ -21,10 +21,10 @@ from uuid import uuid4
 
 import attrs
 
-from kvcore.analysis.belady import Optimum
-from kvcore.analysis.replay import replay
+from kvcore.analysis.belady import Belady
 from kvcore.analysis.sweep._parts import Parts, Shelf
 from kvcore.analysis.sweep.grid import Cell, Mode
+from kvcore.analysis.untimed import replay
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.serving import simulate
 
@@ -121,7 +121,7 @@ class Bench:
         return _timed(parts) if task.cell.mode == "simulate" else self._untimed(parts)
 
     def _untimed(self, parts: Parts) -> dict[str, Any]:
-        if isinstance(parts.eviction, Optimum):
+        if isinstance(parts.eviction, Belady):
             future = self._shelf.future(parts.cell, parts.geometry)
             stats, evicted = parts.eviction.replay(
                 future, parts.blocks, parts.geometry.block_size

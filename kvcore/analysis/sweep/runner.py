@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, TypeAlias
 
 import attrs
 
-from kvcore.analysis.belady import Optimum
+from kvcore.analysis.belady import Belady
 from kvcore.analysis.sweep._parts import Parts, Shelf
 from kvcore.analysis.sweep.executors import RESULTS, Outcome, Processes, RayCluster, Task
 from kvcore.analysis.sweep.grid import Grid, Mode, axes_of
@@ -21,7 +21,7 @@ Row: TypeAlias = dict[str, Any]
 Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 
 
-BOUND = str(Optimum.name)
+BOUND = str(Belady.name)
 
 
 class Executor(Protocol):
@@ -58,7 +58,7 @@ class Plan:
         tasks, rows = [], []
         for cell in grid:
             parts = Parts(cell, shelf)
-            if not isinstance(parts.eviction, Optimum):
+            if not isinstance(parts.eviction, Belady):
                 parts.cache()
             tasks.append(Task(parts.digest, cell))
             rows.append(parts.row)
