@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import attrs
 
 from kvcore.analysis._setting import Asked, Given, Setting
-from kvcore.analysis.comparison import Progress, Tick
 from kvcore.analysis.untimed import served
 from kvcore.cache import KVCache
 from kvcore.cache.layout import Geometry
@@ -19,6 +18,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, TraceError
 from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
+from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batch, Batching, DecodeSteps, Job, LatencyModel, Scheduler
 from kvcore.serving.decode_batch import Decoders
@@ -365,9 +365,6 @@ _FIELDS = tuple(field.name for field in attrs.fields(Request) if field.name != "
 SCHEMA = 1
 
 
-_STEPS = 256
-
-
 @attrs.frozen(kw_only=True)
 class WhatIf:
     """The result of `whatif`: a recorded run, and the same requests run again.
@@ -494,7 +491,7 @@ def whatif(
             trace = stack.enter_context(Trace(export, **run, **setting.extras()))
         rerun = _Rerun(setting, setting.cache(trace), workload)
         recorded = _verified(workload.file, header, setting.slo)
-        steps = progress or _untold
+        steps = progress or silent
         count = len(recorded.log.ids)
         rerun.tick = stack.enter_context(steps(f"running {workload.name} again", count))
         rerun.run()
@@ -521,7 +518,7 @@ class _Rerun:
 
     def __init__(self, setting: Setting, cache: KVCache, workload: TraceWorkload) -> None:
         """Build the cache, scheduler and latency model of the second run."""
-        self.tick: Tick = _unseen
+        self.tick: Tick = unseen
         self.log = RunLog(cache.pool.blocks)
         self._setting, self._cache, self._workload = setting, cache, workload
         self._server = (setting.scheduler(), setting.latency()) if setting.timed else None
@@ -571,15 +568,10 @@ class _Rerun:
         self.log = loop.log
 
     def _requests(self) -> Iterator[Request]:
-        """Yield the requests and report progress every few hundred."""
-        told, fresh = self._workload.told, 0
-        for request in self._workload:
+        """Yield the requests, which report progress as they are read."""
+        told = self._workload.told
+        for request in ticked(self._workload, self.tick):
             yield as_text(request) if request.id in told else request
-            fresh += 1
-            if fresh == _STEPS:
-                self.tick(fresh)
-                fresh = 0
-        self.tick(fresh)
 
 
 def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
@@ -605,11 +597,3 @@ def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
 def _first(changed: list[Change], most: int, key: Callable[[Change], int]) -> list[Change]:
     """Return at most `most` changes whose `key` is below 0, the lowest first."""
     return sorted((change for change in changed if key(change) < 0), key=key)[:most]
-
-
-def _untold(_: str, __: int | None) -> nullcontext[Tick]:
-    return nullcontext(_unseen)
-
-
-def _unseen(_: int) -> None:
-    pass

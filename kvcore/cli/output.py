@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 import orjson
@@ -27,6 +27,7 @@ from rich.table import Table
 from kvcore.cli.setup import Options, Setup
 from kvcore.errors import InputError
 from kvcore.files import make_directory, refuse_overwrite, whole_file
+from kvcore.progress import unseen
 from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.trace import Trace
 from kvcore.workloads import Workload
@@ -35,15 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 
-Item = TypeVar("Item")
-
-
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
-
-
-STRIDE = 256
-"""Items between two movements of a progress bar."""
 
 
 json_option = click.option(
@@ -109,32 +103,12 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     Yields a function to call with how many more of `total` are done (None: unknown).
     """
     if not sys.stderr.isatty():
-        yield _unseen
+        yield unseen
         return
 
     with progress_bar() as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
-
-
-def watched(items: Iterable[Item], tick: Callable[[int], None]) -> Iterable[Item]:
-    """Return `items`, which tell `tick` now and then how many there were if it is seen."""
-    return items if tick is _unseen else _counted(items, tick)
-
-
-def _unseen(done: int) -> None:
-    del done
-
-
-def _counted(items: Iterable[Item], tick: Callable[[int], None]) -> Iterator[Item]:
-    fresh = 0
-    for item in items:
-        yield item
-        fresh += 1
-        if fresh == STRIDE:
-            tick(fresh)
-            fresh = 0
-    tick(fresh)
 
 
 TRACE = "trace.jsonl.gz"

@@ -28,13 +28,13 @@ from kvcore.cli.output import (
     print_table,
     print_text,
     progress,
-    watched,
 )
 from kvcore.engine import RunResult
 from kvcore.engine import run as run_engine
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite, whole_file
+from kvcore.progress import ticked
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
 from kvcore.trace import Trace
@@ -160,7 +160,7 @@ def _serve(engine: Engine, trace: Trace | None) -> RunResult:
     source, options = engine.workload, engine.options
     with progress(f"running {source.name}", source.size) as tick:
         return run_engine(
-            watched(source, tick),
+            ticked(source, tick),
             cache=engine.cache(trace),
             generator=engine.generator,
             backend=engine.backend,

@@ -24,10 +24,10 @@ from kvcore.cli.output import (
     print_table,
     print_text,
     progress,
-    watched,
 )
 from kvcore.cli.setup import Options, Setup
 from kvcore.models.spec import KV_DTYPES
+from kvcore.progress import ticked
 from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.contiguous import Allocation, ContiguousCache
@@ -106,7 +106,7 @@ def _run(
         longest = max((request.output_tokens for request in source), default=0)
     with progress(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
-            watched(source, tick),
+            ticked(source, tick),
             cache=setup.cache(trace),
             scheduler=scheduler,
             latency=setup.latency(),

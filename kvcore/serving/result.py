@@ -18,6 +18,7 @@ import orjson
 from kvcore.cache import KVCache, Recorder
 from kvcore.files import make_directory, whole_file
 from kvcore.models.cost import attended_pairs
+from kvcore.plugins import describe
 from kvcore.request import SLO, Request
 from kvcore.serving.batching import Batching
 from kvcore.serving.contiguous import Fragmentation
@@ -320,7 +321,7 @@ def record_run(
         executor=executor.name,
         workload=workload if isinstance(workload, Workload) else None,
         plugins={
-            plugin.kind: {"name": plugin.name, "options": plugin.options()}
+            plugin.kind: describe(plugin)
             for plugin in (scheduler, *executor.plugins)
         },
         batching=attrs.asdict(batching),
