@@ -126,9 +126,9 @@ class Reuse:
 
         Equals `Belady(bypass).replay`. O(runs · log requests).
         """
-        lengths, *runs = self._by_owner
+        lengths, starts, wanted, ends = self._by_owner
         hits = np.empty_like(lengths)
-        served_by_belady(lengths, lengths, *runs, blocks, bypass, hits)
+        served_by_belady(lengths, lengths, starts, wanted, ends, blocks, bypass, hits)
         return int(hits.sum())
 
     @cached_property

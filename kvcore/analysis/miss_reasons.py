@@ -1,4 +1,4 @@
-"""Reasons for which tokens of prompts missed, by request and in total."""
+"""RequestMisses for which tokens of prompts missed, by request and in total."""
 
 from __future__ import annotations
 

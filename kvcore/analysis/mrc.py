@@ -14,8 +14,8 @@ import attrs
 
 from kvcore.analysis.belady import Belady
 from kvcore.analysis.comparison import Candidate, Policy, Source, candidates_of
-from kvcore.analysis.sweep.executors import Death, work_all
 from kvcore.analysis.untimed import replay
+from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.cache.layout import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
@@ -427,7 +427,7 @@ class Replays:
         ]
         with closing(work_all(_replaying, tasks, jobs)) as done:
             for (place, _, blocks), outcome in done:
-                if isinstance(outcome, Death):
+                if isinstance(outcome, WorkerDied):
                     msg = (
                         f"the replay of {self.workload.name} with {blocks} blocks failed: "
                         f"{outcome}"

@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 
 import attrs
 
-from kvcore.analysis._setting import Asked, Given, Setting
 from kvcore.analysis.untimed import served
 from kvcore.cache import KVCache
 from kvcore.cache.layout import Geometry
 from kvcore.cache.residency import CacheStats
+from kvcore.config import RecordedParts
+from kvcore.config.values import PluginChoice
 from kvcore.errors import InputError, TraceError
 from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
@@ -421,11 +422,11 @@ class WhatIf:
 def whatif(
     file: str | os.PathLike[str],
     *,
-    eviction: Given = None,
-    prefix: Given = None,
-    retention: Given = None,
-    scheduler: Given = None,
-    latency: Given = None,
+    eviction: PluginChoice | None = None,
+    prefix: PluginChoice | None = None,
+    retention: PluginChoice | None = None,
+    scheduler: PluginChoice | None = None,
+    latency: PluginChoice | None = None,
     blocks: int | None = None,
     block_size: int | None = None,
     batching: Batching | Mapping[str, Any] | None = None,
@@ -467,46 +468,44 @@ def whatif(
         PolicyError: a plugin failed.
         TraceError: the trace is damaged, or cut.
     """
-    asked = Asked(
-        eviction=eviction,
-        prefix=prefix,
-        retention=retention,
-        scheduler=scheduler,
-        latency=latency,
-        blocks=blocks,
-        block_size=block_size,
-        batching=batching,
-        slo=slo,
-        rate_scale=rate_scale,
-    )
+    changes_asked = {
+        "eviction": eviction,
+        "prefix": prefix,
+        "retention": retention,
+        "scheduler": scheduler,
+        "latency": latency,
+        "blocks": blocks,
+        "block_size": block_size,
+        "batching": batching,
+        "slo": slo,
+        "rate_scale": rate_scale,
+    }
     workload = TraceWorkload(file)
-    header = workload.header
-    setting = Setting(workload.file, header, asked, plugins or Plugins())
+    parts = RecordedParts(workload.file, workload.header, workload, changes_asked, plugins)
     if export is not None:
         refuse_overwrite(export, [workload.file])
     with ExitStack() as stack:
         trace = None
         if export is not None:
-            run = {name: header[name] for name in ("mode", "workload", "seed")}
-            trace = stack.enter_context(Trace(export, **run, **setting.extras()))
-        rerun = _Rerun(setting, setting.cache(trace), workload)
-        recorded = _verified(workload.file, header, setting.slo)
+            trace = stack.enter_context(Trace(export, **parts.header()))
+        rerun = _Rerun(parts, parts.cache(trace), workload)
+        recorded = _verified(workload.file, workload.header, parts.slo)
         steps = progress or silent
         count = len(recorded.log.ids)
         rerun.tick = stack.enter_context(steps(f"running {workload.name} again", count))
         rerun.run()
     return WhatIf(
         file=str(workload.file),
-        kvcore=header["kvcore"],
+        kvcore=workload.header["kvcore"],
         here=version(),
         workload=workload.name,
-        timed=setting.timed,
+        timed=parts.timed,
         recorded=RunSummary.of(
-            setting.recorded_config(),
+            parts.recorded(),
             recorded.log,
             recorded.stats,
             recorded.evicted,
-            timed=setting.timed,
+            timed=parts.timed,
         ),
         rerun=rerun.figures(),
         changes=list(changes(recorded.log, rerun.log)),
@@ -516,12 +515,12 @@ def whatif(
 class _Rerun:
     """Runs the requests of a trace again."""
 
-    def __init__(self, setting: Setting, cache: KVCache, workload: TraceWorkload) -> None:
+    def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
         """Build the cache, scheduler and latency model of the second run."""
         self.tick: Tick = unseen
         self.log = RunLog(cache.pool.blocks)
-        self._setting, self._cache, self._workload = setting, cache, workload
-        self._server = (setting.scheduler(), setting.latency()) if setting.timed else None
+        self._parts, self._cache, self._workload = parts, cache, workload
+        self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
 
     def run(self) -> None:
         """Serve every request."""
@@ -535,11 +534,11 @@ class _Rerun:
         cache, prefix = self._cache, self._cache.prefix
         plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()))
         return RunSummary.of(
-            self._setting.config(filter(None, plugins)),
+            self._parts.rerun(filter(None, plugins)),
             self.log,
             cache.stats,
             prefix.evicted + prefix.expired_blocks,
-            timed=self._setting.timed,
+            timed=self._parts.timed,
         )
 
     def _replay(self) -> None:
@@ -560,9 +559,9 @@ class _Rerun:
             self._cache,
             scheduler,
             TellingExecutor(latency, told) if told else SimulatedExecutor(latency),
-            self._setting.batching,
-            slo=self._setting.slo,
-            rate_scale=self._setting.rate_scale,
+            self._parts.batching,
+            slo=self._parts.slo,
+            rate_scale=self._parts.config.rate_scale,
             residency=False,
         )
         self.log = loop.log

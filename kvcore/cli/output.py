@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -24,12 +24,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvcore.cli.setup import Options, Setup
 from kvcore.errors import InputError
-from kvcore.files import make_directory, refuse_overwrite, whole_file
+from kvcore.files import refuse_overwrite, whole_file
 from kvcore.progress import unseen
-from kvcore.serving.result import REQUESTS, SUMMARY
-from kvcore.trace import Trace
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ json_option = click.option(
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Read a path, which may not be empty: `Path("")` would be the working directory."""
+    """Return the path, which may not be empty: `Path("")` is the working directory."""
     if value == "":
         msg = "empty path; name a file"
         raise click.BadParameter(msg, ctx=ctx, param=param)
@@ -111,42 +108,6 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
         yield lambda done: bar.advance(task, done)
 
 
-TRACE = "trace.jsonl.gz"
-
-
-@contextmanager
-def outputs(options: Options, setup: Setup) -> Iterator[Trace | None]:
-    """Open the trace to write, if any, and before it the directory that it goes to.
-
-    If the body raises, no file is left of it, nor a directory that was made for it.
-    """
-    path, others = options.trace, []
-    if options.out is not None:
-        path, *others = (options.out / name for name in (TRACE, SUMMARY, REQUESTS))
-        if options.allocation == "contiguous":
-            path = None
-    for written in filter(None, (path, *others)):
-        refuse_overwrite(written, setup.workload.options().values())
-    with ExitStack() as stack:
-        if options.out is not None:
-            stack.enter_context(_directory(options.out))
-        yield None if path is None else stack.enter_context(Trace(path, **setup.header()))
-
-
-@contextmanager
-def _directory(path: Path) -> Iterator[None]:
-    """Make a directory, if need be; if the body raises, not for good."""
-    made = not path.exists()
-    make_directory(path)
-    try:
-        yield
-    except BaseException:
-        if made:
-            with suppress(OSError):
-                path.rmdir()
-        raise
-
-
 STDOUT = Path("-")
 
 
@@ -154,7 +115,7 @@ prometheus_option = click.option(
     "--prometheus",
     callback=file_path,
     metavar="FILE",
-    help="Write metrics as Prometheus has them; - prints them alone.",
+    help="File to write Prometheus metrics to; - prints them on stdout alone.",
 )
 
 
