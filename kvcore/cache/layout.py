@@ -85,7 +85,7 @@ class Geometry:
         if self._unit:
             blocks = len(keys) * self.ratio
             return keys, blocks * size, blocks, blocks, blocks, blocks
-        length = request.prompt
+        length = request.prompt_tokens
         full = length // size
         if request.publishes:
             keys = self._with_output(request)
@@ -104,7 +104,7 @@ class Geometry:
 
     def _with_output(self, request: Request) -> Keys[Key]:
         """Return the keys of the prompt's full key blocks and of what follows them."""
-        whole = request.prompt // self.key_tokens
+        whole = request.prompt_tokens // self.key_tokens
         if len(request.keys) < whole:
             msg = (
                 f"request {request.id} has output keys, but only {len(request.keys)} of "
@@ -120,7 +120,9 @@ def retention_steps(request: Request, block_size: int) -> list[tuple[int, int, i
     Steps cover positions from 0 on without gaps; after the last step the default
     priority holds. A block gets the highest priority of the hints that touch it.
     """
-    length = -(-max(request.prompt, len(request.keys) * request.key_tokens) // block_size)
+    length = -(
+        -max(request.prompt_tokens, len(request.keys) * request.key_tokens) // block_size
+    )
     ranges = [
         (
             hint.start // block_size,

@@ -31,7 +31,7 @@ def check_fork(seq: Sequence, block_size: int) -> None:
     Raises:
         InputError: the two would compute different tokens in the same place.
     """
-    known = max(seq.request.prompt, seq.cacheable * block_size)
+    known = max(seq.request.prompt_tokens, seq.cacheable * block_size)
     if seq.computed < seq.tokens and known < seq.tokens:
         msg = (
             f"fork of sequence {seq.id}: {seq.tokens - seq.computed} allocated tokens are "

@@ -7,7 +7,7 @@ from math import frexp, inf, ldexp, sqrt
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from kvcore import InputError, ScoreEviction, Span
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 
 UNITS = ("s", "accesses", "touches")
 DEFAULT_HALF_LIFE = {"s": 300.0, "accesses": 2000.0, "touches": 10.0}
@@ -72,7 +72,7 @@ class LFU(ScoreEviction):
         if self._decays and half_life is not None:
             numerator, denominator = half_life.as_integer_ratio()
             if unit == "s":
-                numerator *= NANOSECONDS
+                numerator *= NS_PER_S
             self._half_life = numerator, denominator
 
     def on_insert(self, span: Span, now: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvcore import InputError, Span
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore_plugins.eviction.lru import LRU
 
 
@@ -31,7 +31,7 @@ class TTL(LRU):
             msg = f"ttl: ttl={ttl} must be a positive number of seconds"
             raise InputError(msg)
         self.ttl = ttl
-        self._ttl_ns = round(ttl * NANOSECONDS)
+        self._ttl_ns = round(ttl * NS_PER_S)
 
     def on_insert(self, span: Span, now: int) -> None:
         """Start the time of `span`."""
