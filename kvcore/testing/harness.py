@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from random import Random
 from typing import Any, TypeAlias, TypeVar
@@ -32,7 +32,7 @@ FORKS = {"open": 2, "commit": 4, "close": 2, "serve": 1, "extend": 1, "fork": 3,
 
 @attrs.frozen(kw_only=True)
 class Traffic:
-    """What random requests look like: each prompt walks down one trie of block keys.
+    """The distribution of random requests: each prompt is a path in one trie of block keys.
 
     Attributes:
         key_tokens: tokens a key stands for.
@@ -224,14 +224,14 @@ Gone: TypeAlias = tuple[str, Key, int]
 
 @attrs.frozen
 class Decision:
-    """What a cache decided in one step.
+    """The decision of a cache in one step.
 
     Attributes:
         action: the step's; `idle` if there was no sequence to do it to.
         refused: name of the error that it raised, if it raised one that is no fault.
         hit: blocks hit by an `open` or a `serve`.
         free: blocks free afterwards.
-        evicted: blocks that left: the expired, sorted, then those that made room, in order.
+        evicted: blocks that left: the expired, sorted, then the victims, in order.
     """
 
     action: str
@@ -370,15 +370,16 @@ class RecordingPolicy(EvictionPolicy):
 
 
 class Driver:
-    """Takes steps on a cache, and checks its integrity after each.
+    """Performs steps on a cache, and checks its integrity after each.
 
     Args:
-        cache: a `KVCache`, or anything that is called alike.
-        evicted: where it writes down the blocks that leave; emptied after each step.
+        cache: a `KVCache`, or an object with the same methods.
+        evicted: the list to which its policy adds the blocks that leave; emptied after each
+            step.
     """
 
     def __init__(self, cache: KVCache, evicted: list[Gone] | None = None) -> None:
-        """Start at time 0, without sequences."""
+        """Store the cache; the time is 0, and no sequence is open."""
         self.cache = cache
         self.sequences: list[Sequence] = []
         self._closed: list[Request] = []
@@ -386,11 +387,11 @@ class Driver:
         self._evicted = [] if evicted is None else evicted
 
     def run(self, steps: Iterable[Step]) -> list[Decision]:
-        """Take all of `steps`."""
+        """Perform `steps`, and return the decision in each."""
         return [self.step(step) for step in steps]
 
     def step(self, step: Step) -> Decision:
-        """Take one step."""
+        """Perform `step`, and return the decision."""
         self.now += step.wait
         action, refused, hit = step.action, None, None
         try:
@@ -411,7 +412,7 @@ class Driver:
         return Decision(action, refused, hit, self.cache.pool.free, evicted)
 
     def careful_step(self, step: Step) -> Decision:
-        """Take one step; check that a probe before it, and a refusal of it, change nothing."""
+        """Perform `step`; check that a probe before it, and a refusal of it, change nothing."""
         before = snapshot(self.cache)
         if step.request is not None:
             self.cache.probe(step.request, self.now + step.wait)
@@ -456,23 +457,21 @@ class Driver:
 def replay(
     cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
 ) -> list[Decision]:
-    """Replay `requests` serially, untimed; return what was decided for each."""
-    return list(decided(cache, requests, evicted))
+    """Replay `requests` serially and untimed; return the decision for each.
 
-
-def decided(
-    cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
-) -> Iterator[Decision]:
-    """Replay `requests` likewise; yield what was decided for each, as it is."""
+    `evicted` is the list to which the policy of the cache adds the blocks that leave.
+    """
     evicted = [] if evicted is None else evicted
+    decisions = []
     for seq in served(requests, cache):
         gone = _canonical(evicted)
         evicted.clear()
-        yield Decision("open", None, seq.hit_blocks, cache.pool.free, gone)
+        decisions.append(Decision("open", None, seq.hit_blocks, cache.pool.free, gone))
+    return decisions
 
 
 def snapshot(cache: KVCache) -> Any:
-    """Return all that a refused call must leave as it was, as a value that compares equal.
+    """Return all that a refused call must leave unchanged, as a value to compare.
 
     Covers the pool, spans with their pins and the policy's data, sequences and statistics.
     Costs O(blocks).
@@ -512,7 +511,7 @@ def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
 
 
 def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
-    """Sort the expired: which of two branches is dropped first says nothing."""
+    """Sort the expired blocks: the order in which branches expire is no decision."""
     expired = sorted(gone for gone in evicted if gone[0] == "expired")
     return (*expired, *(gone for gone in evicted if gone[0] != "expired"))
 
