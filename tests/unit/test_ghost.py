@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcore import InputError, KVCache, Span
 from kvcore.cache import GhostTree
 from kvcore.testing import Driver, Traffic, random_steps, step_lists
-from kvcore_plugins.eviction import LRU
+from kvcore_plugins.eviction import LRU, Adaptive
 
 KEY = 6
 HINTS = Traffic(key_tokens=KEY, hints=True)
@@ -162,6 +162,19 @@ def test_runs_remember_what_blocks_would(room, forgets, count, size):
 def test_any_steps(count, size, steps, room, forgets):
     """As above, from lists of steps that shrink to a small counterexample."""
     assert_alike(Haunted(room=room, forgets=forgets), steps, count, size)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_expert_remembers_the_same(seed):
+    """A policy that sees spans through `adaptive` remembers the same blocks."""
+    policy = Haunted()
+    driver = haunted(Adaptive(experts=(policy, LRU())), 9, "keys", KEY)
+    for step in random_steps(seed, 200, HINTS):
+        driver.step(step)
+        assert policy.ghosts.tokens == len(policy.blocks_kept.kept) * KEY
+        if step.request is not None:
+            found = policy.blocks_kept.match(asked(step.request, KEY)) * KEY
+            assert policy.ghosts.match(step.request) == found
 
 
 def test_the_tail_leaves_first():
