@@ -43,11 +43,12 @@ class _Token(msgspec.Struct):
     token_extra_id: Count
 
 
-class _Page(msgspec.Struct, tag="stored_block", tag_field="type"):
+class _Page(msgspec.Struct):
     block_hash: int
     tokens: list[_Token]
     cache_level: Count
     priority: int
+    type: str | None = None
 
 
 class _Stored(msgspec.Struct, kw_only=True, tag="stored", tag_field="type"):
