@@ -365,9 +365,9 @@ def check_recording(file: str | os.PathLike[str], *, full: bool = False) -> Reco
         match item:
             case Received(batch, seq, publisher):
                 tracker.apply(batch, seq, publisher)
-            case Lost(publisher, first, count):
+            case Lost(publisher=publisher, first=first, count=count):
                 tracker.record_gap(publisher, first, count)
-            case Restarted(publisher):
+            case Restarted(publisher=publisher):
                 tracker.restart(publisher)
             case Skipped():
                 invalid += 1
