@@ -1,7 +1,7 @@
 """The msgpack batches of the Mooncake store: `[timestamp in ms, events, dp_rank]`.
 
 `mooncake-store/src/kv_event/kv_event_publisher.cpp` writes them. An event names the object that
-is stored (`object_key`); its lists of hashes are empty as long as nobody fills them. They are
+is stored (`object_key`); its lists of hashes may be empty. They are
 read, not written.
 """
 
@@ -23,7 +23,7 @@ from kvcore.kv_events.model import (
     WireHash,
     check_tokens,
     other_fields,
-    parse,
+    parse_tagged,
 )
 from kvcore.kv_events.vllm import read_events
 
@@ -57,7 +57,7 @@ class _Cleared(msgspec.Struct, tag="cleared", tag_field="event_type"):
     pass
 
 
-_EVENTS: Any = _Stored | _Removed | _Cleared
+_EVENTS = (_Stored, _Removed, _Cleared)
 
 
 def matches(value: Any) -> bool:
@@ -78,7 +78,7 @@ def read_batch(value: Any) -> EventBatch:
 
 
 def _read(value: Any, field: str) -> Event:
-    parsed = parse(value, _EVENTS, field)
+    parsed = parse_tagged(value, _EVENTS, field)
     more = other_fields(value, type(parsed))
     if isinstance(parsed, _Cleared):
         return AllBlocksCleared(more=more)

@@ -55,7 +55,7 @@ SCHEMA = 1
 BUFFER_BYTES = 1 << 16
 
 FLUSH_SECONDS = 1.0
-"""How often a live recording is flushed, for the case that the process is killed."""
+"""Seconds between two flushes of a live recording, in case the process is killed."""
 
 NO_RECORDING = (
     "no recording of KV events: its first line is neither RECORDING, nor an event of "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import msgspec
 
 from kvcore.kv_events.model import (
@@ -24,6 +23,7 @@ from kvcore.kv_events.model import (
     UnparsedEvent,
     other_fields,
     parse,
+    parse_tagged,
 )
 
 
@@ -82,7 +82,7 @@ class _Updated(msgspec.Struct, rename=_NAMES, tag="updated", tag_field="type"):
     priority: _Change | None = None
 
 
-_DATA: Any = _Created | _Stored | _Removed | _Updated
+_DATA = (_Created, _Stored, _Removed, _Updated)
 
 
 def matches(value: Any) -> bool:
@@ -100,7 +100,7 @@ def read_batch(value: Any) -> EventBatch:
     more = other_fields(value, _Event)
     event: Event
     try:
-        event = attrs.evolve(_read(around.data, "event.data"), group=around.window_size)
+        event = _read(around.data, around.window_size, "event.data")
     except DecodeError as error:
         event = UnparsedEvent(around.data, str(error))
         if around.window_size is not None:
@@ -115,19 +115,21 @@ def read_batch(value: Any) -> EventBatch:
     )
 
 
-def _read(data: Any, field: str) -> PoolCreated | PagesStored | BlockRemoved | BlockUpdated:
-    parsed = parse(data, _DATA, field)
+def _read(data: Any, group: int | None, field: str) -> Event:
+    parsed = parse_tagged(data, _DATA, field)
     more = other_fields(data, type(parsed))
     match parsed:
         case _Created():
-            return PoolCreated(levels=parsed.levels, more=more)
+            return PoolCreated(levels=parsed.levels, group=group, more=more)
         case _Stored():
             pages = tuple(map(_page, parsed.pages, data["blocks"]))
-            return PagesStored(pages=pages, parent=parsed.parent, more=more)
+            return PagesStored(pages=pages, parent=parsed.parent, group=group, more=more)
         case _Removed():
-            return BlockRemoved(hashes=parsed.hashes, more=more)
+            return BlockRemoved(hashes=parsed.hashes, group=group, more=more)
     level, priority = _pair(parsed.level), _pair(parsed.priority)
-    return BlockUpdated(hash=parsed.hash, level=level, priority=priority, more=more)
+    return BlockUpdated(
+        hash=parsed.hash, level=level, priority=priority, group=group, more=more
+    )
 
 
 def _page(page: _Page, raw: dict[str, Any]) -> Page:

@@ -31,6 +31,7 @@ from kvcore.kv_events.model import (
     check_tokens,
     other_fields,
     parse,
+    parse_tagged,
     unsupported,
 )
 
@@ -145,8 +146,7 @@ def write_batch(batch: EventBatch) -> list[Any] | dict[str, Any]:
 
 def _read(value: Any, field: str) -> Event:
     named = _event_by_name(value) if type(value) is list else value
-    struct: Any = _Stored | _Removed | _Cleared
-    parsed = parse(named, struct, field)
+    parsed = parse_tagged(named, tuple(_CLASSES), field)
     if isinstance(parsed, _Stored):
         check_tokens(parsed.tokens, f"{field}.token_ids")
     more = other_fields(named, type(parsed))
