@@ -1,8 +1,7 @@
 """The msgpack batches of the Mooncake store: `[timestamp in ms, events, dp_rank]`.
 
 `mooncake-store/src/kv_event/kv_event_publisher.cpp` writes them. An event names the object that
-is stored (`object_key`); its lists of hashes may be empty. They are
-read, not written.
+is stored (`object_key`); its lists of hashes may be empty. The format is read, not written.
 """
 
 from __future__ import annotations
