@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcore.kv_events import EventBatch, BlockStored, Publisher, encode
+from kvcore.kv_events import BlockStored, EventBatch, Publisher, encode
 from kvcore_plugins.workload import Mooncake
 
 

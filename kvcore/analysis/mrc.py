@@ -1,4 +1,4 @@
-"""Hit curves: what policies hit in pools of many sizes, up to one that holds everything."""
+"""Miss-ratio curves: the hits of each policy by pool size, up to the whole footprint."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pickle
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from kvcore.analysis.belady import Optimum
-from kvcore.analysis.compare import Contender, Policy, Progress, Source, Tick, contenders
-from kvcore.analysis.replay import replay
-from kvcore.analysis.sweep.executors import Death, work_all
+from kvcore.analysis.belady import Belady
+from kvcore.analysis.comparison import Candidate, Policy, Source, candidates_of
+from kvcore.analysis.untimed import replay
+from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.cache.layout import Geometry
 from kvcore.cache.pool import MOST_BLOCKS
@@ -23,6 +23,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost, default_prefill_cost
 from kvcore.plugins.manager import Plugins
+from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
@@ -43,12 +44,9 @@ LRU = "lru"
 """The policy whose curve is known at every size, in `keys` counting."""
 
 
-_STEPS = 256
-
-
 @attrs.frozen
 class Steps:
-    """Hits by pool size, for every size: a line through corners, level after the last.
+    """Hits at every pool size: a piecewise linear function, constant after its last corner.
 
     Attributes:
         blocks, hits: of the corners, both ascending, from 0 on.
@@ -68,7 +66,7 @@ class Steps:
 
 @attrs.frozen(kw_only=True)
 class Curve:
-    """What one policy hits, by pool size.
+    """Hits of one policy by pool size.
 
     Attributes:
         eviction, options: the policy.
@@ -86,7 +84,7 @@ class Curve:
 
 @attrs.frozen(kw_only=True)
 class Curves:
-    """What `curve` returns.
+    """The result of `curve`.
 
     Attributes:
         workload: whose curves these are.
@@ -158,7 +156,7 @@ def curve(
         )
         raise InputError(msg)
     plugins = plugins or Plugins()
-    bench = _Bench(
+    bench = _CurveMaker(
         Replays(
             workload,
             count,
@@ -166,11 +164,11 @@ def curve(
             recompute or default_prefill_cost(),
         ),
         plugins,
-        progress or _untold,
+        progress or silent,
         jobs,
     )
     return bench.curves(
-        contenders(policies, plugins, seed),
+        candidates_of(policies, plugins, seed),
         None if blocks is None else _checked(blocks),
         points,
     )
@@ -191,8 +189,8 @@ def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
 
 
 @attrs.define
-class _Bench:
-    """Makes the curves of one workload."""
+class _CurveMaker:
+    """Computes the curves of one workload."""
 
     replays: Replays
     plugins: Plugins
@@ -201,16 +199,18 @@ class _Bench:
     requests: int = attrs.field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse fewer than one job, and counting or sizes that do not fit."""
+        """Refuse fewer than one job, and an accounting or block size unfit for the keys."""
         if self.jobs < 1:
             msg = f"{self.jobs} jobs were asked for; give 1 or more"
             raise InputError(msg)
         _ = self.replays.geometry
 
-    def curves(self, entrants: list[Contender], sizes: list[int] | None, points: int) -> Curves:
-        """Make one curve for each of `entrants`."""
+    def curves(
+        self, candidates: list[Candidate], sizes: list[int] | None, points: int
+    ) -> Curves:
+        """Return one curve for each of `candidates`."""
         workload, count = self.replays.workload, self.replays.count
-        if count != "keys" and any(policy.kind is Optimum for policy in entrants):
+        if count != "keys" and any(policy.kind is Belady for policy in candidates):
             msg = (
                 f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
             )
@@ -219,13 +219,13 @@ class _Bench:
             spread_sizes(1, points)
         digest = workload.digest
         reuse = None
-        if any(self._in_one_pass(policy) for policy in entrants):
+        if any(self._in_one_pass(policy) for policy in candidates):
             reuse = self._reuse()
             bounds = reuse.lookup_blocks, reuse.distinct_blocks, reuse.hit_blocks
         else:
             bounds = self._bounds()
         sizes = sizes or spread_sizes(bounds[1], points)
-        made = self._exact(entrants, sizes, reuse) | self._replayed(entrants, sizes)
+        made = self._exact(candidates, sizes, reuse) | self._replayed(candidates, sizes)
         return Curves(
             workload=Source(
                 name=workload.name,
@@ -239,19 +239,19 @@ class _Bench:
             lookup_blocks=bounds[0],
             distinct_blocks=bounds[1],
             hit_blocks=bounds[2],
-            curves=[made[place] for place in range(len(entrants))],
+            curves=[made[place] for place in range(len(candidates))],
         )
 
-    def _in_one_pass(self, policy: Contender) -> bool:
-        """Say whether one reading of the workload is enough for a policy."""
+    def _in_one_pass(self, policy: Candidate) -> bool:
+        """Return True if one pass over the workload gives the whole curve of `policy`."""
         if self.replays.count != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
-            return policy.kind is Optimum
+            return policy.kind is Belady
         return policy.kind is self.plugins.get("eviction", LRU)
 
     def _reuse(self) -> Reuse:
-        """Read the workload once, for LRU and the optimum."""
+        """Read the reuse of the workload's blocks, for LRU and Belady's bound."""
         what = "loading compiled loops (compiled at their first use, then kept on disk)"
         with self.progress(what, None):
             reuse = _compiled()
@@ -266,15 +266,15 @@ class _Bench:
         return stats.lookup_blocks, cache.prefix.cached, stats.hit_blocks
 
     def _exact(
-        self, entrants: list[Contender], sizes: list[int], reuse: Reuse | None
+        self, candidates: list[Candidate], sizes: list[int], reuse: Reuse | None
     ) -> dict[int, Curve]:
-        """Return the curves, by place, that one reading is enough for."""
+        """Return the curves, by place, of candidates for which one pass is enough."""
         made: dict[int, Curve] = {}
-        for place, policy in enumerate(entrants):
+        for place, policy in enumerate(candidates):
             if reuse is None or not self._in_one_pass(policy):
                 continue
             steps = None
-            if isinstance(policy.make, Optimum):
+            if isinstance(policy.make, Belady):
                 bypass = policy.make.bypass
                 with self.progress("the optimum by size", len(sizes)) as tick:
                     hits = []
@@ -287,12 +287,12 @@ class _Bench:
             made[place] = _curve(policy, sizes, hits, steps)
         return made
 
-    def _replayed(self, entrants: list[Contender], sizes: list[int]) -> dict[int, Curve]:
-        """Return the curves, by place, that take a replay a size."""
+    def _replayed(self, candidates: list[Candidate], sizes: list[int]) -> dict[int, Curve]:
+        """Return the curves, by place, of candidates that need one replay a size."""
         replayed = {
             place: policy.make
-            for place, policy in enumerate(entrants)
-            if not self._in_one_pass(policy) and not isinstance(policy.make, Optimum)
+            for place, policy in enumerate(candidates)
+            if not self._in_one_pass(policy) and not isinstance(policy.make, Belady)
         }
         entries = [(make(), size) for make in replayed.values() for size in sizes]
         hits = [0] * len(entries)
@@ -304,32 +304,25 @@ class _Bench:
                     tick(1)
         rows = (hits[begin : begin + len(sizes)] for begin in range(0, len(hits), len(sizes)))
         return {
-            place: _curve(entrants[place], sizes, row)
+            place: _curve(candidates[place], sizes, row)
             for place, row in zip(replayed, rows, strict=True)
         }
 
     @contextmanager
-    def _reading(self) -> Iterator[Iterator[Request]]:
-        """Give the requests, which are counted as they are read."""
+    def _reading(self) -> Iterator[Iterable[Request]]:
+        """Open the workload's requests, counted and reported as they are read."""
         workload = self.replays.workload
         with self.progress(f"reading {workload.name}", workload.size) as tick:
-            yield self._counted(tick)
 
-    def _counted(self, tick: Tick) -> Iterator[Request]:
-        fresh = 0
-        for request in self.replays.workload:
-            yield request
-            fresh += 1
-            if fresh == _STEPS:
-                tick(fresh)
-                self.requests += fresh
-                fresh = 0
-        tick(fresh)
-        self.requests += fresh
+            def count(done: int) -> None:
+                self.requests += done
+                tick(done)
+
+            yield ticked(workload, count)
 
 
 def _curve(
-    policy: Contender, sizes: list[int], hits: list[int], steps: Steps | None = None
+    policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
 ) -> Curve:
     return Curve(
         eviction=policy.name, options=policy.options, blocks=sizes, hit_blocks=hits, steps=steps
@@ -337,7 +330,7 @@ def _curve(
 
 
 def _compiled() -> type[Reuse]:
-    """Import what needs numba."""
+    """Import the class `Reuse`, which needs numba."""
     try:
         from kvcore.analysis._reuse import Reuse  # noqa: PLC0415 - extras, and seconds
     except ImportError as error:
@@ -367,10 +360,6 @@ def _checked(blocks: Iterable[int]) -> list[int]:
     return sizes
 
 
-def _untold(_: str, __: int | None) -> AbstractContextManager[Tick]:
-    return nullcontext(lambda _: None)
-
-
 Entry: TypeAlias = tuple[EvictionPolicy, int]
 """A policy that has served no cache yet, and the blocks of its pool."""
 
@@ -396,11 +385,11 @@ class Replays:
 
     @property
     def geometry(self) -> Geometry:
-        """How requests lie in blocks."""
+        """Layout of requests in blocks."""
         return Geometry(self.count, self.block_size, self.workload.key_tokens)
 
     def cache(self, policy: EvictionPolicy | None, blocks: int) -> KVCache:
-        """Return a cache that shares by prefix; no policy is LRU."""
+        """Return a cache that shares prefixes; `policy` None means LRU."""
         return KVCache(
             blocks,
             self.block_size,
@@ -438,7 +427,7 @@ class Replays:
         ]
         with closing(work_all(_replaying, tasks, jobs)) as done:
             for (place, _, blocks), outcome in done:
-                if isinstance(outcome, Death):
+                if isinstance(outcome, WorkerDied):
                     msg = (
                         f"the replay of {self.workload.name} with {blocks} blocks failed: "
                         f"{outcome}"
@@ -461,12 +450,12 @@ class Replays:
 
 
 def _replaying() -> Callable[[Task], CacheStats | Exception]:
-    """Return what a worker does."""
+    """Return the function that a worker process calls."""
     return _attempt
 
 
 def _attempt(task: Task) -> CacheStats | Exception:
-    """Run what `Replays._packed` packed; what it raises is the outcome."""
+    """Run an entry packed by `Replays._packed`; an exception is its outcome."""
     _, parcel, blocks = task
     try:
         replays, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making

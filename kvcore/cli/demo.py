@@ -16,7 +16,7 @@ from kvcore.demo import (
     OneHeadReport,
     with_and_without_cache,
 )
-from kvcore.plugins import Plugin
+from kvcore.plugins import Plugin, describe
 from kvcore.plugins.manager import Plugins
 from kvcore.trace.fields import plain
 
@@ -34,10 +34,10 @@ def demo(ctx: click.Context) -> None:
 
 
 @demo.command(context_settings={"show_default": True})
-@click.option("--prompt-tokens", type=int, default=10, help="Tokens of the prompt.")
-@click.option("--output", type=int, default=100, help="Tokens to generate.")
-@click.option("--block-size", type=int, default=16, help="Tokens in a block.")
-@click.option("--seed", type=int, default=0, help="Of the weights and the prompt.")
+@click.option("--prompt-tokens", type=int, default=10, help="Number of tokens of the prompt.")
+@click.option("--output", type=int, default=100, help="Number of tokens to generate.")
+@click.option("--block-size", type=int, default=16, help="Number of tokens in a KV block.")
+@click.option("--seed", type=int, default=0, help="Seed of the weights and the prompt.")
 @json_option
 def cache(
     *, prompt_tokens: int, output: int, block_size: int, seed: int, as_json: bool
@@ -100,7 +100,8 @@ def cache(
 
 
 def _named(plugin: Plugin) -> dict[str, Any]:
-    return {"name": plugin.name, "options": plain(plugin.options())}
+    found: dict[str, Any] = plain(describe(plugin))
+    return found
 
 
 def _measured(generation: Generation) -> dict[str, Any]:

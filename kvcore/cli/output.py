@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 import orjson
@@ -24,27 +24,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvcore.cli.setup import Options, Setup
 from kvcore.errors import InputError
-from kvcore.files import whole_file
-from kvcore.serving.result import REQUESTS, SUMMARY
-from kvcore.trace import Trace
+from kvcore.files import refuse_overwrite, whole_file
+from kvcore.progress import unseen
 from kvcore.workloads import Workload
-from kvcore.workloads.files import spare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 
-Item = TypeVar("Item")
-
-
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
-
-
-STRIDE = 256
-"""Items between two movements of a progress bar."""
 
 
 json_option = click.option(
@@ -54,7 +44,7 @@ json_option = click.option(
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Read a path, which may not be empty: `Path("")` would be the working directory."""
+    """Return the path, which may not be empty: `Path("")` is the working directory."""
     if value == "":
         msg = "empty path; name a file"
         raise click.BadParameter(msg, ctx=ctx, param=param)
@@ -110,73 +100,12 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     Yields a function to call with how many more of `total` are done (None: unknown).
     """
     if not sys.stderr.isatty():
-        yield _unseen
+        yield unseen
         return
 
     with progress_bar() as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
-
-
-def watched(items: Iterable[Item], tick: Callable[[int], None]) -> Iterable[Item]:
-    """Return `items`, which tell `tick` now and then how many there were if it is seen."""
-    return items if tick is _unseen else _counted(items, tick)
-
-
-def _unseen(done: int) -> None:
-    del done
-
-
-def _counted(items: Iterable[Item], tick: Callable[[int], None]) -> Iterator[Item]:
-    fresh = 0
-    for item in items:
-        yield item
-        fresh += 1
-        if fresh == STRIDE:
-            tick(fresh)
-            fresh = 0
-    tick(fresh)
-
-
-TRACE = "trace.jsonl.gz"
-
-
-@contextmanager
-def outputs(options: Options, setup: Setup) -> Iterator[Trace | None]:
-    """Open the trace to write, if any, and before it the directory that it goes to.
-
-    If the body raises, no file is left of it, nor a directory that was made for it.
-    """
-    path, others = options.trace, []
-    if options.out is not None:
-        path, *others = (options.out / name for name in (TRACE, SUMMARY, REQUESTS))
-        if options.allocation == "contiguous":
-            path = None
-    for written in filter(None, (path, *others)):
-        spare(setup.workload, written)
-    with ExitStack() as stack:
-        if options.out is not None:
-            stack.enter_context(_directory(options.out))
-        yield None if path is None else stack.enter_context(Trace(path, **setup.header()))
-
-
-@contextmanager
-def _directory(path: Path) -> Iterator[None]:
-    """Make a directory, if need be; if the body raises, not for good."""
-    made = not path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        msg = f"--out {path}: cannot be made a directory: {reason}; name another one"
-        raise InputError(msg) from error
-    try:
-        yield
-    except BaseException:
-        if made:
-            with suppress(OSError):
-                path.rmdir()
-        raise
 
 
 STDOUT = Path("-")
@@ -186,7 +115,7 @@ prometheus_option = click.option(
     "--prometheus",
     callback=file_path,
     metavar="FILE",
-    help="Write metrics as Prometheus has them; - prints them alone.",
+    help="File to write Prometheus metrics to; - prints them on stdout alone.",
 )
 
 
@@ -218,7 +147,7 @@ def metrics_file(
     if path.resolve() in [other.resolve() for other in others if other is not None]:
         msg = f"--prometheus {path}: another option writes that file; name another one"
         raise InputError(msg)
-    spare(source, path)
+    refuse_overwrite(path, source.options().values())
     with whole_file(path) as file:
         yield file.write
 

@@ -52,7 +52,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
     source, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = ["compare", str(source), "--eviction", "lru", "--blocks", "9"]
-    assert run([*done, "--count", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
+    assert run([*done, "--accounting", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
     capfd.readouterr()
     code, printed, err = export(
         capfd, tmp_path / "t.jsonl", "--format", "mooncake", "--out", out, "--json"
@@ -107,7 +107,7 @@ def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
     ("arguments", "code", "message"),
     [
         (["missing", "--format", "vllm", "--out", "o"], 2, "cannot read the trace missing"),
-        (["{t}", "--format", "vllm", "--out", "{t}"], 2, "it is the trace that is read"),
+        (["{t}", "--format", "vllm", "--out", "{t}"], 2, "the requests come from"),
         (["{t}", "--format", "vllm", "--out", "/"], 2, "it is a directory"),
         (["{t}", "--format", "sglang", "--out", "o"], 2, "'sglang' is not one of 'vllm'"),
         (["{t}", "--format", "vllm"], 2, "--out"),

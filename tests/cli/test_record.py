@@ -14,9 +14,9 @@ from helpers.engine_wire import Engine
 from kvcore.analysis import compare
 from kvcore.kv_events import (
     AllBlocksCleared,
-    EventBatch,
     BlockRemoved,
     BlockStored,
+    EventBatch,
     Lost,
     Received,
     RecordingReader,
