@@ -185,7 +185,7 @@ def test_what_is_no_batch_is_refused(payload, reason):
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b'{"type":"moved"}', "event.data.type must be one of created, stored, removed, updated"),
+        (b'{"type":"moved"}', "type must be one of created, stored, removed, updated"),
         (
             b'{"type":"stored","blocks":[{"block_hash":1}]}',
             r"data\.blocks\[0\]: object missing required field `tokens`",
