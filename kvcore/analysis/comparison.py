@@ -24,7 +24,7 @@ from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import Request
 from kvcore.trace import Trace
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
 
 PARTS = (180, 60, 30, 18, 6)
