@@ -175,9 +175,7 @@ class RunParts:
             "kv_dtype": self.kv_dtype,
             "bytes_per_block": self.deployment.bytes_per_block,
             "plugins": {
-                plugin.kind: plain(describe(plugin))
-                for plugin in plugins
-                if plugin is not None
+                plugin.kind: plain(describe(plugin)) for plugin in plugins if plugin is not None
             },
             "batching": attrs.asdict(self.batching),
             "allocation": self.config.allocation,

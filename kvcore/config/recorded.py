@@ -243,10 +243,7 @@ class RecordedParts(RunParts):
         return {
             "blocks": self.blocks,
             "block_size": self.geometry.block_size,
-            **{
-                plugin.kind: plain(describe(plugin))
-                for plugin in plugins
-            },
+            **{plugin.kind: plain(describe(plugin)) for plugin in plugins},
             **(served if self.timed else {}),
         }
 

@@ -320,10 +320,7 @@ def record_run(
         mode=executor.mode,
         executor=executor.name,
         workload=workload if isinstance(workload, Workload) else None,
-        plugins={
-            plugin.kind: describe(plugin)
-            for plugin in (scheduler, *executor.plugins)
-        },
+        plugins={plugin.kind: describe(plugin) for plugin in (scheduler, *executor.plugins)},
         batching=attrs.asdict(batching),
         latency=latency.coefficients(),
         rate_scale=rate_scale,
