@@ -1,8 +1,8 @@
 """Tables of well-known models and GPUs, found by name.
 
 Models: shapes from the `config.json` their makers publish; parameters counted from those
-shapes, tensor by tensor, as `kvcore.models.huggingface` does (for multimodal models, those of the
-language model). GPUs: the makers' data sheets; see `docs/reference/size.md`.
+shapes, tensor by tensor, as `kvcore.models.huggingface` does (for multimodal models,
+those of the language model). GPUs: the makers' data sheets; see `docs/reference/size.md`.
 """
 
 from __future__ import annotations

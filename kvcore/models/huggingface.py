@@ -182,7 +182,7 @@ def _open(path: Path) -> tuple[_Config, _Family]:
 def _parameters(
     config: _Config, family: _Family, kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """Return the parameters outside the routed experts, and those of one expert in all layers."""
+    """Return the parameters outside the routed experts, and of one expert in all layers."""
     layers = config.count("num_hidden_layers")
     hidden = config.count("hidden_size")
     vocabulary = config.count("vocab_size")

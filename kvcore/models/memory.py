@@ -1,4 +1,4 @@
-"""Memory of K/V: the bytes of a block, and the blocks that fit beside the weights of a model."""
+"""Memory of K/V: the bytes of a block, and the blocks that fit beside the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from math import ceil
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES
 from kvcore.models.spec import (
     KV_DTYPES,
     DeviceSpec,
@@ -100,6 +99,8 @@ class Deployment:
 
     def _remedy(self) -> str:
         """Return a sentence with devices on which the model would fit."""
+        from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
+
         least = self.layout.model.weight_bytes // int(USABLE * self.device.hbm_bytes) + 1
         more = (attrs.evolve(self, devices=count) for count in (least, least + 1))
         other = (attrs.evolve(self, device=device) for device in DEVICES.values())
