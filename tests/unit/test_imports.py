@@ -30,9 +30,11 @@ LAYERS = [
     {"trace"},
     {"serving"},
     {"engine"},
+    {"config"},
     {"analysis", "kv_events"},
     {"report"},
     {"demo"},
+    {"api"},
     {"cli", "__main__"},
     {"testing", "__init__"},
 ]
