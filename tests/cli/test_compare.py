@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.analysis.compare import default_sizes
+from kvcore.analysis.comparison import default_sizes
 from kvcore.cli import main as frame
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, TypeAlias
 
 import attrs
 
-from kvcore.analysis.belady import Optimum
+from kvcore.analysis.belady import Belady
 from kvcore.analysis.sweep.executors import Processes
 from kvcore.analysis.sweep.grid import Grid, Mode, axes_of
 from kvcore.analysis.sweep.journal import Journal
@@ -18,7 +18,7 @@ Row: TypeAlias = dict[str, Any]
 
 Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 
-BOUND = str(Optimum.name)
+BOUND = str(Belady.name)
 
 
 class Executor(Protocol):

@@ -13,10 +13,10 @@ from typing import Any, cast
 import attrs
 import orjson
 
-from kvcore.analysis.belady import Future, Optimum
-from kvcore.analysis.compare import SHARING
-from kvcore.analysis.replay import replay
+from kvcore.analysis.belady import Belady, Future
+from kvcore.analysis.comparison import SHARING
 from kvcore.analysis.sweep.grid import Mode, axes_of
+from kvcore.analysis.untimed import replay
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
 from kvcore.errors import InputError, KvcoreError
@@ -162,9 +162,9 @@ class CellRun:
     def __init__(self, cell: RunConfig, known: WorkloadCache) -> None:
         self._known = known
         self.parts = parts = known.parts(cell)
-        self.eviction: EvictionPolicy | Optimum
+        self.eviction: EvictionPolicy | Belady
         self.cache: KVCache | None = None
-        if not cell.timed and cast("Spec", cell.eviction).name == Optimum.name:
+        if not cell.timed and cast("Spec", cell.eviction).name == Belady.name:
             self.eviction = _optimum(parts)
         else:
             self.cache = parts.cache()
@@ -221,7 +221,7 @@ class CellRun:
         parts = self.parts
         if self.cache is None:
             future = self._known.future(parts)
-            optimum = cast("Optimum", self.eviction)
+            optimum = cast("Belady", self.eviction)
             stats, evicted = optimum.replay(future, parts.blocks, parts.geometry.block_size)
         else:
             stats = replay(parts.workload, self.cache)
@@ -259,7 +259,7 @@ class CellRun:
             }
         return described
 
-    def _described(self, plugin: Plugin | Optimum) -> dict[str, Any]:
+    def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:
         """Return the name of a plugin, its options, and the digest of the file of its code."""
         code = getattr(sys.modules[type(plugin).__module__], "__file__", None)
         return {
@@ -310,10 +310,10 @@ def _mode(cell: RunConfig) -> Mode:
     return "simulate" if cell.timed else "compare"
 
 
-def _optimum(parts: RunParts) -> Optimum:
+def _optimum(parts: RunParts) -> Belady:
     """Return the optimum that a cell asks for, where it is a bound."""
     try:
-        optimum = Optimum.from_text(cast("Spec", parts.config.eviction).options)
+        optimum = Belady.from_text(cast("Spec", parts.config.eviction).options)
     except InputError as error:
         msg = f"eviction: {error}"
         raise InputError(msg) from error
