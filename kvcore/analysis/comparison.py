@@ -23,7 +23,7 @@ from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, parse
 from kvcore.request import Request
 from kvcore.trace import Trace
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
 from kvcore.workloads.files import spare
 

@@ -24,7 +24,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost, default_prefill_cost
 from kvcore.plugins.manager import Plugins
 from kvcore.request import Request
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from kvcore.serving.simulate import serve
 from kvcore.serving.stats import Distribution, distribution
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import advanced
-from kvcore.trace.events import EVENTS
-from kvcore.trace.reader import Line, TraceReader, read_request
+from kvcore.trace.fields import read_request
+from kvcore.trace.reader import Line, TraceReader
 from kvcore.trace.writer import version
 from kvcore.units import NS_PER_S, PS_PER_NS
 
@@ -221,6 +221,8 @@ class Recorded:
         self._open: dict[int, Job] = {}
         self._steps = DecodeSteps()
         self._serial = 0
+        from kvcore.trace.events import EVENTS  # noqa: PLC0415  (imports msgspec)
+
         events = (name for name in EVENTS if hasattr(self, f"_{name.lower()}"))
         self._take = {name: getattr(self, f"_{name.lower()}") for name in events}
 
@@ -555,7 +557,7 @@ class _Rerun:
 
     def _serve(self, scheduler: Scheduler, latency: LatencyModel) -> None:
         """Serve the requests in the loop under the latency model's clock."""
-        told = self._workload.told
+        told = self._workload.recorded_keys
         latency.bind()
         loop, _ = serve(
             self._requests(),
@@ -571,7 +573,7 @@ class _Rerun:
 
     def _requests(self) -> Iterator[Request]:
         """Yield the requests and report progress every few hundred."""
-        told, fresh = self._workload.told, 0
+        told, fresh = self._workload.recorded_keys, 0
         for request in self._workload:
             yield as_text(request) if request.id in told else request
             fresh += 1

@@ -18,7 +18,7 @@ from kvcore.demo import (
 )
 from kvcore.plugins import Plugin
 from kvcore.plugins.manager import Plugins
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 
 WAYS = 3
 SHAPE = ("name", "layers", "query_heads", "kv_heads", "head_dim", "hidden_size", "parameters")

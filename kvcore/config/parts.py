@@ -27,7 +27,7 @@ from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 from kvcore.units import format_bytes
 from kvcore.workloads import Texts, Workload
 from kvcore.workloads.sample import Excerpt

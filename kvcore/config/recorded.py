@@ -19,7 +19,7 @@ from kvcore.plugins import Plugin, Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel
-from kvcore.trace.events import plain, slo_field
+from kvcore.trace.fields import plain, slo_field
 from kvcore.trace.reader import Line
 from kvcore.workloads import Workload
 
