@@ -29,7 +29,7 @@ from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
-    from kvcore.analysis.compare import Policy, Progress
+    from kvcore.analysis.comparison import Policy, Progress
     from kvcore.cache import PrefixCache
     from kvcore.config import EngineParts, RunParts
     from kvcore.config.values import PluginChoice
@@ -259,8 +259,9 @@ def compare(
             classes, functions that build a policy, and `belady` or its alias `optimum`.
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
         memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`.
-        model, device, kv_dtype: whose K/V it is: the bytes of a block, and what it costs to
-            compute it again.
+        model: the model whose K/V is cached.
+        device: the GPU that would compute a block again.
+        kv_dtype: number format in which K/V is kept, which sizes a block.
         block_size: tokens a block holds; None: as many as a key of the workload.
         accounting: how blocks are counted.
         prefix: the prefix cache.
@@ -316,7 +317,11 @@ def compare(
 
 
 def _given(workload: object) -> Any:
-    """Return a workload as `RunConfig` takes it: requests alone do not say how long a key is."""
+    """Return a workload as `RunConfig` takes it.
+
+    Raises:
+        InputError: requests alone, which do not say how long a key is.
+    """
     if isinstance(workload, str | Spec | Workload):
         return workload
     if isinstance(workload, PathLike):

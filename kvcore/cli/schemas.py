@@ -56,7 +56,7 @@ _DEFINITIONS: Mapping[str, Any] = {
         ],
     },
     "slo": {
-        "description": "Expected latency in seconds: text such as ttft=30,tpot=0.1, or a table.",
+        "description": "Expected latency in seconds: ttft=30,tpot=0.1 as text, or a table.",
         "anyOf": [
             {"type": "string"},
             {

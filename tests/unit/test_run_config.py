@@ -118,7 +118,8 @@ def test_defaults_follow_the_mode():
 def test_a_file_gives_options(tmp_path):
     """From TOML, with paths relative to the file."""
     (tmp_path / "run.toml").write_text(
-        'workload = "zipf:requests=9"\nmax-seqs = 4\nmodel = "mine"\n[batching]\nchunked = false\n'
+        'workload = "zipf:requests=9"\nmax-seqs = 4\nmodel = "mine"\n'
+        "[batching]\nchunked = false\n"
     )
     (tmp_path / "mine").mkdir()
     config = RunConfig.from_toml(tmp_path / "run.toml")
