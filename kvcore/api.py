@@ -18,6 +18,7 @@ from kvcore.cache import KVCache
 from kvcore.engine import RunResult
 from kvcore.engine.run import run as run_engine
 from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugins, resolve
 from kvcore.plugins.options import Spec
@@ -29,11 +30,12 @@ from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
-    from kvcore.analysis.comparison import Policy, Progress
+    from kvcore.analysis.comparison import Policy
     from kvcore.cache import PrefixCache
     from kvcore.config import EngineParts, RunParts
     from kvcore.config.values import PluginChoice
     from kvcore.models.cost import PrefillCost
+    from kvcore.progress import Progress
 
 Source: TypeAlias = str | PathLike[str] | Spec | Workload | Iterable[Request]
 """Where requests come from: a plugin's name with options, a file, a workload, or requests."""
@@ -401,8 +403,6 @@ def _traced(
     if path is None:
         yield None
         return
-    from kvcore.workloads.files import spare  # noqa: PLC0415 - as above
-
-    spare(parts.workload, path)
+    refuse_overwrite(path, parts.workload.options().values())
     with Trace(path, **parts.header()) as trace:
         yield trace
