@@ -263,4 +263,4 @@ def _written(name: str, row: Row) -> str:
 
 
 def _is_bound(row: Row) -> bool:
-    return str(row["eviction"]).partition(":")[0] == Belady.name
+    return str(row["eviction"]).partition(":")[0] in Belady.names
