@@ -106,7 +106,7 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 
 
 def _renamed(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Take the value of `--count`, which is called `--accounting` now."""
+    """Set `--accounting` from its older name, `--count`, with a notice."""
     del param
     if value is not None:
         click.echo("kvcore: --count is called --accounting now; use that", err=True)

@@ -273,7 +273,7 @@ class RunParts:
 
     @contextmanager
     def _about(self, option: str, more: str = "") -> Iterator[None]:
-        """Let an error begin with what names the option that it is about."""
+        """Prefix errors of the body with the name of the option that they are about."""
         try:
             yield
         except (InputError, PluginError) as error:

@@ -99,6 +99,18 @@ def test_policies_are_compared():
     assert [row.blocks for row in found.rows] == [32, 64]
 
 
+def test_a_comparison_is_a_frame():
+    """One row a policy and size, hit ratios in columns."""
+    pytest.importorskip("polars", reason="needs the extra `lab`")
+    found = kvcore.compare(
+        ZIPF, ["lru", "lfu:half_life=5", "belady"], blocks=[30, 60]
+    ).to_frame()
+    assert found.shape[0] == 6
+    assert found["eviction"].to_list()[::2] == ["lru", "lfu", "optimum"]
+    assert found["options"].to_list()[2] == "half_life=5.0,unit=s,decay=none"
+    assert found["hit_ratio_block"].dtype.is_float()
+
+
 def test_what_cannot_be_compared_is_refused():
     """The message names the option."""
     with pytest.raises(InputError, match="both say how large the pool is"):
