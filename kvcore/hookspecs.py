@@ -39,7 +39,7 @@ def kvcore_retention_policies() -> list[type[RetentionPolicy]]:
 
 @hookspec
 def kvcore_schedulers() -> list[type[Scheduler]]:
-    """Return schedulers: who gets a seat in the batch, and who loses it."""
+    """Return schedulers: which jobs run in the batch, and which are paused."""
 
 
 @hookspec

@@ -23,8 +23,8 @@ from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel, Result, Scheduler
-from kvcore.serving.contiguous import Allocation
 from kvcore.serving.result import offered_load
+from kvcore.serving.simulate import Allocation
 from kvcore.trace.events import plain
 from kvcore.units import format_bytes
 from kvcore.workloads import Workload
@@ -205,7 +205,7 @@ class Setup:
             if carries(self.latency(more), blocks):
                 yield f"--tensor-parallel {more}"
                 break
-        load = result.summary()["offered_load"]
+        load = result.offered_load
         yield f"--rate-scale {_below(self.options.rate_scale / load)}"
 
     def _source(self) -> Workload:

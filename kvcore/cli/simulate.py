@@ -30,7 +30,7 @@ from kvcore.cli.setup import Options, Setup
 from kvcore.models.spec import KV_DTYPES
 from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
-from kvcore.serving.contiguous import Allocation, ContiguousCache
+from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 
 
@@ -159,8 +159,7 @@ def _print_paging(result: Result, document: dict[str, Any]) -> None:
     """Print what paging buys."""
     from kvcore.report import PagingReport  # noqa: PLC0415 - as above
 
-    assert isinstance(result.cache, ContiguousCache)
-    report = PagingReport(document, document["paged"], result.cache.max_output)
+    report = PagingReport(document, document["paged"], result.max_output or 0)
     print_text(report.headline)
     click.echo()
     print_table(report.headers, report.rows, right=report.headers[1:])

@@ -234,7 +234,7 @@ def test_times_are_checked(pieces):
     class Wrong(LatencyModel):
         name = "wrong"
 
-        def pieces(self, batch):
+        def pieces(self, work):
             return pieces
 
     with pytest.raises(PolicyError, match="latency plugin 'wrong'"):
@@ -259,7 +259,7 @@ def test_the_wall_clock_measures(tmp_path):
     assert sum(step.decode for step in steps) == 4
     assert sum(step.context for step in steps) == 11 + 12 + 13 + 8
     assert [step.time // 1000 for step in steps] == [s.time // 1000 for s in ran.result.steps]
-    assert ran.result.log.busy == sum(step.time for step in ran.result.steps)
+    assert ran.result.log.busy_ps == sum(step.time for step in ran.result.steps)
     assert orjson.loads(ran.trace.splitlines()[0])["mode"] == "wall"
 
 
