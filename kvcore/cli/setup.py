@@ -205,7 +205,7 @@ class Setup:
             if carries(self.latency(more), blocks):
                 yield f"--tensor-parallel {more}"
                 break
-        load = result.offered_load
+        load = result.summary()["offered_load"]
         yield f"--rate-scale {_below(self.options.rate_scale / load)}"
 
     def _source(self) -> Workload:

@@ -266,7 +266,7 @@ class Batcher:
         return changed
 
     def computed(self, done: Iterable[Job] = ()) -> None:
-        """Record that blocks were committed, and that the prefill of the jobs `done` is done."""
+        """Record that blocks were committed, and that the jobs `done` have been prefilled."""
         for job in done:
             del self._prefilling[job]
             self.without_progress = 0

@@ -197,7 +197,8 @@ class Scheduler(Plugin):
 
     Asked only when something has happened (an arrival, a step with prefill, a first token,
     a completion, a preemption, a time given by `changes_at`), never step by step: k decode
-    steps with the same sequences are one event. A method that is not overridden is never called.
+    steps with the same sequences are one event. Methods that are not overridden are never
+    called.
 
     A job's priority is asked when it queues up, and compared with those asked at other times:
     it must not move with the clock. Return a deadline, not a slack. A scheduler that is

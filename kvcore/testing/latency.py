@@ -74,7 +74,7 @@ class LatencyModelTests:
 
     @_seeds
     def test_the_longest_line_is_the_time(self, seed: int) -> None:
-        """`duration` is the largest of the lines at the context of the work, and not negative."""
+        """`duration` is the largest of the lines at the work's context, and not negative."""
         model = self.make()
         for work in _works(seed, model.windows):
             times = [

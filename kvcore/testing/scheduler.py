@@ -367,7 +367,7 @@ class SchedulerTests(ABC):
     @_servers
     @_seeds
     def test_serves_everyone_once(self, seed: int, server: str) -> None:
-        """With fewer slots than the running jobs could use, every request ends, and exactly once."""
+        """With less memory than running jobs could use, every request ends exactly once."""
         requests = _requests(seed)
         calls = self.serve(server, requests, tokens=64)
         ended = Counter(job for method, _, job in calls if method == "finished")
@@ -382,9 +382,7 @@ class SchedulerTests(ABC):
             if method == "admitted":
                 assert job not in running, f"{now}: request {job} runs already"
                 running.add(job)
-                assert len(running) <= _MAX_SEQS, (
-                    f"{now}: {running} run, of at most {_MAX_SEQS}"
-                )
+                assert len(running) <= _MAX_SEQS, f"{now}: {running}, not {_MAX_SEQS}"
             elif method in {"queued", "finished"}:
                 running.discard(job)
 

@@ -49,8 +49,8 @@ class Bent(LatencyModel):
 
     def pieces(self, work):
         """Return the lines, with a slope for each window."""
-        work = 300 * work.prefill + sum(work.attended_pairs) + 50 * work.decode
-        lines = ((1_000 + work, 7), (4_000 + 100 * work.prefill, 19), (9_000, 3))
+        cost = 300 * work.prefill + sum(work.attended_pairs) + 50 * work.decode
+        lines = ((1_000 + cost, 7), (4_000 + 100 * work.prefill, 19), (9_000, 3))
         return [(a, *(b for _ in work.context)) for a, b in lines]
 
 

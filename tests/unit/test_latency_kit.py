@@ -147,7 +147,7 @@ class Greedy(Mine):
     def pieces(self, work):
         """Count a token more."""
         work.prefill += 1
-        return super().pieces(batch)
+        return super().pieces(work)
 
 
 class Batched(Mine):
@@ -247,7 +247,7 @@ def test_finds_what_is_wrong(model, test):
 
 
 @pytest.mark.parametrize(
-    ("model", "what"), [(Eager, "prefill"), (Deep, "pairs"), (Batched, "decode")]
+    ("model", "what"), [(Eager, "prefill"), (Deep, "attended_pairs"), (Batched, "decode")]
 )
 def test_finds_what_gets_faster_with_more(model, what):
     """Each of the numbers is tested by itself."""

@@ -61,7 +61,7 @@ def test_the_defaults():
     flops, bandwidth = 4 * 989.5e12 * 0.5, 4 * 3.35e12 * 0.8
     token, pair = 2 * 8_030_261_248 / flops, 4 * 32 * 32 * 128 / flops
     prompt = StepWork(prefill=8192, attended_pairs=(8192 * 8193 // 2,))
-    seconds = 0.002 + 8192 * token + prompt.pairs[0] * pair
+    seconds = 0.002 + 8192 * token + prompt.attended_pairs[0] * pair
     assert Roofline().duration(prompt) / 1e12 == pytest.approx(seconds, rel=1e-9)
     decode = StepWork(decode=64, context=(64 * 4096,))
     seconds = 0.002 + (2 * 8_030_261_248 + 131_072 * (64 * 4096 + 64)) / bandwidth

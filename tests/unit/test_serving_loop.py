@@ -240,13 +240,13 @@ def test_attention_windows():
 
         def pieces(self, work):
             """Note the batch."""
-            asked.append(attrs.evolve(batch))
-            return super().pieces(batch)
+            asked.append(attrs.evolve(work))
+            return super().pieces(work)
 
     latency = Asked(reach=(None, 4))
     serve([ask("a", prompt=3, output=4)], latency=latency, jumps=False)
-    assert [work.attended_pairs for batch in asked] == [(6, 6), (0, 0), (0, 0), (0, 0)]
-    assert [work.context for batch in asked] == [(0, 0), (4, 4), (5, 4), (6, 4)]
+    assert [work.attended_pairs for work in asked] == [(6, 6), (0, 0), (0, 0), (0, 0)]
+    assert [work.context for work in asked] == [(0, 0), (4, 4), (5, 4), (6, 4)]
 
 
 def test_a_cache_that_counts_keys_is_refused():
