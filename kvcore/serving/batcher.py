@@ -125,7 +125,7 @@ class WaitingQueue:
         entry = (job.rank, job.stage != PAUSED, job.serial, job)
         if self._on_queued is not None and job not in self._entries:
             try:
-                self._on_queued(job.request, now, front=front)
+                self._on_queued(job.known_request(), now, front=front)
             except Exception as error:
                 raise policy_error(self._eviction, "on_queued", error) from error
         self._entries[job] = entry
@@ -153,7 +153,7 @@ class WaitingQueue:
         del self._entries[job]
         if self._on_dequeued is not None:
             try:
-                self._on_dequeued(job.request, now)
+                self._on_dequeued(job.known_request(), now)
             except Exception as error:
                 raise policy_error(self._eviction, "on_dequeued", error) from error
 
@@ -409,7 +409,7 @@ class Batcher:
 
     def _to_prefill(self, job: Job, now: int) -> int:
         """Return how many tokens a job without blocks has to compute: those that do not hit."""
-        return job.target - self._server.probe(job.request, now)
+        return job.target - self._server.probe(job.known_request(), now)
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""

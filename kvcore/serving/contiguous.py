@@ -148,7 +148,7 @@ class ContiguousAllocator(MeasuredAllocator):
             return None
         # No blocks are allocated: the sequence has its slots already.
         again = job.admitted is not None
-        seq = self._cache.open(job.request, 0, now, again=again)
+        seq = self._cache.open(job.known_request(), 0, now, again=again)
         self._pieces[seq.id] = start, length
         settle(seq, job.target if first_tokens is None else first_tokens)
         self._count_blocks()

@@ -362,7 +362,7 @@ class DecodeAllocator:
             reserve: blocks that must stay free or evictable.
         """
         cache = self._cache
-        keys, _, _, _, _, limit = cache.geometry.prompt(job.request)
+        keys, _, _, _, _, limit = cache.geometry.prompt(job.known_request())
         _, hit, reserved, _ = cache.prefix.probe(keys, limit, now)
         return -(-job.target // self._block_size) - hit <= cache.room - reserved - reserve
 
@@ -383,8 +383,9 @@ class DecodeAllocator:
             reserve: blocks that must stay free or evictable.
         """
         again = job.admitted is not None
+        request = job.known_request() if again else job.request
         try:
-            return self._cache.open(job.request, first_tokens, now, again=again, spare=reserve)
+            return self._cache.open(request, first_tokens, now, again=again, spare=reserve)
         except OutOfBlocks:
             return None
 
