@@ -23,7 +23,7 @@ from kvcore.cache.sharing import copy_tail, free_last, shared_tail, table, with_
 from kvcore.cache.span import SpanGeometry
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import find_override, policy_error
-from kvcore.plugins.manager import plugin_of
+from kvcore.plugins.manager import resolve
 from kvcore.request import Request
 
 
@@ -78,11 +78,9 @@ class KVCache:
         self.geometry = geometry = Geometry(count, block_size, key_tokens)
         keeps_ids = trace is not None or ids
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
-        self.eviction: EvictionPolicy = plugin_of(EvictionPolicy, eviction, "lru")
-        self.prefix: PrefixCache = plugin_of(PrefixCache, prefix, "radix")
-        self.retention: RetentionPolicy | None = (
-            None if retention is None else plugin_of(RetentionPolicy, retention, "window")
-        )
+        self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
+        self.prefix: PrefixCache = resolve("prefix", prefix, "radix")
+        self.retention: RetentionPolicy | None = resolve("retention", retention)
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
@@ -91,7 +89,11 @@ class KVCache:
         self._serial = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
-        plugins = [self.eviction, self.prefix, *([] if retention is None else [retention])]
+        plugins = [
+            self.eviction,
+            self.prefix,
+            *([] if self.retention is None else [self.retention]),
+        ]
         for plugin in plugins:
             plugin.bind()
         self.eviction.attach(blocks, block_size)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable
 
-from kvcore.cache import KVCache, PrefixCache, Sequence
+from kvcore.cache import KVCache, Sequence
 from kvcore.cache.lockstep import settle
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins.manager import plugin_of
+from kvcore.plugins.manager import resolve
 from kvcore.request import Request
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.fragmentation import MeasuredAllocator
@@ -268,6 +268,6 @@ def contiguous_cache(cache: KVCache) -> KVCache:
     return KVCache(
         cache.pool.blocks,
         cache.geometry.block_size,
-        prefix=plugin_of(PrefixCache, None, "none"),
+        prefix=resolve("prefix", None, "none"),
         key_tokens=cache.geometry.key_tokens,
     )

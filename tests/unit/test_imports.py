@@ -24,12 +24,13 @@ HEAVY = [
 
 LAYERS = [
     {"request"},
-    {"plugins"},
+    {"plugins", "hookspecs"},
     {"models", "workloads"},
     {"cache"},
     {"trace"},
     {"serving"},
     {"engine"},
+    {"config"},
     {"analysis", "kv_events"},
     {"report"},
     {"demo"},
