@@ -382,7 +382,7 @@ def test_steps_of_tensors_are_not_foreseen():
     executor = TensorExecutor(*given.values())
     assert isinstance(executor.latency, LatencyModel)
     with pytest.raises(InputError, match="run them one by one"):
-        executor.lines(3)
+        executor.decode_times(3, (9,), (3,))
 
 
 def test_decided_leaves_out_the_frame():
