@@ -451,7 +451,7 @@ class DecodeAllocator:
         if self._by_count:
             need = batch.growth_between(first, end)
             if need <= cache.pool.free:
-                self._reserve(need)
+                self._grow_by_count(need)
                 self.allocated_until = end
                 return steps
         for step in batch.growing_between(first, end):
@@ -466,14 +466,15 @@ class DecodeAllocator:
 
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
-        if self._by_count and len(jobs) <= self._cache.pool.free:
-            self._reserve(len(jobs))
+        cache = self._cache
+        if self._by_count and len(jobs) <= cache.pool.free:
+            reserve(cache, len(jobs))
             return
         for job in jobs:
             assert job.seq is not None
             settle(job.seq, job.length + ahead)
-            self.extend(job.seq, 1, now)
+            cache.extend(job.seq, 1, now)
 
-    def _reserve(self, blocks: int) -> None:
+    def _grow_by_count(self, blocks: int) -> None:
         """Take free blocks for jobs of the batch, without saying for which."""
         reserve(self._cache, blocks)

@@ -72,9 +72,14 @@ class MeasuredAllocator(DecodeAllocator):
         super().extend(seq, tokens, now)
         self.idle += self.slots_of(seq) - before
 
-    def _reserve(self, blocks: int) -> None:
+    def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
+        """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
+        super()._grow(jobs, ahead, now)
+        self.idle += len(jobs) * self._block_size
+
+    def _grow_by_count(self, blocks: int) -> None:
         """Take free blocks for jobs of the batch, without saying for which."""
-        super()._reserve(blocks)
+        super()._grow_by_count(blocks)
         self.idle += blocks * self._block_size
 
 

@@ -311,7 +311,11 @@ class StepTimes:
 
     def total(self, steps: int) -> int:
         """Return the picoseconds that the first `steps` steps take together."""
-        return sum(_sum(first, slope, count) for first, slope, count in self.segments(steps))
+        lines = self._lines
+        if len(lines) == 1:
+            a, b = lines[0]
+            return steps * a + b * (steps * (steps - 1) // 2)
+        return sum(_sum(first, slope, count) for first, slope, count in self._parts(steps))
 
     def reach(self, time: int, most: int) -> int:
         """Return the number of steps (at least 1) until `time` ps have passed, or `most`."""

@@ -292,16 +292,18 @@ class ServingLoop:
 
     def _work(self, chunks: Sequence[tuple[Job, int]], *, decodes: bool) -> StepWork:
         """Return the work of a step with these prefill chunks, and the decode batch or not."""
-        total, parts = 0, []
+        total = doubled = 0
+        contexts = []
         for job, tokens in chunks:
             assert job.seq is not None
+            context = job.computed - job.seq.forgotten * self._block_size
+            contexts.append(context)
             total += tokens
-            parts.append((job.computed - job.seq.forgotten * self._block_size, tokens))
-        if self._is_plain:
             # n tokens after a context of c attend to c + 1, ..., c + n tokens.
-            squares = sum([n * (2 * context + n + 1) for context, n in parts])
-            pairs: tuple[int, ...] = (squares // 2,)
-        else:
+            doubled += tokens * (2 * context + tokens + 1)
+        pairs: tuple[int, ...] = (doubled // 2,)
+        if not self._is_plain:
+            parts = [(c, tokens) for c, (_, tokens) in zip(contexts, chunks, strict=True)]
             pairs = tuple(
                 sum(attended_pairs(context, tokens, window) for context, tokens in parts)
                 for window in self._windows
