@@ -11,7 +11,7 @@ import attrs
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
 from kvcore.units import NS_PER_S
 
-PENDING_EVENTS = 4096
+PENDING_EVENTS = 512
 """Recorded events from which on they are added up."""
 
 
@@ -58,7 +58,7 @@ class TokenGaps:
     Between two events the same requests decode, and the time of a step grows by the same
     with each: the gaps of k steps of n requests are n times an arithmetic progression. The
     loop appends these four numbers to `pending`; `settle` adds them to a histogram in closed
-    form, some thousand at a time.
+    form, some hundred at a time.
 
     Attributes:
         pending: progressions that are not in the histogram yet. Append to it.
