@@ -21,10 +21,10 @@ from kvcore.analysis.miss_reasons import (
     RequestMisses,
 )
 from kvcore.trace import CacheState, read_events
-from kvcore.trace.layout import Prompt
-from kvcore.trace.spans import path
+from kvcore.trace.state import TracedPrompt as Prompt
+from kvcore.trace.state import path
 
-Line: TypeAlias = dict[str, Any]
+Line: TypeAlias = Any
 
 
 SHARES_NOTHING = "none"

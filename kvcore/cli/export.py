@@ -1,4 +1,4 @@
-"""`kvcore export`: tell in the formats of others what a trace says."""
+"""`kvcore export`: write a trace in the formats of other tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option
-from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,11 +33,11 @@ def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
     from kvcore.kv_events import Publisher, encode, event_batches  # noqa: PLC0415 - as above
 
     payloads = map(encode, event_batches(trace))
-    # A trace that is none is told before anyone is waited for.
+    # A file that is no trace is refused before a subscriber is waited for.
     first = list(islice(payloads, 1))
     with Publisher(address, replay) as publisher:
         click.echo(f"kvcore: publishing at {publisher.address}, once someone listens", err=True)
-        return {"batches": publisher.hand_out(chain(first, payloads))}
+        return {"batches": publisher.serve_all(chain(first, payloads))}
 
 
 def _router_events(trace: Path, out: Path) -> dict[str, Any]:
@@ -60,7 +60,7 @@ FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "dynamo": _router_events,
     "mooncake": _requests,
 }
-"""By format: what writes a trace in it, and returns what there is to say of that."""
+"""By format: the function that writes a trace in it, and returns the counts to report."""
 
 
 @click.command()
@@ -76,17 +76,17 @@ FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "--out",
     metavar="FILE",
     callback=file_path,
-    help="File to write; compressed if its name ends in .gz or .zst.",
+    help="Write to this file; .gz and .zst compress it.",
 )
 @click.option(
     "--zmq",
     metavar="ADDRESS",
-    help="Address to publish at over ZMQ, as vLLM does, in place of a file.",
+    help="Publish at this address instead, as vLLM does, such as tcp://*:5557.",
 )
 @click.option(
     "--replay",
     metavar="ADDRESS",
-    help="Address at which batches are sent again on request, with --zmq.",
+    help="With --zmq: send batches again at this address, such as tcp://*:5558.",
 )
 @json_option
 def export(
@@ -98,15 +98,13 @@ def export(
     replay: str | None,
     as_json: bool,
 ) -> None:
-    """Export the TRACE of a run as KV events or as requests, in a format of others.
+    """Export the TRACE of a run as KV events or as requests, for other tools.
 
-    Events as vLLM sends them are written as a recording, which `kvcore replay` checks, or
-    published over ZMQ: all of them once someone listens, until nobody does.
+    Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
+    ZMQ, from the first subscriber's connection until the last subscriber leaves.
     """
     if out is not None and zmq is None and replay is None:
-        if out.exists() and trace.exists() and out.samefile(trace):
-            msg = f"cannot write {out}: it is the trace that is read; name another file"
-            raise InputError(msg)
+        refuse_overwrite(out, [trace])
         found = FORMATS[kind](trace, out)
     elif out is None and zmq is not None and kind == "vllm":
         found = _publish(trace, zmq, replay)
@@ -124,7 +122,7 @@ def export(
 
 
 def _notes(found: dict[str, Any]) -> list[str]:
-    """Return what the format could not say."""
+    """Return sentences on what the format cannot express."""
     notes = []
     if found.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):
         notes.append(

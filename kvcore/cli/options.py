@@ -25,7 +25,7 @@ from kvcore.errors import InputError
 from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
-from kvcore.trace.events import slo_field
+from kvcore.trace.fields import slo_field
 from kvcore.units import NS_PER_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])

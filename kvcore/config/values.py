@@ -12,7 +12,6 @@ from typing import (
     Literal,
     NoReturn,
     TypeAlias,
-    cast,
     get_args,
     get_origin,
 )
@@ -101,9 +100,7 @@ def _converter() -> Converter:
     made = Converter(detailed_validation=False)
     for kind, read in _READERS.items():
         made.register_structure_hook(kind, read)
-    made.register_structure_hook_func(
-        lambda kind: cast("object", get_origin(kind)) is Annotated, _marked
-    )
+    made.register_structure_hook_func(lambda kind: _origin(kind) is Annotated, _marked)
     made.register_structure_hook_func(lambda kind: _origin(kind) is Literal, _choice)
     return made
 

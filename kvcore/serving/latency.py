@@ -43,7 +43,6 @@ class StepWork:
     context: tuple[int, ...] = (0,)
 
 
-@attrs.define(slots=False, eq=False)
 class LatencyModel(Plugin):
     """Gives the time of a step of a server. More work never takes less time.
 

@@ -29,7 +29,7 @@ from kvcore.serving.latency import Executor, ServiceEstimates, StepTimes, StepWo
 from kvcore.serving.result import RunLog
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation
-from kvcore.trace.events import key_fields, told_keys
+from kvcore.trace.fields import key_fields, told_keys
 from kvcore.units import INT64_LIMIT, PS_PER_NS
 
 AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]

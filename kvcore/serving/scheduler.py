@@ -191,7 +191,6 @@ class StepPlan:
     pause: Iterable[Job] = ()
 
 
-@attrs.define(slots=False, eq=False)
 class Scheduler(Plugin):
     """Orders the jobs of a server. The easy tier is one function, `priority`.
 
@@ -217,7 +216,7 @@ class Scheduler(Plugin):
     preemptive = False
     """Whether a waiting job may take the slot of a running one. May be an option."""
 
-    server: ServiceTimes = attrs.field(init=False, default=None, repr=False)
+    server: ServiceTimes
 
     def attach(self, server: ServiceTimes) -> None:
         """Store the server it works for. Called once."""

@@ -7,7 +7,7 @@ from helpers.traces import BLOCK, ask, lines, record, seal, write
 
 from kvcore.cli.main import run
 from kvcore.kv_events import check_recording
-from kvcore.trace import replay
+from kvcore.trace import check_trace
 from kvcore_plugins.workload import Mooncake
 
 
@@ -40,7 +40,7 @@ def test_router_events_are_lines(trace, tmp_path, capfd):
     assert export(capfd, trace, "--format", "dynamo", "--out", out)[0] == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["event"]["event_id"] for row in rows] == list(range(len(rows)))
-    assert check_recording(out).resident == {"device": replay(trace).pool["cached"]}
+    assert check_recording(out).resident == {"device": check_trace(trace).pool["cached"]}
 
 
 def test_requests_come_back_as_mooncake(tmp_path, capfd):
@@ -107,7 +107,7 @@ def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
     ("arguments", "code", "message"),
     [
         (["missing", "--format", "vllm", "--out", "o"], 2, "cannot read the trace missing"),
-        (["{t}", "--format", "vllm", "--out", "{t}"], 2, "it is the trace that is read"),
+        (["{t}", "--format", "vllm", "--out", "{t}"], 2, "the requests come from"),
         (["{t}", "--format", "vllm", "--out", "/"], 2, "it is a directory"),
         (["{t}", "--format", "sglang", "--out", "o"], 2, "'sglang' is not one of 'vllm'"),
         (["{t}", "--format", "vllm"], 2, "--out"),

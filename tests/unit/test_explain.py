@@ -298,10 +298,10 @@ def test_a_request_that_waits_at_the_end_is_no_miss(file):
 
 
 def test_a_line_that_cannot_be_is_refused_with_its_place(file):
-    """Every line is checked as by `replay`."""
+    """A line that names what is not there is an error, whatever the digest says."""
     events = lines(record(file))
-    events[35]["span"] = 4
-    with pytest.raises(TraceError, match=r"trace.jsonl:36: EVICT: span 4 has 0 pins"):
+    events[35]["span"] = 44
+    with pytest.raises(TraceError, match=r"trace.jsonl:36: EVICT: no span 44 is cached"):
         explain(seal(file, events))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvcore import KVCache, PolicyError, Request, ScoreEviction, Trace
 from kvcore.testing import EVEN, FORKS, Driver, Traffic, random_steps, snapshot
-from kvcore.trace import replay
+from kvcore.trace import check_trace
 from kvcore_plugins.prefix import Radix
 
 BLOCK = 4
@@ -332,7 +332,7 @@ def test_a_failing_policy_leaves_a_trace_that_replays(seed, tmp_path):
         for step in steps:
             with suppress(PolicyError):
                 driver.step(step)
-    report = replay(tmp_path / "trace.jsonl")
+    report = check_trace(tmp_path / "trace.jsonl")
     assert report.complete
     assert report.pool["free"] == cache.pool.free
     assert report.pool["cached"] == cache.prefix.cached

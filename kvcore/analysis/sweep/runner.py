@@ -24,7 +24,7 @@ from kvcore.plugins import Plugin, Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
-from kvcore.trace.events import plain, slo_field
+from kvcore.trace.fields import plain, slo_field
 from kvcore.units import NS_PER_S
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
