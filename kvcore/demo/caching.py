@@ -20,10 +20,9 @@ from kvcore.engine import (
     AttendOptions,
     Backend,
     Generator,
-    Rows,
+    RaggedBatch,
     Tensor,
     TensorLayout,
-    TokenStep,
 )
 from kvcore.errors import PluginError
 from kvcore.models.cost import token_projections
@@ -155,7 +154,7 @@ class Paged(Keeping):
         """Allocate the blocks that are missing."""
         self._cache.extend(self._sequence, tokens)
         table = self._cache.block_table(self._sequence)
-        self._plan = self._backend.plan(Rows([table], [self.kept], [tokens]))
+        self._plan = self._backend.plan(RaggedBatch([table], [self.kept], [tokens]))
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
@@ -209,7 +208,13 @@ def generate(
         new = tokens[kept:]
         positions = list(range(kept, len(tokens)))
         keeping.begin(len(new))
-        step = TokenStep(new, positions, [len(new)], [place], [seed])
+        step = RaggedBatch(
+            lengths=[len(new)],
+            token_ids=new,
+            positions=positions,
+            output_indices=[place],
+            seeds=[seed],
+        )
         (token,) = generator.forward(step, keeping)
         keeping.end(len(new))
         seconds.append(perf_counter() - started)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 import pytest
 
-from kvcore.engine import Backend, Rows, TensorLayout
+from kvcore.engine import Backend, RaggedBatch, TensorLayout
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import StorageError
 from kvcore.plugins.base import qualified
@@ -279,12 +279,12 @@ class BackendTests:
         """The widest dtype there is."""
         return next(dtype for dtype in TENSOR_DTYPES if dtype in self.dtypes)
 
-    def batch(self, seed: int, dtype: str | None = None, **fixed: Any) -> RaggedBatch:
+    def batch(self, seed: int, dtype: str | None = None, **fixed: Any) -> RandomBatch:
         """Return a random batch of a new backend. What is `fixed` is not random."""
         dtype = dtype or self._wide
         if dtype not in self.dtypes:
             pytest.skip(f"{qualified(type(self))} says it cannot compute in {dtype}")
-        return RaggedBatch.draw(
+        return RandomBatch.draw(
             seed, self.make(), self.numbers, self.tolerances[dtype], dtype=dtype, **fixed
         )
 
@@ -311,7 +311,7 @@ def random_layout(random: Random, **fixed: Any) -> TensorLayout:
 
 
 @attrs.define(kw_only=True, eq=False)
-class RaggedBatch:
+class RandomBatch:
     """Sequences with all their K/V and queries, on the host, and their blocks in a backend.
 
     Attributes:
@@ -349,7 +349,7 @@ class RaggedBatch:
         room: int = 3,
         shuffle: int = 0,
         **fixed: Any,
-    ) -> RaggedBatch:
+    ) -> RandomBatch:
         """Return a random batch over a new backend, whose pool it allocates.
 
         Drawn from `seed`, unless given: contexts, lengths, how many query heads share a K/V
@@ -423,7 +423,7 @@ class RaggedBatch:
         if not chosen:
             return None
         plan = self.backend.plan(
-            Rows(
+            RaggedBatch(
                 [self.tables[number] for number in chosen],
                 [begins[number] for number in chosen],
                 [counts[number] for number in chosen],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import attrs
 import pytest
 
-from kvcore.engine import AttendOptions, Backend, Generator, Rows, TensorLayout
+from kvcore.engine import AttendOptions, Backend, Generator, RaggedBatch, TensorLayout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import qualified
@@ -25,7 +25,7 @@ _seeds = pytest.mark.parametrize("seed", range(3))
 
 
 class GeneratorTests:
-    """What holds of every generator. Derive a `Test...` class and say how to make yours.
+    """Tests that every generator passes. Derive a `Test...` class that makes yours.
 
     `generator` (or `make`, if that needs fixtures of the instance) returns a new one, made
     with the same options each time, small enough to compute some hundred tokens quickly:
@@ -57,12 +57,12 @@ class GeneratorTests:
         assert type(generator).__doc__, f"{qualified(type(generator))} has no docstring"
 
     def test_says_what_it_is_before_it_is_loaded(self) -> None:
-        """Shape, vocabulary, windows and ends are known without weights, and fit together."""
+        """Shape, vocabulary, windows and end tokens are known without weights, and fit."""
         generator = self.make()
         assert isinstance(generator.spec, ModelSpec)
         assert len(generator.windows) == generator.spec.layers
         assert generator.vocabulary >= 1
-        assert all(0 <= token < generator.vocabulary for token in generator.ends)
+        assert all(0 <= token < generator.vocabulary for token in generator.eos_token_ids)
 
     def test_refuses_a_dtype(self) -> None:
         """A dtype that no tensor has is an InputError that names it."""
@@ -89,9 +89,9 @@ class GeneratorTests:
             for call in step:
                 shapes = [tuple(x.shape) for x in (call.queries, call.keys, call.values)]
                 assert shapes == [
-                    (call.rows, spec.query_heads, spec.head_dim),
-                    (call.rows, spec.kv_heads, spec.head_dim),
-                    (call.rows, spec.kv_heads, spec.value_dim),
+                    (call.count, spec.query_heads, spec.head_dim),
+                    (call.count, spec.kv_heads, spec.head_dim),
+                    (call.count, spec.kv_heads, spec.value_dim),
                 ]
                 dtypes = {x.dtype for x in (call.queries, call.keys, call.values)}
                 assert dtypes == {call.expected}, f"{dtypes} in layer {call.layer}"
@@ -189,8 +189,8 @@ class GeneratorTests:
         backend.fill(float("nan"))
         for _ in range(6):
             counts = [text.left for text in paged]
-            rows = Rows(tables, [text.computed for text in paged], counts)
-            advance(generator, paged, counts, _paged(backend, rows))
+            batch = RaggedBatch(tables, [text.computed for text in paged], counts)
+            advance(generator, paged, counts, _paged(backend, batch))
         generate(generator, dense, 6)
         assert [text.tokens for text in paged] == [text.tokens for text in dense]
 
@@ -241,7 +241,7 @@ class _Call:
     expected: Any
 
     @property
-    def rows(self) -> int:
+    def count(self) -> int:
         return len(self.texts)
 
 
@@ -251,11 +251,11 @@ def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) 
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        **how: Unpack[AttendOptions],
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
-        window = how.get("window")
+        window = options.get("window")
         calls.append(_Call(texts, layer, queries, keys, values, window, dtype))
-        return attend(layer, queries, keys, values, **how)
+        return attend(layer, queries, keys, values, **options)
 
     return watched
 
@@ -317,12 +317,14 @@ def _layout(generator: Generator, blocks: int, block_size: int) -> TensorLayout:
     )
 
 
-def _paged(backend: Backend, rows: Rows) -> Attend:
-    """Return what reaches the K/V of `rows` through `backend`."""
-    plan = backend.plan(rows)
+def _paged(backend: Backend, batch: RaggedBatch) -> Attend:
+    """Return the `Attend` of `batch` over the blocks of `backend`."""
+    plan = backend.plan(batch)
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
+    def attend(
+        layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
+    ) -> Tensor:
         backend.store(layer, plan, keys, values)
-        return backend.attend(layer, plan, queries, **how)
+        return backend.attend(layer, plan, queries, **options)
 
     return attend

@@ -50,7 +50,7 @@ class Told(Generator):
 
     def forward(self, step, attend):
         """Return the token."""
-        return [self.answer(step.tokens)]
+        return [self.answer(step.token_ids)]
 
 
 class Products(torch.overrides.TorchFunctionMode):
