@@ -1,5 +1,8 @@
 """The built-in backends pass the tests that every backend must pass."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvcore import Plugins
@@ -53,6 +56,24 @@ class TestInOneBatch(TestBuiltIn):
     def _broad(self, monkeypatch):
         monkeypatch.setattr(_sdpa, "CPU_GATHER_BYTES", 1 << 40)
         monkeypatch.setattr(_sdpa, "GROUP_SPREAD", 1 << 40)
+
+
+class TestPage(BackendTests):
+    """The backend that the reference page writes: six methods, and the defaults of the rest."""
+
+    dtypes = ("fp64", "fp32")
+
+    def make(self):
+        """Take it from the page."""
+        page = Path(__file__).parents[2] / "docs/reference/backends.md"
+        (source,) = re.findall(
+            r"^```python\n([^`]*?\nclass Numpy.*?)^```$",
+            page.read_text("utf-8"),
+            re.DOTALL | re.MULTILINE,
+        )
+        names = {"__name__": "page"}
+        exec(source, names)  # noqa: S102
+        return names["Numpy"]()
 
 
 def test_every_backend_is_in_the_list():

@@ -55,7 +55,6 @@ CONTRACTS = (
     RaggedBatch,
     DeviceMemory,
     Generator,
-    RaggedBatch,
     Workload,
     Request,
     SLO,
