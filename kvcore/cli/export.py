@@ -70,16 +70,24 @@ FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "kind",
     type=click.Choice(list(FORMATS)),
     required=True,
-    help="vLLM's KV events, Dynamo's router events, or Mooncake's requests.",
+    help="Format: KV events of vLLM, router events of Dynamo, or requests of Mooncake.",
 )
 @click.option(
     "--out",
     metavar="FILE",
     callback=file_path,
-    help="Where to; .gz and .zst by name.",
+    help="File to write; compressed if its name ends in .gz or .zst.",
 )
-@click.option("--zmq", metavar="ADDRESS", help="Publish there instead, as vLLM does.")
-@click.option("--replay", metavar="ADDRESS", help="With --zmq: send batches again there.")
+@click.option(
+    "--zmq",
+    metavar="ADDRESS",
+    help="Address to publish at over ZMQ, as vLLM does, in place of a file.",
+)
+@click.option(
+    "--replay",
+    metavar="ADDRESS",
+    help="Address at which batches are sent again on request, with --zmq.",
+)
 @json_option
 def export(
     *,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
 from typing import Any, Literal, NoReturn, Unpack
 
@@ -17,10 +17,9 @@ from kvcore.errors import InputError, KvcoreError, PolicyError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import policy_error
 from kvcore.request import Key
-from kvcore.serving import Batch, Job, LatencyModel
+from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
-from kvcore.serving.decode_batch import Decoders
-from kvcore.serving.executor import SimulatedExecutor
+from kvcore.serving.latency import SimulatedExecutor
 from kvcore.units import PS_PER_NS
 
 Clock = Literal["model", "wall"]
@@ -95,8 +94,6 @@ class TensorExecutor:
         self.latency = latency
         self._timed = SimulatedExecutor(latency)
         self.plugins = (latency, generator, backend)
-        self.ended: list[tuple[Job, int]] = []
-        self.named: list[tuple[Job, Sequence[Key]]] = []
         self.streams: dict[int | str, TokenStream] = {}
         self.measured: list[MeasuredStep] = []
         self._cache = cache
@@ -111,30 +108,32 @@ class TensorExecutor:
         backend.allocate(tensor_layout(generator.spec, cache.pool.blocks, block_size, dtype))
 
     def run(
-        self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
-    ) -> int:
-        """Compute one step; return its duration in picoseconds, by the clock of the run."""
-        began = perf_counter_ns()
-        self.ended.clear()
-        self.named.clear()
+        self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Compute one step; return its duration by the clock of the run, and its effects."""
+        began_ns = perf_counter_ns()
         sequences = [self._prefilled(job, tokens) for job, tokens in chunks]
-        sequences += [self._scheduled(j, j.length, 1, j.generated) for j in decoders or ()]
-        self._append(sequences, self._forward(sequences))
-        if not self._wall:
-            return self._timed.run(batch, chunks, decoders)
-        self._backend.synchronize()
-        took = (perf_counter_ns() - began) * PS_PER_NS
-        self._measure(sequences, batch, took)
-        return took
+        sequences += [self._scheduled(job, job.length, 1, job.generated) for job in decoding]
+        ended, named = self._append(sequences, self._forward(sequences))
+        if self._wall:
+            self._backend.synchronize()
+            took_ps = (perf_counter_ns() - began_ns) * PS_PER_NS
+            self._measure(sequences, work, took_ps)
+        else:
+            took_ps = self._timed.run(work, (), ()).took_ps
+        return StepResult(took_ps, ended, named)
 
-    def lines(self, jobs: int) -> NoReturn:
-        """Refuse: every step has to be computed."""
+    def decode_times(
+        self, jobs: int, context: Sequence[int], growth: Sequence[int]
+    ) -> NoReturn:
+        """Raise InputError: every step has to be computed."""
+        del context, growth
         msg = f"steps of {jobs} jobs are computed, not foreseen: run them one by one"
         raise InputError(msg)
 
     def _prefilled(self, job: Job, tokens: int) -> _ScheduledSequence:
         """Return a chunk of a prefill; the last chunk generates a token if any is wanted."""
-        last = job.computed + tokens == job.target and job.request.output_tokens
+        last = job.computed + tokens == job.target and job.output_tokens
         return self._scheduled(job, job.computed, tokens, job.generated if last else None)
 
     def _scheduled(
@@ -207,8 +206,18 @@ class TensorExecutor:
 
     def _append(
         self, sequences: Sequence[_ScheduledSequence], tokens: Sequence[int | None]
-    ) -> None:
-        """Append the generated tokens to their streams; note ended texts and new keys."""
+    ) -> tuple[list[tuple[Job, int]], list[tuple[Job, Sequence[Key]]]]:
+        """Append the generated tokens to their streams.
+
+        Returns the jobs whose text has ended early, with their output tokens, and the jobs
+        that share what they generate, with the keys of newly completed blocks.
+
+        Raises:
+            PolicyError: the generator did not return one token for each sequence that
+                samples, and None for the others.
+        """
+        ended: list[tuple[Job, int]] = []
+        named: list[tuple[Job, Sequence[Key]]] = []
         wanted = [each.output_index is not None for each in sequences]
         if [token is not None for token in tokens] != wanted:
             name, count = self._generator.name, len(sequences)
@@ -224,22 +233,26 @@ class TensorExecutor:
             job, stream = each.job, each.stream
             # An output key of the request may stand for another token than the sampled one.
             appended = stream.append(token)
-            output = job.request.output_tokens
+            output = job.output_tokens
             if appended in self._eos_token_ids and len(stream.output) < output:
                 output = len(stream.output)
-                self.ended.append((job, output))
+                ended.append((job, output))
             keys = stream.new_keys(output)
             if keys:
-                self.named.append((job, keys))
+                named.append((job, keys))
+        return ended, named
 
     def _measure(
-        self, sequences: Sequence[_ScheduledSequence], batch: Batch, took: int
+        self, sequences: Sequence[_ScheduledSequence], work: StepWork, took_ps: int
     ) -> None:
-        """Record the duration of a step with its counts, as `calibrate` reads them."""
-        decoding = sequences[len(sequences) - batch.decode :]
-        context = sum(each.context for each in decoding) + batch.decode
+        """Record the duration of a step with its counts, as `calibrate` reads them.
+
+        Decoding sequences are the last of the step.
+        """
+        decoding = sequences[len(sequences) - work.decode :]
+        context = sum(each.context for each in decoding) + work.decode
         line = len(self.measured) + 2
-        self.measured.append(MeasuredStep(line, batch.prefill, batch.decode, context, took))
+        self.measured.append(MeasuredStep(line, work.prefill, work.decode, context, took_ps))
 
 
 def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:
