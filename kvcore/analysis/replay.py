@@ -9,7 +9,7 @@ from itertools import islice
 from kvcore.cache import EvictionPolicy, KVCache, Sequence
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
-from kvcore.plugins import broken, overridden
+from kvcore.plugins import find_override, policy_error
 from kvcore.request import Request
 
 
@@ -26,7 +26,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     the pool has, while its lookups are those of the whole request. O(spans touched) a
     request.
 
-    An eviction policy that wants to look `ahead` n requests is told of them as if they
+    An eviction policy whose `lookahead` is n is told of the next n requests as if they
     waited: before a request is opened, it and the n after it are awaited, in the order in
     which they come; once it is closed it is not. So many are read ahead.
 
@@ -39,7 +39,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     room = cache.pool.blocks * size
     by_key = cache.geometry.count == "keys"
     open_, commit, close = cache.open, cache.commit, cache.close
-    if any(overridden(cache.eviction, method) for method in ("awaited", "unawaited")):
+    if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
         requests = _announced(requests, cache.eviction)
     for request in requests:
         now = request.arrival
@@ -54,7 +54,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
 def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterator[Request]:
     """Yield `requests`, telling `eviction` of each as far ahead as it looks."""
     coming, window, known = iter(requests), deque[Request](), set[int | str]()
-    reach = None if eviction.ahead is None else eviction.ahead + 1
+    reach = None if eviction.lookahead is None else eviction.lookahead + 1
     now = 0
     while True:
         fresh = list(islice(coming, None if reach is None else reach - len(window)))
@@ -70,14 +70,14 @@ def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterato
                 )
                 raise InputError(msg)
             known.add(request.id)
-            _tell(eviction, "awaited", request, now)
+            _tell(eviction, "on_queued", request, now)
         yield window[0]
         known.remove(window[0].id)
-        _tell(eviction, "unawaited", window.popleft(), now)
+        _tell(eviction, "on_dequeued", window.popleft(), now)
 
 
 def _tell(eviction: EvictionPolicy, method: str, request: Request, now: int) -> None:
     try:
         getattr(eviction, method)(request, now)
     except Exception as error:
-        raise broken(eviction, method, error) from error
+        raise policy_error(eviction, method, error) from error

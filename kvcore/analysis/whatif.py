@@ -559,7 +559,7 @@ class _Rerun:
     def _serve(self, scheduler: Scheduler, latency: LatencyModel) -> None:
         """Serve them under the model's clock."""
         told = self._workload.recorded_keys
-        latency.claim()
+        latency.bind()
         loop, _ = serve(
             self._requests(),
             self._cache,

@@ -9,7 +9,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.span import Shape, Span, root_span
+from kvcore.cache.span import Span, SpanGeometry, root_span
 
 __all__ = [
     "BlockPool",
@@ -25,7 +25,7 @@ __all__ = [
     "RetentionPolicy",
     "ScoreEviction",
     "Sequence",
-    "Shape",
     "Span",
+    "SpanGeometry",
     "root_span",
 ]

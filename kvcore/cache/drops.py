@@ -10,7 +10,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Gap, Sequence, merged
 from kvcore.cache.sharing import shares_private
-from kvcore.plugins import broken
+from kvcore.plugins import policy_error
 
 
 def forget(
@@ -30,13 +30,13 @@ def forget(
         PolicyError: the policy raised, or named tokens that are not computed; nothing has
             changed.
     """
-    behind = seq.computed < seq.span.end * seq.span.shape.block_size
+    behind = seq.computed < seq.span.end * seq.span.geometry.block_size
     if behind or shares_private(pool, seq):
         return 0
     try:
         wanted = _whole_blocks(retention.forgettable(seq), seq)
     except Exception as error:
-        raise broken(retention, "forgettable", error) from error
+        raise policy_error(retention, "forgettable", error) from error
     gone = list(_new(seq.gaps, wanted))
     if not gone:
         return 0
@@ -57,7 +57,7 @@ def forget(
 
 def _whole_blocks(ranges: Iterable[tuple[int, int]], seq: Sequence) -> list[Gap]:
     """Return the blocks that lie whole in ranges of tokens, in order."""
-    size, blocks = seq.span.shape.block_size, []
+    size, blocks = seq.span.geometry.block_size, []
     for given in ranges:
         # Whole numbers of any kind, such as those of arrays.
         start, end = map(index, given)

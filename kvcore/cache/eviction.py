@@ -26,9 +26,9 @@ class EvictionPolicy(Plugin):
     Attributes:
         expires_spans: whether the policy ever sets `span.expires`.
         blocks, block_size: the pool it serves, set by `attach`.
-        beneficiary: id of the request for whom victims are being asked.
-        ahead: how many requests to come untimed replay tells it of (None: all of them),
-            since nothing waits there; see `awaited`. Set it before the cache is made.
+        requester: id of the request for whom victims are being asked.
+        lookahead: how many requests to come untimed replay tells it of (None: all of them),
+            since nothing waits there; see `on_queued`. Set it before the cache is made.
     """
 
     kind: ClassVar[str] = "eviction"
@@ -36,24 +36,24 @@ class EvictionPolicy(Plugin):
 
     blocks: int = attrs.field(init=False, default=0, repr=False)
     block_size: int = attrs.field(init=False, default=0, repr=False)
-    beneficiary: int | str | None = attrs.field(init=False, default=None, repr=False)
-    ahead: int | None = attrs.field(init=False, default=0, repr=False)
+    requester: int | str | None = attrs.field(init=False, default=None, repr=False)
+    lookahead: int | None = attrs.field(init=False, default=0, repr=False)
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Learn the pool's size in blocks and a block's in tokens. Called once."""
         self.blocks = blocks
         self.block_size = block_size
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Learn that `span` was committed as a new span. It is pinned."""
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Learn that another request's admission hit `span`. It is pinned."""
 
-    def grown(self, span: Span, blocks: int) -> None:
+    def on_extend(self, span: Span, blocks: int) -> None:
         """Learn that its creator appended `blocks` blocks to `span`. It is pinned."""
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Learn that `lower` lost its head to the new span `upper`, its parent now.
 
         `lower` keeps its place and its `data`. `upper` starts pinned, with copied
@@ -63,10 +63,10 @@ class EvictionPolicy(Plugin):
     def joined(self, upper: Span, lower: Span) -> None:
         """Learn that a split was taken back (a later step of the same call failed)."""
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Learn that the pins of `span` rose from 0: it may not be a victim now."""
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Learn that the pins of `span` fell to 0.
 
         Called along a path from leaf to root, so for inner spans as well.
@@ -76,44 +76,44 @@ class EvictionPolicy(Plugin):
         """Learn that a pin was taken back (a later step of the same call failed).
 
         The pins of `span` are 0 again, its recency is what it was, and it belongs where
-        it stood before `pinned`. Unless overridden this is `released`.
+        it stood before `on_pin`. Unless overridden this is `on_release`.
         """
-        self.released(span, now)
+        self.on_release(span, now)
 
-    def leaf(self, span: Span) -> None:
+    def on_leaf(self, span: Span) -> None:
         """Learn that an unpinned span lost its last child."""
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Learn that the last `blocks` blocks of `span` were evicted; the rest stays."""
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Learn that `span` leaves the cache (`capacity` or `expired`).
 
         `span.keys()` and `span.parent` can still be read.
         """
 
-    def missed(self, request: Request, hit_blocks: int, now: int) -> None:
+    def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """Learn that a first admission hit only `hit_blocks` blocks of its prompt."""
 
-    def awaited(self, request: Request, now: int, *, front: bool = False) -> None:
+    def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Learn that `request` waits to be served: it arrived, or was preempted.
 
         It goes behind those that wait already, or with `front` before them: the order in
         which they queued up, not the scheduler's.
         """
 
-    def unawaited(self, request: Request, now: int) -> None:
+    def on_dequeued(self, request: Request, now: int) -> None:
         """Learn that `request` waits no longer: it has a seat, or is about to wait anew."""
 
     @abstractmethod
     def victim(self, now: int) -> Span:
         """Return the unpinned leaf to evict next, without forgetting it.
 
-        The core evicts from its tail as much as it misses, and says so by `trimmed` or
-        `removed`. Asked only while an unpinned leaf exists.
+        The core evicts from its tail as much as it misses, and says so by `on_trim` or
+        `on_remove`. Asked only while an unpinned leaf exists.
         """
 
-    def tail(self, span: Span) -> int:
+    def evictable_blocks(self, span: Span) -> int:
         """Return how many blocks, 1 or more, at the end of a victim may leave at once.
 
         Before more of it goes, `victim` is asked again: for policies to which not all
@@ -184,35 +184,35 @@ class ScoreEviction(EvictionPolicy):
         if span in self._entries:
             self._enter(span, self._now)
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Score the lower half anew: it is shorter now, and begins deeper."""
         del upper
         self.rescore(lower)
 
     def joined(self, upper: Span, lower: Span) -> None:
         """Score the lower half as the whole that it is again."""
-        self.split(upper, lower)
+        self.on_split(upper, lower)
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Take `span` out of the order."""
         self._leave(span)
 
-    def released(self, span: Span, now: int) -> None:
-        """Enter `span` if it is a leaf; an inner span enters with `leaf`."""
+    def on_release(self, span: Span, now: int) -> None:
+        """Enter `span` if it is a leaf; an inner span enters with `on_leaf`."""
         self._now = now
         if not span.children:
             self._enter(span, now)
 
-    def leaf(self, span: Span) -> None:
+    def on_leaf(self, span: Span) -> None:
         """Enter a span that has become a leaf."""
         self._enter(span, self._now)
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Score what is left of `span`."""
         del blocks
         self._enter(span, self._now)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`."""
         del reason
         self._leave(span)
@@ -256,7 +256,7 @@ class ScoreEviction(EvictionPolicy):
         if score != score:  # noqa: PLR0124  (not a number: it would be below nothing)
             msg = f"score() of {span!r} is {score!r}, which has no place in an order"
             raise ValueError(msg)
-        entry = (score, span.recency, -span.start, span.id, span)
+        entry = (score, span.released_order, -span.start, span.id, span)
         self._entries[span] = entry
         heap = self._heap
         heappush(heap, entry)

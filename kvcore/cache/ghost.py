@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.cache.span import Shape, Span
+from kvcore.cache.span import Span, SpanGeometry
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
@@ -56,7 +56,7 @@ class GhostTree:
         InputError: the capacity is below 0.
     """
 
-    __slots__ = ("_ring", "_shape", "capacity", "tokens")
+    __slots__ = ("_geometry", "_ring", "capacity", "tokens")
 
     capacity: int
     """How many tokens it may remember; change it by `resize`."""
@@ -66,21 +66,21 @@ class GhostTree:
 
     def __init__(self, tokens: int) -> None:
         """Remember nothing yet, and at most `tokens` tokens."""
-        self._shape: Shape | None = None
+        self._geometry: SpanGeometry | None = None
         self._clear()
         self.resize(tokens)
 
     def add(self, span: Span, blocks: int) -> None:
         """Remember the last `blocks` blocks of `span`, which were evicted just now.
 
-        To be called from the policy's `trimmed(span, blocks)`, where those blocks are cut
-        off already, and from its `removed`, with `span.blocks`. The tail is older than
+        To be called from the policy's `on_trim(span, blocks)`, where those blocks are cut
+        off already, and from its `on_remove`, with `span.blocks`. The tail is older than
         what comes before it. What was remembered before is the most recent now.
         """
-        shape = self._shape = span.shape
+        geometry = self._geometry = span.geometry
         end = span.end
         siblings = span.parent.children if span.parent is not None else None
-        if siblings and siblings.get(span.path_keys[span.start // shape.ratio]) is span:
+        if siblings and siblings.get(span.path_keys[span.start // geometry.ratio]) is span:
             end += blocks
         self._remember(span.path_keys, end - blocks, end)
         self._shed()
@@ -90,11 +90,11 @@ class GhostTree:
 
         They need not begin at its start: what comes before may be cached.
         """
-        shape = self._shape
-        if shape is None:
+        geometry = self._geometry
+        if geometry is None:
             return 0
-        keys, ratio = request.keys, shape.ratio
-        stride = shape.block_size // request.key_tokens
+        keys, ratio = request.keys, geometry.ratio
+        stride = geometry.block_size // request.key_tokens
         if stride > 1:
             keys = keys[stride - 1 :: stride]
         end, found = len(keys) * ratio, 0
@@ -108,12 +108,12 @@ class GhostTree:
                 found += stop - run.start
             if stop < run.end:
                 break
-        return found * shape.block_size
+        return found * geometry.block_size
 
     def forget(self, span: Span) -> int:
         """Forget the blocks of `span`; return how many tokens of it were remembered.
 
-        To be called from the policy's `inserted` and `grown`: it is cached again.
+        To be called from the policy's `on_insert` and `on_extend`: it is cached again.
         """
         if not self.tokens:
             return 0
@@ -139,22 +139,22 @@ class GhostTree:
     def state(self) -> Any:
         """Return a value that trees which remember alike compare equal by. O(keys)."""
         runs: list[tuple[int, int, tuple[Key, ...]]] = []
-        run, shape = self._ring.newer, self._shape
+        run, geometry = self._ring.newer, self._geometry
         while run is not self._ring:
             assert run is not None
-            assert shape is not None
+            assert geometry is not None
             if run.older is not None and run.older.parent is run:
                 # One run, though cut: what lay between the two in the order has gone.
                 _, end, path = runs.pop()
             else:
-                end, path = run.end, tuple(run.keys[: (run.end - 1) // shape.ratio + 1])
+                end, path = run.end, tuple(run.keys[: (run.end - 1) // geometry.ratio + 1])
             runs.append((run.start, end, path))
             run = run.newer
-        return self.capacity, shape, tuple(runs)
+        return self.capacity, geometry, tuple(runs)
 
     def restore(self, state: Any) -> None:
         """Remember what `state` says, and nothing else."""
-        self.capacity, self._shape, runs = state
+        self.capacity, self._geometry, runs = state
         self._clear()
         for start, end, keys in runs:
             self._remember(keys, start, end)
@@ -169,8 +169,8 @@ class GhostTree:
         runs, deepest = self._tile(keys, start, end, grow=True)
         for run in reversed(runs):
             if run.newer is None:
-                assert self._shape is not None
-                self.tokens += (run.end - run.start) * self._shape.block_size
+                assert self._geometry is not None
+                self.tokens += (run.end - run.start) * self._geometry.block_size
             else:
                 run.unlink()
             assert self._ring.older is not None
@@ -185,8 +185,8 @@ class GhostTree:
         Runs are cut at both ends and where `keys` leave them. What is in no run is put
         into new ones if `grow`, and left out if not.
         """
-        assert self._shape is not None
-        ratio = self._shape.ratio
+        assert self._geometry is not None
+        ratio = self._geometry.ratio
         runs, at = [], self._ring
         while at.end < end:
             child = at.children.get(keys[at.end // ratio])
@@ -209,9 +209,9 @@ class GhostTree:
 
     def _cut(self, lower: _Run, at: int) -> _Run:
         """Cut `lower` at block position `at`; return the new upper half."""
-        assert self._shape is not None
+        assert self._geometry is not None
         assert lower.parent is not None
-        ratio, keys = self._shape.ratio, lower.keys
+        ratio, keys = self._geometry.ratio, lower.keys
         upper = _Run(lower.start, at, keys, lower.parent, {keys[at // ratio]: lower})
         lower.parent.children[keys[lower.start // ratio]] = upper
         lower.parent, lower.start = upper, at
@@ -222,16 +222,16 @@ class GhostTree:
     def _drop(self, run: _Run) -> None:
         """Forget `run`; it stays in the tree until that is tidied."""
         if run.newer is not None:
-            assert self._shape is not None
-            self.tokens -= (run.end - run.start) * self._shape.block_size
+            assert self._geometry is not None
+            self.tokens -= (run.end - run.start) * self._geometry.block_size
             run.unlink()
 
     def _shed(self) -> None:
         """Forget the oldest, tail first, until the rest has room."""
-        if self._shape is None:
+        if self._geometry is None:
             return
-        size = self._shape.block_size
-        room = self.capacity // (size * self._shape.ratio) * self._shape.ratio
+        size = self._geometry.block_size
+        room = self.capacity // (size * self._geometry.ratio) * self._geometry.ratio
         while (excess := self.tokens // size - room) > 0:
             oldest = self._ring.newer
             assert oldest is not None
@@ -242,8 +242,8 @@ class GhostTree:
 
     def _tidy(self, run: _Run) -> None:
         """Take out, from `run` up, what nothing hangs from; join what is one run again."""
-        assert self._shape is not None
-        ratio = self._shape.ratio
+        assert self._geometry is not None
+        ratio = self._geometry.ratio
         while run is not self._ring:
             parent = run.parent
             assert parent is not None

@@ -43,7 +43,7 @@ def _check_pins(prefix: PrefixCache, sequences: list[Sequence]) -> None:
             span = span.parent
     for span in prefix.spans():
         held = pins.pop(span, 0)
-        if held != span.pins:
+        if held != span.ref_count:
             msg = f"{span!r} is on the paths of {held} open sequences"
             raise AssertionError(msg)
     if pins:

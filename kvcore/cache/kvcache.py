@@ -20,10 +20,10 @@ from kvcore.cache.residency import CacheStats
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.sharing import copy_tail, free_last, shared_tail, table, with_ids
-from kvcore.cache.span import Shape
+from kvcore.cache.span import SpanGeometry
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import broken, overridden
-from kvcore.plugins.manager import plugin_of
+from kvcore.plugins import find_override, policy_error
+from kvcore.plugins.manager import resolve
 from kvcore.request import Request
 
 
@@ -78,11 +78,9 @@ class KVCache:
         self.geometry = geometry = Geometry(count, block_size, key_tokens)
         keeps_ids = trace is not None or ids
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
-        self.eviction: EvictionPolicy = plugin_of(EvictionPolicy, eviction, "lru")
-        self.prefix: PrefixCache = plugin_of(PrefixCache, prefix, "radix")
-        self.retention: RetentionPolicy | None = (
-            None if retention is None else plugin_of(RetentionPolicy, retention, "window")
-        )
+        self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
+        self.prefix: PrefixCache = resolve("prefix", prefix, "radix")
+        self.retention: RetentionPolicy | None = resolve("retention", retention)
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
@@ -91,18 +89,22 @@ class KVCache:
         self._serial = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
-        plugins = [self.eviction, self.prefix, *([] if retention is None else [retention])]
+        plugins = [
+            self.eviction,
+            self.prefix,
+            *([] if self.retention is None else [self.retention]),
+        ]
         for plugin in plugins:
-            plugin.claim()
+            plugin.bind()
         self.eviction.attach(blocks, block_size)
         if recompute is None:
             from kvcore.models.cost import default_prefill_cost  # noqa: PLC0415  (a long table)
 
             recompute = default_prefill_cost()
-        shape = Shape(block_size, geometry.ratio, recompute)
-        self.prefix.attach(self.pool, self.eviction, shape, trace)
-        self._missed: Callable[[Request, int, int], None] | None = overridden(
-            self.eviction, "missed"
+        span_geometry = SpanGeometry(block_size, geometry.ratio, recompute)
+        self.prefix.attach(self.pool, self.eviction, span_geometry, trace)
+        self._on_miss: Callable[[Request, int, int], None] | None = find_override(
+            self.eviction, "on_miss"
         )
         if trace is not None:
             record_header(trace, geometry, blocks, plugins)
@@ -350,7 +352,7 @@ class KVCache:
         prefix = self.prefix
         prefix.open(seq, match, now)
         try:
-            if self._missed is not None and not again:
+            if self._on_miss is not None and not again:
                 self._tell_missed(seq, limit, now)
             seq.private = self._take(need, seq, now)
             try:
@@ -363,12 +365,12 @@ class KVCache:
             raise
 
     def _tell_missed(self, seq: Sequence, limit: int, now: int) -> None:
-        assert self._missed is not None
+        assert self._on_miss is not None
         if seq.hit_blocks < limit:
             try:
-                self._missed(seq.request, seq.hit_blocks, now)
+                self._on_miss(seq.request, seq.hit_blocks, now)
             except Exception as error:
-                raise broken(self.eviction, "missed", error) from error
+                raise policy_error(self.eviction, "on_miss", error) from error
 
     def _take(self, need: int, seq: Sequence, now: int) -> Ids | None:
         pool = self.pool

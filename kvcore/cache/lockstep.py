@@ -7,13 +7,13 @@ from collections.abc import Sequence as Keys
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool
 from kvcore.cache.sequence import Sequence
-from kvcore.plugins import overridden
+from kvcore.plugins import find_override
 from kvcore.request import Key
 
 
 def grows_by_count(cache: KVCache) -> bool:
     """Say whether `reserve` may be used: blocks have no ids, and nobody is told of growth."""
-    return not isinstance(cache.pool, BlockPool) and not overridden(cache.prefix, "extend")
+    return not isinstance(cache.pool, BlockPool) and not find_override(cache.prefix, "extend")
 
 
 def reserve(cache: KVCache, blocks: int) -> None:
@@ -28,7 +28,7 @@ def reserve(cache: KVCache, blocks: int) -> None:
 def settle(seq: Sequence, tokens: int) -> None:
     """Say that `seq` has `tokens` tokens, its blocks being allocated or reserved. O(1)."""
     seq.tokens = tokens
-    seq.blocks = -(-tokens // seq.span.shape.block_size)
+    seq.blocks = -(-tokens // seq.span.geometry.block_size)
 
 
 def name_blocks(seq: Sequence, keys: Keys[Key]) -> None:

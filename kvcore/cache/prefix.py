@@ -12,7 +12,7 @@ import attrs
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.recorder import Recorder
-from kvcore.cache.span import Shape, Span
+from kvcore.cache.span import Span, SpanGeometry
 from kvcore.plugins.base import Plugin
 from kvcore.request import Key
 
@@ -36,7 +36,7 @@ class PrefixCache(Plugin):
     Attributes:
         cached, unpinned: blocks in spans, and those of them that no sequence pins.
         evicted, expired_blocks: blocks evicted for room, and dropped as expired, so far.
-        pool, eviction, shape, trace: what it works with, set by `attach`.
+        pool, eviction, geometry, trace: what it works with, set by `attach`.
         residency: who is told of hits and evictions; None: nobody.
     """
 
@@ -49,12 +49,16 @@ class PrefixCache(Plugin):
     residency: Residency | None = attrs.field(init=False, default=None, repr=False)
 
     def attach(
-        self, pool: CountingPool, eviction: EvictionPolicy, shape: Shape, trace: Recorder | None
+        self,
+        pool: CountingPool,
+        eviction: EvictionPolicy,
+        geometry: SpanGeometry,
+        trace: Recorder | None,
     ) -> None:
         """Learn the pool, the eviction policy, the shape of spans, and the trace."""
         self.pool = pool
         self.eviction = eviction
-        self.shape = shape
+        self.geometry = geometry
         self.trace = trace
 
     @abstractmethod
@@ -92,7 +96,7 @@ class PrefixCache(Plugin):
         """Pin the path of `seq` once more, for `child`: no access, no hit."""
 
     @abstractmethod
-    def evict(self, blocks: int, beneficiary: int | str, now: int) -> array[int] | None:
+    def evict(self, blocks: int, requester: int | str, now: int) -> array[int] | None:
         """Evict exactly `blocks` blocks, victim by victim, each from its tail.
 
         Returns their ids in the order in which they leave; None where the pool counts.

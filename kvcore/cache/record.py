@@ -83,6 +83,6 @@ def _why(seq: Sequence, limit: int, match: Match) -> str:
     """Say why the hit ended before the prompt did."""
     if seq.hit_blocks < limit:
         return "absent" if match[3] is None else "expired"
-    if not seq.keys or limit < (seq.request.prompt_tokens - 1) // seq.span.shape.block_size:
+    if not seq.keys or limit < (seq.request.prompt_tokens - 1) // seq.span.geometry.block_size:
         return "no keys"
     return "partial"

@@ -331,14 +331,14 @@ class Residency:
 
     def stored(self, span: Span, blocks: int) -> None:
         """Take in that the last `blocks` blocks of `span` were stored just now."""
-        self.entered(span.path_keys, span.end - blocks, span.end, span.shape.ratio)
+        self.entered(span.path_keys, span.end - blocks, span.end, span.geometry.ratio)
 
     def evicted(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Take in that the last `blocks` blocks of `span` are about to leave."""
         end, notes = span.end, self._moves if reason == "capacity" else self._expired
         notes.append((
-            span.path_keys, end - blocks, end, span.shape.ratio,
-            now - span.last_access, now - span.created, span.hits,
+            span.path_keys, end - blocks, end, span.geometry.ratio,
+            now - span.last_access, now - span.created, span.hit_count,
         ))  # fmt: skip
         if len(notes) > BATCH:
             self.settle()

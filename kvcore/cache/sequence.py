@@ -70,7 +70,7 @@ class Sequence:
     @property
     def forgotten_tokens(self) -> int:
         """Computed tokens whose K/V it attends to no longer."""
-        return self.forgotten * self.span.shape.block_size
+        return self.forgotten * self.span.geometry.block_size
 
     def forgotten_between(self, first: int, end: int) -> int:
         """Count the blocks from position `first` up to `end` that it has forgotten."""

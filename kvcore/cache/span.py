@@ -12,7 +12,7 @@ from kvcore.request import DEFAULT_PRIORITY, Key
 
 
 @attrs.define(eq=False)
-class Shape:
+class SpanGeometry:
     """What every span of one tree shares: block size, keys per block, cost of a block.
 
     `ratio` is blocks per key. `recompute(context, tokens)` gives the seconds it takes to
@@ -35,14 +35,14 @@ class Span:
         id: serial of the span, never reused.
         start, end: block positions `[start, end)` in every prompt that contains it.
         parent: the span before it; None once it has left the cache.
-        pins: how many open sequences hold it. Pinned spans are never evicted.
+        ref_count: how many open sequences hold it. Pinned spans are never evicted.
         created, last_access: nanoseconds. They tie; orders use the serials below.
-        born: serial of its creation.
-        opened: serial of the last `open` that used it (or of its creator's).
-        opener: id of the request that did so.
-        recency: serial of the release that last brought its pins to 0. A path counts up
+        created_order: serial of its creation.
+        last_hit_order: serial of the last `open` that used it (or of its creator's).
+        last_request: id of the request that did so.
+        released_order: serial of the release that last brought its pins to 0. A path counts up
             from leaf to root, so a parent is always more recent than its children.
-        hits: how many opens by *other* requests found it.
+        hit_count: how many opens by *other* requests found it.
         priority, priority_until: retention priority, and when it ends (ns; None: never).
         expires: from this time (ns) on it no longer matches; None: never.
         tenant: tenant of the request that stored it.
@@ -53,21 +53,21 @@ class Span:
     start: int
     end: int
     parent: Span | None
-    pins: int
+    ref_count: int
     children: dict[Key, Span] | None
     created: int
     last_access: int
-    born: int
-    opened: int
-    opener: int | str
-    recency: int
-    hits: int
+    created_order: int
+    last_hit_order: int
+    last_request: int | str
+    released_order: int
+    hit_count: int
     priority: int
     priority_until: int | None
     expires: int | None
     tenant: str | None
     data: Any
-    shape: Shape
+    geometry: SpanGeometry
     path_keys: Sequence[Key]
     ids: array[int] | None
     creator: object | None
@@ -80,12 +80,12 @@ class Span:
     @property
     def tokens(self) -> int:
         """Number of tokens in it."""
-        return (self.end - self.start) * self.shape.block_size
+        return (self.end - self.start) * self.geometry.block_size
 
     @property
     def depth(self) -> int:
         """Number of tokens before it."""
-        return self.start * self.shape.block_size
+        return self.start * self.geometry.block_size
 
     @property
     def is_leaf(self) -> bool:
@@ -95,8 +95,8 @@ class Span:
     @property
     def recompute_seconds(self) -> float:
         """Seconds to compute its tail block again, all before it being cached."""
-        size = self.shape.block_size
-        return self.shape.recompute((self.end - 1) * size, size)
+        size = self.geometry.block_size
+        return self.geometry.recompute((self.end - 1) * size, size)
 
     def priority_at(self, now: int) -> int:
         """Return the retention priority that holds at `now`: 35 once a duration is over."""
@@ -106,17 +106,17 @@ class Span:
 
     def keys(self) -> list[Key]:
         """Return the keys that cover it, first to last. Costs O(keys)."""
-        ratio = self.shape.ratio
+        ratio = self.geometry.ratio
         return list(self.path_keys[self.start // ratio : (self.end - 1) // ratio + 1])
 
     def __repr__(self) -> str:
         """Show id, place and pins."""
-        return f"<Span {self.id}: blocks {self.start}-{self.end}, pins {self.pins}>"
+        return f"<Span {self.id}: blocks {self.start}-{self.end}, pins {self.ref_count}>"
 
 
-def root_span(shape: Shape) -> Span:
+def root_span(geometry: SpanGeometry) -> Span:
     """Return the empty span at which every prompt begins. It is never evicted."""
     return Span(
         0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None, None,
-        shape, (), None, None,
+        geometry, (), None, None,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from kvcore.engine.generator import AttendOptions, Generator, TokenStep
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins import broken
+from kvcore.plugins import policy_error
 from kvcore.request import Key
 from kvcore.serving import Batch, Job, LatencyModel
 from kvcore.serving.calibration import MeasuredStep
@@ -73,8 +73,8 @@ class TensorExecutor:
         self._wall = clock == "wall"
         self._ends = generator.ends if stop_at_eos else frozenset()
         self._seed = seed
-        generator.claim()
-        backend.claim()
+        generator.bind()
+        backend.bind()
         generator.load(backend, dtype)
         backend.allocate(tensor_layout(generator.spec, cache.pool.blocks, self._size, dtype))
 
@@ -144,7 +144,7 @@ class TensorExecutor:
         except KvcoreError:
             raise
         except Exception as error:
-            raise broken(generator, "forward", error) from error
+            raise policy_error(generator, "forward", error) from error
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call the backend; what it raises is told as its own."""
@@ -153,7 +153,7 @@ class TensorExecutor:
         except KvcoreError:
             raise
         except Exception as error:
-            raise broken(self._backend, method, error) from error
+            raise policy_error(self._backend, method, error) from error
 
     def _take(self, step: Step, drawn: Sequence[int | None]) -> None:
         """Give the new tokens to their jobs, and say what follows from them."""

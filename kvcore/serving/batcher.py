@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.errors import OutOfBlocks, PolicyError
-from kvcore.plugins import broken, overridden
+from kvcore.plugins import find_override, policy_error
 from kvcore.serving.batching import Batching
 from kvcore.serving.contiguous import growth_in
 from kvcore.serving.decode_batch import Decoders
@@ -110,11 +110,11 @@ class Seats:
         self._victims: set[Job] = set()
         self.timers: list[tuple[int, int, Job]] = []
         self.preemptions = Preemptions(cache, scheduler)
-        self._ranks = not overridden(scheduler, "plan")
-        self._changes_at = overridden(scheduler, "changes_at")
-        self._queued = overridden(scheduler, "queued")
-        self._admitted = overridden(scheduler, "admitted")
-        self._finished = overridden(scheduler, "finished")
+        self._ranks = not find_override(scheduler, "plan")
+        self._changes_at = find_override(scheduler, "changes_at")
+        self._queued = find_override(scheduler, "queued")
+        self._admitted = find_override(scheduler, "admitted")
+        self._finished = find_override(scheduler, "finished")
 
     def queue(self, job: Job, now: int, *, front: bool = False) -> None:
         """Let `job` wait for a seat."""
@@ -123,7 +123,7 @@ class Seats:
         try:
             self.waiting.push(job, now, front=front)
         except TypeError as error:
-            raise broken(self._scheduler, "priority", error) from error
+            raise policy_error(self._scheduler, "priority", error) from error
         if self._queued is not None:
             self._call("queued", self._queued, job, now)
         self.changed = True
@@ -421,7 +421,7 @@ class Seats:
         try:
             job.rank = self._scheduler.priority(job, now)
         except Exception as error:
-            raise broken(self._scheduler, "priority", error) from error
+            raise policy_error(self._scheduler, "priority", error) from error
         if self._changes_at is not None:
             due = self._call("changes_at", self._changes_at, job, now)
             if due is not None:
@@ -440,7 +440,7 @@ class Seats:
         try:
             return function(*arguments)
         except Exception as error:
-            raise broken(self._scheduler, method, error) from error
+            raise policy_error(self._scheduler, method, error) from error
 
     def _refuse_plan(self, job: Job, what: str, state: str) -> None:
         name = self._scheduler.name
@@ -462,15 +462,15 @@ class Waiting:
     eviction policy that wants to know who waits is told.
     """
 
-    __slots__ = ("_awaited", "_entries", "_eviction", "_heap", "_unawaited")
+    __slots__ = ("_entries", "_eviction", "_heap", "_on_dequeued", "_on_queued")
 
     def __init__(self, eviction: EvictionPolicy) -> None:
         """Start empty."""
         self._entries: OrderedDict[Job, Entry] = OrderedDict()
         self._heap: list[Entry] = []
         self._eviction = eviction
-        self._awaited = overridden(eviction, "awaited")
-        self._unawaited = overridden(eviction, "unawaited")
+        self._on_queued = find_override(eviction, "on_queued")
+        self._on_dequeued = find_override(eviction, "on_dequeued")
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -487,11 +487,11 @@ class Waiting:
     def push(self, job: Job, now: int, *, front: bool = False) -> None:
         """Put `job` in by its rank, anew if it is there; at the front of the order of entry."""
         entry = (job.rank, job.stage != PAUSED, job.serial, job)
-        if self._awaited is not None and job not in self._entries:
+        if self._on_queued is not None and job not in self._entries:
             try:
-                self._awaited(job.request, now, front=front)
+                self._on_queued(job.request, now, front=front)
             except Exception as error:
-                raise broken(self._eviction, "awaited", error) from error
+                raise policy_error(self._eviction, "on_queued", error) from error
         self._entries[job] = entry
         if front:
             self._entries.move_to_end(job, last=False)
@@ -514,8 +514,8 @@ class Waiting:
     def remove(self, job: Job, now: int) -> None:
         """Take `job` out."""
         del self._entries[job]
-        if self._unawaited is not None:
+        if self._on_dequeued is not None:
             try:
-                self._unawaited(job.request, now)
+                self._on_dequeued(job.request, now)
             except Exception as error:
-                raise broken(self._eviction, "unawaited", error) from error
+                raise policy_error(self._eviction, "on_dequeued", error) from error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from kvcore.errors import PolicyError
-from kvcore.plugins import Plugin, broken
+from kvcore.plugins import Plugin, policy_error
 from kvcore.request import Key
 from kvcore.serving.decode_batch import Decoders
 from kvcore.serving.latency import Batch, LatencyModel, Line
@@ -79,7 +79,7 @@ class SimulatedExecutor:
         try:
             took = self.latency.duration(batch)
         except Exception as error:
-            raise broken(self.latency, "pieces", error) from error
+            raise policy_error(self.latency, "pieces", error) from error
         if type(took) is not int or took < 0:
             self._refuse(f"{batch} takes {took!r} ps; give whole picoseconds, 0 or more")
         return took
@@ -108,7 +108,7 @@ class SimulatedExecutor:
                 for line in lines
             )
         except Exception as error:
-            raise broken(self.latency, "pieces", error) from error
+            raise policy_error(self.latency, "pieces", error) from error
         if not sound:
             self._refuse(
                 f"the lines of {jobs} decoding sequences are {list(lines)!r}; give whole "

@@ -72,7 +72,7 @@ class ServingLoop:
             forgetting=cache.retention is not None,
         )
         server = ServiceTimes(cache, executor.latency, batching)
-        scheduler.claim()
+        scheduler.bind()
         scheduler.attach(server)
         self.seats = Seats(cache, scheduler, batching, self.decoders, server)
         self.seats.growth.measured = fragmentation

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.cache import EvictionPolicy, KVCache, PrefixCache
-from kvcore.plugins import overridden
-from kvcore.plugins.options import as_text, instantiate, qualified
+from kvcore.plugins import find_override
+from kvcore.plugins.base import qualified
+from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import Request, Retention
 from kvcore.testing.harness import (
     FORKS,
@@ -208,7 +209,7 @@ class EvictionPolicyTests(ABC):
     def driver(self, *, blocks: int = _BLOCKS, ratio: int = 1, **options: Any) -> Driver:
         """Return the driver of a new cache, in `keys` counting, of a new policy."""
         policy = self.make()
-        reason = policy.unusable()
+        reason = policy.unavailable()
         if reason is not None:
             pytest.skip(f"cannot work here: {reason}")
         witness = Witness(policy)
@@ -240,7 +241,7 @@ class EvictionPolicyTests(ABC):
 
     def require_state(self) -> None:
         """Skip the test if the policy does not show its state."""
-        if overridden(self.make(), "state") is None:
+        if find_override(self.make(), "state") is None:
             pytest.skip("does not override state(), so that nothing can be seen of it")
 
 

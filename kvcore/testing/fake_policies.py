@@ -21,7 +21,7 @@ class Oldest(ScoreEviction):
     def score(self, span: Span, now: int) -> int:
         """Return when it was released."""
         del now
-        return span.recency
+        return span.released_order
 
 
 @attrs.define(slots=False, eq=False)
@@ -31,11 +31,11 @@ class Mortal(Oldest):
     name: ClassVar[str] = "mortal"
     expires_spans: ClassVar[bool] = True
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Start its time."""
         span.expires = now + LIFETIME
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Start its time again."""
         span.expires = now + LIFETIME
 
@@ -66,17 +66,17 @@ class Ledger(Oldest):
     sizes: Counter[Span] = attrs.field(init=False, factory=Counter)
     held: set[Span] = attrs.field(init=False, factory=set)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Write down a new span, which is pinned."""
         del now
         self.sizes[span] = span.blocks
         self.held.add(span)
 
-    def grown(self, span: Span, blocks: int) -> None:
+    def on_extend(self, span: Span, blocks: int) -> None:
         """Add what was appended."""
         self.sizes[span] += blocks
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Move the head of `lower` to `upper`, which is pinned."""
         self.sizes[upper] = upper.blocks
         self.sizes[lower] -= upper.blocks
@@ -87,22 +87,22 @@ class Ledger(Oldest):
         self.sizes[lower] += self.sizes.pop(upper)
         self.held.remove(upper)
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Write down that it is held."""
-        super().pinned(span)
+        super().on_pin(span)
         self.held.add(span)
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Write down that it is not held any more."""
-        super().released(span, now)
+        super().on_release(span, now)
         self.held.remove(span)
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Take off what was evicted."""
-        super().trimmed(span, blocks)
+        super().on_trim(span, blocks)
         self.sizes[span] -= blocks
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Strike it out."""
-        super().removed(span, reason)
+        super().on_remove(span, reason)
         del self.sizes[span]

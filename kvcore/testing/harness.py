@@ -266,7 +266,7 @@ class Witness(EvictionPolicy):
         cls = type(self.policy)
         names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
         self.__class__ = type(cls.__name__, (type(self),), names)
-        self.ahead = self.policy.ahead
+        self.lookahead = self.policy.lookahead
 
     @property
     def expires_spans(self) -> bool:  # type: ignore[override]
@@ -278,85 +278,85 @@ class Witness(EvictionPolicy):
         super().attach(blocks, block_size)
         self.policy.attach(blocks, block_size)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Pass it on."""
-        self.policy.inserted(span, now)
+        self.policy.on_insert(span, now)
         self._check_expiry(span)
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Pass it on."""
-        self.policy.accessed(span, now)
+        self.policy.on_access(span, now)
         self._check_expiry(span)
 
-    def grown(self, span: Span, blocks: int) -> None:
+    def on_extend(self, span: Span, blocks: int) -> None:
         """Pass it on."""
-        self.policy.grown(span, blocks)
+        self.policy.on_extend(span, blocks)
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Pass it on."""
-        self.policy.split(upper, lower)
+        self.policy.on_split(upper, lower)
 
     def joined(self, upper: Span, lower: Span) -> None:
         """Pass it on."""
         self.policy.joined(upper, lower)
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Pass it on."""
-        self.policy.pinned(span)
+        self.policy.on_pin(span)
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Pass it on."""
-        self.policy.released(span, now)
+        self.policy.on_release(span, now)
         self._check_expiry(span)
 
     def unpinned(self, span: Span, now: int) -> None:
         """Pass it on."""
         self.policy.unpinned(span, now)
 
-    def leaf(self, span: Span) -> None:
+    def on_leaf(self, span: Span) -> None:
         """Pass it on."""
-        self.policy.leaf(span)
+        self.policy.on_leaf(span)
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Write the blocks down and pass it on."""
         self._write(span, span.end, span.end + blocks, "capacity")
-        self.policy.trimmed(span, blocks)
+        self.policy.on_trim(span, blocks)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Write the blocks down and pass it on."""
         self._write(span, span.start, span.end, reason)
         self.gone.add(span)
-        self.policy.removed(span, reason)
+        self.policy.on_remove(span, reason)
 
-    def missed(self, request: Request, hit_blocks: int, now: int) -> None:
+    def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """Pass it on."""
-        self.policy.missed(request, hit_blocks, now)
+        self.policy.on_miss(request, hit_blocks, now)
 
-    def awaited(self, request: Request, now: int, *, front: bool = False) -> None:
+    def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Pass it on."""
-        self.policy.awaited(request, now, front=front)
+        self.policy.on_queued(request, now, front=front)
 
-    def unawaited(self, request: Request, now: int) -> None:
+    def on_dequeued(self, request: Request, now: int) -> None:
         """Pass it on."""
-        self.policy.unawaited(request, now)
+        self.policy.on_dequeued(request, now)
 
     def victim(self, now: int) -> Span:
         """Ask twice, and check the answer."""
-        self.policy.beneficiary = self.beneficiary
+        self.policy.requester = self.requester
         span = self.policy.victim(now)
         again = self.policy.victim(now)
         assert again is span, f"asked twice for a victim, it answered {span!r}, then {again!r}"
         if not isinstance(span, Span):
             return span  # the cache refuses it
         assert span.parent is not None, f"{span!r} has left the cache"
-        assert not span.pins, f"{span!r} is pinned"
+        assert not span.ref_count, f"{span!r} is pinned"
         assert span.is_leaf, f"{span!r} is no leaf"
         return span
 
-    def tail(self, span: Span) -> int:
+    def evictable_blocks(self, span: Span) -> int:
         """Ask twice, and check that asking changes nothing."""
-        blocks = self.policy.tail(span)
-        again = self.policy.tail(span)
+        blocks = self.policy.evictable_blocks(span)
+        again = self.policy.evictable_blocks(span)
         assert again == blocks, f"asked twice for a tail, it answered {blocks}, then {again}"
         return blocks
 
@@ -374,7 +374,7 @@ class Witness(EvictionPolicy):
         )
 
     def _write(self, span: Span, start: int, end: int, reason: str) -> None:
-        ratio = span.shape.ratio
+        ratio = span.geometry.ratio
         self.evicted += [
             (reason, span.path_keys[position // ratio], position)
             for position in reversed(range(start, end))
@@ -515,7 +515,7 @@ def _span_fields(span: Span) -> dict[str, Any]:
 _PLAIN = [
     field.name
     for field in attrs.fields(Span)
-    if field.name not in ("parent", "children", "ids", "path_keys", "data", "shape")
+    if field.name not in ("parent", "children", "ids", "path_keys", "data", "geometry")
 ]
 
 
@@ -630,7 +630,7 @@ class CacheMachine(RuleBasedStateMachine):
     def evictable_unless_pinned(self) -> None:
         """Every span without pins counts as evictable, and the others do not."""
         prefix = self.driver.cache.prefix
-        assert prefix.unpinned == sum(s.blocks for s in prefix.spans() if not s.pins)
+        assert prefix.unpinned == sum(s.blocks for s in prefix.spans() if not s.ref_count)
 
     def take(self, step: Step) -> Decision:
         """Take a step and check what must hold of any."""

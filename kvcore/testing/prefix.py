@@ -283,7 +283,7 @@ class PrefixCacheTests:
             driver.step(step)
             spans = list(cache.prefix.spans())
             assert ledger.sizes == {span: span.blocks for span in spans}
-            assert ledger.held & set(spans) == {span for span in spans if span.pins}
+            assert ledger.held & set(spans) == {span for span in spans if span.ref_count}
 
     @pytest.mark.parametrize("seed", range(4))
     def test_decides_alike_without_ids(self, seed: int) -> None:

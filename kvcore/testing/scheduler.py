@@ -16,8 +16,9 @@ import attrs
 import pytest
 
 from kvcore.cache import KVCache
-from kvcore.plugins import overridden
-from kvcore.plugins.options import as_text, instantiate, qualified
+from kvcore.plugins import find_override
+from kvcore.plugins.base import qualified
+from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import SLO, Key, Request
 from kvcore.serving import (
     Batch,
@@ -73,9 +74,9 @@ def watched(scheduler: Scheduler, jobs: WeakSet[Job] | None = None) -> list[Call
 
     names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
     methods = {name: noting(name) for name in ("queued", "admitted", "finished", "priority")}
-    if overridden(scheduler, "changes_at") is not None:
+    if find_override(scheduler, "changes_at") is not None:
         methods["changes_at"] = noting("changes_at")
-    if overridden(scheduler, "plan") is not None:
+    if find_override(scheduler, "plan") is not None:
         methods["plan"] = plan
     scheduler.__class__ = type(cls.__name__, (cls,), names | methods)
     return calls
@@ -113,7 +114,7 @@ class ToyServer:
     def __init__(self, scheduler: Scheduler, seats: int = 3, room: int = 400) -> None:
         """Take the scheduler into use."""
         self._scheduler = scheduler
-        self._asks = overridden(scheduler, "plan") is None
+        self._asks = find_override(scheduler, "plan") is None
         self._seats, self._room = seats, room
         self._now = self._arrived = 0
         self._steps = DecodeSteps()
@@ -124,7 +125,7 @@ class ToyServer:
         self._due: dict[Job, int] = {}
         self._before: set[tuple[Job, Job]] = set()
         self._cached: set[Key] = set()
-        scheduler.claim()
+        scheduler.bind()
         scheduler.attach(self)
 
     def run(self, requests: Iterable[Request]) -> None:
@@ -478,7 +479,7 @@ class SchedulerTests(ABC):
             jobs: where to put those that arrive.
         """
         scheduler = scheduler or self.make()
-        reason = scheduler.unusable()
+        reason = scheduler.unavailable()
         if reason is not None:
             pytest.skip(f"cannot work here: {reason}")
         calls = watched(scheduler, jobs)

@@ -34,7 +34,7 @@ RUNS, REPEATS = 9, 8
 @pytest.fixture(scope="module")
 def _gpu() -> None:
     """Skip, with the reason, where there is no GPU."""
-    reason = TorchCUDA.unusable()
+    reason = TorchCUDA.unavailable()
     if reason:
         pytest.skip(reason)
 

@@ -12,7 +12,7 @@ from kvcore.demo import WORKED_EXAMPLE
 from kvcore.plugins.manager import Plugins
 
 needs_torch = pytest.mark.skipif(
-    Plugins().get("generator", "transformer").unusable() is not None, reason="needs torch"
+    Plugins().get("generator", "transformer").unavailable() is not None, reason="needs torch"
 )
 
 
@@ -119,7 +119,7 @@ def test_bad_numbers_are_refused(capsys, option, value, problem):
 def test_without_torch_it_says_what_is_missing(capsys, monkeypatch):
     """It cannot work here: exit code 3, and what to install."""
     transformer = Plugins().get("generator", "transformer")
-    monkeypatch.setattr(transformer, "unusable", lambda: "needs torch: install it")
+    monkeypatch.setattr(transformer, "unavailable", lambda: "needs torch: install it")
     code, error = refused(capsys, "cache")
     assert code == 3
     assert "cannot work here: needs torch" in error

@@ -23,7 +23,7 @@ class Policy(EvictionPolicy):
     name = {name!r}
     def victim(self, now): raise LookupError(now)
     @classmethod
-    def unusable(cls): return {reason!r}
+    def unavailable(cls): return {reason!r}
 
 @hookimpl
 def kvcore_eviction_policies(): return [Policy]
@@ -97,7 +97,7 @@ def test_table_says_why_a_plugin_is_unusable(site):
 @pytest.mark.parametrize(("columns", "shown"), [(80, False), (99, False), (100, True)])
 def test_narrow_terminals_see_no_modules(monkeypatch, capsys, columns, shown):
     """The column of modules needs a wide terminal; a pipe always has it."""
-    monkeypatch.setattr("kvcore.cli.output.terminal_width", lambda: columns)
+    monkeypatch.setattr("kvcore.cli.plugins.terminal_width", lambda: columns)
     assert main.run(["plugins"]) == 0
     assert ("kvcore_plugins.eviction.lru" in capsys.readouterr().out) is shown
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import run_here
+from helpers.commands import run_here
 from helpers.kv_events import DYNAMO, batch, record, removed, stored
 from helpers.traces import record as record_trace
 

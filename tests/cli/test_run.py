@@ -173,7 +173,7 @@ def test_too_little_memory(refused):
 def test_without_torch(refused, monkeypatch):
     """Code 3, with what to install."""
     reason = "needs torch: pip install 'kvcore[torch]'"
-    monkeypatch.setattr(TorchCPU, "unusable", lambda: reason)
+    monkeypatch.setattr(TorchCPU, "unavailable", lambda: reason)
     code, error = refused()
     assert code == 3
     assert error.endswith(f"cannot work here: {reason}\n")

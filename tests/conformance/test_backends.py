@@ -27,7 +27,7 @@ class TestBuiltIn(BackendTests):
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)
     def _configured(self, request):
         self.spec = request.param
-        reason = Plugins().get("backend", request.param.partition(":")[0]).unusable()
+        reason = Plugins().get("backend", request.param.partition(":")[0]).unavailable()
         if reason is not None:
             pytest.skip(reason)
 

@@ -26,9 +26,9 @@ from kvcore import (
     Span,
     Workload,
 )
-from kvcore.cache import GhostTree, Shape, root_span
+from kvcore.cache import GhostTree, SpanGeometry, root_span
 from kvcore.engine import DeviceMemory, Rows, TensorLayout, TokenStep
-from kvcore.plugins import Plugin, broken, overridden
+from kvcore.plugins import Plugin, find_override, policy_error
 from kvcore.request import Retention
 from kvcore.serving import Batch, LoopState, Server, StepPlan
 
@@ -40,7 +40,7 @@ CONTRACTS = (
     GhostTree,
     ScoreEviction,
     Span,
-    Shape,
+    SpanGeometry,
     PrefixCache,
     RetentionPolicy,
     Scheduler,
@@ -120,7 +120,7 @@ def test_each_member_has_an_entry(cls):
 
 def test_each_helper_has_an_entry():
     """The functions that plugin authors call are there, with their parameters."""
-    helpers = (broken, overridden, root_span)
+    helpers = (policy_error, find_override, root_span)
     assert entries("Helpers") == {f"{f.__name__}{parameters(f)}" for f in helpers}
 
 

@@ -72,7 +72,7 @@ def spans(cache):
 
 def pins(cache):
     """Return how often each span is pinned, by its text."""
-    return {text: span.pins for text, span in spans(cache).items()}
+    return {text: span.ref_count for text, span in spans(cache).items()}
 
 
 def table(cache, seq):
@@ -91,24 +91,24 @@ class Recorded(ScoreEviction):
     def score(self, span, now):
         """Return when it was released."""
         del now
-        return span.recency
+        return span.released_order
 
 
 def _noting(name):
     """Return the method `name` that also notes the span, the lower one of two halves."""
     original = getattr(ScoreEviction, name)
-    place = 1 if name in {"split", "joined", "missed"} else 0
+    place = 1 if name in {"on_split", "joined", "on_miss"} else 0
 
     def method(self, *args):
         original(self, *args)
-        self.told.append((name, args[1] if name == "missed" else spell(args[place])))
+        self.told.append((name, args[1] if name == "on_miss" else spell(args[place])))
 
     return method
 
 
 for _name in (
-    *("inserted", "accessed", "grown", "split", "joined", "pinned", "released"),
-    *("trimmed", "removed", "missed"),
+    *("on_insert", "on_access", "on_extend", "on_split", "joined", "on_pin", "on_release"),
+    *("on_trim", "on_remove", "on_miss"),
 ):
     setattr(Recorded, _name, _noting(_name))
 
@@ -120,11 +120,11 @@ class Mortal(LRU):
     name: ClassVar[str] = "mortal"
     expires_spans: ClassVar[bool] = True
 
-    def inserted(self, span, now):
+    def on_insert(self, span, now):
         """Start its time."""
         span.expires = now + 10
 
-    def accessed(self, span, now):
+    def on_access(self, span, now):
         """Start its time again."""
         span.expires = now + 10
 

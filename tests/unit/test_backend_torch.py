@@ -59,7 +59,7 @@ def test_without_a_driver_there_is_a_reason(monkeypatch):
     """Where no driver can be loaded, torch is not even asked."""
     monkeypatch.setattr(torch_cuda, "DRIVERS", ("libnone.so.7",))
     monkeypatch.setattr(torch_cuda, "_without_gpu", lambda: pytest.fail("asked"))
-    assert TorchCUDA.unusable() == "there is no NVIDIA driver: use torch-cpu"
+    assert TorchCUDA.unavailable() == "there is no NVIDIA driver: use torch-cpu"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_with_a_driver_torch_is_asked(cuda, available, reason, monkeypatch):
     monkeypatch.setattr(torch_cuda, "_loads", lambda _: True)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    found = TorchCUDA.unusable()
+    found = TorchCUDA.unavailable()
     assert found is None if reason is None else reason in found
 
 

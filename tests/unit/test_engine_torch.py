@@ -21,8 +21,8 @@ BACKENDS = PLUGINS.names("backend")
 def backend_of(name):
     """Return a backend in which everything is NaN until it is stored, in every step."""
     cls = PLUGINS.get("backend", name)
-    if cls.unusable():
-        pytest.skip(cls.unusable())
+    if cls.unavailable():
+        pytest.skip(cls.unavailable())
 
     class Poisoned(cls):
         def allocate(self, layout):

@@ -22,7 +22,7 @@ class Mine(ScoreEviction):
 
     def score(self, span, _now):
         """Return when it was last released."""
-        return span.recency
+        return span.released_order
 
 
 class TestMine(EvictionPolicyTests):
@@ -73,7 +73,7 @@ class Hoarder(Mine):
 
     seen: list[Any] = attrs.field(init=False, factory=list)
 
-    def inserted(self, span, _now):
+    def on_insert(self, span, _now):
         """Keep it."""
         self.seen.append(span)
 
@@ -84,13 +84,13 @@ class Vague(Mine):
 
     opens: int = attrs.field(init=False, default=0)
 
-    def missed(self, _request, _hit_blocks, _now):
+    def on_miss(self, _request, _hit_blocks, _now):
         """Count misses."""
         self.opens += 1
 
     def score(self, span, _now):
         """Alternate between LRU and MRU."""
-        return span.recency if self.opens % 20 < 10 else -span.recency
+        return span.released_order if self.opens % 20 < 10 else -span.released_order
 
 
 class Drifting(Mine):
@@ -100,7 +100,7 @@ class Drifting(Mine):
 
     def score(self, span, now):
         """Weigh hits by age."""
-        return (span.hits + 1) / (now - span.last_access + 1)
+        return (span.hit_count + 1) / (now - span.last_access + 1)
 
 
 class TestDrifting(EvictionPolicyTests):
@@ -128,7 +128,7 @@ class Drawing(Drifting):
 class Deadly(Mine):
     """Does not say that its spans expire."""
 
-    def accessed(self, span, now):
+    def on_access(self, span, now):
         """Give it a while."""
         span.expires = now + 5
 
@@ -239,7 +239,7 @@ class Opaque(EvictionPolicy):
     order: Any = attrs.field(factory=list)
 
     @classmethod
-    def unusable(cls):
+    def unavailable(cls):
         """Say why."""
         return "no such device"
 

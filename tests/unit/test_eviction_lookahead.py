@@ -27,13 +27,13 @@ class Listening(LRU):
 
     def __attrs_post_init__(self):
         """Look as far ahead as it was made to."""
-        self.ahead = self.look
+        self.lookahead = self.look
 
-    def awaited(self, request, now, *, front=False):
+    def on_queued(self, request, now, *, front=False):
         """Write it down."""
         self.told.append(f"{now} {'^' if front else '+'}{request.id}")
 
-    def unawaited(self, request, now):
+    def on_dequeued(self, request, now):
         """Write it down."""
         self.told.append(f"{now} -{request.id}")
 
@@ -124,7 +124,7 @@ def test_lookahead_keeps_what_is_waited_for():
     policy = Lookahead()
     cache = make(2, policy, count="keys")
     serve(cache, "a", "b")
-    policy.awaited(ask("a"), 0)
+    policy.on_queued(ask("a"), 0)
     serve(cache, "c")
     assert set(spans(cache)) == {"|a", "|c"}
 
@@ -134,8 +134,8 @@ def test_lookahead_evicts_what_is_needed_last():
     policy = Lookahead()
     cache = make(2, policy, count="keys")
     serve(cache, "a", "b")
-    policy.awaited(ask("b"), 0)
-    policy.awaited(ask("a"), 0)
+    policy.on_queued(ask("b"), 0)
+    policy.on_queued(ask("a"), 0)
     serve(cache, "c")
     assert set(spans(cache)) == {"|b", "|c"}
 
@@ -145,8 +145,8 @@ def test_lookahead_puts_the_preempted_first():
     policy = Lookahead()
     cache = make(2, policy, count="keys")
     serve(cache, "a", "b")
-    policy.awaited(ask("b"), 0)
-    policy.awaited(ask("a"), 0, front=True)
+    policy.on_queued(ask("b"), 0)
+    policy.on_queued(ask("a"), 0, front=True)
     serve(cache, "c")
     assert set(spans(cache)) == {"|a", "|c"}
 
@@ -157,8 +157,8 @@ def test_lookahead_forgets_who_was_served():
     cache = make(2, policy, count="keys")
     serve(cache, "a", "b")
     waiting = ask("a")
-    policy.awaited(waiting, 0)
-    policy.unawaited(waiting, 0)
+    policy.on_queued(waiting, 0)
+    policy.on_dequeued(waiting, 0)
     serve(cache, "c")
     assert set(spans(cache)) == {"|b", "|c"}
 
@@ -168,7 +168,7 @@ def test_lookahead_lets_a_part_of_a_span_go():
     policy = Lookahead()
     cache = make(5, policy, count="keys")
     serve(cache, "x", "abcd")
-    policy.awaited(ask("ab"), 0)
+    policy.on_queued(ask("ab"), 0)
     for text, left in (
         ("y", {"|abcd", "|y"}),
         ("z", {"|abc", "|y", "|z"}),
@@ -184,7 +184,7 @@ def test_lookahead_counts_the_last_of_what_is_left():
     policy = Lookahead()
     cache = make(5, policy, count="keys")
     serve(cache, "abcd", "x")
-    policy.awaited(ask("ab"), 0)
+    policy.on_queued(ask("ab"), 0)
     serve(cache, "uvw")
     assert set(spans(cache)) == {"|ab", "|uvw"}
 
@@ -195,7 +195,7 @@ def test_lookahead_knows_what_blocks_of_several_keys_are():
     cache = make(4, policy, key_tokens=2)
     for text in ("ab", "cd", "ef", "gh"):
         serve(cache, text, key_tokens=2)
-    policy.awaited(ask("abxy", key_tokens=2), 0)
+    policy.on_queued(ask("abxy", key_tokens=2), 0)
     serve(cache, "ij", key_tokens=2)
     assert {text.strip("|") for text in spans(cache)} >= {"a"}
 
@@ -212,7 +212,7 @@ def test_lookahead_restores_who_waits():
     policy, again = Lookahead(), Lookahead()
     cache = make(2, policy, count="keys")
     serve(cache, "a", "b")
-    policy.awaited(ask("a"), 0)
+    policy.on_queued(ask("a"), 0)
     again.attach(2, 4)
     again.restore(policy.state())
     assert again.victim(0) is policy.victim(0) is spans(cache)["|b"]
@@ -226,7 +226,7 @@ def test_a_tail_must_be_a_part_of_the_victim(answer):
     class Greedy(LRU):
         name = "greedy"
 
-        def tail(self, span):
+        def evictable_blocks(self, span):
             return answer
 
     cache = make(2, Greedy())
@@ -236,7 +236,7 @@ def test_a_tail_must_be_a_part_of_the_victim(answer):
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("method", ["awaited", "unawaited", "tail"])
+@pytest.mark.parametrize("method", ["on_queued", "on_dequeued", "evictable_blocks"])
 def test_a_failure_names_the_method(method):
     """A policy that raises is named, with the method that did."""
 
@@ -247,7 +247,7 @@ def test_a_failure_names_the_method(method):
     cls = type("Failing", (LRU,), {"name": "failing", method: fail})
     with pytest.raises(PolicyError, match=rf"'failing' .* raised RuntimeError in {method}\(\)"):
         replay([ask("a"), ask("b")], make(1, cls()))
-    if method != "tail":
+    if method != "evictable_blocks":
         with pytest.raises(PolicyError, match=rf"raised RuntimeError in {method}\(\)"):
             simulate([request("a")], eviction=cls())
 

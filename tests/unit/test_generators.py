@@ -56,7 +56,7 @@ def test_transformer_without_torch_says_what_to_install(monkeypatch):
     monkeypatch.setattr("kvcore_plugins.generator.transformer.find_spec", lambda _: None)
     info = next(i for i in Plugins().listing() if i.name == "transformer")
     assert not info.usable
-    assert "pip install 'kvcore[torch]'" in Transformer.unusable()
+    assert "pip install 'kvcore[torch]'" in Transformer.unavailable()
 
 
 def test_sincos_has_the_size_of_its_model():

@@ -63,24 +63,24 @@ class Haunted(LRU):
         self.ghosts = GhostTree(self.room * max(KEY, block_size))
         self.blocks_kept = Blocks(self.room * max(KEY // block_size, 1))
 
-    def inserted(self, span, now):
+    def on_insert(self, span, now):
         """Forget it."""
-        super().inserted(span, now)
+        super().on_insert(span, now)
         self._forget(span)
 
-    def grown(self, span, blocks):
+    def on_extend(self, span, blocks):
         """Forget all of it."""
         del blocks
         self._forget(span)
 
-    def trimmed(self, span, blocks):
+    def on_trim(self, span, blocks):
         """Remember what was cut off."""
         self.ghosts.add(span, blocks)
         self.blocks_kept.add(places(span, span.end, span.end + blocks))
 
-    def removed(self, span, reason):
+    def on_remove(self, span, reason):
         """Remember it."""
-        super().removed(span, reason)
+        super().on_remove(span, reason)
         self.ghosts.add(span, span.blocks)
         self.blocks_kept.add(places(span, span.start, span.end))
 
@@ -93,7 +93,7 @@ class Haunted(LRU):
 
 def places(span, start, end):
     """Return the blocks `[start, end)` of a path as (position, key)."""
-    ratio = span.shape.ratio
+    ratio = span.geometry.ratio
     return [(position, span.path_keys[position // ratio]) for position in range(start, end)]
 
 

@@ -177,12 +177,12 @@ def test_unusable_without_transformers(monkeypatch):
     monkeypatch.setattr(
         module, "find_spec", lambda name: None if name == "transformers" else find_spec(name)
     )
-    assert HuggingFace.unusable() == "needs transformers: pip install 'kvcore[hf]'"
+    assert HuggingFace.unavailable() == "needs transformers: pip install 'kvcore[hf]'"
 
 
 def test_usable_here():
     """With torch and transformers there is no reason."""
-    assert HuggingFace.unusable() is None
+    assert HuggingFace.unavailable() is None
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_an_empty_span(cache):
 
 def test_a_child_pinned_more_than_its_parent(cache):
     """A pinned span's ancestors are pinned at least as often."""
-    spans(cache)["abc|d"].pins = 9
+    spans(cache)["abc|d"].ref_count = 9
     refuses(cache, "its children are pinned")
 
 
@@ -149,7 +149,7 @@ def test_a_pin_without_a_sequence(cache, pins):
     """A leaked pin would keep a span for ever, a lost one would free what is in use."""
     span = spans(cache)["|lm"]
     cache.prefix.unpinned += span.blocks * (not pins)
-    span.pins = pins
+    span.ref_count = pins
     refuses(cache, "on the paths of 1 open sequences")
 
 
@@ -171,7 +171,7 @@ def test_a_parent_older_than_its_child(cache):
     """Unpinned, a parent is more recent than its children, or its order is broken."""
     for seq in list(cache.sequences.values()):
         cache.close(seq)
-    spans(cache)["ab|c"].recency = 0
+    spans(cache)["ab|c"].released_order = 0
     refuses(cache, "is less recent than its child")
 
 

@@ -90,15 +90,25 @@ def test_pools_are_checked(blocks):
 @pytest.mark.parametrize(
     ("plugins", "says"),
     [
-        ({"eviction": "lru"}, "eviction='lru' is no eviction plugin"),
-        ({"eviction": LRU}, "eviction=LRU is no eviction plugin"),
-        ({"prefix": LRU()}, r"prefix=LRU\(\) is no prefix plugin"),
+        ({"eviction": 8}, "eviction=8 is no eviction plugin: give a name such as 'lru'"),
+        ({"eviction": Radix}, "eviction=Radix is no eviction plugin: give a name"),
+        ({"prefix": LRU()}, r"prefix=LRU\(\) is no prefix plugin: give a name such as 'radix'"),
+        ({"eviction": "lur"}, r"no eviction plugin is named 'lur' \(did you mean 'lru'\?\)"),
+        ({"eviction": "lfu:half=3"}, "eviction plugin 'lfu' has no option 'half'"),
     ],
 )
 def test_plugins_are_checked(plugins, says):
-    """A name, a class or another kind in place of an instance is refused with the way out."""
-    with pytest.raises(InputError, match=says + ": give an instance"):
+    """Another kind, an unknown name and a wrong option are refused with the way out."""
+    with pytest.raises(InputError, match=says):
         KVCache(8, **{"eviction": LRU(), "prefix": Radix()} | plugins)
+
+
+def test_plugins_may_be_names_classes_or_instances():
+    """Wherever a plugin is expected, each of them stands for one."""
+    assert KVCache(8, eviction="lfu:half_life=30").eviction.half_life == 30
+    assert type(KVCache(8, eviction=LRU, prefix=Radix).eviction) is LRU
+    policy = LRU()
+    assert KVCache(8, eviction=policy).eviction is policy
 
 
 def test_a_plugin_without_a_name_is_refused():
@@ -106,7 +116,7 @@ def test_a_plugin_without_a_name_is_refused():
 
     class Anonymous(ScoreEviction):
         def score(self, span, now):
-            return span.recency
+            return span.released_order
 
     says = r"eviction plugin .*Anonymous has no name \(None\): .* such as name = 'anonymous'"
     with pytest.raises(PluginError, match=says):
@@ -156,7 +166,7 @@ def unlucky(base):
         name = "unlucky"
         fails = False
 
-        def missed(self, request, hit_blocks, now):
+        def on_miss(self, request, hit_blocks, now):
             if self.fails:
                 raise RuntimeError
 
@@ -171,7 +181,7 @@ def test_a_failed_open_leaves_the_order(base):
     serve(cache, "ab", "cd", "ab", "ef", "gh")
     before = policy.state()
     policy.fails = True
-    with pytest.raises(PolicyError, match=r"raised RuntimeError in missed\(\)"):
+    with pytest.raises(PolicyError, match=r"raised RuntimeError in on_miss\(\)"):
         cache.open(ask("abx"))
     assert policy.state() == before
     cache.check_integrity()
@@ -191,7 +201,9 @@ def test_a_score_must_have_a_place_in_an_order():
     """NaN is refused, and the error names plugin, place and line."""
     cache = make(4, Numberless())
     seq = compute(cache, cache.open(ask("ab")))
-    with pytest.raises(PolicyError, match=r"'numberless' .*released\(\): score\(\) .* is nan"):
+    with pytest.raises(
+        PolicyError, match=r"'numberless' .*on_release\(\): score\(\) .* is nan"
+    ):
         cache.close(seq)
     cache.check_integrity()
 

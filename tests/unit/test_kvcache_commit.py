@@ -103,17 +103,17 @@ def test_a_sequence_of_another_cache_is_refused():
 
 
 def test_the_creator_of_a_leaf_grows_it_in_place():
-    """Chunk by chunk one span comes into being, told as one `inserted` and `grown`."""
+    """Chunk by chunk one span comes into being, told as one `on_insert` and `on_extend`."""
     cache = make(8, Recorded())
     seq = cache.open(ask("abc"))
     for _ in range(3):
         compute(cache, seq, BLOCK)
     assert pins(cache) == {"|abc": 1}
     assert cache.eviction.told == [
-        ("missed", 0),
-        ("inserted", "|a"),
-        ("grown", "|ab"),
-        ("grown", "|abc"),
+        ("on_miss", 0),
+        ("on_insert", "|a"),
+        ("on_extend", "|ab"),
+        ("on_extend", "|abc"),
     ]
 
 
@@ -198,8 +198,13 @@ def test_a_duplicate_is_no_hit_and_no_access():
     told = len(cache.eviction.told)
     compute(cache, seq, now=2)
     last = spans(cache)["ab|c"]
-    assert (last.hits, last.opened, last.last_access, last.pins) == (0, 1, 1, 1)
-    assert cache.eviction.told[told:] == [("pinned", "ab|c")]
+    assert (last.hit_count, last.last_hit_order, last.last_access, last.ref_count) == (
+        0,
+        1,
+        1,
+        1,
+    )
+    assert cache.eviction.told[told:] == [("on_pin", "ab|c")]
     assert cache.stats.hit_blocks == 2
 
 
@@ -291,16 +296,15 @@ def test_the_trace_of_a_commit():
 
 
 def test_a_span_is_born_with_its_first_block():
-    """created, born, opened and opener are of the commit and the sequence that stored it."""
+    """Times, serials and request are of the commit and the sequence that stored it."""
     cache = make()
     request = ask("abc", tenant="t")
     seq = cache.open(request, now=3)
     compute(cache, seq, BLOCK, now=5)
     compute(cache, seq, now=8)
     span = spans(cache)["|abc"]
-    assert (span.created, span.last_access, span.opened, span.opener, span.tenant) == (
-        5, 5, seq.id, request.id, "t",
-    )  # fmt: skip
+    assert (span.created, span.last_access, span.tenant) == (5, 5, "t")
+    assert (span.last_hit_order, span.last_request) == (seq.id, request.id)
     assert (span.tokens, span.depth, span.blocks, span.is_leaf) == (3 * BLOCK, 0, 3, True)
 
 
@@ -314,8 +318,16 @@ def test_a_split_copies_history():
     upper, lower = spans(cache)["|ab"], spans(cache)["ab|cd"]
     assert lower is whole
     assert upper.id not in {whole.id, spans(cache)["abcd|e"].id}
-    assert (upper.born, upper.created, upper.hits) == (lower.born, lower.created, 2)
-    assert (lower.hits, lower.recency, lower.depth) == (1, upper.recency, 2 * BLOCK)
+    assert (upper.created_order, upper.created, upper.hit_count) == (
+        lower.created_order,
+        lower.created,
+        2,
+    )
+    assert (lower.hit_count, lower.released_order, lower.depth) == (
+        1,
+        upper.released_order,
+        2 * BLOCK,
+    )
 
 
 def test_recency_counts_up_from_leaf_to_root():
@@ -323,7 +335,7 @@ def test_recency_counts_up_from_leaf_to_root():
     cache = make(12)
     serve(cache, "ab", "abcd")
     cache.close(start(cache, "abcdef"))
-    path = [spans(cache)[text].recency for text in ("abcd|ef", "ab|cd", "|ab")]
+    path = [spans(cache)[text].released_order for text in ("abcd|ef", "ab|cd", "|ab")]
     assert path == sorted(path)
 
 
@@ -341,7 +353,7 @@ def test_coarse_keys_diverge_at_key_borders():
     two = cache.open(ask("ax", key_tokens=3 * BLOCK))
     compute(cache, one)
     compute(cache, two, 4 * BLOCK)
-    assert {(span.start, span.end, span.pins) for span in cache.prefix.spans()} == {
+    assert {(span.start, span.end, span.ref_count) for span in cache.prefix.spans()} == {
         (0, 3, 2),
         (3, 6, 1),
         (3, 4, 1),
@@ -356,7 +368,7 @@ def test_coarse_keys_switch_inside_a_key():
     compute(cache, two, 4 * BLOCK)
     compute(cache, two)
     assert table(cache, one) == table(cache, two)
-    assert {(span.start, span.end, span.pins) for span in cache.prefix.spans()} == {
+    assert {(span.start, span.end, span.ref_count) for span in cache.prefix.spans()} == {
         (0, 4, 2),
         (4, 6, 2),
     }

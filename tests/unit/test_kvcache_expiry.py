@@ -133,7 +133,7 @@ def test_the_policy_is_told_leaves_first():
     cache.eviction.told.clear()
     cache.open(ask("x"), now=20)
     cache.open(ask("abc"), now=20)
-    assert [text for what, text in cache.eviction.told if what == "removed"] == [
+    assert [text for what, text in cache.eviction.told if what == "on_remove"] == [
         "abc|de",
         "|abc",
     ]
@@ -169,8 +169,8 @@ def test_a_hit_raises_its_ancestors():
 
         name = "deepest"
 
-        def accessed(self, span, now):
-            if not any(child.pins for child in (span.children or {}).values()):
+        def on_access(self, span, now):
+            if not any(child.ref_count for child in (span.children or {}).values()):
                 span.expires = now + 10
 
     cache = make(12, Deepest())
@@ -188,8 +188,8 @@ def test_a_child_that_never_expires_keeps_its_ancestors():
 
         name = "eternal"
 
-        def inserted(self, span, now):
-            span.expires = None if span.opener == "forever" else now + 10
+        def on_insert(self, span, now):
+            span.expires = None if span.last_request == "forever" else now + 10
 
     cache = make(12, Eternal())
     serve(cache, "ab", now=0)
@@ -209,7 +209,7 @@ def test_growth_raises_its_ancestors():
 
         name = "renewing"
 
-        def grown(self, span, blocks):
+        def on_extend(self, span, blocks):
             span.expires += 5 * blocks
 
     cache = make(12, Renewing())
@@ -267,7 +267,7 @@ def test_a_failed_admission_renews_nothing():
     assert expiries(cache) == {"|ab": 10, "|lm": 10}
 
 
-@pytest.mark.parametrize("method", ["accessed", "released"])
+@pytest.mark.parametrize("method", ["on_access", "on_release"])
 def test_a_policy_that_fails_half_way_leaves_the_order_of_expiry(method):
     """Whatever spans it came to, none outlives its parent."""
 
@@ -277,12 +277,12 @@ def test_a_policy_that_fails_half_way_leaves_the_order_of_expiry(method):
         name = "stumbling"
         stumbles = False
 
-        def accessed(self, span, now):
-            self.renew("accessed", span, now)
+        def on_access(self, span, now):
+            self.renew("on_access", span, now)
 
-        def released(self, span, now):
+        def on_release(self, span, now):
             self._order[span] = None
-            self.renew("released", span, now)
+            self.renew("on_release", span, now)
 
         def renew(self, during, span, now):
             if self.stumbles and during == method and not span.is_leaf:

@@ -128,7 +128,7 @@ def test_a_policy_that_fails_extends_nothing():
         name = "once"
 
         def victim(self, now):
-            if any(what in {"removed", "trimmed"} for what, _ in self.told):
+            if any(what in {"on_remove", "on_trim"} for what, _ in self.told):
                 msg = "no more"
                 raise RuntimeError(msg)
             return super().victim(now)

@@ -53,7 +53,7 @@ def test_fork_is_no_access():
     cache.fork(seq, now=9)
     assert cache.eviction.told == told
     assert attrs.astuple(cache.stats) == stats
-    assert (spans(cache)["|ab"].hits, spans(cache)["|ab"].last_access) == (0, 0)
+    assert (spans(cache)["|ab"].hit_count, spans(cache)["|ab"].last_access) == (0, 0)
 
 
 def test_fork_ends_growth_in_place(cache):
@@ -221,7 +221,7 @@ def test_a_sibling_that_holds_part_is_pinned_for_its_part(cache):
 
 
 def test_the_policy_hears_of_a_span_before_it_is_cut():
-    """`inserted` comes before the split that pins a sibling's part."""
+    """`on_insert` comes before the split that pins a sibling's part."""
     cache = make(12, Recorded())
     seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
     child = cache.fork(seq)
@@ -229,7 +229,7 @@ def test_the_policy_hears_of_a_span_before_it_is_cut():
     cache.extend(seq, HALF)
     cache.eviction.told.clear()
     compute(cache, seq)
-    assert cache.eviction.told == [("inserted", "|ab"), ("split", "a|b")]
+    assert cache.eviction.told == [("on_insert", "|ab"), ("on_split", "a|b")]
 
 
 def test_siblings_that_hold_different_parts(cache):
@@ -254,7 +254,7 @@ def test_a_policy_that_fails_at_the_cut_leaves_siblings_pinned(cache):
 
         name = "uncut"
 
-        def split(self, upper, lower):
+        def on_split(self, upper, lower):
             msg = f"{upper!r} and {lower!r}"
             raise RuntimeError(msg)
 
@@ -263,7 +263,7 @@ def test_a_policy_that_fails_at_the_cut_leaves_siblings_pinned(cache):
     child = cache.fork(seq)
     cache.extend(child, HALF)
     cache.extend(seq, HALF)
-    with pytest.raises(PolicyError, match=r"'uncut'.*in split\(\)"):
+    with pytest.raises(PolicyError, match=r"'uncut'.*in on_split\(\)"):
         cache.commit(seq, 2 * BLOCK)
     cache.check_integrity()
     assert pins(cache) == {"|a": 2, "a|b": 1}
@@ -340,7 +340,10 @@ def test_fork_in_the_middle_of_a_prompt(cache):
     cache.extend(seq, 6)
     compute(cache, seq)
     assert table(cache, seq) == table(cache, child)
-    assert {spell(span): span.pins for span in cache.prefix.spans()} == {"|a": 2, "a|bc": 2}
+    assert {spell(span): span.ref_count for span in cache.prefix.spans()} == {
+        "|a": 2,
+        "a|bc": 2,
+    }
 
 
 def test_siblings_diverge_after_a_rollback(cache):

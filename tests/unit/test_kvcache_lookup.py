@@ -90,16 +90,16 @@ def test_probe_is_pure():
 
 
 def test_a_hit_is_an_access():
-    """hits, opened, opener and last_access of every span hit, and of no other."""
+    """Statistics change of every span hit, and of no other."""
     cache = make()
     serve(cache, "abcd", now=1)
     request = ask("abx")
     seq = cache.open(request, now=7)
     upper, lower = spans(cache)["|ab"], spans(cache)["ab|cd"]
-    assert (upper.hits, upper.opened, upper.opener, upper.last_access) == (
+    assert (upper.hit_count, upper.last_hit_order, upper.last_request, upper.last_access) == (
         1, seq.id, request.id, 7,
     )  # fmt: skip
-    assert (lower.hits, lower.opened, lower.last_access) == (0, 1, 1)
+    assert (lower.hit_count, lower.last_hit_order, lower.last_access) == (0, 1, 1)
 
 
 def test_a_preempted_request_finds_its_own_blocks_without_reuse():
@@ -109,10 +109,10 @@ def test_a_preempted_request_finds_its_own_blocks_without_reuse():
     cache.eviction.told.clear()
     cache.open(ask("abcd"), now=5, again=True)
     span = spans(cache)["|abc"]
-    assert (span.hits, span.opened, span.last_access) == (0, 1, 5)
+    assert (span.hit_count, span.last_hit_order, span.last_access) == (0, 1, 5)
     assert (cache.stats.hit_blocks, cache.stats.self_hit_blocks) == (0, 3)
     assert cache.stats.requests == 1
-    assert cache.eviction.told == [("pinned", "|abc")]
+    assert cache.eviction.told == [("on_pin", "|abc")]
 
 
 def test_statistics_of_first_admissions():

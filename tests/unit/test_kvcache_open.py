@@ -96,7 +96,7 @@ def test_an_admission_that_fails_half_way_is_taken_back():
         name = "once"
 
         def victim(self, now):
-            if ("removed", "|x") in self.told:
+            if ("on_remove", "|x") in self.told:
                 msg = "no more"
                 raise RuntimeError(msg)
             return super().victim(now)
@@ -111,7 +111,7 @@ def test_an_admission_that_fails_half_way_is_taken_back():
     cache.check_integrity()
     assert pins(cache) == {"|abc": 1, "|yz": 0}
     assert spans(cache)["|abc"] is before
-    assert (before.hits, before.last_access, cache.pool.free) == (0, 0, 1)
+    assert (before.hit_count, before.last_access, cache.pool.free) == (0, 0, 1)
     cache.extend(grower, BLOCK)
     compute(cache, grower)
     assert "|abcd" in spans(cache), "its creator still grows it in place"
@@ -174,13 +174,13 @@ def test_the_policy_is_told_in_order():
     cache.eviction.told.clear()
     cache.open(ask("abcmn"))
     assert cache.eviction.told == [
-        ("split", "abc|d"),
-        ("pinned", "|ab"),
-        ("missed", 3),
-        ("removed", "abc|d"),
-        ("trimmed", "|x"),
-        ("accessed", "ab|c"),
-        ("accessed", "|ab"),
+        ("on_split", "abc|d"),
+        ("on_pin", "|ab"),
+        ("on_miss", 3),
+        ("on_remove", "abc|d"),
+        ("on_trim", "|x"),
+        ("on_access", "ab|c"),
+        ("on_access", "|ab"),
     ]
 
 
@@ -191,11 +191,11 @@ def test_missed_is_told_once_and_only_of_a_miss():
     cache.eviction.told.clear()
     cache.open(ask("abc"))
     cache.open(ask("abxyz"), again=True)
-    assert "missed" not in dict(cache.eviction.told)
+    assert "on_miss" not in dict(cache.eviction.told)
     cache.open(ask("abx"))
-    assert ("missed", 2) not in cache.eviction.told
+    assert ("on_miss", 2) not in cache.eviction.told
     cache.open(ask("m"))
-    assert "missed" not in dict(cache.eviction.told)
+    assert "on_miss" not in dict(cache.eviction.told)
 
 
 def test_the_trace_of_an_admission():

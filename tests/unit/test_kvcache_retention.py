@@ -130,7 +130,7 @@ def test_a_hit_splits_at_the_borders_of_its_hints():
         "abcd|e": (90, None),
         "abcde|f": (35, None),
     }
-    assert {span.pins for span in spans(cache).values()} == {1}
+    assert {span.ref_count for span in spans(cache).values()} == {1}
     assert seq.span is spans(cache)["abcde|f"]
 
 
@@ -220,12 +220,12 @@ def test_splits_for_hints_are_told_to_the_policy():
     cache.eviction.told.clear()
     cache.open(ask("abcde", retention=(hint(1, 3, 70),)))
     assert cache.eviction.told == [
-        ("pinned", "|abcd"),
-        ("split", "abc|d"),
-        ("split", "a|bc"),
-        ("accessed", "abc|d"),
-        ("accessed", "a|bc"),
-        ("accessed", "|a"),
+        ("on_pin", "|abcd"),
+        ("on_split", "abc|d"),
+        ("on_split", "a|bc"),
+        ("on_access", "abc|d"),
+        ("on_access", "a|bc"),
+        ("on_access", "|a"),
     ]
 
 

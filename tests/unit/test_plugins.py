@@ -39,7 +39,7 @@ class NeedsGpu(Oldest):
     name = "needs-gpu"
 
     @classmethod
-    def unusable(cls):
+    def unavailable(cls):
         """Say that it cannot work."""
         return "there is no GPU"
 
@@ -50,7 +50,7 @@ class CannotTell(Oldest):
     name = "cannot-tell"
 
     @classmethod
-    def unusable(cls):
+    def unavailable(cls):
         """Break."""
         msg = "driver too old"
         raise RuntimeError(msg)
@@ -250,10 +250,10 @@ def test_building_an_unusable_plugin_gives_its_reason():
 
 
 def test_a_plugin_that_cannot_say_whether_it_works_is_unusable():
-    """A raising `unusable` is reported where its reason would be."""
+    """A raising `unavailable` is reported where its reason would be."""
     (info,) = evictions(CannotTell).listing()
     assert info.reason == (
-        f"{__name__}.CannotTell.unusable raised RuntimeError('driver too old')"
+        f"{__name__}.CannotTell.unavailable raised RuntimeError('driver too old')"
     )
 
 
@@ -272,7 +272,7 @@ def test_misspelled_hook_offers_the_nearest_and_the_list():
     assert error(PluginError, lambda: Plugins([hooks], entry_points=())) == (
         "extra[0] (registered in code) implements 'kvcore_eviction_policy', which is no hook "
         "of kvcore (did you mean 'kvcore_eviction_policies'?). The hooks are "
-        + ", ".join(hook for hook, _ in KINDS.values())
+        + ", ".join(KINDS.values())
     )
 
 
@@ -300,7 +300,7 @@ def test_object_without_hooks_is_refused():
     hooks = SimpleNamespace(kvcore_eviction_policies=kvcore_eviction_policies)
     text = error(PluginError, lambda: Plugins([hooks], entry_points=()))
     assert text.startswith("extra[0] (registered in code) has no hooks: it is namespace(")
-    assert text.endswith("no function is marked with kvcore.hookspecs.hookimpl")
+    assert text.endswith("no function is marked with kvcore.hookimpl")
 
 
 NOT_EVICTION = "which is not a class derived from kvcore.cache.eviction.EvictionPolicy"

@@ -238,7 +238,7 @@ def test_entry_point_at_a_class_has_no_hooks(site):
     points = site.install("acme", [("acme", "direct:Policy")])
     assert error(PluginError, loaded, points) == (
         "entry point 'acme' of acme 1.0 has no hooks: it is <class 'direct.Policy'>, where no "
-        "function is marked with kvcore.hookspecs.hookimpl; to go on without it, set "
+        "function is marked with kvcore.hookimpl; to go on without it, set "
         "KVCORE_DISABLE_PLUGINS=acme"
     )
 

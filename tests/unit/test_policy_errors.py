@@ -14,8 +14,8 @@ from kvcore_plugins.prefix import Radix
 BLOCK = 4
 NAME = r"eviction plugin 'failing' \(.*\.Failing\)"
 TOLD = [
-    "inserted", "accessed", "grown", "split", "joined", "pinned", "released", "leaf",
-    "trimmed", "removed", "missed",
+    "on_insert", "on_access", "on_extend", "on_split", "joined", "on_pin", "on_release",
+    "on_leaf", "on_trim", "on_remove", "on_miss",
 ]  # fmt: skip
 
 
@@ -30,7 +30,7 @@ class Failing(ScoreEviction):
 
     def score(self, span, _now):
         """Return when it was last released."""
-        return span.recency
+        return span.released_order
 
     def victim(self, now):
         """Fail, answer as told, or answer well."""
@@ -107,7 +107,16 @@ def blocks(cache):
     }
 
 
-HISTORY = ("born", "opened", "opener", "last_access", "hits", "recency", "priority", "pins")
+HISTORY = (
+    "created_order",
+    "last_hit_order",
+    "last_request",
+    "last_access",
+    "hit_count",
+    "released_order",
+    "priority",
+    "ref_count",
+)
 
 
 def rest(cache):
@@ -133,14 +142,14 @@ def state(cache):
 @pytest.mark.parametrize(
     ("method", "keys", "evicted"),
     [
-        ("split", "abc!", 0),
-        ("pinned", "abcd!", 0),
+        ("on_split", "abc!", 0),
+        ("on_pin", "abcd!", 0),
         ("victim", "abcd!", 0),
-        ("trimmed", "ab!", 1),
-        ("removed", "ab!!", 2),
-        ("leaf", "!!!!!!", 3),
-        ("missed", "abc!!", 0),
-        ("accessed", "abc!", 1),
+        ("on_trim", "ab!", 1),
+        ("on_remove", "ab!!", 2),
+        ("on_leaf", "!!!!!!", 3),
+        ("on_miss", "abc!!", 0),
+        ("on_access", "abc!", 1),
     ],
 )
 def test_raising_in_open(method, keys, evicted):
@@ -157,19 +166,19 @@ def test_raising_in_open(method, keys, evicted):
     assert len(spans(cache)) <= parts, "what was split is joined again"
 
 
-@pytest.mark.parametrize("method", ["inserted", "grown", "split", "pinned"])
+@pytest.mark.parametrize("method", ["on_insert", "on_extend", "on_split", "on_pin"])
 def test_raising_in_commit(method):
     """The blocks are shared all the same, and the sequence goes on."""
     cache = make(12)
     first, second = (cache.open(ask(keys)) for keys in ("abcd", "abx"))
     cache.commit(first, BLOCK)
-    if method in {"split", "pinned"}:
-        cache.commit(first, (1 if method == "pinned" else 2) * BLOCK)
+    if method in {"on_split", "on_pin"}:
+        cache.commit(first, (1 if method == "on_pin" else 2) * BLOCK)
         cache.close(first)
-    seq = first if method == "grown" else second
+    seq = first if method == "on_extend" else second
     cache.eviction.fails = fail_in(method)
     with pytest.raises(PolicyError, match=rf"{NAME} raised RuntimeError in {method}"):
-        cache.commit(seq, 2 * BLOCK if method != "inserted" else 3 * BLOCK)
+        cache.commit(seq, 2 * BLOCK if method != "on_insert" else 3 * BLOCK)
     cache.check_integrity()
     cache.eviction.fails = fail_in()
     cache.commit(seq, seq.tokens - seq.computed)
@@ -182,8 +191,8 @@ def test_raising_in_close():
     """The sequence is closed, and everything it held is released."""
     cache = full()
     seq = cache.open(ask("abcd"))
-    cache.eviction.fails = fail_in("released")
-    with pytest.raises(PolicyError, match=f"{NAME} raised RuntimeError in released"):
+    cache.eviction.fails = fail_in("on_release")
+    with pytest.raises(PolicyError, match=f"{NAME} raised RuntimeError in on_release"):
         cache.close(seq)
     cache.check_integrity()
     assert not cache.sequences
@@ -194,8 +203,8 @@ def test_raising_while_it_is_told_of_an_undo():
     """A policy that fails again when a split is joined hides nothing of the first failure."""
     cache = full()
     before = state(cache)
-    cache.eviction.fails = fail_in("accessed", "joined", "released")
-    with pytest.raises(PolicyError, match="in accessed"):
+    cache.eviction.fails = fail_in("on_access", "joined", "on_release")
+    with pytest.raises(PolicyError, match="in on_access"):
         cache.open(ask("abc"))
     assert_only_evicted(cache, before)
 

@@ -212,7 +212,7 @@ class Opaque(FCFS):
     order: Any = attrs.field(factory=list)
 
     @classmethod
-    def unusable(cls):
+    def unavailable(cls):
         """Say why."""
         return "no such device"
 

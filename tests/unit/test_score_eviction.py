@@ -42,7 +42,7 @@ class Drifting(ScoreEviction):
 
     def score(self, span, now):
         """Return a score in which older spans rise faster."""
-        return (now - span.created) * (span.born == 1) - (span.born == 1)
+        return (now - span.created) * (span.created_order == 1) - (span.created_order == 1)
 
 
 def test_the_lowest_score_goes_first():
@@ -91,7 +91,7 @@ def test_restore_brings_the_order_back():
     cache = make(3, policy, count="keys")
     serve(cache, "a", "b", "c")
     state = policy.state()
-    policy.pinned(policy.victim(0))
+    policy.on_pin(policy.victim(0))
     assert policy.state() != state
     policy.restore(state)
     assert policy.state() == state
@@ -106,7 +106,7 @@ class Ticking(ScoreEviction):
 
     def score(self, span, now):
         """Return less the older a span is, and the more so the later it is."""
-        return -(now - span.created) * (span.born % 7 + 1)
+        return -(now - span.created) * (span.created_order % 7 + 1)
 
 
 def test_a_drifting_policy_gives_one_answer():

@@ -36,7 +36,7 @@ class TorchBackend(Backend):
     _kernel: Sdpa = attrs.field(init=False, default=None, repr=False)
 
     @classmethod
-    def unusable(cls) -> str | None:
+    def unavailable(cls) -> str | None:
         """Say that torch is not installed, if it is not."""
         if find_spec("torch") is None:
             return "torch is not installed: pip install 'kvcore[torch]'"

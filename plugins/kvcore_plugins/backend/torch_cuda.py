@@ -42,9 +42,9 @@ class TorchCUDA(TorchBackend):
     pin: bool = attrs.field(default=True, kw_only=True)
 
     @classmethod
-    def unusable(cls) -> str | None:
+    def unavailable(cls) -> str | None:
         """Say what is missing: torch, a driver, CUDA in torch, or a GPU."""
-        reason = super().unusable()
+        reason = super().unavailable()
         if reason is None and not any(map(_loads, DRIVERS)):
             # Asked before torch is imported, which takes seconds.
             return "there is no NVIDIA driver: use torch-cpu"

@@ -10,11 +10,11 @@ import attrs
 
 from kvcore import EvictionPolicy, InputError, Plugins, Request, Span
 from kvcore.cache import GhostTree
-from kvcore.plugins import overridden
+from kvcore.plugins import find_override
 
 HEARD = (
-    *("inserted", "accessed", "grown", "split", "joined", "pinned", "released"),
-    *("unpinned", "leaf", "trimmed", "removed", "missed", "awaited", "unawaited"),
+    *("on_insert", "on_access", "on_extend", "on_split", "joined", "on_pin", "on_release"),
+    *("unpinned", "on_leaf", "on_trim", "on_remove", "on_miss", "on_queued", "on_dequeued"),
 )
 """What experts are told, if they override it."""
 
@@ -125,11 +125,11 @@ class Adaptive(EvictionPolicy):
             if expert.expires_spans:
                 msg = f"adaptive: {expert.name!r} lets spans expire, so it cannot be an expert"
                 raise InputError(msg)
-            expert.claim()
+            expert.bind()
         self._weights = [1 / len(self._experts)] * len(self._experts)
         self._listeners = {method: self._overriding(method) for method in HEARD}
-        reaches = [expert.ahead for expert in self._experts]
-        self.ahead = None if None in reaches else max(reach or 0 for reach in reaches)
+        reaches = [expert.lookahead for expert in self._experts]
+        self.lookahead = None if None in reaches else max(reach or 0 for reach in reaches)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -145,27 +145,27 @@ class Adaptive(EvictionPolicy):
         for expert in self._experts:
             expert.attach(blocks, block_size)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Forget that it had left."""
         span.data = self._views(span)
         for ghost in self._ghosts:
             ghost.forget(span)
-        self._tell("inserted", span, now)
+        self._tell("on_insert", span, now)
 
-    def grown(self, span: Span, blocks: int) -> None:
+    def on_extend(self, span: Span, blocks: int) -> None:
         """Forget that it had left."""
         for ghost in self._ghosts:
             ghost.forget(span)
-        self._tell("grown", span, blocks)
+        self._tell("on_extend", span, blocks)
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Pass it on."""
-        self._tell("accessed", span, now)
+        self._tell("on_access", span, now)
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let every expert see the new span."""
         upper.data = self._views(upper)
-        for place, hear in self._listeners["split"]:
+        for place, hear in self._listeners["on_split"]:
             hear(upper.data[place], lower.data[place])
 
     def joined(self, upper: Span, lower: Span) -> None:
@@ -173,36 +173,36 @@ class Adaptive(EvictionPolicy):
         for place, hear in self._listeners["joined"]:
             hear(upper.data[place], lower.data[place])
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Pass it on; a victim that is used is none any more."""
         self._let_go(span)
-        self._tell("pinned", span)
+        self._tell("on_pin", span)
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Pass it on."""
-        self._tell("released", span, now)
+        self._tell("on_release", span, now)
 
     def unpinned(self, span: Span, now: int) -> None:
         """Pass it on."""
         for expert, view in zip(self._experts, span.data, strict=True):
             expert.unpinned(view, now)
 
-    def leaf(self, span: Span) -> None:
+    def on_leaf(self, span: Span) -> None:
         """Pass it on."""
-        self._tell("leaf", span)
+        self._tell("on_leaf", span)
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Remember what left, against those who wanted it."""
         self._remember(span, blocks)
-        self._tell("trimmed", span, blocks)
+        self._tell("on_trim", span, blocks)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Remember what left, against those who wanted it."""
         self._remember(span, span.blocks)
         self._let_go(span)
-        self._tell("removed", span, reason)
+        self._tell("on_remove", span, reason)
 
-    def missed(self, request: Request, hit_blocks: int, now: int) -> None:
+    def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """Trust those less whose victims `request` misses."""
         tokens = len(request.keys) * request.key_tokens - hit_blocks * self.block_size
         regrets = [ghost.match(request) for ghost in self._ghosts]
@@ -215,17 +215,17 @@ class Adaptive(EvictionPolicy):
             if total:
                 keep = 1 - self.discount
                 self._weights = [keep * weight / total + even for weight in shrunk]
-        for _, hear in self._listeners["missed"]:
+        for _, hear in self._listeners["on_miss"]:
             hear(request, hit_blocks, now)
 
-    def awaited(self, request: Request, now: int, *, front: bool = False) -> None:
+    def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Pass it on."""
-        for _, hear in self._listeners["awaited"]:
+        for _, hear in self._listeners["on_queued"]:
             hear(request, now, front=front)
 
-    def unawaited(self, request: Request, now: int) -> None:
+    def on_dequeued(self, request: Request, now: int) -> None:
         """Pass it on."""
-        for _, hear in self._listeners["unawaited"]:
+        for _, hear in self._listeners["on_dequeued"]:
             hear(request, now)
 
     def victim(self, now: int) -> Span:
@@ -233,18 +233,18 @@ class Adaptive(EvictionPolicy):
         if self._chosen is None:
             place, victims = self._draw(), []
             for expert in self._experts:
-                expert.beneficiary = self.beneficiary
+                expert.requester = self.requester
                 victims.append(_seen(expert.victim(now)))
             victim = victims[place]
             blamed = tuple(at for at, other in enumerate(victims) if other is victim)
             self._chosen = victim, place, blamed
         return self._chosen[0]
 
-    def tail(self, span: Span) -> int:
+    def evictable_blocks(self, span: Span) -> int:
         """Return what the expert that chose `span` says."""
         assert self._chosen is not None
         place = self._chosen[1]
-        return self._experts[place].tail(span.data[place])
+        return self._experts[place].evictable_blocks(span.data[place])
 
     def state(self) -> Any:
         """Return the states of experts and ghosts, the weights, and the victim."""
@@ -266,7 +266,7 @@ class Adaptive(EvictionPolicy):
 
     def _overriding(self, method: str) -> list[tuple[int, Callable[..., Any]]]:
         """Return `method` of each expert that overrides it, and the expert's place."""
-        found = [overridden(expert, method) for expert in self._experts]
+        found = [find_override(expert, method) for expert in self._experts]
         return [(place, hear) for place, hear in enumerate(found) if hear is not None]
 
     def _tell(self, method: str, span: Span, *args: Any) -> None:
@@ -275,7 +275,7 @@ class Adaptive(EvictionPolicy):
 
     def _draw(self) -> int:
         """Return the place of an expert, drawn by weight for the request."""
-        text = f"{self.seed}/{self.name}/{self.beneficiary!r}"
+        text = f"{self.seed}/{self.name}/{self.requester!r}"
         digest = blake2b(text.encode(), digest_size=8).digest()
         share = (int.from_bytes(digest) >> (64 - BITS)) / 2**BITS
         for place, weight in enumerate(self._weights[:-1]):

@@ -52,7 +52,7 @@ class ARC(QueuePolicy):
 
     def enter(self, span: Span) -> None:
         """Put `span` into its queue, where its recency says."""
-        (self._again if span.data else self._once).enter(span, span.recency)
+        (self._again if span.data else self._once).enter(span, span.released_order)
 
     def leave(self, span: Span) -> None:
         """Take `span` out of the order of its queue."""
@@ -60,38 +60,38 @@ class ARC(QueuePolicy):
         if span is self._answer:
             self._answer = None
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Put `span` into T1, or into T2 if it was evicted not long ago."""
         del now
         span.data = 2 * self._forget(span) >= span.tokens
         self._count(span, span.blocks)
 
-    def grown(self, span: Span, blocks: int) -> None:
+    def on_extend(self, span: Span, blocks: int) -> None:
         """Count the new blocks."""
         self._forget(span)
         self._count(span, blocks)
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Move `span` to T2."""
         del now
         self._count(span, -span.blocks)
         span.data = True
         self._count(span, span.blocks)
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Remember what left."""
         self._count(span, -blocks)
         self._ghosts[span.data].add(span, blocks)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`, but for its ghost."""
         del reason
         following = heir(span) if span is self._answer else self._answer
         self.leave(span)
         self._answer = following
-        self.trimmed(span, span.blocks)
+        self.on_trim(span, span.blocks)
 
-    def missed(self, request: Request, hit_blocks: int, now: int) -> None:
+    def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """Move the target towards the queue whose ghost remembers the prompt."""
         del hit_blocks, now
         once, again = (ghost.match(request) for ghost in self._ghosts)
@@ -112,7 +112,7 @@ class ARC(QueuePolicy):
         del now
         if self._answer is None:
             held, target = self._held[0], self._target
-            returns = self._returning is not None and self._returning == self.beneficiary
+            returns = self._returning is not None and self._returning == self.requester
             queue = self._once if held > target or (returns and held == target) else self._again
             self._answer, _ = (queue or self._once or self._again).first()
         return self._answer

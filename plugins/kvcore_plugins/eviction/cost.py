@@ -26,17 +26,17 @@ class Cost(ScoreEviction):
 
     _age: float = attrs.field(init=False, default=0.0, repr=False)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Remember the age at its first use."""
         del now
         span.data = self._age
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Remember the age at its latest use."""
         del now
         span.data = self._age
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let both halves be of one age."""
         upper.data = lower.data
 
@@ -44,7 +44,7 @@ class Cost(ScoreEviction):
         """Return the score of its tail block, the one that would go."""
         del now
         age: float = span.data
-        return age + (span.hits + 1) * span.recompute_seconds
+        return age + (span.hit_count + 1) * span.recompute_seconds
 
     def victim(self, now: int) -> Span:
         """Return the span with the lowest score, and age to that score."""

@@ -18,4 +18,4 @@ class FIFO(ScoreEviction):
     def score(self, span: Span, now: int) -> int:
         """Return the serial of its creation."""
         del now
-        return span.born
+        return span.created_order

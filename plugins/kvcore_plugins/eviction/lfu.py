@@ -72,11 +72,11 @@ class LFU(ScoreEviction):
                 numerator *= NS_PER_S
             self._period = numerator, denominator
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Count the first use."""
         span.data = self._use(span, now)
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Let the past fade and count a use."""
         if self._plain:
             return
@@ -85,7 +85,7 @@ class LFU(ScoreEviction):
         else:
             span.data = plus(span.data, self._use(span, now))
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let both halves have the same past."""
         upper.data = lower.data
 
@@ -93,7 +93,7 @@ class LFU(ScoreEviction):
         """Return the sum of its uses: a count, or a weight that never changes by itself."""
         del now
         if self._plain:
-            return span.hits
+            return span.hit_count
         if self.unit == "touches":
             return span.data
         return order(span.data)
@@ -101,7 +101,7 @@ class LFU(ScoreEviction):
     def frequency(self, span: Span, *, now: int = 0, accesses: int = 0) -> float:
         """Return the frequency of `span` at `now` ns, or once there were `accesses` opens."""
         if self._plain:
-            return span.hits + 1.0
+            return span.hit_count + 1.0
         if self.unit == "touches":
             return float(span.data)
         return over(span.data, self._growth(now if self.unit == "s" else accesses))
@@ -111,7 +111,7 @@ class LFU(ScoreEviction):
             return None
         if self.unit == "touches":
             return 1.0
-        return self._growth(now if self.unit == "s" else span.opened)
+        return self._growth(now if self.unit == "s" else span.last_hit_order)
 
     def _growth(self, moment: int) -> Weight:
         """Return what a use at `moment` (ns or opens) weighs: one half life doubles it."""

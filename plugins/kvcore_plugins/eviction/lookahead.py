@@ -53,9 +53,9 @@ class Lookahead(ScoreEviction):
 
     def __attrs_post_init__(self) -> None:
         """Say how far ahead it wants to look."""
-        self.ahead = None if self.requests == "all" else self.requests
+        self.lookahead = None if self.requests == "all" else self.requests
 
-    def awaited(self, request: Request, now: int, *, front: bool = False) -> None:
+    def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Note that `request` needs its blocks."""
         del now
         first, last = self._ends
@@ -64,7 +64,7 @@ class Lookahead(ScoreEviction):
         self._waiting[request.id] = turn, request.keys
         self._need(turn, request.keys)
 
-    def unawaited(self, request: Request, now: int) -> None:
+    def on_dequeued(self, request: Request, now: int) -> None:
         """Note that `request` needs nothing any more."""
         del now
         turn, keys = self._waiting.pop(request.id)
@@ -83,41 +83,41 @@ class Lookahead(ScoreEviction):
         turn = self._turn(_last_key(span))
         return (False, 0) if turn == inf else (True, -turn)
 
-    def tail(self, span: Span) -> int:
+    def evictable_blocks(self, span: Span) -> int:
         """Return how many blocks at its end are needed no sooner than the last one."""
-        ratio, keys = span.shape.ratio, span.path_keys
+        ratio, keys = span.geometry.ratio, span.path_keys
         last = (span.end - 1) // ratio
         # Whoever needs a block needs those before it: turns only rise along a path.
         places = range(span.start // ratio, last)
         place = bisect_left(places, self._turn(keys[last]), key=lambda at: self._turn(keys[at]))
         return span.end - max(span.start, (places.start + place) * ratio)
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Enter `span` if it is a leaf."""
         if span.is_leaf:
             self._leaves[_last_key(span)] = span
-        super().released(span, now)
+        super().on_release(span, now)
 
-    def leaf(self, span: Span) -> None:
+    def on_leaf(self, span: Span) -> None:
         """Enter `span`."""
         self._leaves[_last_key(span)] = span
-        super().leaf(span)
+        super().on_leaf(span)
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Take `span` out."""
         self._forget(span, span.end)
-        super().pinned(span)
+        super().on_pin(span)
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Enter what is left of `span` by its new last key."""
         self._forget(span, span.end + blocks)
         self._leaves[_last_key(span)] = span
-        super().trimmed(span, blocks)
+        super().on_trim(span, blocks)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`."""
         self._forget(span, span.end)
-        super().removed(span, reason)
+        super().on_remove(span, reason)
 
     def state(self) -> Any:
         """Return the order, the leaves by key, and who waits for what."""
@@ -149,10 +149,10 @@ class Lookahead(ScoreEviction):
             self.rescore(leaf)
 
     def _forget(self, span: Span, end: int) -> None:
-        key = span.path_keys[(end - 1) // span.shape.ratio]
+        key = span.path_keys[(end - 1) // span.geometry.ratio]
         if self._leaves.get(key) is span:
             del self._leaves[key]
 
 
 def _last_key(span: Span) -> Key:
-    return span.path_keys[(span.end - 1) // span.shape.ratio]
+    return span.path_keys[(span.end - 1) // span.geometry.ratio]

@@ -23,11 +23,11 @@ class LRU(EvictionPolicy):
 
     _order: OrderedDict[Span, None] = attrs.field(init=False, factory=OrderedDict, repr=False)
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Take `span` out."""
         del self._order[span]
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Append `span`, the most recent now."""
         del now
         self._order[span] = None
@@ -35,10 +35,10 @@ class LRU(EvictionPolicy):
     def unpinned(self, span: Span, now: int) -> None:
         """Put `span` back where its recency says. O(spans), after a failure alone."""
         del now
-        spans = sorted([*self._order, span], key=lambda span: span.recency)
+        spans = sorted([*self._order, span], key=lambda span: span.released_order)
         self._order = OrderedDict.fromkeys(spans)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`."""
         del reason
         del self._order[span]

@@ -66,37 +66,37 @@ class LRUK(ScoreEviction):
             msg = f"lruk: history={value} must be a share of the pool, 0 or more"
             raise InputError(msg)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Count a use, after those remembered."""
         del now
-        first = span.path_keys[span.start // span.shape.ratio]
+        first = span.path_keys[span.start // span.geometry.ratio]
         _, *uses = self._past.get(first, (0,) * (self.k + 1))
-        span.data = (span.opened, span.opened, *uses[:-1])
+        span.data = (span.last_hit_order, span.last_hit_order, *uses[:-1])
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Count a use, if it does not belong to the one before."""
         del now
         last, *uses = span.data
-        if span.opened - last > self.correlated:
+        if span.last_hit_order - last > self.correlated:
             period = last - uses[0]
             older = (use and use + period for use in uses[:-1])
-            uses = [span.opened, *older]
-        span.data = (span.opened, *uses)
+            uses = [span.last_hit_order, *older]
+        span.data = (span.last_hit_order, *uses)
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let both halves have the same past."""
         upper.data = lower.data
-        super().split(upper, lower)
+        super().on_split(upper, lower)
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Remember what left."""
         self._remember(span, span.end, span.end + blocks)
-        super().trimmed(span, blocks)
+        super().on_trim(span, blocks)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Remember what left."""
         self._remember(span, span.start, span.end)
-        super().removed(span, reason)
+        super().on_remove(span, reason)
 
     def score(self, span: Span, now: int) -> int:
         """Return the serial of its k-th last use, 0 if there were fewer."""
@@ -116,7 +116,7 @@ class LRUK(ScoreEviction):
 
     def _remember(self, span: Span, start: int, end: int) -> None:
         """Remember the uses of `span` for its blocks `[start, end)`, the first longest."""
-        past, ratio = self._past, span.shape.ratio
+        past, ratio = self._past, span.geometry.ratio
         for key in reversed(span.path_keys[start // ratio : (end - 1) // ratio + 1]):
             past[key] = span.data
             past.move_to_end(key)

@@ -23,4 +23,4 @@ class MRU(ScoreEviction):
     def score(self, span: Span, now: int) -> int:
         """Return its recency, the highest first."""
         del now
-        return -span.recency
+        return -span.released_order

@@ -86,21 +86,21 @@ class QueuePolicy(EvictionPolicy):
     def leave(self, span: Span) -> None:
         """Take `span` out of the order, if it is in."""
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let both halves have the same past."""
         upper.data = lower.data
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Take `span` out of the order; its place in the queue stays its own."""
         self.leave(span)
 
-    def released(self, span: Span, now: int) -> None:
-        """Enter `span` if it is a leaf; an inner span enters with `leaf`."""
+    def on_release(self, span: Span, now: int) -> None:
+        """Enter `span` if it is a leaf; an inner span enters with `on_leaf`."""
         del now
         if not span.children:
             self.enter(span)
 
-    def leaf(self, span: Span) -> None:
+    def on_leaf(self, span: Span) -> None:
         """Enter a span that has become a leaf."""
         self.enter(span)
 
@@ -113,7 +113,10 @@ def one_past(span: Span) -> Iterator[Span]:
     """
     above = span.parent
     yield span
-    while above is not None and (above.born, above.hits) == (span.born, span.hits):
+    while above is not None and (above.created_order, above.hit_count) == (
+        span.created_order,
+        span.hit_count,
+    ):
         yield above
         above = above.parent
 
@@ -123,4 +126,4 @@ def heir(span: Span) -> Span | None:
     past = one_past(span)
     next(past)
     above = next(past, None)
-    return above if above is not None and above.is_leaf and not above.pins else None
+    return above if above is not None and above.is_leaf and not above.ref_count else None

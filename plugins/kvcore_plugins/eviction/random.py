@@ -32,7 +32,7 @@ class Random(EvictionPolicy):
     _for: tuple[int | str | None, int] = attrs.field(init=False, default=(None, 0), repr=False)
     _victims: int = attrs.field(init=False, default=0, repr=False)
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Take `span` out: the last leaf takes its place."""
         place = self._places.pop(span, None)
         if place is not None:
@@ -43,29 +43,29 @@ class Random(EvictionPolicy):
         if span is self._current:
             self._current = None
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Add `span` if it is a leaf."""
         del now
         if span.is_leaf:
-            self.leaf(span)
+            self.on_leaf(span)
 
-    def leaf(self, span: Span) -> None:
+    def on_leaf(self, span: Span) -> None:
         """Add `span`."""
         self._places[span] = len(self._leaves)
         self._leaves.append(span)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`."""
         del reason
-        self.pinned(span)
+        self.on_pin(span)
 
     def victim(self, now: int) -> Span:
         """Return the span drawn."""
         if self._current is None:
-            if self._for != (self.beneficiary, now):
-                self._for = self.beneficiary, now
+            if self._for != (self.requester, now):
+                self._for = self.requester, now
                 self._victims = 0
-            text = f"{self.seed}/{self.name}/{self.beneficiary!r}/{now}/{self._victims}"
+            text = f"{self.seed}/{self.name}/{self.requester!r}/{now}/{self._victims}"
             digest = blake2b(text.encode(), digest_size=8).digest()
             self._current = self._leaves[int.from_bytes(digest) % len(self._leaves)]
             self._victims += 1

@@ -99,7 +99,7 @@ class S3FIFO(QueuePolicy):
         if span is self._answer:
             self._answer = None
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Queue `span`: in the main queue if it was evicted not long ago."""
         del now
         self._turns += 1
@@ -107,30 +107,30 @@ class S3FIFO(QueuePolicy):
         span.data = Mark(main, self._turns, 0)
         self._count(span, span.blocks)
 
-    def grown(self, span: Span, blocks: int) -> None:
+    def on_extend(self, span: Span, blocks: int) -> None:
         """Count the new blocks."""
         self._ghosts.forget(span)
         self._count(span, blocks)
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Count a hit."""
         del now
         mark = span.data
         span.data = mark._replace(uses=min(mark.uses + 1, MOST_USES))
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Remember what left the small queue."""
         if not span.data.main:
             self._count(span, -blocks)
             self._ghosts.add(span, blocks)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`, but for its ghost."""
         del reason
         following = heir(span) if span is self._answer else self._answer
         self.leave(span)
         self._answer = following
-        self.trimmed(span, span.blocks)
+        self.on_trim(span, span.blocks)
 
     def victim(self, now: int) -> Span:
         """Return the oldest that nothing speaks for; move those on the way that were hit."""

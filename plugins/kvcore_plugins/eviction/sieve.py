@@ -52,20 +52,20 @@ class SIEVE(QueuePolicy):
         """Let the hand pass `span`."""
         self._side(span).leave(span)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Put `span` at the new end of the queue."""
         del now
-        span.data = Mark(span.born, visited=False)
-        self._queue[span.born] = 1
+        span.data = Mark(span.created_order, visited=False)
+        self._queue[span.created_order] = 1
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Set its bit."""
         del now
         span.data = Mark(span.data.place, visited=True)
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let both halves stand in one place, with one bit each."""
-        super().split(upper, lower)
+        super().on_split(upper, lower)
         self._queue[lower.data.place] += 1
 
     def joined(self, upper: Span, lower: Span) -> None:
@@ -73,7 +73,7 @@ class SIEVE(QueuePolicy):
         del upper
         self._queue[lower.data.place] -= 1
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`; if nothing newer is left for the hand, it begins again."""
         del reason
         self.leave(span)

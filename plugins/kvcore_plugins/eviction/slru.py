@@ -58,17 +58,17 @@ class SLRU(EvictionPolicy):
         super().attach(blocks, block_size)
         self._capacity = int(self.protected * blocks)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Put `span` on probation."""
         del now
         span.data = Place()
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Promote `span`."""
         del now
         span.data.protected = True
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let both halves be of one segment; the upper is pinned and so in neither order."""
         upper.data = copy(lower.data)
         if lower in self._protected:
@@ -79,7 +79,7 @@ class SLRU(EvictionPolicy):
         if lower in self._protected:
             self._held += upper.blocks
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Take `span` out of its segment."""
         if span in self._protected:
             del self._protected[span]
@@ -87,7 +87,7 @@ class SLRU(EvictionPolicy):
         else:
             del self._probation[span]
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Append `span` to its segment, and demote what no longer fits."""
         del now
         if not span.data.protected:
@@ -110,15 +110,15 @@ class SLRU(EvictionPolicy):
         segment.update(dict.fromkeys(order))
         self._held += span.blocks if span.data.protected else 0
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Count what is left."""
         if span in self._protected:
             self._held -= blocks
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`."""
         del reason
-        self.pinned(span)
+        self.on_pin(span)
 
     def victim(self, now: int) -> Span:
         """Return the least recent span on probation, else of the protected ones."""

@@ -62,7 +62,7 @@ class TailLRU(ScoreEviction):
             msg = f"tail-lru: turn={value} must be a number of tokens, 0 or more"
             raise InputError(msg)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Note how far the conversation reaches now."""
         del now
         end: int = span.end
@@ -72,37 +72,37 @@ class TailLRU(ScoreEviction):
             at.data = end
             at = at.parent
 
-    def grown(self, span: Span, blocks: int) -> None:
+    def on_extend(self, span: Span, blocks: int) -> None:
         """Note how far the conversation reaches now."""
         del blocks
-        self.inserted(span, 0)
+        self.on_insert(span, 0)
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let both halves be of one conversation."""
         upper.data = lower.data
-        super().split(upper, lower)
+        super().on_split(upper, lower)
 
     def score(self, span: Span, now: int) -> bool:
         """Return whether its tail block is needed to answer in time."""
         del now
         return self._enough(span) == span.end
 
-    def tail(self, span: Span) -> int:
+    def evictable_blocks(self, span: Span) -> int:
         """Return how many blocks of it are surplus; if none are, all of it may go."""
         return span.end - self._enough(span) or span.blocks
 
     def _enough(self, span: Span) -> int:
         """Return the first position in `span` from which on its blocks are surplus."""
-        ratio = span.shape.ratio
+        ratio = span.geometry.ratio
         keys = range(span.start // ratio, -(-span.end // ratio))
         place = bisect_left(keys, 1, key=lambda key: self._in_time(span, key * ratio))
         return min(max(span.start, (keys.start + place) * ratio), span.end)
 
     def _in_time(self, span: Span, cached: int) -> bool:
         """Say whether the next turn keeps to the threshold with so many blocks cached."""
-        size = span.shape.block_size
+        size = span.geometry.block_size
         missing = (span.data - cached) * size + self.turn
         if self.unit == "tokens":
             return bool(missing <= self.threshold)
-        seconds: float = span.shape.recompute(cached * size, missing)
+        seconds: float = span.geometry.recompute(cached * size, missing)
         return seconds <= self.threshold

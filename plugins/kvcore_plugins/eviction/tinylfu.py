@@ -91,45 +91,45 @@ class TinyLFU(ScoreEviction):
         self._orders = {WINDOW: OrderedDict(), PROTECTED: OrderedDict()}
         self._held = {WINDOW: 0, PROTECTED: 0}
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Put `span` into the window, and count a use."""
         del now
         span.data = Place()
         self._count(span, span.start)
 
-    def grown(self, span: Span, blocks: int) -> None:
+    def on_extend(self, span: Span, blocks: int) -> None:
         """Count a use of what was appended."""
         self._count(span, span.end - blocks)
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Promote `span`, if it is in the main part, and count a use."""
         del now
         if span.data.segment == PROBATION:
             span.data.segment = PROTECTED
         self._count(span, span.start)
 
-    def split(self, upper: Span, lower: Span) -> None:
+    def on_split(self, upper: Span, lower: Span) -> None:
         """Let both halves be of one segment; the upper is pinned and so in no order."""
         upper.data = copy(lower.data)
         if lower in self._orders.get(lower.data.segment, ()):
             self._held[lower.data.segment] -= upper.blocks
-        super().split(upper, lower)
+        super().on_split(upper, lower)
 
     def joined(self, upper: Span, lower: Span) -> None:
         """Count the upper half again."""
         if lower in self._orders.get(lower.data.segment, ()):
             self._held[lower.data.segment] += upper.blocks
-        super().split(upper, lower)
+        super().on_split(upper, lower)
 
-    def pinned(self, span: Span) -> None:
+    def on_pin(self, span: Span) -> None:
         """Take `span` out of its segment."""
         self._take_out(span)
-        super().pinned(span)
+        super().on_pin(span)
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Append `span` to its segment, and move on what no longer fits."""
         self._append(span, span.data.segment)
-        super().released(span, now)
+        super().on_release(span, now)
         for segment in (WINDOW, PROTECTED):
             while self._held[segment] > self._capacity[segment]:
                 self._move_on(segment)
@@ -142,18 +142,18 @@ class TinyLFU(ScoreEviction):
             spans = sorted([*order, span], key=lambda span: span.data.turn)
             self._orders[segment] = OrderedDict.fromkeys(spans)
             self._held[segment] += span.blocks
-        super().released(span, now)
+        super().on_release(span, now)
 
-    def trimmed(self, span: Span, blocks: int) -> None:
+    def on_trim(self, span: Span, blocks: int) -> None:
         """Count what is left."""
         if span.data.segment in self._held:
             self._held[span.data.segment] -= blocks
-        super().trimmed(span, blocks)
+        super().on_trim(span, blocks)
 
-    def removed(self, span: Span, reason: str) -> None:
+    def on_remove(self, span: Span, reason: str) -> None:
         """Forget `span`."""
         self._take_out(span)
-        super().removed(span, reason)
+        super().on_remove(span, reason)
 
     def score(self, span: Span, now: int) -> tuple[int, int]:
         """Return its segment, and its turn there."""
@@ -192,11 +192,11 @@ class TinyLFU(ScoreEviction):
 
     def _uses(self, span: Span) -> int:
         assert self._sketch is not None
-        return self._sketch.estimate(span.path_keys[(span.end - 1) // span.shape.ratio])
+        return self._sketch.estimate(span.path_keys[(span.end - 1) // span.geometry.ratio])
 
     def _count(self, span: Span, start: int) -> None:
         """Count a use of each key that begins in the blocks of `span` from `start` on."""
-        ratio = span.shape.ratio
+        ratio = span.geometry.ratio
         if self._sketch is None:
             keys = max(1, self.blocks // ratio)
             self._sketch = Sketch(keys, self.period * keys)

@@ -36,15 +36,15 @@ class TTL(LRU):
             msg = f"ttl: ttl={value} must be a positive number of seconds"
             raise InputError(msg)
 
-    def inserted(self, span: Span, now: int) -> None:
+    def on_insert(self, span: Span, now: int) -> None:
         """Start its time."""
         span.expires = now + round(self.ttl * NS_PER_S)
 
-    def accessed(self, span: Span, now: int) -> None:
+    def on_access(self, span: Span, now: int) -> None:
         """Give it its full time again."""
         span.expires = now + round(self.ttl * NS_PER_S)
 
-    def released(self, span: Span, now: int) -> None:
+    def on_release(self, span: Span, now: int) -> None:
         """Append `span`, whose idle time begins now."""
         span.expires = now + round(self.ttl * NS_PER_S)
-        super().released(span, now)
+        super().on_release(span, now)

@@ -58,7 +58,7 @@ class PagedCache:
                 "KVCache(blocks, block_size, ids=True)"
             )
             raise InputError(msg)
-        self.backend.claim()
+        self.backend.bind()
 
     @contextmanager
     def attached(self, model: PreTrainedModel) -> Iterator[PagedCache]:

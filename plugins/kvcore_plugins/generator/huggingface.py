@@ -50,7 +50,7 @@ class HuggingFace(Generator):
     )
 
     @classmethod
-    def unusable(cls) -> str | None:
+    def unavailable(cls) -> str | None:
         """Say which of torch and transformers is not installed."""
         missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
         return f"needs {' and '.join(missing)}: pip install 'kvcore[hf]'" if missing else None

@@ -109,7 +109,7 @@ class Transformer(Generator):
         self._spec = spec if self.window is None else spec.with_window(self.window)
 
     @classmethod
-    def unusable(cls) -> str | None:
+    def unavailable(cls) -> str | None:
         """Say that it needs torch, where there is none."""
         if find_spec("torch") is None:
             return "needs torch: pip install 'kvcore[torch]'"

@@ -59,7 +59,7 @@ def _span_ending_at(tree: SpanTree, span: Span, end: int) -> tuple[Span, Span | 
     if span.end == end:
         return span, None
     upper = tree.cut(span, end)
-    upper.pins -= 1
+    upper.ref_count -= 1
     return upper, span
 
 
@@ -72,7 +72,7 @@ def _pin_for(tree: SpanTree, sibling: Sequence, deepest: Span, first: int, now: 
         span = span.parent
     for span in reversed(path):
         span.creator = None
-        span.pins += 1
+        span.ref_count += 1
         begin = sibling.span.end
         assert sibling.private is not None
         held = sibling.private[: span.end - begin]

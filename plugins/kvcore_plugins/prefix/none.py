@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import EvictionPolicy, PrefixCache, Span
-from kvcore.cache import Ids, Match, Sequence, Shape, root_span
+from kvcore.cache import Ids, Match, Sequence, SpanGeometry, root_span
 from kvcore.request import Key
 
 
@@ -20,10 +20,12 @@ class NoPrefix(PrefixCache):
 
     name: ClassVar[str] = "none"
 
-    def attach(self, pool: Any, eviction: EvictionPolicy, shape: Shape, trace: Any) -> None:
+    def attach(
+        self, pool: Any, eviction: EvictionPolicy, geometry: SpanGeometry, trace: Any
+    ) -> None:
         """Make the empty root on which every sequence stands."""
-        super().attach(pool, eviction, shape, trace)
-        self.root = root_span(shape)
+        super().attach(pool, eviction, geometry, trace)
+        self.root = root_span(geometry)
 
     def probe(self, keys: Keys[Key], limit: int, now: int) -> Match:
         """Match nothing."""
@@ -50,9 +52,9 @@ class NoPrefix(PrefixCache):
     def fork(self, seq: Sequence, child: Sequence) -> None:
         """Do nothing: nothing is pinned."""
 
-    def evict(self, blocks: int, beneficiary: int | str, now: int) -> Ids | None:
+    def evict(self, blocks: int, requester: int | str, now: int) -> Ids | None:
         """Evict nothing; there never is anything to evict."""
-        del blocks, beneficiary, now
+        del blocks, requester, now
         return array("i")
 
     def spans(self) -> Iterator[Span]:

@@ -11,7 +11,7 @@ import attrs
 
 from kvcore import PolicyError, Span
 from kvcore.cache import Ids, Match, Sequence
-from kvcore.plugins import broken
+from kvcore.plugins import policy_error
 from kvcore.request import DEFAULT_PRIORITY, Key
 from kvcore_plugins.prefix.forks import pin_for_siblings
 from kvcore_plugins.prefix.hints import (
@@ -24,7 +24,7 @@ from kvcore_plugins.prefix.hints import (
 from kvcore_plugins.prefix.integrity import check_tree
 from kvcore_plugins.prefix.tree import SpanTree
 
-HISTORY = ("creator", "hits", "opened", "opener", "last_access", "expires")
+HISTORY = ("creator", "hit_count", "last_hit_order", "last_request", "last_access", "expires")
 """What an access changes in a span."""
 
 _history = attrgetter(*HISTORY)
@@ -59,7 +59,7 @@ class Radix(SpanTree):
     def probe(self, keys: Keys[Key], limit: int, now: int) -> Match:
         """Find the longest cached prefix. O(spans on the path + log keys)."""
         span = self.root
-        ratio = self.shape.ratio
+        ratio = self.geometry.ratio
         position = reserved = 0
         while position < limit:
             children = span.children
@@ -68,7 +68,7 @@ class Radix(SpanTree):
             child = children.get(keys[position // ratio])
             if child is None:
                 break
-            pinned = child.pins
+            pinned = child.ref_count
             if self._expiring and self._is_expired(child, now):
                 return span, position, reserved, child
             end = child.end
@@ -94,20 +94,20 @@ class Radix(SpanTree):
             assert seq.span.parent is not None
             span = seq.span.parent
         root = self.root
-        pinned = self._on_pinned
+        pinned = self._on_pin
         try:
             while span is not root:
-                if span.pins:
-                    span.pins += 1
+                if span.ref_count:
+                    span.ref_count += 1
                 else:
-                    span.pins = 1
+                    span.ref_count = 1
                     self.unpinned -= span.end - span.start
                     if pinned is not None:
                         pinned(span)
                 span = span.parent  # type: ignore[assignment]
         except Exception as error:
             self._unpin(seq, match, span.parent)
-            raise broken(self.eviction, "pinned", error) from error
+            raise policy_error(self.eviction, "on_pin", error) from error
 
     def hit(self, seq: Sequence, now: int, *, again: bool) -> None:
         """Count the access of every span hit. O(their number)."""
@@ -122,13 +122,13 @@ class Radix(SpanTree):
         cuts = [] if seq.priorities is None else cut_at_hints(self, seq)
         if self.residency is not None:
             self.residency.hit(span, now)
-        before = None if self._on_accessed is None else _histories(span, root)
+        before = None if self._on_access is None else _histories(span, root)
         opener, serial = seq.request.id, seq.admission
         while span is not root:
             span.creator = None
-            span.hits += 1
-            span.opened = serial
-            span.opener = opener
+            span.hit_count += 1
+            span.last_hit_order = serial
+            span.last_request = opener
             span.last_access = now
             span = span.parent  # type: ignore[assignment]
         if before is not None:
@@ -144,7 +144,7 @@ class Radix(SpanTree):
     def commit(self, seq: Sequence, upto: int, now: int) -> None:
         """Publish blocks up to `upto`: switch to what others committed, store the rest."""
         self._now = now
-        keys, ratio = seq.keys, self.shape.ratio
+        keys, ratio = seq.keys, self.geometry.ratio
         span = seq.span
         while span.children and span.end < upto:
             child = span.children.get(keys[span.end // ratio])
@@ -181,13 +181,13 @@ class Radix(SpanTree):
         span = seq.span
         while span is not self.root:
             span.creator = None
-            span.pins += 1
+            span.ref_count += 1
             span = span.parent  # type: ignore[assignment]
 
-    def evict(self, blocks: int, beneficiary: int | str, now: int) -> Ids | None:
+    def evict(self, blocks: int, requester: int | str, now: int) -> Ids | None:
         """Evict `blocks` blocks. O(victims), ids by slices."""
         self._now = now
-        self.eviction.beneficiary = beneficiary
+        self.eviction.requester = requester
         gone: Ids | None = None
         missing = blocks
         try:
@@ -233,7 +233,7 @@ class Radix(SpanTree):
         """Let `seq` use the blocks of `child` that it computed too; free its own."""
         first = seq.span.end
         stop = min(child.end, upto)
-        last = (stop - 1) // self.shape.ratio
+        last = (stop - 1) // self.geometry.ratio
         if seq.keys[last] != child.path_keys[last]:
             stop = self._end_of_match(child, seq.keys, stop)
         whole = stop == child.end
@@ -241,17 +241,17 @@ class Radix(SpanTree):
             child = self._split(child, stop)
         else:
             child.creator = None
-            child.pins += 1
+            child.ref_count += 1
         seq.span = child
         own = None
         if seq.private is not None:
             own = seq.private[: stop - first][::-1]
             del seq.private[: stop - first]
         self.record_switch(seq, child, first, own, now)
-        if whole and child.pins == 1:
+        if whole and child.ref_count == 1:
             self.unpinned -= child.blocks
-            if self._on_pinned is not None:
-                self._call("pinned", self._on_pinned, child)
+            if self._on_pin is not None:
+                self._call("on_pin", self._on_pin, child)
 
     def _store(
         self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
@@ -290,10 +290,10 @@ class Radix(SpanTree):
         """Tell the policy of blocks from `first` on, and pin them for forked siblings."""
         try:
             if grown:
-                if self._on_grown is not None:
-                    self._call("grown", self._on_grown, span, span.end - first)
-            elif self._on_inserted is not None:
-                self._call("inserted", self._on_inserted, span, now)
+                if self._on_extend is not None:
+                    self._call("on_extend", self._on_extend, span, span.end - first)
+            elif self._on_insert is not None:
+                self._call("on_insert", self._on_insert, span, now)
         finally:
             if self._expiring:
                 raise_expiry(span, self.root)
@@ -316,9 +316,9 @@ class Radix(SpanTree):
         span = Span(
             self._last_id, parent.end, upto, parent, 1, None, now, now, self._births,
             seq.admission, request.id, 0, 0, priority, until, None, request.tenant, None,
-            self.shape, seq.keys, ids, seq,
+            self.geometry, seq.keys, ids, seq,
         )  # fmt: skip
-        key = seq.keys[parent.end // self.shape.ratio]
+        key = seq.keys[parent.end // self.geometry.ratio]
         if parent.children is None:
             parent.children = {key: span}
         else:
@@ -332,21 +332,21 @@ class Radix(SpanTree):
     def _release(self, span: Span, now: int) -> None:
         """Take one pin from `span` and all above it."""
         root = self.root
-        released = self._on_released
+        released = self._on_release
         try:
             while span is not root:
-                span.pins -= 1
-                if not span.pins:
+                span.ref_count -= 1
+                if not span.ref_count:
                     self.unpinned += span.end - span.start
                     self._releases += 1
-                    span.recency = self._releases
+                    span.released_order = self._releases
                     if released is not None:
                         released(span, now)
                 span = span.parent  # type: ignore[assignment]
         except Exception as error:
             with suppress(PolicyError):
                 self._release(span.parent or root, now)
-            raise broken(self.eviction, "released", error) from error
+            raise policy_error(self.eviction, "on_release", error) from error
 
     def _unpin(self, seq: Sequence, match: Match, stop: Span | None) -> None:
         """Take back the pins of a failed `open`, from its deepest span up to `stop`."""
@@ -355,8 +355,8 @@ class Radix(SpanTree):
             upper, span = span, span.parent  # type: ignore[assignment]
             self.join(upper)
         while span is not stop:
-            span.pins -= 1
-            if not span.pins:
+            span.ref_count -= 1
+            if not span.ref_count:
                 self.unpinned += span.blocks
                 expires = span.expires
                 with suppress(PolicyError):
@@ -371,10 +371,10 @@ class Radix(SpanTree):
         now: int,
     ) -> None:
         """Tell the policy of an access; if it fails, take statistics and `cuts` back."""
-        assert self._on_accessed is not None
+        assert self._on_access is not None
         try:
             for span, _ in before:
-                self._call("accessed", self._on_accessed, span, now)
+                self._call("on_access", self._on_access, span, now)
         except PolicyError:
             for span, history in before:
                 for name, value in zip(HISTORY, history, strict=True):

@@ -10,8 +10,16 @@ from typing import Any, NoReturn
 import attrs
 
 from kvcore import EvictionPolicy, PolicyError, PrefixCache, Span
-from kvcore.cache import BlockPool, CountingPool, Ids, Recorder, Sequence, Shape, root_span
-from kvcore.plugins import broken, overridden
+from kvcore.cache import (
+    BlockPool,
+    CountingPool,
+    Ids,
+    Recorder,
+    Sequence,
+    SpanGeometry,
+    root_span,
+)
+from kvcore.plugins import find_override, policy_error
 from kvcore.request import Key
 
 
@@ -30,24 +38,28 @@ class SpanTree(PrefixCache):
     _now: int = attrs.field(init=False, default=0, repr=False)
 
     def attach(
-        self, pool: CountingPool, eviction: EvictionPolicy, shape: Shape, trace: Recorder | None
+        self,
+        pool: CountingPool,
+        eviction: EvictionPolicy,
+        geometry: SpanGeometry,
+        trace: Recorder | None,
     ) -> None:
         """Make the root, and look up once which methods the policy overrides."""
-        super().attach(pool, eviction, shape, trace)
-        self.root = root_span(shape)
+        super().attach(pool, eviction, geometry, trace)
+        self.root = root_span(geometry)
         self._expiring = eviction.expires_spans
-        self._on_inserted = overridden(eviction, "inserted")
-        self._on_accessed = overridden(eviction, "accessed")
-        self._on_grown = overridden(eviction, "grown")
-        self._on_split = overridden(eviction, "split")
-        self._on_joined = overridden(eviction, "joined")
-        self._on_pinned = overridden(eviction, "pinned")
-        self._on_released = overridden(eviction, "released")
-        self._on_leaf = overridden(eviction, "leaf")
-        self._on_trimmed = overridden(eviction, "trimmed")
-        self._on_removed = overridden(eviction, "removed")
-        self._tail = overridden(eviction, "tail")
-        listeners = (self._on_inserted, self._on_grown)
+        self._on_insert = find_override(eviction, "on_insert")
+        self._on_access = find_override(eviction, "on_access")
+        self._on_extend = find_override(eviction, "on_extend")
+        self._on_split = find_override(eviction, "on_split")
+        self._on_joined = find_override(eviction, "joined")
+        self._on_pin = find_override(eviction, "on_pin")
+        self._on_release = find_override(eviction, "on_release")
+        self._on_leaf = find_override(eviction, "on_leaf")
+        self._on_trim = find_override(eviction, "on_trim")
+        self._on_remove = find_override(eviction, "on_remove")
+        self._evictable_blocks = find_override(eviction, "evictable_blocks")
+        listeners = (self._on_insert, self._on_extend)
         self._listens = self._expiring or listeners != (None, None)
 
     def _end_of_match(self, span: Span, keys: Keys[Key], stop: int) -> int:
@@ -55,7 +67,7 @@ class SpanTree(PrefixCache):
 
         The key at `span.start` is known to match.
         """
-        ratio = self.shape.ratio
+        ratio = self.geometry.ratio
         own = span.path_keys
         low, high = span.start // ratio, (stop - 1) // ratio
         if keys[high] == own[high]:
@@ -85,7 +97,7 @@ class SpanTree(PrefixCache):
 
     def cut(self, lower: Span, at: int) -> Span:
         """Split without telling the policy: `tell_split` has to follow."""
-        ratio = self.shape.ratio
+        ratio = self.geometry.ratio
         parent = lower.parent
         assert parent is not None
         self._last_id += 1
@@ -95,17 +107,18 @@ class SpanTree(PrefixCache):
             lower.ids = head[cut:]
             head = head[:cut]
         upper = Span(
-            self._last_id, lower.start, at, parent, lower.pins + 1,
+            self._last_id, lower.start, at, parent, lower.ref_count + 1,
             {lower.path_keys[at // ratio]: lower}, lower.created, lower.last_access,
-            lower.born, lower.opened, lower.opener, lower.recency, lower.hits,
+            lower.created_order, lower.last_hit_order, lower.last_request,
+            lower.released_order, lower.hit_count,
             lower.priority, lower.priority_until, lower.expires, lower.tenant, None,
-            self.shape, lower.path_keys, head, None,
+            self.geometry, lower.path_keys, head, None,
         )  # fmt: skip
         assert parent.children is not None
         parent.children[lower.path_keys[lower.start // ratio]] = upper
         lower.parent = upper
         lower.start = at
-        if not lower.pins:
+        if not lower.ref_count:
             self.unpinned -= upper.blocks
         if self.trace is not None:
             self.trace.line("SPLIT", self._now, span=lower.id, upper=upper.id, at=at)
@@ -114,12 +127,12 @@ class SpanTree(PrefixCache):
     def tell_split(self, upper: Span, lower: Span) -> None:
         """Tell the policy of a cut."""
         if self._on_split is not None:
-            self._call("split", self._on_split, upper, lower)
+            self._call("on_split", self._on_split, upper, lower)
 
     def split_pinned(self, lower: Span, at: int) -> Span:
         """Cut a span that the caller has pinned already; return the upper half."""
         upper = self._split(lower, at)
-        upper.pins -= 1
+        upper.ref_count -= 1
         return upper
 
     def join(self, upper: Span) -> None:
@@ -129,12 +142,12 @@ class SpanTree(PrefixCache):
         parent = upper.parent
         assert parent is not None
         assert parent.children is not None
-        parent.children[lower.path_keys[upper.start // self.shape.ratio]] = lower
+        parent.children[lower.path_keys[upper.start // self.geometry.ratio]] = lower
         lower.parent = parent
         lower.start = upper.start
         if upper.ids is not None and lower.ids is not None:
             lower.ids = upper.ids + lower.ids
-        if not lower.pins:
+        if not lower.ref_count:
             self.unpinned += upper.blocks
         upper.parent = None
         if self.trace is not None:
@@ -153,27 +166,27 @@ class SpanTree(PrefixCache):
         try:
             span = self.eviction.victim(now)
         except Exception as error:
-            raise broken(self.eviction, "victim", error) from error
+            raise policy_error(self.eviction, "victim", error) from error
         if (
             span.__class__ is not Span
-            or span.shape is not self.shape
-            or span.pins
+            or span.geometry is not self.geometry
+            or span.ref_count
             or span.children
             or span.parent is None
         ):
             self._refuse(span)
         count = span.end - span.start
-        if self._tail is not None:
+        if self._evictable_blocks is not None:
             count = self._leaving(span, count)
         return span, count if count < missing else missing
 
     def _leaving(self, span: Span, blocks: int) -> int:
         """Ask the policy how many of the `blocks` blocks of a victim leave at once."""
-        assert self._tail is not None
+        assert self._evictable_blocks is not None
         try:
-            count = self._tail(span)
+            count = self._evictable_blocks(span)
         except Exception as error:
-            raise broken(self.eviction, "tail", error) from error
+            raise policy_error(self.eviction, "evictable_blocks", error) from error
         if type(count) is not int or not 1 <= count <= blocks:
             cls = type(self.eviction)
             msg = (
@@ -188,17 +201,17 @@ class SpanTree(PrefixCache):
         parent = span.parent
         assert parent is not None
         assert parent.children is not None
-        del parent.children[span.path_keys[span.start // self.shape.ratio]]
+        del parent.children[span.path_keys[span.start // self.geometry.ratio]]
         blocks = span.end - span.start
         self.cached -= blocks
         self.unpinned -= blocks
         try:
-            if self._on_removed is not None:
-                self._call("removed", self._on_removed, span, reason)
+            if self._on_remove is not None:
+                self._call("on_remove", self._on_remove, span, reason)
         finally:
             span.parent = None
-        if self._on_leaf is not None and not parent.children and not parent.pins:
-            self._call("leaf", self._on_leaf, parent)
+        if self._on_leaf is not None and not parent.children and not parent.ref_count:
+            self._call("on_leaf", self._on_leaf, parent)
 
     def _trim(self, span: Span, blocks: int) -> None:
         """Cut `blocks` blocks from the tail of a leaf and tell the policy."""
@@ -207,15 +220,15 @@ class SpanTree(PrefixCache):
         self.unpinned -= blocks
         if span.ids is not None:
             del span.ids[-blocks:]
-        if self._on_trimmed is not None:
-            self._call("trimmed", self._on_trimmed, span, blocks)
+        if self._on_trim is not None:
+            self._call("on_trim", self._on_trim, span, blocks)
 
     def _is_expired(self, span: Span, now: int) -> bool:
-        return not span.pins and span.expires is not None and span.expires <= now
+        return not span.ref_count and span.expires is not None and span.expires <= now
 
-    def _drop_expired(self, top: Span, beneficiary: int | str, now: int) -> None:
+    def _drop_expired(self, top: Span, requester: int | str, now: int) -> None:
         """Evict `top`, which has expired, and all below it, leaves first."""
-        self.eviction.beneficiary = beneficiary
+        self.eviction.requester = requester
         order = [top]
         for span in order:
             order.extend((span.children or {}).values())
@@ -256,9 +269,9 @@ class SpanTree(PrefixCache):
                 "span": span.id,
                 "runs": ids,
                 "by": self.eviction.name,
-                "for": self.eviction.beneficiary,
+                "for": self.eviction.requester,
                 "age": now - span.last_access,
-                "hits": span.hits,
+                "hits": span.hit_count,
                 "reason": reason,
                 "scope": "cache",
             }
@@ -269,17 +282,17 @@ class SpanTree(PrefixCache):
         try:
             hook(*args)
         except Exception as error:
-            raise broken(self.eviction, method, error) from error
+            raise policy_error(self.eviction, method, error) from error
 
     def _refuse(self, answer: object) -> NoReturn:
         """Raise the PolicyError that says what is wrong with a victim."""
         if not isinstance(answer, Span):
             why = f"{answer!r}, which is no span"
-        elif answer.shape is not self.shape:
+        elif answer.geometry is not self.geometry:
             why = f"{answer!r} of another cache"
         elif answer.parent is None:
             why = f"{answer!r}, which has left the cache"
-        elif answer.pins:
+        elif answer.ref_count:
             why = f"{answer!r}, which is pinned"
         else:
             why = f"{answer!r}, which has children: only leaves can go"

@@ -31,12 +31,12 @@ class Block:
     children: dict[tuple[Any, int], Block] = attrs.Factory(dict)
     history: tuple[Any, ...] = ()
     creator: int | None = None
-    born: int = 0
+    created_order: int = 0
     created: int = 0
-    opened: int = 0
+    last_hit_order: int = 0
     last_access: int = 0
-    hits: int = 0
-    recency: int = 0
+    hit_count: int = 0
+    released_order: int = 0
     priority: int = DEFAULT_PRIORITY
     until: float = FOREVER
     expires: float = FOREVER
@@ -170,10 +170,10 @@ class BlockCache:
         for block in hit:
             block.last_access = now
             if not again:
-                block.hits += 1
-                block.opened = table.admission
+                block.hit_count += 1
+                block.last_hit_order = table.admission
                 block.history += (("hit", table.id),)
-                self.policy.accessed(block, now)
+                self.policy.on_access(block, now)
         if not again:
             self._raise_expiry(hit)
             self._promise(table, hit, now)
@@ -213,10 +213,10 @@ class BlockCache:
             block.creator = None
             if block.place is not None and not block.holders:
                 self.releases += 1
-                block.recency = self.releases
+                block.released_order = self.releases
                 block.history += (("released", table.id),)
                 released.append(block)
-        self.policy.released(released, now)
+        self.policy.on_release(released, now)
         self._raise_expiry(released)
 
     def fork(self, table, _now=0):
@@ -298,7 +298,7 @@ class BlockCache:
 
     def _evict(self, now):
         leaves = [b for b in self.cached if not b.holders and not b.children]
-        victim = min(leaves, key=lambda b: (self.policy.score(b, now), b.recency))
+        victim = min(leaves, key=lambda b: (self.policy.score(b, now), b.released_order))
         self.policy.leaves(victim, now)
         self._take_out(victim, "capacity")
 
@@ -345,14 +345,14 @@ class BlockCache:
                 setattr(own, name, getattr(parent, name))
         else:
             self.births += 1
-            own.born, own.created, own.last_access, own.opened = (
+            own.created_order, own.created, own.last_access, own.last_hit_order = (
                 self.births,
                 now,
                 now,
                 table.admission,
             )
-            own.history = (("born", own.born),)
-            self.policy.inserted(own, now)
+            own.history = (("born", own.created_order),)
+            self.policy.on_insert(own, now)
             self._raise_expiry([own])
         parent.creator = None if parent is not self.root else parent.creator
         own.creator = table.id

@@ -14,25 +14,25 @@ class LRU:
     """The block unused the longest; what the others derive from."""
 
     kind = "reference"
-    ahead = 0
+    lookahead = 0
 
-    def awaited(self, request, now):
+    def on_queued(self, request, now):
         """Learn that `request` will come."""
 
-    def unawaited(self, request, now):
+    def on_dequeued(self, request, now):
         """Learn that `request` has come."""
 
     def attach(self, cache):
         """Learn whose blocks they are."""
         self.cache = cache
 
-    def inserted(self, block, now):
+    def on_insert(self, block, now):
         """Learn that `block` was committed and continues no run of its creator."""
 
-    def accessed(self, block, now):
+    def on_access(self, block, now):
         """Learn that another request hit `block`."""
 
-    def released(self, blocks, now):
+    def on_release(self, blocks, now):
         """Learn that `blocks` lost their last pin, in this order."""
 
     def leaves(self, block, now):
@@ -40,7 +40,7 @@ class LRU:
 
     def score(self, block, _now):
         """Return what orders the leaves, the lowest first; the less recent among equals."""
-        return block.recency
+        return block.released_order
 
 
 class FIFO(LRU):
@@ -48,7 +48,7 @@ class FIFO(LRU):
 
     def score(self, block, _now):
         """Return the serial of its run's creation."""
-        return block.born
+        return block.created_order
 
 
 class MRU(LRU):
@@ -56,7 +56,7 @@ class MRU(LRU):
 
     def score(self, block, _now):
         """Return its recency, the highest first."""
-        return -block.recency
+        return -block.released_order
 
 
 class Plain(LRU):
@@ -64,7 +64,7 @@ class Plain(LRU):
 
     def score(self, block, _now):
         """Return the number of uses."""
-        return block.hits
+        return block.hit_count
 
 
 class Fading(LRU):
@@ -80,11 +80,11 @@ class Fading(LRU):
         self.growth = Decimal(growth)
         self.period = Decimal(period)
 
-    def inserted(self, block, now):
+    def on_insert(self, block, now):
         """Count the first use."""
         block.data = self.use(block, now)
 
-    def accessed(self, block, now):
+    def on_access(self, block, now):
         """Add a use."""
         block.data = EXACT.add(block.data, self.use(block, now))
 
@@ -94,7 +94,7 @@ class Fading(LRU):
 
     def use(self, block, now):
         """Return what a use counts now."""
-        moment = Decimal(now if self.unit == "ns" else block.opened)
+        moment = Decimal(now if self.unit == "ns" else block.last_hit_order)
         return EXACT.power(self.growth, EXACT.divide(moment, self.period))
 
 
@@ -105,12 +105,12 @@ class Touches(LRU):
         """Take the factor per use."""
         self.decay = Decimal(decay)
 
-    def inserted(self, block, now):
+    def on_insert(self, block, now):
         """Count the first use."""
         del now
         block.data = Decimal(1)
 
-    def accessed(self, block, now):
+    def on_access(self, block, now):
         """Let the past fade and add a use."""
         del now
         block.data = EXACT.add(EXACT.multiply(block.data, self.decay), 1)
@@ -137,17 +137,17 @@ class SLRU(LRU):
         self.capacity = int(self.share * cache.blocks)
         self.entered = 0
 
-    def inserted(self, block, now):
+    def on_insert(self, block, now):
         """Put it on probation."""
         del now
         block.data = (False, 0)
 
-    def accessed(self, block, now):
+    def on_access(self, block, now):
         """Promote it."""
         del now
         block.data = (True, 0)
 
-    def released(self, blocks, now):
+    def on_release(self, blocks, now):
         """Enter them run by run, demoting what does not fit after each."""
         del now
         for block in blocks:
@@ -186,12 +186,12 @@ class Cost(LRU):
         super().attach(cache)
         self.age = 0.0
 
-    def inserted(self, block, now):
+    def on_insert(self, block, now):
         """Remember the age."""
         del now
         block.data = self.age
 
-    def accessed(self, block, now):
+    def on_access(self, block, now):
         """Remember the age."""
         del now
         block.data = self.age
@@ -204,7 +204,7 @@ class Cost(LRU):
         """Return its value."""
         size = self.cache.block_size
         seconds = self.cache.recompute(block.position * size, size)
-        return block.data + (block.hits + 1) * seconds
+        return block.data + (block.hit_count + 1) * seconds
 
 
 class Priority(LRU):
@@ -222,15 +222,15 @@ class TTL(LRU):
         """Take the lifetime."""
         self.lifetime = lifetime
 
-    def inserted(self, block, now):
+    def on_insert(self, block, now):
         """Start its time."""
         block.expires = now + self.lifetime
 
-    def accessed(self, block, now):
+    def on_access(self, block, now):
         """Start its time again."""
         block.expires = now + self.lifetime
 
-    def released(self, blocks, now):
+    def on_release(self, blocks, now):
         """Start their time again."""
         for block in blocks:
             block.expires = now + self.lifetime
@@ -241,15 +241,15 @@ class Lookahead(LRU):
 
     def __init__(self, requests):
         """Take how many requests ahead to look."""
-        self.ahead = requests
+        self.lookahead = requests
         self.waiting = []
 
-    def awaited(self, request, now):
+    def on_queued(self, request, now):
         """Put it behind the others."""
         del now
         self.waiting.append(request)
 
-    def unawaited(self, request, now):
+    def on_dequeued(self, request, now):
         """Take it out."""
         del now
         self.waiting.remove(request)
@@ -272,19 +272,19 @@ class LRUK(LRU):
         self.correlated = correlated
         self.past = {}
 
-    def inserted(self, block, now):
+    def on_insert(self, block, now):
         """Shift its past by one."""
         del now
         _, *uses = self.past.get(block.place[0], [None])
-        block.data = [block.opened, block.opened, *uses]
+        block.data = [block.last_hit_order, block.last_hit_order, *uses]
 
-    def accessed(self, block, now):
+    def on_access(self, block, now):
         """Shift its past by one, and close up the period that ends."""
         del now
         last, *uses = block.data
-        if block.opened - last > self.correlated:
-            uses = [block.opened, *(use + last - uses[0] for use in uses)]
-        block.data = [block.opened, *uses]
+        if block.last_hit_order - last > self.correlated:
+            uses = [block.last_hit_order, *(use + last - uses[0] for use in uses)]
+        block.data = [block.last_hit_order, *uses]
 
     def leaves(self, block, now):
         """Remember its past."""
@@ -305,7 +305,7 @@ class TailLRU(LRU):
         self.turn = turn
         self.seconds = seconds
 
-    def released(self, blocks, now):
+    def on_release(self, blocks, now):
         """Let all before a block reach as far as that."""
         del now
         for block in blocks:
