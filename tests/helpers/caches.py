@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import KVCache, Request, ScoreEviction
+from kvcore.cache import Recorder
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 
@@ -130,7 +131,7 @@ class Mortal(LRU):
 
 
 @attrs.define(eq=False)
-class Lines:
+class Lines(Recorder):
     """A trace in memory: the lines, as (event, fields)."""
 
     lines: list[Any] = attrs.field(factory=list)
@@ -148,11 +149,12 @@ class Lines:
         del now
         self.lines.append(("REQUEST", {"id": request.id}))
 
-    def line(self, event, now, **fields):
+    def write(self, line):
         """Note an event."""
-        del now
         # Arrays are the cache's own and go on changing: written down is what they are now.
-        self.lines.append((event, {name: deepcopy(field) for name, field in fields.items()}))
+        kept = line.keys() - {"n", "t", "event"}
+        fields = {name: deepcopy(line[name]) for name in line if name in kept}
+        self.lines.append((line["event"], fields))
 
     def events(self):
         """Return the names of the events, HEADER and REQUEST left out."""

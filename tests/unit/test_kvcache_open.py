@@ -123,11 +123,11 @@ def test_a_trace_that_fails_takes_the_admission_back():
     class Full(Lines):
         """A disk that is full at the first eviction."""
 
-        def line(self, event, now, **fields):
-            if event == "EVICT":
+        def write(self, line):
+            if line["event"] == "EVICT":
                 msg = "disk full"
                 raise OSError(msg)
-            super().line(event, now, **fields)
+            super().write(line)
 
     cache = make(4, trace=Full())
     serve(cache, "ab", "xy")
