@@ -5,7 +5,7 @@ imports msgspec, which takes as long as a tenth of kvcore: import it where lines
 """
 
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import orjson
@@ -95,7 +95,7 @@ class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
     @property
     def event(self) -> str:
         """The name of the event."""
-        return cast("str", self.__struct_config__.tag)
+        return self.__struct_config__.tag  # type: ignore[return-value]
 
     # Reading as from a dict, until all readers of traces use the attributes.
 

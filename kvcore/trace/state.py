@@ -272,6 +272,7 @@ class CacheState:
         self.requests: dict[int | str, TracedPrompt] = {}
         self.cached = self.private = 0
         self.hits = Hits()
+        self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
         self._apply: dict[str, Callable[[Any], None]] = {
             "REQUEST": self._request,
@@ -335,15 +336,18 @@ class CacheState:
         return prompt or violated(f"request {request!r} has no REQUEST line before this")
 
     def ids(self, runs: list[tuple[int, int]]) -> Ids:
-        """Return the block ids that runs stand for.
+        """Return the block ids that runs stand for, not to be changed.
 
         Raises:
             ViolationError: a run is empty, could be longer, or leaves the pool.
         """
-        try:
-            return decode_runs(runs, self.header.blocks)
-        except ValueError as error:
-            raise ViolationError(*error.args) from error
+        # A check decodes the runs of a line, and so does the state just after it.
+        if runs is not self._decoded[0]:
+            try:
+                self._decoded = runs, decode_runs(runs, self.header.blocks)
+            except ValueError as error:
+                raise ViolationError(*error.args) from error
+        return self._decoded[1]
 
     def _request(self, event: events.Request) -> None:
         self.requests[event.id] = self.layout.prompt(event)
