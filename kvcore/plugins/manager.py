@@ -37,6 +37,7 @@ KINDS = {
 kvcore itself are called as the kind whose hook they have."""
 
 NO_PLUGINS = {
+    ("eviction", "belady"): "it is no policy but a bound, and comparisons alone know it",
     ("eviction", "optimum"): "it is no policy but a bound, and comparisons alone know it",
 }
 """Names that are not to be found here, by kind and name, and why."""

@@ -52,7 +52,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
     source, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = ["compare", str(source), "--eviction", "lru", "--blocks", "9"]
-    assert run([*done, "--count", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
+    assert run([*done, "--accounting", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
     capfd.readouterr()
     code, printed, err = export(
         capfd, tmp_path / "t.jsonl", "--format", "mooncake", "--out", out, "--json"

@@ -12,7 +12,7 @@ from helpers.serving import servers
 from hypothesis import given, settings
 
 from kvcore import KVCache, Request, Trace
-from kvcore.analysis import Future, Optimum, explain, replay, served
+from kvcore.analysis import Belady, Future, explain, replay, served
 from kvcore.cache.layout import Geometry
 from kvcore.testing import Driver, Traffic, request_lists, step_lists
 from kvcore_plugins.eviction import LRU
@@ -204,7 +204,7 @@ def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks,
     best = belady([laid(request, layout) for request in requests], blocks)
     if count == "keys":
         future = Future.read(requests, Geometry(count, size, 6))
-        assert sum(best) == Optimum().replay(future, blocks, size)[0].hit_blocks
+        assert sum(best) == Belady().replay(future, blocks, size)[0].hit_blocks
     for reasons, hit in zip(explanation.requests.values(), best, strict=True):
         lost = [loss for loss in reasons.losses if loss.eviction and not loss.eviction.expired]
         for loss in lost:
