@@ -109,7 +109,6 @@ def check_event(
 
 
 replay = check_trace
-advanced = check_event
 
 
 def _report(

@@ -97,24 +97,6 @@ class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
         """The name of the event."""
         return self.__struct_config__.tag  # type: ignore[return-value]
 
-    # Reading as from a dict, until all readers of traces use the attributes.
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a field by its name in JSON."""
-        return self.as_dict()[name]
-
-    def __contains__(self, name: str) -> bool:
-        """Return True if the line has the field."""
-        return name in self.as_dict()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field by its name in JSON, or `default`."""
-        return self.as_dict().get(name, default)
-
-    def items(self) -> Any:
-        """Return the fields with their names in JSON."""
-        return self.as_dict().items()
-
     def as_dict(self) -> dict[str, Any]:
         """Return the line as JSON has it. O(its values)."""
         line: dict[str, Any] = msgspec.to_builtins(self)

@@ -25,7 +25,7 @@ def edited(path, number, **fields):
 
 def test_events_come_with_header_and_end(trace):
     """Iterating yields each line of the file, the first and the last included."""
-    events = [line["event"] for line in read_events(trace)]
+    events = [event.event for event in read_events(trace)]
     assert (len(events), events[0], events[-1]) == (49, "HEADER", "END")
 
 
@@ -42,7 +42,7 @@ def test_reading_streams(trace):
     """The first event is there before the rest of the file has been looked at."""
     whole = trace.read_bytes()
     trace.write_bytes(whole + b"no JSON\n" * 100_000)
-    assert next(iter(read_events(trace)))["event"] == "HEADER"
+    assert next(iter(read_events(trace))).event == "HEADER"
 
 
 @pytest.mark.parametrize(
