@@ -6,15 +6,12 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-import attrs
-
 from kvcore.plugins.base import Plugin
 
 if TYPE_CHECKING:
     from kvcore.cache.sequence import Sequence
 
 
-@attrs.define(slots=False, eq=False)
 class RetentionPolicy(Plugin):
     """Says which tokens of an open sequence need no K/V any longer.
 
