@@ -295,7 +295,3 @@ def _same(one: Path, other: Path) -> bool:
         return one.samefile(other)
     except OSError:
         return False
-
-
-decoded, refusal, storing, part_of = decompressed, unreadable_reason, storage_errors, part_path
-WholeFile, whole_file = AtomicFile, atomic_file
