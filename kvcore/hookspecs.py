@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from kvcore.cache import EvictionPolicy, PrefixCache, RetentionPolicy
+    from kvcore.cache import EvictionPolicy, PrefixIndex, RetentionPolicy
     from kvcore.engine import Backend, Generator
     from kvcore.serving import LatencyModel, Scheduler
     from kvcore.workloads import Workload
@@ -28,7 +28,7 @@ def kvcore_eviction_policies() -> list[type[EvictionPolicy]]:
 
 
 @hookspec
-def kvcore_prefix_caches() -> list[type[PrefixCache]]:
+def kvcore_prefix_indexes() -> list[type[PrefixIndex]]:
     """Return prefix caches: which cached blocks a new prompt can use again."""
 
 

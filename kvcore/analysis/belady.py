@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import attrs
 
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
@@ -99,7 +99,7 @@ class Future:
     ends: array[int]
 
     @classmethod
-    def read(cls, requests: Iterable[Request], geometry: Geometry) -> Self:
+    def read(cls, requests: Iterable[Request], geometry: BlockLayout) -> Self:
         """Read all of `requests`. O(keys) time; O(distinct keys) memory while it reads.
 
         Raises:
@@ -202,7 +202,7 @@ class Optimum:
         evicted = 0
         for serial, length in enumerate(future.lengths):
             hit = cached.take(serial)
-            stats.admitted(length, hit, length * block_size, hit * block_size, again=False)
+            stats.admitted(length, hit, length * block_size, hit * block_size, resumed=False)
             kept = min(length, blocks)
             if not self.bypass:
                 evicted += cached.evict(kept)

@@ -13,8 +13,8 @@ import attrs
 
 from kvcore.analysis.belady import Future, Optimum
 from kvcore.analysis.replay import replay
-from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, Residency, Span
-from kvcore.cache.layout import Geometry
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
@@ -122,7 +122,7 @@ def compare(
     *,
     block_size: int | None = None,
     count: str = "keys",
-    prefix: str | Callable[[], PrefixCache] = SHARING,
+    prefix: str | Callable[[], PrefixIndex] = SHARING,
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -179,7 +179,7 @@ def compare(
     key_tokens, digest = workload.key_tokens, workload.digest
     bench = _Bench(
         workload,
-        Geometry(count, key_tokens if block_size is None else block_size, key_tokens),
+        BlockLayout(count, key_tokens if block_size is None else block_size, key_tokens),
         make_prefix,
         recompute or default_prefill_cost(),
         residency,
@@ -219,8 +219,8 @@ class _Bench:
     """Runs one row after another on one workload."""
 
     workload: Workload
-    geometry: Geometry
-    make_prefix: Callable[[], PrefixCache]
+    geometry: BlockLayout
+    make_prefix: Callable[[], PrefixIndex]
     recompute: PrefillCost
     residency: bool
     tick: Tick = attrs.field(init=False)
@@ -231,7 +231,7 @@ class _Bench:
         cache = self._cache(MOST_BLOCKS, _NoEviction())
         stats = replay(self._requests(), cache)
         return stats.requests, Infinite(
-            distinct_blocks=cache.prefix.cached,
+            distinct_blocks=cache.tree.cached_blocks,
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
@@ -246,9 +246,9 @@ class _Bench:
         else:
             cache = self._cache(blocks, policy.make(), trace)
             if self.residency:
-                seen = cache.prefix.residency = Residency(blocks)
+                seen = cache.tree.residency = Residency(blocks)
             stats = replay(self._requests(), cache)
-            evicted = cache.prefix.evicted + cache.prefix.expired_blocks
+            evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(
             eviction=policy.name,
             options=policy.options,
@@ -339,7 +339,7 @@ def _check(
     entrants: list[Contender],
     sizes: list[int] | None,
     count: str,
-    make_prefix: Callable[[], PrefixCache],
+    make_prefix: Callable[[], PrefixIndex],
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse what cannot be combined."""

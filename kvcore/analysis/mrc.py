@@ -17,7 +17,7 @@ from kvcore.analysis.compare import Contender, Policy, Progress, Source, Tick, c
 from kvcore.analysis.replay import replay
 from kvcore.analysis.sweep.executors import Death, work_all
 from kvcore.cache import EvictionPolicy, KVCache
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
@@ -263,7 +263,7 @@ class _Bench:
         cache = self.replays.cache(None, MOST_BLOCKS)
         with self._reading() as requests:
             stats = replay(requests, cache)
-        return stats.lookup_blocks, cache.prefix.cached, stats.hit_blocks
+        return stats.lookup_blocks, cache.tree.cached_blocks, stats.hit_blocks
 
     def _exact(
         self, entrants: list[Contender], sizes: list[int], reuse: Reuse | None
@@ -395,9 +395,9 @@ class Replays:
     recompute: PrefillCost
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> BlockLayout:
         """How requests lie in blocks."""
-        return Geometry(self.count, self.block_size, self.workload.key_tokens)
+        return BlockLayout(self.count, self.block_size, self.workload.key_tokens)
 
     def cache(self, policy: EvictionPolicy | None, blocks: int) -> KVCache:
         """Return a cache that shares by prefix; no policy is LRU."""

@@ -14,7 +14,7 @@ from kvcore.analysis._setting import Asked, Given, Setting
 from kvcore.analysis.compare import Progress, Tick
 from kvcore.analysis.replay import served
 from kvcore.cache import KVCache
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, TraceError
 from kvcore.files import part_of
@@ -102,7 +102,7 @@ class Figures:
                 "ratio": stats.ratios(),
             },
             evicted_blocks=evicted,
-            forgotten_blocks=stats.forgotten_blocks,
+            forgotten_blocks=stats.dropped_blocks,
             preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
             ttft_s=_times(log.arrival, log.first_token) if timed else None,
             tpot_s=distribution([t for t in log.tpot() if t >= 0], SECOND) if timed else None,
@@ -215,7 +215,7 @@ class Recorded:
         self.evicted = 0
         self._reader = reader
         self._timed = header["mode"] != "untimed"
-        self._geometry = Geometry(header["count"], header["block_size"], header["key_tokens"])
+        self._geometry = BlockLayout(header["count"], header["block_size"], header["key_tokens"])
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
         self._steps = DecodeSteps()
@@ -261,13 +261,13 @@ class Recorded:
         self._open[line["seq"]] = job
         _, tokens, _, _, lookup, _ = self._geometry.prompt(job.request)
         hit_tokens = hit * self._geometry.block_size
-        self.stats.admitted(lookup, hit, tokens, hit_tokens, again=again)
+        self.stats.admitted(lookup, hit, tokens, hit_tokens, resumed=again)
         if not again:
             job.admitted, job.hit = line["t"], hit_tokens
 
     def _evict(self, line: Line) -> None:
         if line["scope"] == "sequence":
-            self.stats.forgotten_blocks += line["blocks"]
+            self.stats.dropped_blocks += line["blocks"]
         else:
             self.evicted += sum(abs(count) for _, count in line["runs"])
 
@@ -541,7 +541,7 @@ class _Rerun:
             self._setting.config(filter(None, plugins)),
             self.log,
             cache.stats,
-            prefix.evicted + prefix.expired_blocks,
+            tree.evicted_blocks + tree.expired_blocks,
             timed=self._setting.timed,
         )
 

@@ -4,12 +4,12 @@ from kvcore.cache.eviction import EvictionPolicy, ScoreEviction
 from kvcore.cache.ghost import GhostTree
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.prefix import Match, PrefixCache
+from kvcore.cache.prefix import Match, PrefixIndex
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.span import Span, SpanGeometry, root_span
+from kvcore.cache.span import Span, BlockLayout, root_span
 
 __all__ = [
     "BlockPool",
@@ -19,13 +19,13 @@ __all__ = [
     "Ids",
     "KVCache",
     "Match",
-    "PrefixCache",
+    "PrefixIndex",
     "Recorder",
     "Residency",
     "RetentionPolicy",
     "ScoreEviction",
     "Sequence",
     "Span",
-    "SpanGeometry",
+    "BlockLayout",
     "root_span",
 ]

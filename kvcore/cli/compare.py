@@ -13,7 +13,7 @@ import click
 
 from kvcore.analysis import SHARING, Comparison
 from kvcore.analysis import compare as run_comparison
-from kvcore.cache.layout import COUNTINGS
+from kvcore.cache.layout import ACCOUNTINGS
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.model import find_or_read
 from kvcore.cli.output import (
@@ -69,7 +69,7 @@ DEVICE = "h100"
 @click.option("--block-size", type=int, help="Tokens in a block.  [default: as in a key]")
 @click.option(
     "--count",
-    type=click.Choice(COUNTINGS),
+    type=click.Choice(ACCOUNTINGS),
     default="keys",
     show_default=True,
     help="Count whole keys, or tokens.",

@@ -13,7 +13,7 @@ import orjson
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
 from kvcore.analysis.sweep.executors import cpus
-from kvcore.cache.layout import COUNTINGS
+from kvcore.cache.layout import ACCOUNTINGS
 from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
 from kvcore.cli.model import find_or_read
 from kvcore.cli.output import (
@@ -59,7 +59,7 @@ KINDS = (*FORMS, "csv", "json")
 @click.option("--block-size", type=int, help="Tokens in a block.  [default: as in a key]")
 @click.option(
     "--count",
-    type=click.Choice(COUNTINGS),
+    type=click.Choice(ACCOUNTINGS),
     default="keys",
     show_default=True,
     help="Count whole keys, or tokens.",

@@ -12,7 +12,7 @@ import orjson
 
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
-from kvcore.cache.layout import COUNTINGS
+from kvcore.cache.layout import ACCOUNTINGS
 from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError
@@ -33,7 +33,7 @@ COUNT = "keys"
 @click.option("--eviction", metavar="PLUGIN", help=f"Of a workload.  [default: {EVICTION}]")
 @click.option("--block-size", type=int, help="Of a workload.  [default: as in a key]")
 @click.option(
-    "--count", type=click.Choice(COUNTINGS), help=f"Of a workload.  [default: {COUNT}]"
+    "--count", type=click.Choice(ACCOUNTINGS), help=f"Of a workload.  [default: {COUNT}]"
 )
 @click.option("--prefix", metavar="PLUGIN", help=f"Of a workload.  [default: {SHARING}]")
 @click.option("--seed", type=int, help="Of a workload, for policies that draw random numbers.")

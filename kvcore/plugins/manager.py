@@ -292,7 +292,7 @@ Found: TypeAlias = tuple[type[Plugin], Origin]
 
 KINDS: dict[str, tuple[str, str]] = {
     "eviction": ("kvcore_eviction_policies", "kvcore.cache.EvictionPolicy"),
-    "prefix": ("kvcore_prefix_caches", "kvcore.cache.PrefixCache"),
+    "prefix": ("kvcore_prefix_indexes", "kvcore.cache.PrefixIndex"),
     "retention": ("kvcore_retention_policies", "kvcore.cache.RetentionPolicy"),
     "scheduler": ("kvcore_schedulers", "kvcore.serving.Scheduler"),
     "latency": ("kvcore_latency_models", "kvcore.serving.LatencyModel"),

@@ -37,8 +37,8 @@ class Growth:
 
     def held(self) -> tuple[int, int]:
         """Return the slots that open requests hold, and those only the prefix cache does."""
-        cached = self._cache.prefix.unpinned * self._size
-        return self.slots - self._cache.pool.free * self._size - cached, cached
+        cached = self._cache.tree.unpinned_blocks * self._size
+        return self.slots - self._cache.pool.free_blocks * self._size - cached, cached
 
     def unfit(self, request: Request) -> str:
         """Say why `request` can never have all its slots; nothing if it can."""
@@ -51,7 +51,7 @@ class Growth:
         cache = self._cache
         keys, _, _, _, _, limit = cache.geometry.prompt(job.request)
         _, hit, reserved, _ = cache.prefix.probe(keys, limit, now)
-        return -(-job.target // self._size) - hit <= cache.room - reserved - spare
+        return -(-job.target // self._size) - hit <= cache.available_blocks - reserved - spare
 
     def splintered(self, request: Request) -> bool:
         """Say whether enough is free for `request`, but in pieces: blocks may lie anywhere."""
@@ -108,14 +108,14 @@ class Growth:
         first, end = start + 1, start + steps
         if self._by_count:
             need = decoders.growth_between(first, end)
-            if need <= cache.pool.free:
+            if need <= cache.pool.free_blocks:
                 reserve(cache, need)
                 self.idle += need * self._size
                 decoders.grown = end
                 return steps
         for step in decoders.growing_between(first, end):
             jobs = decoders.growing(step) or []
-            if len(jobs) > cache.room:
+            if len(jobs) > cache.available_blocks:
                 end = step
                 break
             now = (clock + times.total(step - start)) // PICOSECONDS
@@ -131,7 +131,7 @@ class Growth:
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
         self.idle += len(jobs) * self._size
-        if self._by_count and len(jobs) <= self._cache.pool.free:
+        if self._by_count and len(jobs) <= self._cache.pool.free_blocks:
             reserve(self._cache, len(jobs))
             return
         for job in jobs:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-from kvcore.cache import KVCache, PrefixCache, Sequence
+from kvcore.cache import KVCache, PrefixIndex, Sequence
 from kvcore.cache.refusals import refuse_stranger
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins.manager import plugin_of
@@ -105,7 +105,7 @@ class ContiguousCache(KVCache):
     def __init__(
         self, blocks: int, block_size: int, max_output: int, *, key_tokens: int | None = None
     ) -> None:
-        prefix = plugin_of(PrefixCache, None, "none")
+        prefix = plugin_of(PrefixIndex, None, "none")
         super().__init__(blocks, block_size, prefix=prefix, key_tokens=key_tokens)
         self.max_output = max_output
         self.space = AddressSpace(blocks * block_size)
@@ -158,7 +158,7 @@ class ContiguousCache(KVCache):
         self.sequences[seq.id] = seq
         self._pieces[seq.id] = start, length
         self._recount()
-        self.stats.admitted(lookup, 0, tokens, 0, again=again)
+        self.stats.admitted(lookup, 0, tokens, 0, resumed=again)
         return seq
 
     def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
@@ -230,7 +230,7 @@ class ContiguousCache(KVCache):
             raise AssertionError(msg)
 
     def _recount(self) -> None:
-        self.pool.free = self.space.free // self.geometry.block_size
+        self.pool.free_blocks = self.space.free // self.geometry.block_size
 
 
 class Reserved(Growth):

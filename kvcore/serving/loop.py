@@ -102,7 +102,7 @@ class ServingLoop:
             if self._arrivals.next_at <= now:
                 self._take_arrivals(now)
             if seats.plan(now):
-                timeline.add(now, pool.free, prefix.unpinned)
+                timeline.add(now, pool.free_blocks, tree.unpinned_blocks)
                 if self.occupancy is not None:
                     self.occupancy.event(len(seats.running), seats.refused)
             if seats.chunks:
@@ -288,10 +288,10 @@ class ServingLoop:
             seq = job.seq
             assert seq is not None
             settle(seq, job.length)
-            before = seq.forgotten_tokens
+            before = seq.dropped_tokens
             self._cache.commit(seq, job.length - seq.computed, now)
-            if seq.forgotten_tokens > before:
-                self.decoders.forgot(job, seq.forgotten_tokens - before)
+            if seq.dropped_tokens > before:
+                self.decoders.forgot(job, seq.dropped_tokens - before)
             self.seats.computed()
 
     def _prefill_done(self, job: Job, now: int) -> bool:
@@ -342,4 +342,4 @@ class ServingLoop:
 def _context(job: Job) -> int:
     """Return how many tokens the next one of a prefill attends to, besides its own."""
     assert job.seq is not None
-    return job.computed - job.seq.forgotten_tokens
+    return job.computed - job.seq.dropped_tokens

@@ -269,8 +269,8 @@ def summary(
         "slo": _slo(log.slo or SLO())
         | {"own": log.own_slos, "met": met / judged if judged else None},
         "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
-        "forgotten_blocks": stats.forgotten_blocks,
-        "evicted_blocks": prefix.evicted + prefix.expired_blocks,
+        "forgotten_blocks": stats.dropped_blocks,
+        "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
         "hit": {
             "lookup_blocks": stats.lookup_blocks,
             "hit_blocks": stats.hit_blocks,
@@ -280,7 +280,7 @@ def summary(
             "ratio": stats.ratios(),
         },
         "lost_tokens": stats.lost_tokens,
-        "residency": None if prefix.residency is None else prefix.residency.by_tier(),
+        "residency": None if tree.residency is None else tree.residency.by_tier(),
         "pool": {"block_size": geometry.block_size} | log.pool.summary(first, end),
     }
 

@@ -162,7 +162,7 @@ def serve(
             slo=slo,
         )
     if residency:
-        cache.prefix.residency = Residency(cache.pool.blocks)
+        cache.tree.residency = Residency(cache.pool.blocks)
     start = perf_counter()
     loop.run()
     return loop, perf_counter() - start

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvcore.cache import EvictionPolicy, KVCache, PrefixCache
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
 from kvcore.plugins import find_override
 from kvcore.plugins.options import as_text, instantiate, qualified
 from kvcore.request import Request, Retention
@@ -58,7 +58,7 @@ class EvictionPolicyTests(ABC):
     def make(self) -> EvictionPolicy:
         """Return a new policy, with the same options each time."""
 
-    def make_prefix(self) -> PrefixCache | None:
+    def make_prefix(self) -> PrefixIndex | None:
         """Return a new prefix cache; None for the `radix` plugin."""
         return None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, Span
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.request import Request
 from kvcore.testing.fake_policies import LIFETIME, Failing, Ledger, Mortal, Oldest
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 BLOCK = 4
 
 
-class PrefixCacheTests:
+class PrefixIndexTests:
     """What holds of every prefix cache. Derive a `Test...` class and say how to make yours.
 
     `prefix` (or `make`, if that needs fixtures of the instance) returns a new one, made
     with the same options each time:
 
-        class TestMine(PrefixCacheTests):
+        class TestMine(PrefixIndexTests):
             prefix = Mine
 
     The tests drive it through a `KVCache` and look only at what the contract promises. A
@@ -38,19 +38,19 @@ class PrefixCacheTests:
         expires: spans that an eviction policy lets expire do not match.
     """
 
-    prefix: ClassVar[Callable[[], PrefixCache]]
+    prefix: ClassVar[Callable[[], PrefixIndex]]
     shares: ClassVar[bool] = True
     splits: ClassVar[bool] = True
     expires: ClassVar[bool] = True
 
-    def make(self) -> PrefixCache:
+    def make(self) -> PrefixIndex:
         """Return a new prefix cache."""
         return type(self).prefix()
 
     def test_is_a_named_prefix_cache(self) -> None:
-        """Its class derives from PrefixCache and has a name of its own."""
+        """Its class derives from PrefixIndex and has a name of its own."""
         prefix = self.make()
-        assert isinstance(prefix, PrefixCache)
+        assert isinstance(prefix, PrefixIndex)
         assert type(prefix).name
 
     def test_serves_one_cache(self) -> None:
@@ -102,7 +102,7 @@ class PrefixCacheTests:
         seq = cache.open(_ask("abc"))
         cache.commit(seq, BLOCK)
         cache.check_integrity()
-        assert (seq.hit_blocks, cache.prefix.cached, seq.private_blocks) == (2, 3, 0)
+        assert (seq.hit_blocks, cache.tree.cached_blocks, seq.private_blocks) == (2, 3, 0)
 
     def test_hits_the_blocks_themselves(self) -> None:
         """A hit shares the physical blocks of who computed them."""
@@ -133,8 +133,8 @@ class PrefixCacheTests:
         """Committed full blocks stay cached, if at all; everything else is free."""
         cache = self._cache()
         _serve(cache, "abc", tokens=2 * BLOCK + 1)
-        assert cache.prefix.cached == cache.prefix.unpinned == 2 * self.shares
-        assert cache.pool.free == cache.pool.blocks - cache.prefix.cached
+        assert cache.tree.cached_blocks == cache.tree.unpinned_blocks == 2 * self.shares
+        assert cache.pool.free_blocks == cache.pool.blocks - cache.tree.cached_blocks
 
     def test_pinned_blocks_stay(self) -> None:
         """What open sequences hold is never evicted: there is no room."""
@@ -174,7 +174,7 @@ class PrefixCacheTests:
         _serve(cache, "abcd", "xy")
         cache.open(_ask("lmnop"))
         cache.check_integrity()
-        assert (cache.prefix.evicted, cache.pool.free) == (3, 0)
+        assert (cache.tree.evicted_blocks, cache.pool.free_blocks) == (3, 0)
         assert [cache.probe(_ask(text)) for text in ("xyz", "abcde")] == [2, 1]
 
     def test_a_hit_is_no_victim_of_its_own(self) -> None:
@@ -184,7 +184,7 @@ class PrefixCacheTests:
         _serve(cache, "abc", "xyz")
         seq = cache.open(_ask("abclmn"))
         distinct = len(set(cache.block_table(seq)))
-        assert (seq.hit_blocks, cache.prefix.evicted, distinct) == (3, 3, 6)
+        assert (seq.hit_blocks, cache.tree.evicted_blocks, distinct) == (3, 3, 6)
 
     def test_duplicates_are_freed(self) -> None:
         """Two sequences that compute one prompt end with one copy of it."""
@@ -195,7 +195,7 @@ class PrefixCacheTests:
             cache.commit(seq, 3 * BLOCK)
             cache.check_integrity()
         assert cache.block_table(one) == cache.block_table(two)
-        assert (cache.prefix.cached, cache.pool.free) == (3, cache.pool.blocks - 3)
+        assert (cache.tree.cached_blocks, cache.pool.free_blocks) == (3, cache.pool.blocks - 3)
 
     def test_fork_pins(self) -> None:
         """What two sequences hold stays until both have closed."""
@@ -221,7 +221,7 @@ class PrefixCacheTests:
         cache.commit(child, 3 * BLOCK)
         cache.check_integrity()
         assert cache.block_table(child) == cache.block_table(seq)
-        assert cache.pool.free == cache.pool.blocks - 3
+        assert cache.pool.free_blocks == cache.pool.blocks - 3
 
     @pytest.mark.parametrize(
         "wrong", [RuntimeError("tired"), None, "no span", "pinned", "foreign"]
@@ -253,18 +253,18 @@ class PrefixCacheTests:
         assert (found, snapshot(cache)) == ([3, 0], before)
         cache.open(_ask("abcd"), now=LIFETIME)
         cache.check_integrity()
-        assert (cache.prefix.cached, cache.prefix.expired_blocks) == (0, 3)
+        assert (cache.tree.cached_blocks, cache.tree.expired_blocks) == (0, 3)
 
     def test_yields_parents_before_children(self) -> None:
         """`spans()` has every span, each after its parent, and as many blocks as cached."""
         cache = self._cache(24)
         _serve(cache, "ab", "abcd", "abxy", "lmn")
         seen: set[Span] = set()
-        for span in cache.prefix.spans():
+        for span in cache.tree.spans():
             assert span.parent is not None
             assert span.parent in seen or span.parent.end == 0
             seen.add(span)
-        assert sum(span.blocks for span in seen) == cache.prefix.cached
+        assert sum(span.blocks for span in seen) == cache.tree.cached_blocks
 
     @pytest.mark.parametrize("seed", range(4))
     def test_keeps_its_integrity(self, seed: int) -> None:
@@ -281,7 +281,7 @@ class PrefixCacheTests:
         driver = Driver(cache)
         for step in random_steps(seed, 80, _TRAFFIC):
             driver.step(step)
-            spans = list(cache.prefix.spans())
+            spans = list(cache.tree.spans())
             assert ledger.sizes == {span: span.blocks for span in spans}
             assert ledger.held & set(spans) == {span for span in spans if span.ref_count}
 

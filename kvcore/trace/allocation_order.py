@@ -28,7 +28,7 @@ class Supply:
     @property
     def free(self) -> int:
         """Blocks that hold nothing."""
-        return self.pool.free + len(self._victims)
+        return self.pool.free_blocks + len(self._victims)
 
     def evicted(self, ids: Ids, beneficiary: int | str) -> None:
         """Take in victims, evicted because request `beneficiary` needs blocks."""
@@ -38,7 +38,7 @@ class Supply:
     def expired(self, ids: Ids) -> None:
         """Take in blocks that were dropped as expired: they are free at once."""
         self.settle()
-        self.pool.give(ids, len(ids))
+        self.pool.free(ids, len(ids))
 
     def take(self, ids: Ids, beneficiary: int | str, *, copy: bool = False) -> None:
         """Let a sequence of request `beneficiary` take `ids`, which must be the next.
@@ -54,7 +54,7 @@ class Supply:
             violated(f"{count} blocks are taken; {room} are free")
         if victims and count < room and not copy:
             violated(f"{room - count} more blocks were evicted than were missing")
-        order = self.pool.take(min(count, self.pool.free))
+        order = self.pool.allocate(min(count, self.pool.free_blocks))
         rest = count - len(order)
         order.extend(victims[:rest])
         del victims[:rest]
@@ -73,7 +73,7 @@ class Supply:
         if self._victims:
             if self._copied:
                 violated(f"{len(self._victims)} more blocks were evicted than were missing")
-            ids = self.pool.take(self.pool.free) + self._victims
-            self.pool.give(ids[::-1], len(ids))
+            ids = self.pool.allocate(self.pool.free_blocks) + self._victims
+            self.pool.free(ids[::-1], len(ids))
             self._victims = array("i")
         self._copied = False

@@ -162,13 +162,13 @@ class _Listener:
         span = self._state.spans.get(line["span"])
         if span is not None:
             for each in path(span):
-                self.seen.aged(line["t"] - each.last_access, len(each.ids))
+                self.seen.record_hit(line["t"] - each.last_access, len(each.ids))
 
     def _stored(self, line: Line) -> None:
         self._born.setdefault(line["span"], line["t"])
         seq, first = self._state.sequences.get(line["seq"]), line["first"]
         if seq is not None:
-            self.seen.entered(seq.prompt.keys, first, first + line["blocks"], self._ratio)
+            self.seen.record_store(seq.prompt.keys, first, first + line["blocks"], self._ratio)
 
     def _evicted(self, line: Line) -> None:
         span = self._state.spans.get(line["span"])
@@ -177,6 +177,6 @@ class _Listener:
         blocks = sum(abs(count) for _, count in line["runs"])
         rested = line["age"], line["t"] - self._born[span.id], line["hits"]
         place = span.keys, span.end - blocks, span.end, self._ratio
-        self.seen.left(*place, rested, line["reason"])
+        self.seen.record_evict(*place, rested, line["reason"])
         if blocks == len(span.ids):
             del self._born[span.id]

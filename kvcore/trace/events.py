@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.cache.layout import COUNTINGS
+from kvcore.cache.layout import ACCOUNTINGS
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
@@ -479,7 +479,7 @@ EVENTS: dict[str, Event] = {
             "schema": INTEGER,
             "kvcore": TEXT,
             "mode": _word(*MODES),
-            "count": _word(*COUNTINGS),
+            "count": _word(*ACCOUNTINGS),
             "block_size": SIZE,
             "key_tokens": SIZE,
             "blocks": POOL,

@@ -218,7 +218,7 @@ class CacheState:
         seq, source = self._sequence(line["seq"]), line["from"]
         if not seq.private or (line["block"], source) != (seq.blocks - 1, seq.private[-1]):
             violated(f"block {source} is not the private tail of sequence {seq.id}")
-        if not self._supply.pool.disown(source):
+        if not self._supply.pool.unshare(source):
             violated(f"block {source} has one owner, who may write to it")
         self._supply.take(array("i", [line["to"]]), seq.prompt.id, copy=True)
         self.private += 1
@@ -231,7 +231,7 @@ class CacheState:
             violated(
                 f"the private blocks of sequence {seq.id} are {seq.span.end} to {seq.blocks}"
             )
-        if seq.gaps:
+        if seq.holes:
             violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
         if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
@@ -293,7 +293,7 @@ class CacheState:
             keep = 0
             if reason == "rollback":
                 first = line.get("first", seq.blocks - len(ids))
-                keep = first - seq.span.end - seq.returned
+                keep = first - seq.span.end - seq.freed
                 if not 0 <= keep < len(seq.private):
                     violated(f"blocks {seq.span.end} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
@@ -303,8 +303,8 @@ class CacheState:
             violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
         self.private -= len(freed)
         if reason == "close":
-            if line.get("forgotten", []) != seq.forgotten:
-                violated(f"sequence {seq.id} has forgotten {seq.forgotten}, as first and count")
+            if line.get("forgotten", []) != seq.dropped:
+                violated(f"sequence {seq.id} has forgotten {seq.dropped}, as first and count")
             if self._expected is None:
                 self.lives.close(seq.prompt.id, seq.id)
             self._close(seq)
@@ -402,7 +402,7 @@ class CacheState:
             self._next = ("FREE", seq.id, "duplicate")
             return
         self._shared -= len(ids)
-        if ids != span.ids or not all(map(self._supply.pool.disown, ids)):
+        if ids != span.ids or not all(map(self._supply.pool.unshare, ids)):
             violated(f"sequence {seq.id} does not hold the blocks of span {span.id}")
 
     def _forget(self, span: TracedSpan, count: int) -> None:

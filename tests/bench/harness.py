@@ -104,7 +104,7 @@ def cache_lru(
         seq = cache.open(request, None, now)
         cache.commit(seq, seq.tokens - seq.computed, now)
         cache.close(seq, now)
-        if first < 0 and prefix.evicted:
+        if first < 0 and tree.evicted_blocks:
             start, first = begun, number
     return perf_counter() - start, len(requests) - first
 

@@ -44,7 +44,7 @@ def test_full_pool(policy: type[EvictionPolicy]) -> None:
                 cache.close(seq, request.arrival)
             blocks = sum(len(request.keys) for request in chunk)
             rates.append(blocks / (perf_counter() - start))
-            if full is None and cache.prefix.evicted:
+            if full is None and cache.tree.evicted_blocks:
                 full = part
         assert full is not None
         return rates[-1] / rates[full]

@@ -18,7 +18,7 @@ from kvcore import (
     Generator,
     Job,
     LatencyModel,
-    PrefixCache,
+    PrefixIndex,
     Request,
     RetentionPolicy,
     Scheduler,
@@ -26,7 +26,7 @@ from kvcore import (
     Span,
     Workload,
 )
-from kvcore.cache import GhostTree, SpanGeometry, root_span
+from kvcore.cache import GhostTree, BlockLayout, root_span
 from kvcore.engine import DeviceMemory, Rows, TensorLayout, TokenStep
 from kvcore.plugins import Plugin, find_override, policy_error
 from kvcore.request import Retention
@@ -40,8 +40,8 @@ CONTRACTS = (
     GhostTree,
     ScoreEviction,
     Span,
-    SpanGeometry,
-    PrefixCache,
+    BlockLayout,
+    PrefixIndex,
     RetentionPolicy,
     Scheduler,
     Job,

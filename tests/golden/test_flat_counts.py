@@ -11,7 +11,7 @@ import pytest
 from kvcore import KVCache, Plugins, Request
 from kvcore.analysis import Optimum, replay
 from kvcore.analysis.belady import Future
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
 
@@ -45,6 +45,6 @@ def test_flat_misses(policy, flat):
 
 def test_the_optimum_is_beladys(flat):
     """Where nothing is before anything, the optimum that must admit is Belady's algorithm."""
-    future = Future.read(flat, Geometry("keys", 1, 1))
+    future = Future.read(flat, BlockLayout("keys", 1, 1))
     hits = [Optimum().replay(future, blocks, 1)[0].hit_blocks for blocks in (1_827, 18_279)]
     assert [len(flat) - hit for hit in hits] == [217_437, 182_790]

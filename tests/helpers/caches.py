@@ -67,7 +67,7 @@ def spell(span):
 
 def spans(cache):
     """Return the spans of `cache` by their text."""
-    return {spell(span): span for span in cache.prefix.spans()}
+    return {spell(span): span for span in cache.tree.spans()}
 
 
 def pins(cache):

@@ -111,7 +111,7 @@ def test_halves_of_one_past_are_one(name, seed):
             for (cache, evicted), asked in ((whole, request), (cut, hinted))
         )
         assert found == expected
-        more += len(list(cut[0].prefix.spans())) - len(list(whole[0].prefix.spans()))
+        more += len(list(cut[0].tree.spans())) - len(list(whole[0].tree.spans()))
     assert more, "nothing was cut"
 
 

@@ -18,7 +18,7 @@ def test_close_frees_deepest_first():
     """So the next sequence takes the shallowest of them first."""
     cache = make(12)
     cache.close(cache.open(ask("abc")))
-    assert list(cache.pool.freed()) == [2, 1, 0]
+    assert list(cache.pool.free_ids()) == [2, 1, 0]
     assert table(cache, cache.open(ask("mnop"))) == [0, 1, 2, 3]
 
 
@@ -123,5 +123,5 @@ def test_a_cache_is_written_over_and_over():
     cache = make(5)
     for text in ("abc", "xyz", "abx", "mno", "abcde", "xym"):
         serve(cache, text)
-    held = [block for span in cache.prefix.spans() for block in span.ids]
-    assert sorted([*held, *cache.pool.freed()]) == [0, 1, 2, 3, 4]
+    held = [block for span in cache.tree.spans() for block in span.ids]
+    assert sorted([*held, *cache.pool.free_ids()]) == [0, 1, 2, 3, 4]

@@ -17,7 +17,7 @@ from helpers.tries import number, requests
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
 from kvcore.analysis import Optimum, Steps, compare, curve
 from kvcore.analysis.mrc import spread_sizes
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Zipf
 
@@ -148,8 +148,8 @@ def test_nothing_to_look_up_is_no_error():
 def test_a_key_may_be_anything(key):
     """What a key is changes no hit, nor does the first that is no 64-bit integer."""
     texts = ["abcd", "ab", "abce", "xyz", "abcd", "xy", "xyzw", "abce"] * 3
-    reuse = Reuse.read(requests(texts, key=key), Geometry("keys", 1))
-    assert reuse.lru() == Reuse.read(requests(texts), Geometry("keys", 1)).lru()
+    reuse = Reuse.read(requests(texts, key=key), BlockLayout("keys", 1))
+    assert reuse.lru() == Reuse.read(requests(texts), BlockLayout("keys", 1)).lru()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_keys_are_named_in_portions(monkeypatch, key):
     """However many are named at a time, the same keys are the same."""
     monkeypatch.setattr("kvcore.analysis._reuse.AT_ONCE", 3)
     texts = ["abcd", "ab", "", "abce", "xyz", "abcd", "xy"] * 2
-    reuse = Reuse.read(requests(texts, key=key), Geometry("keys", 1))
+    reuse = Reuse.read(requests(texts, key=key), BlockLayout("keys", 1))
     assert (reuse.lookup_blocks, reuse.distinct_blocks) == (38, 8)
 
 
@@ -341,7 +341,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch):
 def test_the_loops_say_the_same_uncompiled(monkeypatch):
     """Python runs the very functions that numba compiles, to the same arrays."""
     served = requests(["abcd", "ab", "abce", "xyz", "abcd", "xy", "abce"] * 2)
-    geometry = Geometry("keys", 1)
+    geometry = BlockLayout("keys", 1)
     compiled = Reuse.read(served, geometry)
     sizes = range(1, 12)
     expected = [compiled.optimum(size, bypass=bypass) for size in sizes for bypass in (0, 1)]

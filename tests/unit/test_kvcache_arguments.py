@@ -113,12 +113,12 @@ def test_a_trace_takes_one_first_admission_a_request():
     """A second first admission, and the return of an unknown request, are refused."""
     cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=Lines())
     request = ask("a")
-    with pytest.raises(InputError, match="was not admitted before: leave out again=True"):
-        cache.open(request, again=True)
+    with pytest.raises(InputError, match="was not admitted before: leave out resumed=True"):
+        cache.open(request, resumed=True)
     cache.close(cache.open(request))
-    with pytest.raises(InputError, match="was admitted before: give another id, or again=True"):
+    with pytest.raises(InputError, match="was admitted before: give another id, or resumed=True"):
         cache.open(request)
-    cache.close(cache.open(request, again=True))
+    cache.close(cache.open(request, resumed=True))
 
 
 def test_a_refused_request_is_on_record():

@@ -66,7 +66,7 @@ def test_open_drops_what_has_expired(cache):
     cache.open(ask("abc"), now=50)
     cache.check_integrity()
     assert spans(cache) == {}
-    assert (cache.prefix.evicted, cache.prefix.expired_blocks) == (0, 7)
+    assert (cache.tree.evicted_blocks, cache.tree.expired_blocks) == (0, 7)
 
 
 def test_open_drops_before_it_allocates(cache):
@@ -75,7 +75,7 @@ def test_open_drops_before_it_allocates(cache):
     serve(cache, "mnop", now=45)
     cache.open(ask("abcxyzuv"), now=50)
     assert pins(cache) == {"|mnop": 0}
-    assert cache.prefix.evicted == 0
+    assert cache.tree.evicted_blocks == 0
 
 
 def test_open_leaves_other_expired_spans_alone(cache):
@@ -128,7 +128,7 @@ def test_the_policy_is_told_leaves_first():
     cache = make(12, Recorded())
     cache.prefix._expiring = True
     serve(cache, "abc", "abcde", now=0)
-    for span in cache.prefix.spans():
+    for span in cache.tree.spans():
         span.expires = 10
     cache.eviction.told.clear()
     cache.open(ask("x"), now=20)

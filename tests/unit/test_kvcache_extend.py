@@ -26,7 +26,7 @@ def test_blocks_follow_tokens(tokens, blocks):
     seq = start(cache, "ab", BLOCK + 2)
     cache.extend(seq, tokens)
     assert (seq.tokens, seq.blocks) == (BLOCK + 2 + tokens, blocks)
-    assert cache.pool.free == 8 - blocks
+    assert cache.pool.free_blocks == 8 - blocks
     cache.check_integrity()
 
 
@@ -75,7 +75,7 @@ def test_a_refusal_changes_nothing():
     assert snapshot(cache) == before
     assert cache.eviction.told == told
     cache.extend(seq, 5 * BLOCK)
-    assert cache.pool.free == 0
+    assert cache.pool.free_blocks == 0
 
 
 def test_negative_tokens_are_refused():
@@ -141,7 +141,7 @@ def test_a_policy_that_fails_extends_nothing():
     ):
         cache.extend(seq, 3 * BLOCK)
     cache.check_integrity()
-    assert (seq.tokens, seq.blocks, cache.pool.free) == (BLOCK, 1, 1)
+    assert (seq.tokens, seq.blocks, cache.pool.free_blocks) == (BLOCK, 1, 1)
     cache.extend(seq, BLOCK)
     assert table(cache, seq) == [3, 0]
 

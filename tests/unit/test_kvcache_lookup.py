@@ -107,7 +107,7 @@ def test_a_preempted_request_finds_its_own_blocks_without_reuse():
     cache = make(8, Recorded())
     serve(cache, "abc", now=1)
     cache.eviction.told.clear()
-    cache.open(ask("abcd"), now=5, again=True)
+    cache.open(ask("abcd"), now=5, resumed=True)
     span = spans(cache)["|abc"]
     assert (span.hit_count, span.last_hit_order, span.last_access) == (0, 1, 5)
     assert (cache.stats.hit_blocks, cache.stats.self_hit_blocks) == (0, 3)

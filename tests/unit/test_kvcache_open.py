@@ -13,11 +13,11 @@ def test_fifty_tokens_take_four_blocks_and_cache_three():
     """A 50-token prefix at block 16 occupies 4 blocks, 3 of them cacheable."""
     cache = make(8, block_size=16)
     seq = cache.open(ask("abcd", 50, key_tokens=16))
-    assert (cache.pool.free, seq.blocks) == (4, 4)
+    assert (cache.pool.free_blocks, seq.blocks) == (4, 4)
     cache.commit(seq, 50)
-    assert (cache.prefix.cached, seq.private_blocks) == (3, 1)
+    assert (cache.tree.cached_blocks, seq.private_blocks) == (3, 1)
     cache.close(seq)
-    assert (cache.pool.free, cache.prefix.cached) == (5, 3)
+    assert (cache.pool.free_blocks, cache.tree.cached_blocks) == (5, 3)
 
 
 def test_open_pins_before_it_evicts():
@@ -35,7 +35,7 @@ def test_no_more_is_evicted_than_is_missing():
     serve(cache, "abc")
     start(cache, "xy")
     assert spans(cache).keys() == {"|ab", "|xy"}
-    assert cache.prefix.evicted == 1
+    assert cache.tree.evicted_blocks == 1
 
 
 def test_nothing_is_evicted_while_blocks_are_free():
@@ -43,7 +43,7 @@ def test_nothing_is_evicted_while_blocks_are_free():
     cache = make(5)
     serve(cache, "abc")
     start(cache, "xy")
-    assert cache.prefix.evicted == 0
+    assert cache.tree.evicted_blocks == 0
 
 
 def test_first_tokens_allocates_so_many_after_the_hit():
@@ -111,7 +111,7 @@ def test_an_admission_that_fails_half_way_is_taken_back():
     cache.check_integrity()
     assert pins(cache) == {"|abc": 1, "|yz": 0}
     assert spans(cache)["|abc"] is before
-    assert (before.hit_count, before.last_access, cache.pool.free) == (0, 0, 1)
+    assert (before.hit_count, before.last_access, cache.pool.free_blocks) == (0, 0, 1)
     cache.extend(grower, BLOCK)
     compute(cache, grower)
     assert "|abcd" in spans(cache), "its creator still grows it in place"
@@ -190,7 +190,7 @@ def test_missed_is_told_once_and_only_of_a_miss():
     serve(cache, "abc")
     cache.eviction.told.clear()
     cache.open(ask("abc"))
-    cache.open(ask("abxyz"), again=True)
+    cache.open(ask("abxyz"), resumed=True)
     assert "on_miss" not in dict(cache.eviction.told)
     cache.open(ask("abx"))
     assert ("on_miss", 2) not in cache.eviction.told
@@ -269,7 +269,7 @@ def test_without_a_prefix_cache_nothing_is_shared():
     cache = make(prefix=NoPrefix())
     serve(cache, "abc")
     assert cache.probe(ask("abc")) == 0
-    assert cache.pool.free == 8
+    assert cache.pool.free_blocks == 8
 
 
 def test_a_request_of_no_tokens_takes_no_blocks():
@@ -277,5 +277,5 @@ def test_a_request_of_no_tokens_takes_no_blocks():
     cache = make()
     seq = cache.open(Request(id="empty", prompt=0, key_tokens=BLOCK))
     cache.close(seq)
-    assert cache.pool.free == 8
+    assert cache.pool.free_blocks == 8
     cache.check_integrity()

@@ -85,13 +85,13 @@ def full():
     cache = make(8)
     for keys in ("abcd", "abe", "xyz"):
         serve(cache, keys)
-    assert cache.pool.free == 0
+    assert cache.pool.free_blocks == 0
     return cache
 
 
 def spans(cache):
     """Return the spans by their last key."""
-    return {span.keys()[-1]: span for span in cache.prefix.spans()}
+    return {span.keys()[-1]: span for span in cache.tree.spans()}
 
 
 def blocks(cache):
@@ -102,7 +102,7 @@ def blocks(cache):
             None if span.ids is None else span.ids[position - span.start],
             *(getattr(span, name) for name in HISTORY),
         )
-        for span in cache.prefix.spans()
+        for span in cache.tree.spans()
         for position in range(span.start, span.end)
     }
 
@@ -131,12 +131,12 @@ def assert_only_evicted(cache, before):
     left = blocks(cache)
     assert left.items() <= known.items()
     assert rest(cache) == others
-    assert cache.pool.free == free + len(known) - len(left)
+    assert cache.pool.free_blocks == free + len(known) - len(left)
 
 
 def state(cache):
     """Return what `assert_only_evicted` compares with."""
-    return blocks(cache), rest(cache), cache.pool.free
+    return blocks(cache), rest(cache), cache.pool.free_blocks
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_raising_in_open(method, keys, evicted):
     with pytest.raises(PolicyError, match=rf"{NAME} raised RuntimeError in {method}\(\): no"):
         cache.open(ask(keys))
     assert_only_evicted(cache, before)
-    assert cache.prefix.evicted == evicted
+    assert cache.tree.evicted_blocks == evicted
     assert not cache.sequences
     assert len(spans(cache)) <= parts, "what was split is joined again"
 
@@ -196,7 +196,7 @@ def test_raising_in_close():
         cache.close(seq)
     cache.check_integrity()
     assert not cache.sequences
-    assert cache.prefix.unpinned == cache.prefix.cached == 8
+    assert cache.tree.unpinned_blocks == cache.tree.cached_blocks == 8
 
 
 def test_raising_while_it_is_told_of_an_undo():
@@ -235,7 +235,7 @@ def removed(cache):
 
 def root(cache):
     """Return the empty span above all others."""
-    return cache.prefix.root
+    return cache.tree.root
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_wrong_victim_after_a_right_one(call):
     with pytest.raises(PolicyError, match="only leaves can go"):
         cache.open(ask("!!!")) if call == "open" else cache.extend(seq, 3 * BLOCK)
     assert_only_evicted(cache, before)
-    assert cache.pool.free == 1
+    assert cache.pool.free_blocks == 1
 
 
 def now_and_then(seed, share):
@@ -317,7 +317,7 @@ def test_failing_now_and_then(seed, mix, count):
     while driver.sequences:
         cache.close(driver.sequences.pop(), driver.now)
     cache.check_integrity()
-    assert cache.prefix.unpinned == cache.prefix.cached == 45 - cache.pool.free
+    assert cache.tree.unpinned_blocks == cache.tree.cached_blocks == 45 - cache.pool.free_blocks
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -334,5 +334,5 @@ def test_a_failing_policy_leaves_a_trace_that_replays(seed, tmp_path):
                 driver.step(step)
     report = replay(tmp_path / "trace.jsonl")
     assert report.complete
-    assert report.pool["free"] == cache.pool.free
-    assert report.pool["cached"] == cache.prefix.cached
+    assert report.pool["free"] == cache.pool.free_blocks
+    assert report.pool["cached"] == cache.tree.cached_blocks

@@ -117,7 +117,7 @@ def test_a_drifting_policy_gives_one_answer():
     answers = {policy.victim(50) for _ in range(5)}
     assert len(answers) == 1
     serve(cache, "x", now=50)
-    assert answers.isdisjoint(cache.prefix.spans())
+    assert answers.isdisjoint(cache.tree.spans())
 
 
 def test_a_score_may_depend_on_size():

@@ -23,10 +23,10 @@ def test_a_recorded_run_replays_clean(trace):
     report = replay(trace)
     assert (report.complete, report.cut_reason, report.lines) == (True, None, 49)
     assert report.pool == {
-        "free": cache.pool.free,
-        "cached": cache.prefix.cached,
+        "free": cache.pool.free_blocks,
+        "cached": cache.tree.cached_blocks,
         "private": 0,
-        "spans": len(list(cache.prefix.spans())),
+        "spans": len(list(cache.tree.spans())),
     }
 
 
@@ -77,7 +77,7 @@ def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
         seq = cache.open(request)
         cache.commit(seq, 12)
         cache.close(seq)
-        cache.open(request, again=True)
+        cache.open(request, resumed=True)
     hit = replay(path).hit
     assert (hit["lookup_blocks"], hit["hit_blocks"], hit["self_hit_blocks"]) == (3, 0, 2)
 
@@ -142,7 +142,7 @@ def test_the_bundled_workload_replays_clean(tmp_path, count, size):
             cache.close(seq, request.arrival)
     report = replay(path)
     ratios = cache.stats.ratios()
-    assert report.pool["cached"] == cache.prefix.cached
+    assert report.pool["cached"] == cache.tree.cached_blocks
     assert report.hit["hit_blocks"] == cache.stats.hit_blocks
     assert report.hit["ratio"] == {unit: ratios[unit] for unit in ("block", "request")}
 

@@ -16,7 +16,7 @@ def supply():
     """Return a supply of 6 blocks: 3 and 1 freed, in this order, 0 and 2 in use."""
     supply = Supply(6)
     supply.take(ids(0, 1, 2, 3), "r")
-    supply.pool.give(ids(3, 1), 2)
+    supply.pool.free(ids(3, 1), 2)
     return supply
 
 

@@ -16,8 +16,8 @@ import orjson
 from kvcore.analysis.belady import Future, Optimum
 from kvcore.analysis.compare import SHARING
 from kvcore.analysis.sweep.grid import Cell, axes_of
-from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, RetentionPolicy
-from kvcore.cache.layout import Geometry
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, RetentionPolicy
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import MODELS, find_device
@@ -76,7 +76,7 @@ class Shelf:
             self._files[path] = file_digest(path)
         return self._files[path]
 
-    def future(self, cell: Cell, geometry: Geometry) -> Future:
+    def future(self, cell: Cell, geometry: BlockLayout) -> Future:
         """Return what the optimum knows of a workload; the latest is kept."""
         key = self.digest(cell), geometry.count, geometry.block_size
         if self._future is None or self._future[0] != key:
@@ -122,7 +122,7 @@ class Parts:
         Arrivals((), cell.rate_scale)
         self.slo = None if cell.slo == SLO() else cell.slo
         self.eviction: EvictionPolicy | Optimum = self._evicting()
-        self.prefix: PrefixCache = self._built("prefix", cell.prefix)
+        self.prefix: PrefixIndex = self._built("prefix", cell.prefix)
         self.retention: RetentionPolicy | None = None
         self.scheduler: Scheduler | None = None
         self.latency: LatencyModel | None = None
@@ -219,12 +219,12 @@ class Parts:
         is_file = isinstance(value, Path) and value.is_file()
         return self._shelf.file(value) if is_file else plain(value)
 
-    def _geometry(self) -> Geometry:
+    def _geometry(self) -> BlockLayout:
         cell, keys = self.cell, self.workload.key_tokens
         size = cell.block_size
         if size is None:
             size = BLOCK_SIZE if self._timed else keys
-        return Geometry("tokens" if self._timed else cell.count, size, keys)
+        return BlockLayout("tokens" if self._timed else cell.count, size, keys)
 
     def _size(self) -> None:
         """Find out how many blocks the pool has, and what each takes."""

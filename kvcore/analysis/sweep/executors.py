@@ -129,7 +129,7 @@ class Bench:
         else:
             cache = parts.cache()
             stats = replay(parts.workload, cache)
-            evicted = cache.prefix.evicted + cache.prefix.expired_blocks
+            evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return {
             "requests": stats.requests,
             "lookup_blocks": stats.lookup_blocks,

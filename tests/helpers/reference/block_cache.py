@@ -139,7 +139,7 @@ class BlockCache:
         """Return how many blocks would hit."""
         return len(self._match(request, now)[0])
 
-    def open(self, request, first_tokens=None, now=0, *, again=False):
+    def open(self, request, first_tokens=None, now=0, *, resumed=False):
         """Admit a request, if what it needs is free or can be evicted."""
         hit, expired = self._match(request, now)
         tokens = self.length(request)
