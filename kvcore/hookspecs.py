@@ -1,19 +1,13 @@
-"""Every hook of kvcore: one a kind. A hook returns classes; nothing else is ever asked."""
+"""The hooks of kvcore: one a kind of plugin. Each returns classes, derived from `Plugin`."""
 
 # Specifications have no body: pluggy reads their names and signatures.
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pluggy
 
-if TYPE_CHECKING:
-    from kvcore.cache import EvictionPolicy, PrefixIndex, RetentionPolicy
-    from kvcore.engine import Backend, Generator
-    from kvcore.serving import LatencyModel, Scheduler
-    from kvcore.workloads import Workload
+from kvcore.plugins.base import Plugin
 
 PROJECT = "kvcore"
 """Name of the pluggy project, and of the entry-point group that plugins are found in."""
@@ -23,40 +17,40 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def kvcore_eviction_policies() -> list[type[EvictionPolicy]]:
+def kvcore_eviction_policies() -> list[type[Plugin]]:
     """Return eviction policies: which cached blocks leave when the pool is full."""
 
 
 @hookspec
-def kvcore_prefix_indexes() -> list[type[PrefixIndex]]:
+def kvcore_prefix_indexes() -> list[type[Plugin]]:
     """Return prefix caches: which cached blocks a new prompt can use again."""
 
 
 @hookspec
-def kvcore_retention_policies() -> list[type[RetentionPolicy]]:
-    """Return retention policies: what a sequence that is still running may forget."""
+def kvcore_retention_policies() -> list[type[Plugin]]:
+    """Return retention policies: which tokens of a running sequence need no K/V any longer."""
 
 
 @hookspec
-def kvcore_schedulers() -> list[type[Scheduler]]:
-    """Return schedulers: who gets a seat in the batch, and who loses it."""
+def kvcore_schedulers() -> list[type[Plugin]]:
+    """Return schedulers: which waiting jobs run next, and which running ones are preempted."""
 
 
 @hookspec
-def kvcore_latency_models() -> list[type[LatencyModel]]:
+def kvcore_latency_models() -> list[type[Plugin]]:
     """Return latency models: how long a step of a server takes."""
 
 
 @hookspec
-def kvcore_backends() -> list[type[Backend]]:
+def kvcore_backends() -> list[type[Plugin]]:
     """Return backends: where K/V lies as tensors, and how queries read it."""
 
 
 @hookspec
-def kvcore_generators() -> list[type[Generator]]:
-    """Return generators: models, as far as their K/V and next tokens go."""
+def kvcore_generators() -> list[type[Plugin]]:
+    """Return generators: models that turn tokens into K/V and the next tokens."""
 
 
 @hookspec
-def kvcore_workloads() -> list[type[Workload]]:
+def kvcore_workloads() -> list[type[Plugin]]:
     """Return workloads: sources of requests, recorded or generated."""

@@ -13,7 +13,7 @@ from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.cost import PrefillCost, read_cost
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin
-from kvcore.plugins.manager import Plugins, plugin_of
+from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel, Scheduler
@@ -119,7 +119,7 @@ class Setting:
 
     def scheduler(self) -> Scheduler:
         """Build the scheduler. Raises as `cache` does."""
-        scheduler: Scheduler = plugin_of(Scheduler, self._plugin("scheduler"), "fcfs")
+        scheduler: Scheduler = resolve("scheduler", self._plugin("scheduler"), "fcfs")
         return scheduler
 
     def latency(self) -> LatencyModel:
@@ -128,7 +128,7 @@ class Setting:
         Raises:
             InputError, PluginError: as `cache`, or it computes with other numbers than it did.
         """
-        latency: LatencyModel = plugin_of(LatencyModel, self._plugin("latency"), "roofline")
+        latency: LatencyModel = resolve("latency", self._plugin("latency"), "roofline")
         recorded = self._header.get("latency")
         if self._asked.latency is None and plain(latency.coefficients()) != recorded:
             msg = (

@@ -101,9 +101,7 @@ class KVCache:
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
         self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
         self.prefix: PrefixIndex = resolve("prefix", prefix, "radix")
-        self.retention: RetentionPolicy | None = (
-            None if retention is None else resolve("retention", retention, "window")
-        )
+        self.retention: RetentionPolicy | None = resolve("retention", retention)
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()

@@ -17,7 +17,7 @@ from kvcore.cli.options import ConfigFile, read_plugin
 from kvcore.cli.simulate import simulate
 from kvcore.cli.workload import find_workload
 from kvcore.errors import InputError, PluginError
-from kvcore.plugins.base import option_fields
+from kvcore.plugins.base import options_of
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, as_text
 from kvcore.workloads import Workload
@@ -110,7 +110,7 @@ def _workload(given: str | Spec) -> Spec:
     if isinstance(given, Spec):
         return given
     workload: Workload = find_workload(given, Plugins())
-    defaults = {field.name: field.default for field in option_fields(type(workload))}
+    defaults = {field.name: field.default for field in options_of(type(workload))}
     options = {
         name: as_text(value)
         for name, value in workload.options().items()

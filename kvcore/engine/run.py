@@ -10,7 +10,7 @@ from kvcore.cache import KVCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.executor import Clock, TensorExecutor
 from kvcore.engine.generator import Generator
-from kvcore.plugins.manager import plugin_of
+from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
 from kvcore.serving import LatencyModel, Scheduler
 from kvcore.serving.batching import Batching
@@ -83,8 +83,8 @@ def run(
         StorageError: the pool does not fit into the device's memory.
     """
     check_cache(cache, "run")
-    scheduler = plugin_of(Scheduler, scheduler, "fcfs")
-    latency = plugin_of(LatencyModel, latency, "roofline")
+    scheduler = resolve("scheduler", scheduler, "fcfs")
+    latency = resolve("latency", latency, "roofline")
     latency.bind()
     batching = Batching() if batching is None else batching
     executor = TensorExecutor(

@@ -1,29 +1,67 @@
-"""What every plugin class has in common, whatever its kind."""
+"""The base class of all plugins, whatever their kind, and the options of a plugin class."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import attrs
 
-from kvcore.errors import InputError, PolicyError
+from kvcore.errors import InputError, PluginError, PolicyError
 
 
-@attrs.define(slots=False, eq=False)
 class Plugin(ABC):
-    """Base of the plugin kinds. Options are attrs fields whose names are public."""
+    """Base of the plugin kinds.
+
+    The options of a plugin are the parameters of its constructor. A class may be a plain one
+    with `__init__`, or be decorated with `attrs.define` or `dataclasses.dataclass`; names
+    that start with an underscore are no options.
+
+    This class keeps no fields that a constructor would have to set, so a plain `__init__`
+    need not call it.
+
+    Attributes:
+        kind: what the plugin decides, such as `eviction`; set by the kind's base class.
+        name: the name of the plugin in text; unique within its kind.
+    """
 
     kind: ClassVar[str]
     name: ClassVar[str]
 
-    _bound: bool = attrs.field(init=False, default=False, repr=False)
+    _bound = False
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Create an instance, unless annotated attributes of `cls` would be no options.
+
+        Raises:
+            PluginError: `cls` annotates an attribute and lacks the decorator that makes it
+                an option.
+        """
+        del args, kwargs
+        fault = undecorated(cls)
+        if fault is not None:
+            msg = f"{cls.kind} plugin {qualified(cls)}, {fault}"
+            raise PluginError(msg)
+        return super().__new__(cls)
+
+    def __init__(self) -> None:  # noqa: B027
+        """Store nothing: a plugin class without a constructor has no options."""
+
+    def __repr__(self) -> str:
+        """Return the class and its options, as code that builds an equal plugin."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+        return f"{type(self).__name__}({options})"
 
     def bind(self) -> None:
-        """Take this instance into use. Raises InputError if something uses it already."""
+        """Mark this instance as in use: it serves one cache or run.
+
+        Raises:
+            InputError: it is in use already.
+        """
         if self._bound:
             msg = f"this {self.kind} plugin {self.name!r} is in use already: build another one"
             raise InputError(msg)
@@ -31,25 +69,121 @@ class Plugin(ABC):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Say why this plugin cannot work here (no GPU, an extra missing), or None."""
+        """Return why this plugin cannot work here (no GPU, a missing extra), or None."""
         return None
 
     def options(self) -> dict[str, Any]:
-        """Return the options this instance was built with, by name."""
-        return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
+        """Return the options this instance was built with, by name.
+
+        Raises:
+            PluginError: the constructor has not stored an option under its name.
+        """
+        cls = type(self)
+        try:
+            return {option.name: getattr(self, option.name) for option in options_of(cls)}
+        except AttributeError as error:
+            name = error.name
+            msg = (
+                f"{cls.kind} plugin {qualified(cls)} does not keep its option {name!r}, which "
+                f"traces and reports show: write `self.{name} = {name}` in its __init__"
+            )
+            raise PluginError(msg) from error
 
 
-def option_fields(cls: type[Plugin]) -> list[attrs.Attribute[Any]]:
-    """Return the attrs fields of `cls` that are options: public and settable."""
-    return [f for f in attrs.fields(cls) if f.init and not f.name.startswith("_")]
+@attrs.frozen
+class Option:
+    """A parameter of a plugin's constructor that users may set.
+
+    Attributes:
+        name: name of the option, and of the attribute that keeps its value.
+        parameter: name of the constructor's parameter, where attrs gives it another one.
+        annotation: type of the parameter, perhaps still as text.
+        default: value without the option; `REQUIRED` or `COMPUTED` if there is none to show.
+    """
+
+    name: str
+    parameter: str
+    annotation: Any
+    default: Any
+
+
+REQUIRED: Any = inspect.Parameter.empty
+"""The default of an option that has none."""
+
+COMPUTED: Any = attrs.NOTHING
+"""The default of an option that is made anew for each instance."""
+
+
+def options_of(cls: type[Plugin]) -> list[Option]:
+    """Return the options of `cls`, in the order of its constructor's parameters."""
+    return list(_options_of(cls))
+
+
+def _options_of(cls: type[Plugin]) -> Iterator[Option]:
+    fields = {f.alias: f for f in attrs.fields(cls) if f.init} if attrs.has(cls) else {}
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    for parameter in parameters:
+        field = fields.get(parameter.name)
+        name = field.name if field else parameter.name
+        if name.startswith("_") or parameter.kind in _VARIADIC:
+            continue
+        default = parameter.default
+        if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":  # of dataclasses
+            default = COMPUTED
+        # attrs annotates the parameter with what the converter of the field takes, if that
+        # is annotated, and leaves it without an annotation if not.
+        annotation = parameter.annotation
+        if annotation is REQUIRED:
+            annotation = (field and field.type) or Any
+        yield Option(name, parameter.name, annotation, default)
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def undecorated(cls: type[Plugin]) -> str | None:
+    """Return what is wrong with `cls` if it annotates attributes that are no options.
+
+    `width: int = 4` in a class without a decorator is a class attribute to Python, and an
+    option only to its author.
+    """
+    *classes, contract = contract_and_above(cls)
+    for each in classes:
+        if vars(each).keys() & {"__init__", "__attrs_attrs__", "__dataclass_fields__"}:
+            continue
+        for name, annotation in inspect.get_annotations(each).items():
+            public = not (name.startswith("_") or "ClassVar" in str(annotation))
+            if public and not _declares(contract, name):
+                return (
+                    f"which annotates {name!r} but has no decorator that makes it an option: "
+                    f"write `@attrs.define(eq=False)` above `class {each.__name__}`, or "
+                    f"`{name}: ClassVar[...]` if it is none"
+                )
+    return None
+
+
+def _declares(contract: type, name: str) -> bool:
+    return any(
+        name in vars(each) or name in inspect.get_annotations(each) for each in contract.__mro__
+    )
+
+
+def contract_and_above(cls: type[Plugin]) -> list[type]:
+    """Return `cls` and its base classes up to the base class of its kind, which is last."""
+    classes = []
+    for each in cls.__mro__:
+        classes.append(each)
+        if "kind" in vars(each) or each is Plugin:
+            break
+    return classes
 
 
 def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     """Return the bound `method` of `plugin`, or None if it is the kind's own empty one.
 
-    Callers choose once, so a method that nobody overrides costs nothing.
+    Callers choose once, so a method that no plugin overrides costs nothing.
     """
-    contract = next(base for base in type(plugin).__mro__ if "kind" in vars(base))
+    contract = contract_and_above(type(plugin))[-1]
     if getattr(type(plugin), method) is getattr(contract, method):
         return None
     bound: Callable[..., Any] = getattr(plugin, method)
@@ -57,11 +191,20 @@ def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
 
 
 def policy_error(plugin: Plugin, method: str, error: Exception) -> PolicyError:
-    """Return the error that says that `plugin` raised `error` in `method`."""
-    cls = type(plugin)
+    """Return the error which reports that `plugin` raised `error` in `method`."""
     *_, frame = extract_tb(error.__traceback__)
     where = f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
     return PolicyError(
-        f"{plugin.kind} plugin {plugin.name!r} ({cls.__module__}.{cls.__qualname__}) raised "
+        f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
         f"{type(error).__name__} in {method}(): {error} ({where})"
     )
+
+
+def describe(plugin: Plugin) -> dict[str, Any]:
+    """Return the name and the options of `plugin`, as trace headers and reports have them."""
+    return {"name": plugin.name, "options": plugin.options()}
+
+
+def qualified(cls: type) -> str:
+    """Return the full name of `cls`: module and class."""
+    return f"{cls.__module__}.{cls.__qualname__}"

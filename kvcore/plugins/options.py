@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import partial
+from functools import cache
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import (
+    TYPE_CHECKING,
     Any,
     Literal,
     Optional,
-    TypeAlias,
     TypeVar,
     Union,
     get_args,
@@ -25,12 +26,12 @@ from typing import (
 import attrs
 
 from kvcore.errors import InputError, KvcoreError, PluginError
-from kvcore.plugins.base import Plugin, option_fields
+from kvcore.plugins.base import COMPUTED, REQUIRED, Option, Plugin, options_of, qualified
+
+if TYPE_CHECKING:
+    from cattrs import Converter
 
 P = TypeVar("P", bound=Plugin)
-
-
-Reader: TypeAlias = tuple[str, Callable[[str], Any]]
 
 
 @attrs.frozen
@@ -83,7 +84,7 @@ def parse(text: str) -> list[Spec]:
 def instantiate(
     cls: type[P], options: Mapping[str, str], defaults: Mapping[str, Any] | None = None
 ) -> P:
-    """Build `cls` from options in text, each converted to its field's annotated type.
+    """Build `cls` from options in text, each converted to the type it is annotated with.
 
     `defaults` are values, not text, of options that are not given; those that `cls` does
     not have are left out.
@@ -94,28 +95,25 @@ def instantiate(
         PluginError: the constructor raised anything but TypeError, ValueError or OSError.
     """
     label = f"{cls.kind} plugin {cls.name!r}"
-    fields = {field.name: field for field in option_fields(cls)}
-    for key in options:
-        if key not in fields:
-            msg = f"{label} has no option {key!r}{nearest(key, fields)}. {summary(cls)}"
+    known = {option.name: option for option in options_of(cls)}
+    for name in options:
+        if name not in known:
+            msg = f"{label} has no option {name!r}{nearest(name, known)}. {summary(cls)}"
             raise InputError(msg)
-    others = {
-        key: value
-        for key, value in (defaults or {}).items()
-        if key in fields and key not in options
+    given: dict[str, Any] = {
+        **{name: value for name, value in (defaults or {}).items() if name in known},
+        **{name: _converted(cls, known[name], text) for name, text in options.items()},
     }
-    for name, field in fields.items():
-        if field.default is attrs.NOTHING and name not in options.keys() | others:
+    for name, option in known.items():
+        if option.default is REQUIRED and name not in given:
             msg = f"{label} needs a value for option {name!r}. {summary(cls)}"
             raise InputError(msg)
-    values = {_argument(fields[key]): _value(cls, fields[key], options[key]) for key in options}
-    values |= {_argument(fields[key]): value for key, value in others.items()}
     try:
-        return cls(**values)
+        return cls(**{known[name].parameter: value for name, value in given.items()})
     except (KvcoreError, OSError):
         raise
     except (TypeError, ValueError) as error:
-        # attrs' validators raise with the message first and the evidence after it.
+        # Validators of attrs raise with the message first and the evidence after it.
         reason = error.args[0] if error.args else type(error).__name__
         msg = f"{label} cannot be built as {str(Spec(cls.name, dict(options)))!r}: {reason}"
         raise InputError(msg) from error
@@ -125,15 +123,14 @@ def instantiate(
 
 
 def takes_path(cls: type[Plugin], option: str) -> bool:
-    """Say whether `cls` has such an option, and it is the path of a file."""
-    fields = [field for field in option_fields(cls) if field.name == option]
-    kinds = [_annotation(cls, field) for field in fields]
-    return any(Path in (kind, *get_args(kind)) for kind in kinds)
+    """Return True if `cls` has an option of that name whose value is the path of a file."""
+    types = [_type_of(cls, each) for each in options_of(cls) if each.name == option]
+    return any(Path in (each, *get_args(each)) for each in types)
 
 
 def summary(cls: type[Plugin]) -> str:
     """Return a sentence with the options of `cls` and their defaults."""
-    options = [_with_default(field) for field in option_fields(cls)]
+    options = [_with_default(option) for option in options_of(cls)]
     return f"Its options: {', '.join(options)}." if options else "It has no options."
 
 
@@ -143,67 +140,43 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def qualified(cls: type) -> str:
-    """Return the full name of `cls`: module and class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _with_default(field: attrs.Attribute[Any]) -> str:
-    default: Any = field.default
-    if default is attrs.NOTHING:
-        return f"{field.name} (required)"
-    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-        return f"{field.name} (computed)"
-    return f"{field.name}={as_text(default)}"
-
-
 def as_text(value: object) -> str:
-    """Return the value of an option as text is read: `true`, `none`, `300`."""
+    """Return the value of an option as its text is read: `true`, `none`, `300`."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _value(cls: type[Plugin], field: attrs.Attribute[Any], text: str) -> Any:
-    label = f"option {field.name!r} of {cls.kind} plugin {cls.name!r}"
-    kind = _annotation(cls, field)
+def _with_default(option: Option) -> str:
+    if option.default is REQUIRED:
+        return f"{option.name} (required)"
+    if option.default is COMPUTED:
+        return f"{option.name} (computed)"
+    return f"{option.name}={as_text(option.default)}"
+
+
+def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
+    label = f"option {option.name!r} of {cls.kind} plugin {cls.name!r}"
+    kind = _type_of(cls, option)
     try:
-        expected, read = _reader(kind)
+        expected = _expected(kind)
     except KeyError as error:
         shown = kind.__name__ if type(kind) is type else kind
         msg = f"{label} takes {shown}, which has no text form; build {qualified(cls)} in code"
         raise InputError(msg) from error
     try:
-        return read(text)
+        return _converter().structure(text, kind)
     except (ValueError, LookupError) as error:
         msg = f"{label} takes {expected}, not {text!r}"
         raise InputError(msg) from error
 
 
-def _annotation(cls: type[Plugin], field: attrs.Attribute[Any]) -> Any:
-    """Return the type the constructor takes for `field`; a string if it cannot be known."""
-    # attrs puts the argument type of an annotated converter here, else the field's type.
-    hint = cls.__init__.__annotations__.get(_argument(field), field.type)
-    owner = next((c for c in cls.__mro__ if _declares(c, field.name)), cls)
-    holder = SimpleNamespace(__annotations__={"option": Any if hint is None else hint})
+def _type_of(cls: type[Plugin], option: Option) -> Any:
+    """Return the type of an option; its annotation if that cannot be resolved."""
+    holder = SimpleNamespace(__annotations__={"option": option.annotation})
+    modules = [vars(sys.modules.get(each.__module__, sys)) for each in cls.__mro__]
     try:
-        return get_type_hints(holder, _NAMES | vars(sys.modules[owner.__module__]))["option"]
+        return get_type_hints(holder, _NAMES, ChainMap(*modules))["option"]
     except NameError:
-        return hint
-
-
-def _argument(field: attrs.Attribute[Any]) -> str:
-    return field.alias or field.name
-
-
-def _declares(cls: type, name: str) -> bool:
-    own = vars(cls).get("__attrs_attrs__", ())
-    return any(field.name == name and not field.inherited for field in own)
-
-
-def _number(text: str) -> float:
-    number = float(text)
-    if math.isnan(number):
-        raise ValueError(text)
-    return number
+        return option.annotation
 
 
 # What an annotation may say although its module imports it for type checkers alone.
@@ -217,42 +190,81 @@ _NAMES: dict[str, Any] = {
 
 
 # Ordered: the members of a union are tried in this order, so that `str` is the last resort.
-_READERS: dict[Any, Reader] = {
-    NoneType: ("none", {"none": None}.__getitem__),
-    bool: ("true or false", {"true": True, "false": False}.__getitem__),
-    int: ("an integer", int),
-    float: ("a number", _number),
-    Path: ("a path", Path),
-    str: ("text", str),
-    Any: ("text", str),
+_WORDS: dict[Any, str] = {
+    NoneType: "none",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    Path: "a path",
+    str: "text",
+    Any: "text",
 }
 
 
-def _reader(kind: Any) -> Reader:
-    """Return what a value of type `kind` looks like in text, and what reads it.
+def _expected(kind: Any) -> str:
+    """Return what the text of a value of type `kind` looks like.
 
     Raises:
         KeyError: `kind` has no text form.
     """
     if get_origin(kind) is Literal:
-        choices = {as_text(choice): choice for choice in get_args(kind)}
-        return " or ".join(choices), choices.__getitem__
-    if get_origin(kind) in (Union, UnionType):
-        members: dict[Any, Reader] = {}
-        for member in get_args(kind):
-            with suppress(KeyError):  # what has no text form is for code
-                members[member] = _reader(member)
-        if not members.keys() - {NoneType}:
-            raise KeyError(kind)
-        ordered = [m for m in members if m not in _READERS]
-        ordered += [m for m in _READERS if m in members]
-        expected = " or ".join(words for words, _ in members.values())
-        return expected, partial(_first, [members[member][1] for member in ordered])
-    return _READERS[kind]
+        return " or ".join(map(as_text, get_args(kind)))
+    if _is_union(kind):
+        return " or ".join(_expected(member) for member in _members(kind))
+    return _WORDS[kind]
 
 
-def _first(readers: list[Callable[[str], Any]], text: str) -> Any:
-    for read in readers:
-        with suppress(ValueError, LookupError):
-            return read(text)
-    raise ValueError(text)
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
+
+
+def _members(union: Any) -> list[Any]:
+    """Return the members of `union` that have a text form; the others are for code.
+
+    Raises:
+        KeyError: none has, but None.
+    """
+    members = [m for m in get_args(union) if get_origin(m) is Literal or m in _WORDS]
+    if members in ([], [NoneType]):
+        raise KeyError(union)
+    return members
+
+
+_BOOLS = {"true": True, "false": False}
+
+
+@cache
+def _converter() -> Converter:
+    """Return the converter of option texts. cattrs is imported late: that takes 30 ms."""
+    from cattrs import Converter  # noqa: PLC0415
+
+    def number(text: str, _: object) -> float:
+        value = float(text)
+        if math.isnan(value):
+            raise ValueError(text)
+        return value
+
+    def choice(literal: Any) -> Callable[[str, object], Any]:
+        choices = {as_text(value): value for value in get_args(literal)}
+        return lambda text, _: choices[text]
+
+    def first(union: Any) -> Callable[[str, object], Any]:
+        order = list(_WORDS)
+        members = sorted(_members(union), key=lambda m: order.index(m) if m in order else -1)
+
+        def read(text: str, _: object) -> Any:
+            for member in members:
+                with suppress(ValueError, LookupError):
+                    return converter.structure(text, member)
+            raise ValueError(text)
+
+        return read
+
+    converter = Converter()
+    converter.register_structure_hook(NoneType, lambda text, _: {"none": None}[text])
+    converter.register_structure_hook(bool, lambda text, _: _BOOLS[text])
+    converter.register_structure_hook(float, number)
+    converter.register_structure_hook(Path, lambda text, _: Path(text))
+    converter.register_structure_hook_factory(lambda t: get_origin(t) is Literal, choice)
+    converter.register_structure_hook_factory(_is_union, first)
+    return converter

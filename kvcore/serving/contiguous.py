@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-from kvcore.cache import KVCache, PrefixIndex, Sequence
+from kvcore.cache import KVCache, Sequence
 from kvcore.cache.refusals import refuse_stranger
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins.manager import plugin_of
+from kvcore.plugins.manager import resolve
 from kvcore.request import Request
 from kvcore.serving.allocator import Growth
 from kvcore.serving.decode_batch import Decoders
@@ -105,7 +105,7 @@ class ContiguousCache(KVCache):
     def __init__(
         self, blocks: int, block_size: int, max_output: int, *, key_tokens: int | None = None
     ) -> None:
-        prefix = plugin_of(PrefixIndex, None, "none")
+        prefix = resolve("prefix", None, "none")
         super().__init__(blocks, block_size, prefix=prefix, key_tokens=key_tokens)
         self.max_output = max_output
         self.space = AddressSpace(blocks * block_size)

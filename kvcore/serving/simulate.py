@@ -7,7 +7,7 @@ from time import perf_counter
 
 from kvcore.cache import KVCache, Residency
 from kvcore.errors import InputError
-from kvcore.plugins.manager import plugin_of
+from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
 from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.batching import Batching
@@ -79,8 +79,8 @@ def simulate(
     elif max_output is not None:
         msg = f"max_output={max_output} is for allocation='contiguous' alone; leave it out"
         raise InputError(msg)
-    scheduler = plugin_of(Scheduler, scheduler, "fcfs")
-    latency = plugin_of(LatencyModel, latency, "roofline")
+    scheduler = resolve("scheduler", scheduler, "fcfs")
+    latency = resolve("latency", latency, "roofline")
     latency.bind()
     batching = Batching() if batching is None else batching
     loop, took = serve(

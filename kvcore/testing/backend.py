@@ -16,7 +16,8 @@ import pytest
 from kvcore.engine import Backend, Rows, TensorLayout
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import StorageError
-from kvcore.plugins.options import as_text, instantiate, qualified
+from kvcore.plugins.base import qualified
+from kvcore.plugins.options import as_text, instantiate
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
 from kvcore.plugins import find_override
-from kvcore.plugins.options import as_text, instantiate, qualified
+from kvcore.plugins.base import qualified
+from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import Request, Retention
 from kvcore.testing.harness import (
     FORKS,

@@ -13,8 +13,8 @@ import pytest
 from kvcore.engine import AttendOptions, Backend, Generator, Rows, TensorLayout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
+from kvcore.plugins.base import qualified
 from kvcore.plugins.manager import Plugins
-from kvcore.plugins.options import qualified
 
 if TYPE_CHECKING:
     from kvcore.engine import Attend, Tensor

@@ -14,7 +14,8 @@ import orjson
 import pytest
 
 from kvcore.models.cost import attended_pairs
-from kvcore.plugins.options import as_text, instantiate, qualified
+from kvcore.plugins.base import qualified
+from kvcore.plugins.options import as_text, instantiate
 from kvcore.serving import Batch, LatencyModel, Windows
 from kvcore.serving.latency import StepTimes
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from kvcore.cache import KVCache, RetentionPolicy, Sequence
-from kvcore.plugins.options import qualified
+from kvcore.plugins.base import qualified
 from kvcore.request import Request
 from kvcore.serving import simulate
 

@@ -17,7 +17,8 @@ import pytest
 
 from kvcore.cache import KVCache
 from kvcore.plugins import find_override
-from kvcore.plugins.options import as_text, instantiate, qualified
+from kvcore.plugins.base import qualified
+from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import SLO, Key, Request
 from kvcore.serving import (
     Batch,

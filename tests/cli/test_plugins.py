@@ -97,7 +97,7 @@ def test_table_says_why_a_plugin_is_unusable(site):
 @pytest.mark.parametrize(("columns", "shown"), [(80, False), (99, False), (100, True)])
 def test_narrow_terminals_see_no_modules(monkeypatch, capsys, columns, shown):
     """The column of modules needs a wide terminal; a pipe always has it."""
-    monkeypatch.setattr("kvcore.cli.output.terminal_width", lambda: columns)
+    monkeypatch.setattr("kvcore.cli.plugins.terminal_width", lambda: columns)
     assert main.run(["plugins"]) == 0
     assert ("kvcore_plugins.eviction.lru" in capsys.readouterr().out) is shown
 
@@ -146,7 +146,7 @@ def test_checkout_that_is_not_installed_exits_3(tmp_path):
     for entry in packages.iterdir():
         if entry.suffix not in {".dist-info", ".pth"} and entry.name != "kvcore":
             (tmp_path / entry.name).symlink_to(entry)
-    checkout = Path(kvcore.plugins.manager.__file__).resolve().parents[1]
+    checkout = Path(kvcore.plugins.manager.__file__).resolve().parents[2]
     (tmp_path / "kvcore").symlink_to(checkout / "kvcore")
     done = run(tmp_path, "plugins", flags=["-S"], PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (3, "")

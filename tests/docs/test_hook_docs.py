@@ -47,7 +47,7 @@ def test_no_heading_without_a_hook():
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_has_a_row(kind):
     """Each kind is in the table, with its hook and its base class."""
-    hook, base = KINDS[kind][0], base_of(kind)
+    hook, base = KINDS[kind], base_of(kind)
     assert f"| `{kind}` | `{hook}` | `kvcore.{base.__name__}` |" in REFERENCE
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvcore.cli.export import export
 from kvcore.cli.record import record
 from kvcore.kv_events import Delivery, Gap, Garbage, Restart, Tally
-from kvcore.plugins.base import option_fields
+from kvcore.plugins.base import options_of
 from kvcore_plugins.workload import Lengths, LMCache
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -53,5 +53,5 @@ def test_each_item_has_an_entry():
 @pytest.mark.parametrize("workload", [Lengths, LMCache], ids=lambda workload: workload.name)
 def test_each_option_of_a_workload_has_an_entry(workload):
     """Every option of the workload is in its table."""
-    options = {field.name for field in option_fields(workload)}
+    options = {field.name for field in options_of(workload)}
     assert options <= entries(section("workloads.md", workload.name))

@@ -24,7 +24,7 @@ HEAVY = [
 
 LAYERS = [
     {"request"},
-    {"plugins"},
+    {"plugins", "hookspecs"},
     {"models", "workloads"},
     {"cache"},
     {"trace"},

@@ -84,15 +84,25 @@ def test_pools_are_checked(blocks):
 @pytest.mark.parametrize(
     ("plugins", "says"),
     [
-        ({"eviction": "lru"}, "eviction='lru' is no eviction plugin"),
-        ({"eviction": LRU}, "eviction=LRU is no eviction plugin"),
-        ({"prefix": LRU()}, r"prefix=LRU\(\) is no prefix plugin"),
+        ({"eviction": 8}, "eviction=8 is no eviction plugin: give a name such as 'lru'"),
+        ({"eviction": Radix}, "eviction=Radix is no eviction plugin: give a name"),
+        ({"prefix": LRU()}, r"prefix=LRU\(\) is no prefix plugin: give a name such as 'radix'"),
+        ({"eviction": "lur"}, r"no eviction plugin is named 'lur' \(did you mean 'lru'\?\)"),
+        ({"eviction": "lfu:half=3"}, "eviction plugin 'lfu' has no option 'half'"),
     ],
 )
 def test_plugins_are_checked(plugins, says):
-    """A name, a class or another kind in place of an instance is refused with the way out."""
-    with pytest.raises(InputError, match=says + ": give an instance"):
+    """Another kind, an unknown name and a wrong option are refused with the way out."""
+    with pytest.raises(InputError, match=says):
         KVCache(8, **{"eviction": LRU(), "prefix": Radix()} | plugins)
+
+
+def test_plugins_may_be_names_classes_or_instances():
+    """Wherever a plugin is expected, each of them stands for one."""
+    assert KVCache(8, eviction="lfu:half_life=30").eviction.half_life == 30
+    assert type(KVCache(8, eviction=LRU, prefix=Radix).eviction) is LRU
+    policy = LRU()
+    assert KVCache(8, eviction=policy).eviction is policy
 
 
 def test_a_plugin_without_a_name_is_refused():

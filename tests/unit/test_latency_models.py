@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import attrs
 import pytest
 
 from kvcore import InputError, Plugins
-from kvcore.plugins import option_fields
+from kvcore.plugins.base import REQUIRED, options_of
 from kvcore.serving import Batch
 from kvcore_plugins.latency import Linear, TokenRate
 
@@ -90,8 +89,8 @@ def test_the_reference_has_every_option(name):
     """In the model's row, with the default as text reads it, and whether it jumps."""
     cls = Plugins().get("latency", name)
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
-    for field in option_fields(cls):
+    for field in options_of(cls):
         default = re.search(rf"`{field.name}(?:=([^`]*))?`", row)[1]
         assert default is None or type(field.default)(default) == field.default
-        assert (default is None) == (field.default is attrs.NOTHING)
+        assert (default is None) == (field.default is REQUIRED)
     assert row.endswith("| yes |" if cls.jumps else "| no |")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcore import KVCache, Request
-from kvcore.plugins.manager import DISABLE, KINDS, Loaded, Plugins, default
+from kvcore.plugins.manager import DISABLE, KINDS, Plugins, default
 
 NAMES = {
     "backend": ["torch-cpu", "torch-cuda"],
@@ -86,10 +86,8 @@ def test_no_hook_is_called_while_a_cache_works(monkeypatch):
     plugins = Plugins()
     eviction, prefix = plugins.build("eviction", "lru"), plugins.build("prefix", "radix")
     calls = []
-    plugins._loaded.manager.add_hookcall_monitoring(
-        lambda *_: calls.append("pluggy"), lambda *_: None
-    )
-    monkeypatch.setattr(Loaded, "results", lambda *_: calls.append("kvcore"))
+    plugins._manager.add_hookcall_monitoring(lambda *_: calls.append("pluggy"), lambda *_: None)
+    monkeypatch.setattr(Plugins, "_results", lambda *_: calls.append("kvcore"))
     cache = KVCache(blocks=100, block_size=16, eviction=eviction, prefix=prefix)
     for number in range(500):
         keys = [(number % 40, block) for block in range(20)]

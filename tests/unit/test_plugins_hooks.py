@@ -27,14 +27,14 @@ def test_classes_of_a_hook_are_plugins_of_its_kind(kind):
     def hook():
         return [cls]
 
-    plugins = Plugins([SimpleNamespace(**{KINDS[kind][0]: hook})], entry_points=())
+    plugins = Plugins([SimpleNamespace(**{KINDS[kind]: hook})], entry_points=())
     assert plugins.get(kind, f"some-{kind}") is cls
 
 
 def test_every_hook_has_a_kind():
     """Each hook belongs to one kind."""
     hooks = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
-    assert hooks == sorted(hook for hook, _ in KINDS.values())
+    assert hooks == sorted(KINDS.values())
 
 
 def test_kinds_are_the_base_classes_own():
