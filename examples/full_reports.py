@@ -23,7 +23,7 @@ def payloads(workload: Mooncake) -> Iterator[bytes]:
     """Yield what is published: a batch a request, of the full blocks of its prompt."""
     size = workload.key_tokens
     for request in workload:
-        hashes: tuple[Any, ...] = tuple(request.keys[: request.prompt // size])
+        hashes: tuple[Any, ...] = tuple(request.keys[: request.prompt_tokens // size])
         # Such a file has no token ids: the numbers of the blocks stand in.
         tokens = tuple(value for value in hashes for _ in range(size))
         run = BlockStored(hashes=hashes, tokens=tokens, block_size=size, medium="GPU")

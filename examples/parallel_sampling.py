@@ -55,7 +55,7 @@ class Writer:
         """Compute `text` but for its last token, which each branch computes for itself."""
         tokens = self.model.encode(text)
         keys = block_keys(tokens, BLOCK)
-        request = Request(id=text, prompt=len(tokens), keys=keys, key_tokens=BLOCK)
+        request = Request(id=text, prompt_tokens=len(tokens), keys=keys, key_tokens=BLOCK)
         sequence = self.cache.open(request, first_tokens=0)
         self.logits([Branch(sequence, tokens[:-1])])
         return Branch(sequence, tokens)

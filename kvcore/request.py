@@ -11,7 +11,7 @@ import attrs
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.units import LIMIT
+from kvcore.units import INT64_LIMIT
 
 KEY_BYTES = 16
 
@@ -153,36 +153,36 @@ class Request:
     Attributes:
         id: unique in its workload.
         arrival: nanoseconds since the workload's start.
-        prompt: prompt length in tokens.
-        output: tokens to generate.
+        prompt_tokens: prompt length in tokens.
+        output_tokens: tokens to generate.
         keys: chained block keys of the prompt, `key_tokens` tokens each; the last may
             cover a partial block. May be shorter than the prompt, or empty.
         key_tokens: tokens a key stands for.
         salt, tenant: whose prefix this is. `keys` already depend on the salt.
         priority: scheduling priority (higher is more urgent).
         slo: what its client expects; None: what the run expects of all.
-        predicted: output tokens that a predictor expects; None: there is none.
+        predicted_output_tokens: output tokens that a predictor expects; None: there is none.
         retention: retention hints by token range.
-        session, after, think: closed-loop traffic. This request is sent `think`
+        session, after, think_time: closed-loop traffic. This request is sent `think_time`
             nanoseconds after request `after` of the same session has finished.
         output_keys: keys of the blocks that follow the prompt's, where they are known.
     """
 
     id: int | str
     arrival: int = 0
-    prompt: int
-    output: int = 0
+    prompt_tokens: int
+    output_tokens: int = 0
     keys: Sequence[Key] = ()
     key_tokens: int
     salt: str | None = None
     tenant: str | None = None
     priority: int = 0
     slo: SLO | None = None
-    predicted: int | None = None
+    predicted_output_tokens: int | None = None
     retention: tuple[Retention, ...] = ()
     session: str | None = None
     after: int | str | None = None
-    think: int = 0
+    think_time: int = 0
     output_keys: Sequence[Key] = ()
 
     @property
@@ -193,28 +193,34 @@ class Request:
     def __attrs_post_init__(self) -> None:
         """Check what is counted by."""
         if (
-            type(self.prompt) is not int
-            or type(self.output) is not int
+            type(self.prompt_tokens) is not int
+            or type(self.output_tokens) is not int
             or type(self.arrival) is not int
             or type(self.key_tokens) is not int
-            or not 0 <= self.prompt < LIMIT
-            or not 0 <= self.output < LIMIT
+            or not 0 <= self.prompt_tokens < INT64_LIMIT
+            or not 0 <= self.output_tokens < INT64_LIMIT
             or self.key_tokens < 1
         ):
             msg = (
-                f"request {self.id!r}: arrival (ns), prompt, output and key_tokens (tokens) "
-                f"are whole numbers, lengths from 0 to 2^63 - 1, key_tokens from 1 on; given: "
-                f"arrival={self.arrival!r}, prompt={self.prompt!r}, output={self.output!r}, "
-                f"key_tokens={self.key_tokens!r}"
+                f"request {self.id!r}: arrival (ns), prompt_tokens, output_tokens and "
+                f"key_tokens are whole numbers, lengths from 0 to 2^63 - 1, key_tokens from 1 "
+                f"on; given: arrival={self.arrival!r}, prompt_tokens={self.prompt_tokens!r}, "
+                f"output_tokens={self.output_tokens!r}, key_tokens={self.key_tokens!r}"
             )
             raise InputError(msg)
-        if type(self.think) is not int or self.think < 0:
-            msg = f"request {self.id!r}: think={self.think!r} must be whole ns, 0 or more"
+        if type(self.think_time) is not int or self.think_time < 0:
+            msg = (
+                f"request {self.id!r}: think_time={self.think_time!r} must be whole ns, "
+                "0 or more"
+            )
             raise InputError(msg)
-        if self.predicted is not None and (
-            type(self.predicted) is not int or self.predicted < 0
+        if self.predicted_output_tokens is not None and (
+            type(self.predicted_output_tokens) is not int or self.predicted_output_tokens < 0
         ):
-            msg = f"request {self.id!r}: predicted={self.predicted!r} must be tokens, 0 or more"
+            msg = (
+                f"request {self.id!r}: predicted_output_tokens="
+                f"{self.predicted_output_tokens!r} must be tokens, 0 or more"
+            )
             raise InputError(msg)
 
 
@@ -255,8 +261,8 @@ def text_request(
     return TextRequest(
         id=name,
         arrival=arrival,
-        prompt=len(tokens),
-        output=output,
+        prompt_tokens=len(tokens),
+        output_tokens=output,
         keys=block_keys(tokens, block_size, salt=salt),
         key_tokens=block_size,
         salt=salt,

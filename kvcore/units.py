@@ -7,14 +7,14 @@ from fractions import Fraction
 
 from kvcore.errors import InputError
 
-NANOSECONDS = 10**9
+NS_PER_S = 10**9
 """Nanoseconds in a second. The clock counts nanoseconds; people and files say seconds."""
 
-PICOSECONDS = 1000
+PS_PER_NS = 1000
 """Picoseconds in a nanosecond. Step times are counted in them: reading the K/V of a token
 may take less than a nanosecond."""
 
-LIMIT = 2**63
+INT64_LIMIT = 2**63
 """Bytes, nanoseconds, counts and integer keys stay below this: signed, they have 64 bits."""
 
 BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -46,7 +46,7 @@ def parse_bytes(text: str) -> int:
         msg = f"size {text!r}: expected a number followed by B, {units}, such as 40GiB{hint}"
         raise InputError(msg)
     size = int(number * factor)
-    if size >= LIMIT:
+    if size >= INT64_LIMIT:
         msg = f"size {text!r}: too large, it must be below 2^63 bytes"
         raise InputError(msg)
     return size
@@ -60,8 +60,8 @@ def parse_count(text: str) -> int:
     """
     match = _SCIENTIFIC.fullmatch(text)
     number = Fraction(match[1]) if match else Fraction(0)
-    if number.denominator != 1 or not 1 <= number < LIMIT:
-        msg = f"expected a whole number from 1 to {LIMIT - 1:,}, such as 8192 or 1e5"
+    if number.denominator != 1 or not 1 <= number < INT64_LIMIT:
+        msg = f"expected a whole number from 1 to {INT64_LIMIT - 1:,}, such as 8192 or 1e5"
         raise InputError(msg)
     return int(number)
 
@@ -76,11 +76,11 @@ def parse_seconds(text: str) -> int:
     if match is None:
         msg = f"time {text!r}: expected a number of seconds, such as 90 or 1.5"
         raise InputError(msg)
-    nanoseconds = Fraction(match[1]) * NANOSECONDS
+    nanoseconds = Fraction(match[1]) * NS_PER_S
     if nanoseconds.denominator != 1:
         msg = f"time {text!r}: finer than a nanosecond, which is the clock's unit"
         raise InputError(msg)
-    if nanoseconds >= LIMIT:
+    if nanoseconds >= INT64_LIMIT:
         msg = f"time {text!r}: too large, it must be below 2^63 nanoseconds (292 years)"
         raise InputError(msg)
     return int(nanoseconds)
@@ -94,11 +94,11 @@ def picoseconds(seconds: float, what: str) -> int:
     Raises:
         InputError: negative, not a number, or 2^63 ps (106 days) and more.
     """
-    most = LIMIT // (NANOSECONDS * PICOSECONDS)
+    most = INT64_LIMIT // (NS_PER_S * PS_PER_NS)
     if not 0 <= seconds < most:
         msg = f"{what}={seconds} must be a number of seconds, from 0 and below {most:,}"
         raise InputError(msg)
-    return round(Fraction(seconds) * NANOSECONDS * PICOSECONDS)
+    return round(Fraction(seconds) * NS_PER_S * PS_PER_NS)
 
 
 def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:

@@ -113,8 +113,8 @@ def way_of_request():
         Request(
             id=number,
             arrival=number * 10**12,
-            prompt=PROMPT,
-            output=OUTPUT,
+            prompt_tokens=PROMPT,
+            output_tokens=OUTPUT,
             keys=[*range(shared), *range(1000 * number, 1000 * number + own)],
             key_tokens=BLOCK,
         )

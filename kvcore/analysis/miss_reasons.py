@@ -11,7 +11,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.models.cost import PrefillCost, default_prefill_cost, read_cost
 from kvcore.plugins.options import nearest
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 
 Id: TypeAlias = int | str
 
@@ -55,7 +55,7 @@ OPTIMUM = (
 
 def seconds(ns: int) -> float:
     """Return nanoseconds as JSON has them."""
-    return ns / NANOSECONDS
+    return ns / NS_PER_S
 
 
 @attrs.frozen(eq=False)

@@ -43,7 +43,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
         requests = _announced(requests, cache.eviction)
     for request in requests:
         now = request.arrival
-        tokens = len(request.keys) * request.key_tokens if by_key else request.prompt
+        tokens = len(request.keys) * request.key_tokens if by_key else request.prompt_tokens
         first = None if tokens <= room else room - cache.probe(request, now) * size
         seq = open_(request, first, now)
         commit(seq, seq.tokens - seq.computed, now)

@@ -31,9 +31,9 @@ from kvcore.trace.check import advanced
 from kvcore.trace.events import EVENTS
 from kvcore.trace.reader import Line, TraceReader, read_request
 from kvcore.trace.writer import version
-from kvcore.units import NANOSECONDS, PICOSECONDS
+from kvcore.units import NS_PER_S, PS_PER_NS
 
-SECOND = NANOSECONDS * PICOSECONDS
+SECOND = NS_PER_S * PS_PER_NS
 
 
 @attrs.frozen(kw_only=True)
@@ -85,7 +85,7 @@ class Figures:
     ) -> Figures:
         """Count up a run. O(n log n) in its requests."""
         begin, end = min(log.arrival, default=0), max((*log.arrival, *log.finish), default=0)
-        seconds = (end - begin) / NANOSECONDS if timed else 0
+        seconds = (end - begin) / NS_PER_S if timed else 0
         generated = sum(log.output) - sum(log.output[row] for row in log.reasons)
         judged, met = len(log.verdict) - log.verdict.count(UNJUDGED), log.verdict.count(MET)
         return cls(
@@ -161,7 +161,7 @@ class Change:
         recorded, rerun = (
             {
                 "hit_tokens": fate.hit_tokens,
-                "ttft_s": None if fate.ttft is None else fate.ttft / NANOSECONDS,
+                "ttft_s": None if fate.ttft is None else fate.ttft / NS_PER_S,
                 "rejected": fate.rejected,
             }
             for fate in (self.recorded, self.rerun)
@@ -187,7 +187,7 @@ def _fates(log: RunLog) -> Iterator[tuple[int | str, Fate]]:
 
 def _times(begin: Iterable[int], end: Iterable[int]) -> Distribution | None:
     """Return the distribution of the times to each end there is."""
-    return distribution([b - a for a, b in zip(begin, end, strict=True) if b >= 0], NANOSECONDS)
+    return distribution([b - a for a, b in zip(begin, end, strict=True) if b >= 0], NS_PER_S)
 
 
 BY_HAND = (
@@ -243,7 +243,7 @@ class Recorded:
             self._reader.fail(f"REQUEST: {error}")
         self._serial += 1
         slo = request.slo or self.log.slo
-        job = Job(request, self._serial, line["t"], self._steps, request.prompt, slo)
+        job = Job(request, self._serial, line["t"], self._steps, request.prompt_tokens, slo)
         self._jobs[request.id] = job
 
     def _hit(self, line: Line) -> None:
@@ -345,8 +345,8 @@ class TellingExecutor(SimulatedExecutor):
         if request.id not in self._told:
             return
         # The K/V of the last token is never computed.
-        known = request.prompt + min(job.generated + 1, request.output - 1)
-        full = known // request.key_tokens - request.prompt // request.key_tokens
+        known = request.prompt_tokens + min(job.generated + 1, request.output_tokens - 1)
+        full = known // request.key_tokens - request.prompt_tokens // request.key_tokens
         keys = self._told[request.id][self._count[request.id] : full]
         if keys:
             self._count[request.id] = full
@@ -550,7 +550,7 @@ class _Rerun:
         steps, size = DecodeSteps(), self._cache.geometry.block_size
         for serial, seq in enumerate(served(self._requests(), self._cache), 1):
             request = seq.request
-            job = Job(request, serial, request.arrival, steps, request.prompt)
+            job = Job(request, serial, request.arrival, steps, request.prompt_tokens)
             job.hit = seq.hit_blocks * size
             self.log.ended(job, request.arrival)
 

@@ -15,7 +15,7 @@ import attrs
 
 from kvcore.cache.span import Span
 from kvcore.request import Key
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 
 PERCENTS = (50, 90, 95, 99)
 
@@ -431,9 +431,9 @@ class Residency:
         if not (self.age_at_hit.weight or self.lifetime.weight):
             return None
         return {
-            "age_at_hit_s": self.age_at_hit.as_dict(NANOSECONDS, AGES),
-            "age_at_eviction_s": self.age_at_eviction.as_dict(NANOSECONDS, AGES),
-            "lifetime_s": self.lifetime.as_dict(NANOSECONDS, AGES),
+            "age_at_hit_s": self.age_at_hit.as_dict(NS_PER_S, AGES),
+            "age_at_eviction_s": self.age_at_eviction.as_dict(NS_PER_S, AGES),
+            "lifetime_s": self.lifetime.as_dict(NS_PER_S, AGES),
             "hits_at_eviction": self.hits_at_eviction.as_dict(1, COUNTS),
             "stored_blocks": self.stored_blocks,
             "restored_blocks": self.restored_blocks,

@@ -15,7 +15,7 @@ import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table
 from kvcore.errors import InputError
-from kvcore.units import NANOSECONDS, parse_seconds
+from kvcore.units import NS_PER_S, parse_seconds
 
 if TYPE_CHECKING:
     from kvcore.kv_events.recording import Tally
@@ -29,7 +29,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     if value is None:
         return None
     try:
-        time = parse_seconds(value) / NANOSECONDS
+        time = parse_seconds(value) / NS_PER_S
     except InputError as error:
         raise click.BadParameter(str(error), ctx, param) from None
     if not time:

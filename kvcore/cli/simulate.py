@@ -103,7 +103,7 @@ def _run(
     source, scheduler = setup.workload, setup.scheduler()
     longest = None
     if allocation == "contiguous":
-        longest = max((request.output for request in source), default=0)
+        longest = max((request.output_tokens for request in source), default=0)
     with progress(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
             watched(source, tick),

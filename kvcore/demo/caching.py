@@ -266,8 +266,8 @@ def with_and_without_cache(
     prompt = [random.randrange(generator.vocabulary) for _ in range(prompt_tokens)]
     request = Request(
         id=0,
-        prompt=prompt_tokens,
-        output=output,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output,
         keys=block_keys(prompt, block_size),
         key_tokens=block_size,
     )

@@ -18,7 +18,7 @@ from kvcore.serving import Batch, Job, LatencyModel
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.decode_batch import Decoders
 from kvcore.serving.executor import SimulatedExecutor
-from kvcore.units import PICOSECONDS
+from kvcore.units import PS_PER_NS
 
 Clock = Literal["model", "wall"]
 
@@ -87,7 +87,7 @@ class TensorExecutor:
         self.named.clear()
         step = Step(self._size)
         for job, tokens in chunks:
-            draws = job.computed + tokens == job.target and job.request.output
+            draws = job.computed + tokens == job.target and job.request.output_tokens
             self._add(step, job, job.computed, tokens, job.generated if draws else None)
         for job in decoders or ():
             self._add(step, job, job.length, 1, job.generated)
@@ -95,7 +95,7 @@ class TensorExecutor:
         if not self._wall:
             return self._timed.run(batch, chunks, decoders)
         self._backend.synchronize()
-        took = (perf_counter_ns() - began) * PICOSECONDS
+        took = (perf_counter_ns() - began) * PS_PER_NS
         self._measure(step, batch, took)
         return took
 
@@ -170,7 +170,7 @@ class TensorExecutor:
             if token is None:
                 continue
             token = stream.add(token)  # noqa: PLW2901 - what is known already counts
-            output = job.request.output
+            output = job.request.output_tokens
             if token in self._ends and len(stream.output) < output:
                 output = len(stream.output)
                 self.ended.append((job, output))

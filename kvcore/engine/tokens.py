@@ -50,12 +50,12 @@ class TokenStream:
         self._vocabulary = vocabulary
         self._chain: Sequence[Key] = request.keys
         if request.output_keys:
-            whole = request.prompt // request.key_tokens
+            whole = request.prompt_tokens // request.key_tokens
             self._chain = [*request.keys[:whole], *request.output_keys]
 
     def between(self, start: int, stop: int) -> list[int]:
         """Return the tokens at the positions `[start, stop)`. O(their number) in C."""
-        prompt = self._request.prompt
+        prompt = self._request.prompt_tokens
         tokens = self._prompt(start, min(stop, prompt)) if start < prompt else []
         if stop > prompt:
             tokens += self.output[max(start - prompt, 0) : stop - prompt]
@@ -65,7 +65,7 @@ class TokenStream:
         """Take the next token that the model drew; return the one that counts."""
         request = self._request
         if request.output_keys and not isinstance(request, TextRequest):
-            position = request.prompt + len(self.output)
+            position = request.prompt_tokens + len(self.output)
             if position // request.key_tokens < len(self._chain):
                 (token,) = self._drawn(position, position + 1)
         self.output.append(token)
@@ -81,11 +81,11 @@ class TokenStream:
             return []
         size = request.key_tokens
         # The K/V of the last token is never computed.
-        known = request.prompt + min(len(self.output), output - 1)
-        first = request.prompt // size + self._named
+        known = request.prompt_tokens + min(len(self.output), output - 1)
+        first = request.prompt_tokens // size + self._named
         if known // size <= first:
             return []
-        tokens = [*request.tokens, *self.output[: known - request.prompt]]
+        tokens = [*request.tokens, *self.output[: known - request.prompt_tokens]]
         keys: list[Key] = [*block_keys(tokens, size, salt=request.salt)[first:]]
         self._named += len(keys)
         return keys

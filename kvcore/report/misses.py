@@ -11,7 +11,7 @@ import attrs
 from kvcore.analysis import Explanation
 from kvcore.analysis.miss_reasons import CATEGORIES, WAYS, Loss, Lost, Reasons, Summary
 from kvcore.report.tables import counted
-from kvcore.units import NANOSECONDS, format_seconds
+from kvcore.units import NS_PER_S, format_seconds
 
 CAUSES = ("capacity", "policy")
 
@@ -111,8 +111,8 @@ class RequestReport:
         evictions = [loss.eviction for loss in losses if loss.eviction is not None]
         latest, earliest = evictions[0], evictions[-1]
         assert now is not None
-        before = format_seconds((now - latest.time) / NANOSECONDS)
-        idle = format_seconds(latest.age / NANOSECONDS)
+        before = format_seconds((now - latest.time) / NS_PER_S)
+        idle = format_seconds(latest.age / NS_PER_S)
         story = f"Used last by request {losses[0].other}. "
         if latest.expired:
             return (
@@ -306,7 +306,7 @@ def _new(loss: Loss) -> str:
 
 
 def _moment(ns: int) -> str:
-    return f"{ns / NANOSECONDS:.12g} s"
+    return f"{ns / NS_PER_S:.12g} s"
 
 
 def _spaced(name: str) -> str:

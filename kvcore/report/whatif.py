@@ -11,7 +11,7 @@ import attrs
 from kvcore.analysis import Change, Figures, WhatIf
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import counted
-from kvcore.units import NANOSECONDS, format_number, format_seconds
+from kvcore.units import NS_PER_S, format_number, format_seconds
 
 NONE, SAME, ABOUT = "–", "=", "≈"
 
@@ -170,7 +170,7 @@ def _count(count: int) -> str:
 
 
 def _ttft(time: int | None) -> str:
-    return NONE if time is None else format_seconds(time / NANOSECONDS)
+    return NONE if time is None else format_seconds(time / NS_PER_S)
 
 
 def _config(value: Any) -> str:

@@ -8,7 +8,7 @@ from kvcore.request import Request
 from kvcore.serving.decode_batch import Decoders
 from kvcore.serving.latency import StepTimes
 from kvcore.serving.scheduler import Job
-from kvcore.units import PICOSECONDS
+from kvcore.units import PS_PER_NS
 
 
 class Growth:
@@ -42,7 +42,7 @@ class Growth:
 
     def unfit(self, request: Request) -> str:
         """Say why `request` can never have all its slots; nothing if it can."""
-        blocks = -(-(request.prompt + max(request.output - 1, 0)) // self._size)
+        blocks = -(-(request.prompt_tokens + max(request.output_tokens - 1, 0)) // self._size)
         most = self._cache.pool.blocks
         return f"it needs {blocks:,} blocks; the pool has {most:,}" if blocks > most else ""
 
@@ -118,7 +118,7 @@ class Growth:
             if len(jobs) > cache.available_blocks:
                 end = step
                 break
-            now = (clock + times.total(step - start)) // PICOSECONDS
+            now = (clock + times.total(step - start)) // PS_PER_NS
             self._grow(jobs, step - start, now)
         decoders.grown = end
         return end - start

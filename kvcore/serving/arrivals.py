@@ -8,9 +8,9 @@ from heapq import heappop, heappush
 
 from kvcore.errors import InputError
 from kvcore.request import Request
-from kvcore.units import LIMIT
+from kvcore.units import INT64_LIMIT
 
-NEVER = LIMIT
+NEVER = INT64_LIMIT
 """A time (ns) that does not come: the clock ends before it."""
 
 
@@ -67,7 +67,7 @@ class Arrivals:
         followers = self._following.pop(request.id, None)
         if followers is not None:
             for place, follower in followers:
-                self._enter(now + follower.think, place, follower)
+                self._enter(now + follower.think_time, place, follower)
             self.next_at = self._due[0][0]
 
     def check_all_came(self) -> None:

@@ -376,7 +376,7 @@ class Seats:
             self.growth.closing(job)
         self._cache.close(seq, now)
         job.seq, job.stage = None, WAITING
-        job.target, job.computed = job.request.prompt + job.generated, 0
+        job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         job.recomputes += 1
         self.queue(job, now, front=True)
         self.refused = None

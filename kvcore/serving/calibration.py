@@ -13,14 +13,14 @@ from typing import TextIO
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.units import LIMIT, NANOSECONDS, PICOSECONDS, picoseconds
+from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, picoseconds
 from kvcore.workloads.files import lines
 
 NAMES = ("step", "prefill", "decode", "context")
 """The coefficients: what a step takes by itself, and for one of each of `COUNTS`."""
 
 
-SECOND = NANOSECONDS * PICOSECONDS
+SECOND = NS_PER_S * PS_PER_NS
 
 
 Matrix = list[list[Fraction]]
@@ -279,7 +279,7 @@ def write_steps(file: TextIO, steps: Iterable[MeasuredStep]) -> None:
     """Write steps as `read_steps` reads them, times to the nanosecond."""
     file.write(",".join((*COUNTS, SECONDS)) + "\n")
     for step in steps:
-        seconds, rest = divmod(step.time // PICOSECONDS, NANOSECONDS)
+        seconds, rest = divmod(step.time // PS_PER_NS, NS_PER_S)
         file.write(",".join(map(str, step.counts)) + f",{seconds}.{rest:09d}\n")
 
 
@@ -303,7 +303,7 @@ def _place(path: Path, number: int, header: list[str], name: str) -> int:
 
 
 def _count(where: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < len(str(LIMIT))):
+    if not (text.isascii() and text.isdigit() and len(text) < len(str(INT64_LIMIT))):
         msg = f"{where}: expected a whole number, at least 0 and below 10^18, got {text!r}"
         raise InputError(msg)
     return int(text)

@@ -113,7 +113,7 @@ class ContiguousCache(KVCache):
 
     def needs(self, request: Request) -> int:
         """Return the slots that `request` reserves."""
-        return request.prompt + max(self.max_output, request.output)
+        return request.prompt_tokens + max(self.max_output, request.output_tokens)
 
     def piece(self, seq: Sequence) -> tuple[int, int]:
         """Return the first slot of `seq`, and how many it has."""
@@ -251,8 +251,8 @@ class Reserved(Growth):
         if need <= size:
             return ""
         return (
-            f"it needs a piece of {need} slots, {request.prompt} for its prompt and "
-            f"{need - request.prompt} for the longest output; the memory has {size}"
+            f"it needs a piece of {need} slots, {request.prompt_tokens} for its prompt and "
+            f"{need - request.prompt_tokens} for the longest output; the memory has {size}"
         )
 
     def fits(self, job: Job, now: int, spare: int) -> bool:
@@ -317,7 +317,7 @@ def contiguous(
                 "serves it; this one can be read but once: give max_output, or a list"
             )
             raise InputError(msg)
-        max_output = max((request.output for request in workload), default=0)
+        max_output = max((request.output_tokens for request in workload), default=0)
     elif type(max_output) is not int or max_output < 0:
         msg = f"max_output={max_output!r} must be a number of tokens, 0 or more"
         raise InputError(msg)

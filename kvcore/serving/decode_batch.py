@@ -76,9 +76,9 @@ class Decoders:
         request, seq, count = job.request, job.seq, self.steps.count
         assert seq is not None
         job.join(generated)
-        length = request.prompt + generated - 1
+        length = request.prompt_tokens + generated - 1
         residue = (count - length) % self._size
-        end = (count + request.output - generated, seq.admission, residue, job)
+        end = (count + request.output_tokens - generated, seq.admission, residue, job)
         self._ends[job] = end
         heappush(self._finish, end)
         self.jobs += 1
@@ -107,7 +107,7 @@ class Decoders:
         if job.request.publishes or self._forgetting:
             _drop(self.committing, residue, job)
         assert job.seq is not None
-        attended = job.request.prompt + job.leave() - job.seq.dropped * self._size
+        attended = job.request.prompt_tokens + job.leave() - job.seq.dropped * self._size
         if self._plain:
             self.context[0] -= attended
             self.growth[0] -= 1

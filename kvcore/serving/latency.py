@@ -14,7 +14,7 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import Plugin
 from kvcore.request import Request
 from kvcore.serving.batching import Batching
-from kvcore.units import PICOSECONDS
+from kvcore.units import PS_PER_NS
 
 Windows: TypeAlias = tuple[int | None, ...]
 
@@ -113,7 +113,7 @@ class ServiceTimes:
         windows = self._windows
         pairs = tuple(attended_pairs(context, tokens, window) for window in windows)
         batch = Batch(tokens, pairs, 0, (0,) * len(windows))
-        return self._latency.duration(batch) // PICOSECONDS
+        return self._latency.duration(batch) // PS_PER_NS
 
     def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
         """Return the ns in which `sequences` sequences generate `tokens` tokens each.
@@ -127,7 +127,7 @@ class ServiceTimes:
         while context < end:
             context, took = part(count, context, end)
             time += took
-        return time // PICOSECONDS
+        return time // PS_PER_NS
 
     def _by_lines(self, count: int, context: int, end: int) -> tuple[int, int]:
         """Return up to where no window fills, at most `end`, and the ps up to there."""

@@ -25,7 +25,7 @@ from kvcore.serving.latency import Batch, ServiceTimes, StepTimes
 from kvcore.serving.result import RunLog
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
 from kvcore.trace.events import key_fields, told_keys
-from kvcore.units import LIMIT, PICOSECONDS
+from kvcore.units import INT64_LIMIT, PS_PER_NS
 
 
 class ServingLoop:
@@ -98,7 +98,7 @@ class ServingLoop:
         seats, decoders, timeline = self.seats, self.decoders, self.log.pool
         pool, prefix = self._cache.pool, self._cache.prefix
         while True:
-            now = self.clock // PICOSECONDS
+            now = self.clock // PS_PER_NS
             if self._arrivals.next_at <= now:
                 self._take_arrivals(now)
             if seats.plan(now):
@@ -118,7 +118,7 @@ class ServingLoop:
         for at, request in self._arrivals.until(now):
             self._serial += 1
             slo = request.slo or self.log.slo
-            job = Job(request, self._serial, at, self.steps, request.prompt, slo)
+            job = Job(request, self._serial, at, self.steps, request.prompt_tokens, slo)
             if self._cache.trace is not None:
                 self._cache.trace.request(request, at)
             why = self._unfit(request)
@@ -129,7 +129,7 @@ class ServingLoop:
 
     def _unfit(self, request: Request) -> str:
         """Say why `request` can never be served; nothing if it can."""
-        if not request.prompt:
+        if not request.prompt_tokens:
             return "its prompt is empty"
         return self.seats.growth.unfit(request)
 
@@ -147,7 +147,7 @@ class ServingLoop:
         if self.seats.waiting and self.seats.timers:
             wake = min(wake, self.seats.timers[0][0])
         if wake < NEVER:
-            clock = max(self.clock, wake * PICOSECONDS)
+            clock = max(self.clock, wake * PS_PER_NS)
             if self._serial and self.occupancy is not None:
                 self.occupancy.passed(clock - self.clock, steps=0)
             self.clock = clock
@@ -220,7 +220,7 @@ class ServingLoop:
     def _cut_short(self) -> None:
         """Let texts that have ended ask for no more than they have from now on."""
         for job, output in self._executor.ended:
-            job.request = attrs.evolve(job.request, output=output)
+            job.request = attrs.evolve(job.request, output_tokens=output)
             if job.stage == DECODE:
                 self.decoders.end(job)
 
@@ -229,10 +229,10 @@ class ServingLoop:
         self.clock += took
         self.log.steps += steps
         self.log.busy += took
-        now = self.clock // PICOSECONDS
+        now = self.clock // PS_PER_NS
         if self._arrivals.next_at <= now:
             self._take_arrivals(now)
-        if took >= LIMIT or now >= LIMIT:
+        if took >= INT64_LIMIT or now >= INT64_LIMIT:
             msg = (
                 f"{steps} steps take {took / 1e12:.3g} s by latency model "
                 f"{self._executor.latency.name!r}, to {now / 1e9:.3g} s from the start: a step "
@@ -262,7 +262,7 @@ class ServingLoop:
         if self.seats.timers:
             at = min(at, self.seats.timers[0][0])
         if at < NEVER and steps > 1:
-            steps = times.reach(at * PICOSECONDS - self.clock, steps)
+            steps = times.reach(at * PS_PER_NS - self.clock, steps)
         if steps > 1:
             steps = self.seats.growth.ahead(steps, self.clock, times)
         return steps
@@ -298,7 +298,7 @@ class ServingLoop:
         """PREFILL_DONE: the next token is there; return whether it was the last."""
         self.seats.prefilled(job)
         request = job.request
-        if not request.output:
+        if not request.output_tokens:
             return True
         if job.first_token is None:
             job.first_token = now
@@ -307,8 +307,8 @@ class ServingLoop:
         else:
             self.log.gap(self.clock - job.last_token)
         job.last_token = self.clock
-        generated = job.target - request.prompt + 1
-        if generated == request.output:
+        generated = job.target - request.prompt_tokens + 1
+        if generated == request.output_tokens:
             return True
         job.stage = DECODE
         self.decoders.add(job, generated)
@@ -324,12 +324,17 @@ class ServingLoop:
             assert seq is not None
             if job.stage == DECODE:
                 self.decoders.remove(job)
-                settle(seq, request.prompt + request.output - 1)
+                settle(seq, request.prompt_tokens + request.output_tokens - 1)
             job.stage = DONE
             if cache.trace is not None:
                 told = told_keys(request)
                 cache.trace.line(
-                    "FINISH", now, request=request.id, seq=seq.id, output=request.output, **told
+                    "FINISH",
+                    now,
+                    request=request.id,
+                    seq=seq.id,
+                    output=request.output_tokens,
+                    **told,
                 )
             if self.occupancy is not None:
                 self.seats.growth.closing(job)

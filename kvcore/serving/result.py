@@ -27,7 +27,7 @@ from kvcore.serving.executor import Executor
 from kvcore.serving.latency import Batch, LatencyModel, StepTimes
 from kvcore.serving.scheduler import Job, Scheduler
 from kvcore.serving.stats import PoolTimeline, Progressions, distribution
-from kvcore.units import NANOSECONDS, PICOSECONDS
+from kvcore.units import NS_PER_S, PS_PER_NS
 from kvcore.workloads import Workload
 
 
@@ -80,7 +80,7 @@ def offered_load(
         work = _time(latency, prefill, pairs, 0, none, steps)
         steps = max(Fraction(decode, seats), room)
         work += _time(latency, 0, none, decode, context, steps)
-    rate = Fraction(requests - 1, span * PICOSECONDS)
+    rate = Fraction(requests - 1, span * PS_PER_NS)
     return float(work / requests * rate)
 
 
@@ -171,8 +171,8 @@ class RunLog:
         self.admitted.append(-1 if job.admitted is None else job.admitted)
         self.first_token.append(-1 if job.first_token is None else job.first_token)
         self.finish.append(now)
-        self.prompt.append(request.prompt)
-        self.output.append(request.output)
+        self.prompt.append(request.prompt_tokens)
+        self.output.append(request.output_tokens)
         self.hit.append(job.hit)
         self.pauses.append(job.pauses)
         self.recomputes.append(job.recomputes)
@@ -188,7 +188,7 @@ class RunLog:
         """Return the mean picoseconds of the tokens after the first by row; -1 for none."""
         columns = self.first_token, self.finish, self.output
         return [
-            (finish - first) * PICOSECONDS // (output - 1) if finish >= 0 and output > 1 else -1
+            (finish - first) * PS_PER_NS // (output - 1) if finish >= 0 and output > 1 else -1
             for first, finish, output in zip(*columns, strict=True)
         ]
 
@@ -223,7 +223,7 @@ class RunLog:
 
 def _verdict(job: Job, slo: SLO, now: int) -> int:
     """Judge a job that finished at `now`. What it has no sample of, it cannot miss."""
-    arrival, first, output = job.arrival, job.first_token, job.request.output
+    arrival, first, output = job.arrival, job.first_token, job.request.output_tokens
     met = slo.deadline is None or now - arrival <= slo.deadline
     if first is not None:
         met &= slo.ttft is None or first - arrival <= slo.ttft
@@ -234,7 +234,7 @@ def _verdict(job: Job, slo: SLO, now: int) -> int:
 SCHEMA = 1
 
 
-SECOND = NANOSECONDS * PICOSECONDS
+SECOND = NS_PER_S * PS_PER_NS
 
 
 def summary(
@@ -245,7 +245,7 @@ def summary(
     tokens = cache.pool.blocks * geometry.block_size
     first, end = simulated(log)
     span = end - first
-    seconds = span / NANOSECONDS
+    seconds = span / NS_PER_S
     generated = sum(log.output) - sum(log.output[row] for row in log.reasons)
     judged = len(log.verdict) - log.verdict.count(UNJUDGED)
     met = log.verdict.count(MET)
@@ -259,11 +259,11 @@ def summary(
         "simulated_s": seconds,
         "wall_s": wall_s,
         "steps": log.steps,
-        "ttft_s": distribution(_between(log.arrival, log.first_token), NANOSECONDS),
+        "ttft_s": distribution(_between(log.arrival, log.first_token), NS_PER_S),
         "tpot_s": distribution([time for time in log.tpot() if time >= 0], SECOND),
         "itl_s": log.itl.distribution(SECOND),
-        "e2e_s": distribution(_between(log.arrival, log.finish), NANOSECONDS),
-        "queue_s": distribution(_between(log.arrival, log.admitted), NANOSECONDS),
+        "e2e_s": distribution(_between(log.arrival, log.finish), NS_PER_S),
+        "queue_s": distribution(_between(log.arrival, log.admitted), NS_PER_S),
         "throughput_tokens_s": generated / seconds if span else None,
         "goodput": met / seconds if span and judged else None,
         "slo": _slo(log.slo or SLO())
@@ -298,7 +298,7 @@ def _between(begin: Sequence[int], end: Sequence[int]) -> list[int]:
 
 def _slo(slo: SLO) -> dict[str, float | None]:
     return {
-        f"{name}_s": None if time is None else time / NANOSECONDS
+        f"{name}_s": None if time is None else time / NS_PER_S
         for name, time in (("ttft", slo.ttft), ("tpot", slo.tpot), ("deadline", slo.deadline))
     }
 
@@ -371,7 +371,7 @@ class Result:
             "finish_s": _seconds(log.finish),
             "queue_s": _seconds(_since(log.arrival, log.admitted)),
             "ttft_s": _seconds(_since(log.arrival, log.first_token)),
-            "tpot_s": _seconds(log.tpot(), NANOSECONDS * PICOSECONDS),
+            "tpot_s": _seconds(log.tpot(), NS_PER_S * PS_PER_NS),
             "e2e_s": _seconds(_since(log.arrival, log.finish)),
             "prompt": log.prompt.tolist(),
             "output": log.output.tolist(),
@@ -418,7 +418,7 @@ class Result:
             document.write(f"{text.decode()}\n")
 
 
-def _seconds(times: Iterable[int], second: int = NANOSECONDS) -> list[float | None]:
+def _seconds(times: Iterable[int], second: int = NS_PER_S) -> list[float | None]:
     return [None if time < 0 else time / second for time in times]
 
 

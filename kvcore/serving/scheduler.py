@@ -90,7 +90,7 @@ class Job:
     @property
     def output_left(self) -> int:
         """Output tokens still to come: the truth, which no real scheduler knows."""
-        return self.request.output - self.generated
+        return self.request.output_tokens - self.generated
 
     @property
     def predicted_left(self) -> int:
@@ -98,16 +98,16 @@ class Job:
 
         At least 1 while there are any to come.
         """
-        if self.request.predicted is None:
+        if self.request.predicted_output_tokens is None:
             return self.output_left
-        left = self.request.predicted - self.generated
+        left = self.request.predicted_output_tokens - self.generated
         return max(left, 1 if self.output_left else 0)
 
     @property
     def length(self) -> int:
         """Tokens of K/V it has: all but the newest, which the next step computes."""
         generated = self.generated
-        return self.request.prompt + generated - 1 if generated else self.computed
+        return self.request.prompt_tokens + generated - 1 if generated else self.computed
 
     def join(self, generated: int) -> None:
         """Let it generate with every decode step from now on, `generated` tokens so far."""

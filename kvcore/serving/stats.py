@@ -14,7 +14,7 @@ from itertools import accumulate, compress, count, repeat
 from operator import add, and_, gt, mul, neg
 from typing import Any, TypeAlias
 
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 
 Distribution: TypeAlias = dict[str, float]
 """`mean`, `p50`, `p90`, `p95` and `p99`."""
@@ -308,7 +308,7 @@ class PoolTimeline:
             "active": {"mean": active, "peak": self.peak},
             "cached": {"mean": cached},
             "timeline": {
-                "t_s": [time / NANOSECONDS for time in times],
+                "t_s": [time / NS_PER_S for time in times],
                 "active": actives.tolist(),
                 "cached": cacheds.tolist(),
                 "free": [self.blocks - a - c for a, c in zip(actives, cacheds, strict=True)],

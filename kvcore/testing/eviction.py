@@ -255,7 +255,7 @@ def _request(number: int, keys: Any, retention: tuple[Retention, ...] = ()) -> R
     return Request(
         id=number,
         arrival=number,
-        prompt=len(keys) * _KEY,
+        prompt_tokens=len(keys) * _KEY,
         keys=list(keys),
         key_tokens=_KEY,
         retention=retention,

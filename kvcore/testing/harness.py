@@ -88,7 +88,7 @@ def draw_request(draw: Draw, traffic: Traffic) -> Request:
     hints = [_draw_hint(draw, length) for _ in range(draw(0, 2) if traffic.hints else 0)]
     return Request(
         id=0,
-        prompt=length,
+        prompt_tokens=length,
         keys=keys,
         key_tokens=traffic.key_tokens,
         tenant=(None, "a", "b")[draw(0, 2)],

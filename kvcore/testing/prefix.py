@@ -319,7 +319,7 @@ def _ask(text: str, tokens: int | None = None, *, key_tokens: int = BLOCK) -> Re
     """Return a request whose chained keys are the prefixes of `text`."""
     return Request(
         id=text,
-        prompt=len(text) * key_tokens if tokens is None else tokens,
+        prompt_tokens=len(text) * key_tokens if tokens is None else tokens,
         keys=[text[:end] for end in range(1, len(text) + 1)],
         key_tokens=key_tokens,
     )

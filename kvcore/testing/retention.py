@@ -88,7 +88,12 @@ class RetentionPolicyTests:
         keys = range(40)
         requests = [
             Request(
-                id=i, arrival=i, prompt=90 + i, output=60, keys=keys[: 22 + i % 5], key_tokens=4
+                id=i,
+                arrival=i,
+                prompt_tokens=90 + i,
+                output_tokens=60,
+                keys=keys[: 22 + i % 5],
+                key_tokens=4,
             )
             for i in range(8)
         ]
@@ -103,7 +108,7 @@ def _grow(policy: RetentionPolicy, prompt: int, chunk: int) -> Iterator[Sequence
     """Compute a prompt in chunks, then generate 100 tokens; yield the sequence after each."""
     cache = KVCache(1000, BLOCK, retention=policy, ids=True)
     keys = range(prompt // (2 * BLOCK))
-    request = Request(id=0, prompt=prompt, keys=keys, key_tokens=BLOCK)
+    request = Request(id=0, prompt_tokens=prompt, keys=keys, key_tokens=BLOCK)
     seq = cache.open(request)
     while seq.computed < prompt:
         cache.commit(seq, min(chunk, prompt - seq.computed))

@@ -34,7 +34,7 @@ from kvcore.serving import (
 )
 from kvcore.serving.scheduler import DECODE, DONE, PAUSED, PREFILL, WAITING
 from kvcore.testing.harness import Traffic, random_requests
-from kvcore.units import PICOSECONDS
+from kvcore.units import PS_PER_NS
 
 STEP = 10**7
 """Nanoseconds a step takes, whatever it computes."""
@@ -90,7 +90,7 @@ class Steady(LatencyModel):
 
     def pieces(self, batch: Batch) -> list[Line]:
         """Return one line."""
-        return [((STEP + batch.prefill) * PICOSECONDS, *(0 for _ in batch.context))]
+        return [((STEP + batch.prefill) * PS_PER_NS, *(0 for _ in batch.context))]
 
 
 class ToyServer:
@@ -147,7 +147,7 @@ class ToyServer:
         """Return how many tokens of the prompt are cached, but for its last token."""
         del now
         hit = 0
-        for key in request.keys[: (request.prompt - 1) // request.key_tokens]:
+        for key in request.keys[: (request.prompt_tokens - 1) // request.key_tokens]:
             if key not in self._cached:
                 break
             hit += request.key_tokens
@@ -165,7 +165,7 @@ class ToyServer:
 
     def _arrive(self, request: Request) -> None:
         self._arrived += 1
-        arrival, target = request.arrival, request.prompt
+        arrival, target = request.arrival, request.prompt_tokens
         job = Job(request, self._arrived, arrival, self._steps, target, request.slo)
         self._queue(job)
 
@@ -237,7 +237,7 @@ class ToyServer:
             }
 
     def _need(self, job: Job) -> int:
-        return 0 if job in self._held else job.request.prompt + job.request.output
+        return 0 if job in self._held else job.request.prompt_tokens + job.request.output_tokens
 
     def _seat(self, job: Job) -> None:
         if job not in self._held:
@@ -269,7 +269,7 @@ class ToyServer:
         assert order, f"nobody runs or holds room, and {list(self._waiting)} were not served"
         job = max(order, key=lambda job: order[job])
         self._room += self._held.pop(job)
-        job.target, job.computed = job.request.prompt + job.generated, 0
+        job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         job.stage = WAITING
         job.recomputes += 1
         del self._waiting[job]
@@ -286,7 +286,7 @@ class ToyServer:
                 self._cached.update(job.request.keys)
                 job.stage = DECODE
                 self._changed = True
-                if job.request.output:
+                if job.request.output_tokens:
                     job.join(job.generated + 1)
                     job.first_token = job.first_token or self._now
             if not job.output_left:
@@ -425,7 +425,7 @@ class SchedulerTests(ABC):
         """A hundred times as many tokens lead to no more calls."""
         calls = {
             tokens: self.serve(
-                "loop", [_request(n, output=tokens) for n in range(3)], jumps=jumps
+                "loop", [_request(n, output_tokens=tokens) for n in range(3)], jumps=jumps
             )
             for tokens in (30, 3000)
         }
@@ -438,10 +438,10 @@ class SchedulerTests(ABC):
         if self.starves:
             pytest.skip("declares that jobs may starve: starves = True")
         requests = [
-            _request(n, 3 * n * STEP, output=10 + n % 2, priority=5) for n in range(600)
+            _request(n, 3 * n * STEP, output_tokens=10 + n % 2, priority=5) for n in range(600)
         ]
         arrival = requests[20].arrival
-        long = _request(_LONG, arrival, prompt=40 * _KEY, output=40, tenant="b")
+        long = _request(_LONG, arrival, prompt=40 * _KEY, output_tokens=40, tenant="b")
         requests.insert(20, long)
         calls = self.serve(server, requests)
         (end,) = [now for method, now, job in calls if (method, job) == ("finished", _LONG)]
@@ -505,7 +505,7 @@ def _request(
 ) -> Request:
     keys = [f"{name}/{place}" for place in range(prompt // _KEY)]
     return Request(
-        id=name, arrival=arrival, prompt=prompt, keys=keys, key_tokens=_KEY, **fields
+        id=name, arrival=arrival, prompt_tokens=prompt, keys=keys, key_tokens=_KEY, **fields
     )
 
 
@@ -517,9 +517,9 @@ def _requests(seed: int) -> list[Request]:
         attrs.evolve(
             request,
             arrival=request.arrival * STEP // 2,
-            output=random.choice((0, 1, 3, 10, 20)),
+            output_tokens=random.choice((0, 1, 3, 10, 20)),
             priority=random.randint(-1, 2),
-            predicted=random.choice((None, None, 1, 10, 30)),
+            predicted_output_tokens=random.choice((None, None, 1, 10, 30)),
             slo=random.choice(_SLOS),
         )
         for request in random_requests(seed, 60, traffic)

@@ -122,9 +122,9 @@ class WorkloadTests:
     def test_prompts_cover_their_keys(self) -> None:
         """A prompt has a token at least, and no key beyond its last token."""
         for request in self.make():
-            assert request.prompt > 0, f"request {request.id!r}"
-            assert request.output >= 0, f"request {request.id!r}"
-            assert (len(request.keys) - 1) * request.key_tokens < request.prompt, (
+            assert request.prompt_tokens > 0, f"request {request.id!r}"
+            assert request.output_tokens >= 0, f"request {request.id!r}"
+            assert (len(request.keys) - 1) * request.key_tokens < request.prompt_tokens, (
                 f"request {request.id!r}"
             )
 

@@ -16,7 +16,7 @@ from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.request import KEY_BYTES, SLO, Request, TextRequest
-from kvcore.units import LIMIT
+from kvcore.units import INT64_LIMIT
 
 
 def told_keys(request: Request) -> dict[str, list[int | str]]:
@@ -26,16 +26,25 @@ def told_keys(request: Request) -> dict[str, list[int | str]]:
     return {}
 
 
-OPTIONAL = (
-    *("salt", "tenant", "priority", "slo", "predicted"),
-    *("session", "after", "think", "retention", "output_keys"),
-)
+OPTIONAL = {
+    "salt": "salt",
+    "tenant": "tenant",
+    "priority": "priority",
+    "slo": "slo",
+    "predicted": "predicted_output_tokens",
+    "session": "session",
+    "after": "after",
+    "think": "think_time",
+    "retention": "retention",
+    "output_keys": "output_keys",
+}
+"""The fields of REQUEST that are left out at their default, and the attributes they hold."""
 
 
-DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL)
+DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL.values())
 
 
-_optional = attrgetter(*OPTIONAL)
+_optional = attrgetter(*OPTIONAL.values())
 
 
 def request_fields(request: Request) -> dict[str, Any]:
@@ -46,8 +55,8 @@ def request_fields(request: Request) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {
         "id": request.id,
-        "prompt": request.prompt,
-        "output": request.output,
+        "prompt": request.prompt_tokens,
+        "output": request.output_tokens,
         "keys": key_fields(request.keys, request.id),
         "key_tokens": request.key_tokens,
     }
@@ -317,7 +326,7 @@ def fault(line: Any) -> str | None:
 def is_key(value: object) -> bool:
     """Say whether `value` is a block key in JSON: an int below 2**63, or 32 hex digits."""
     if type(value) is int:
-        return 0 <= value < LIMIT
+        return 0 <= value < INT64_LIMIT
     if type(value) is not str or len(value) != 2 * KEY_BYTES:
         return False
     try:

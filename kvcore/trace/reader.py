@@ -18,7 +18,7 @@ from kvcore.files import CutError, DamageError, decoded, refusal
 from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention
 from kvcore.trace.events import SCHEMA, fault
 from kvcore.trace.writer import DIGEST_BYTES
-from kvcore.units import LIMIT
+from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
@@ -151,7 +151,7 @@ class TraceReader:
             self.fail(f"this line has n = {line['n']}; {n} lines stand before it")
         if line["t"] < self._time:
             self.fail(f"time goes back, from {self._time} to {line['t']} ns")
-        if line["t"] >= LIMIT:
+        if line["t"] >= INT64_LIMIT:
             self.fail(f"time goes to {line['t']} ns; it ends before 2^63 ns (292 years)")
         if event == "END" and line["t"] > self._time:
             self.fail(f"END is at {line['t']} ns; the line before it at {self._time}")
@@ -184,10 +184,23 @@ class TraceReader:
             self.fail("END is not written as kvcore writes it")
 
 
-_SAME = ("id", "prompt", "output", "key_tokens")
+_SAME = {
+    "id": "id",
+    "prompt": "prompt_tokens",
+    "output": "output_tokens",
+    "key_tokens": "key_tokens",
+}
 
 
-_AS_WRITTEN = ("salt", "tenant", "priority", "predicted", "session", "after", "think")
+_AS_WRITTEN = {
+    "salt": "salt",
+    "tenant": "tenant",
+    "priority": "priority",
+    "predicted": "predicted_output_tokens",
+    "session": "session",
+    "after": "after",
+    "think": "think_time",
+}
 
 
 _DIGITS = 2 * KEY_BYTES
@@ -201,8 +214,8 @@ def read_request(line: Line, arrival: int | None = None) -> Request:
     Raises:
         InputError: a field with a value that no request has.
     """
-    fields: dict[str, Any] = {name: line[name] for name in _SAME}
-    fields |= {name: line[name] for name in _AS_WRITTEN if name in line}
+    fields: dict[str, Any] = {name: line[field] for field, name in _SAME.items()}
+    fields |= {name: line[field] for field, name in _AS_WRITTEN.items() if field in line}
     if "slo" in line:
         fields["slo"] = SLO(**line["slo"])
     if "retention" in line:

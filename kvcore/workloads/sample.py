@@ -80,15 +80,15 @@ class Excerpt(Workload):
 
     def _shrunk(self, request: Request) -> Request:
         factor, size = self.shrink, self.key_tokens
-        prompt = max(request.prompt // factor, min(request.prompt, 1))
-        predicted = request.predicted
+        prompt = max(request.prompt_tokens // factor, min(request.prompt_tokens, 1))
+        predicted = request.predicted_output_tokens
         return attrs.evolve(
             request,
-            prompt=prompt,
-            output=-(-request.output // factor),
+            prompt_tokens=prompt,
+            output_tokens=-(-request.output_tokens // factor),
             keys=request.keys[: -(-prompt // size)],
             key_tokens=size,
-            predicted=None if predicted is None else -(-predicted // factor),
+            predicted_output_tokens=None if predicted is None else -(-predicted // factor),
             retention=tuple(self._narrowed(hint) for hint in request.retention),
         )
 
@@ -123,7 +123,7 @@ class Texts(Workload):
         """The digest of all tokens."""
         state = blake2b(digest_size=16)
         for request in self.requests:
-            state.update(f"{request.id} {request.output}:".encode())
+            state.update(f"{request.id} {request.output_tokens}:".encode())
             state.update(array("Q", request.tokens).tobytes())
         return state.hexdigest()
 

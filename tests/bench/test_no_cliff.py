@@ -64,7 +64,7 @@ def _eviction_seconds(
     def one() -> None:
         nonlocal key
         key += 1
-        seq = cache.open(Request(id=key, prompt=1, keys=[key], key_tokens=1), None, key)
+        seq = cache.open(Request(id=key, prompt_tokens=1, keys=[key], key_tokens=1), None, key)
         cache.commit(seq, 1, key)
         cache.close(seq, key)
 

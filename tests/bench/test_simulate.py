@@ -99,12 +99,12 @@ def _peer_rows(workload: Workload) -> list[bytes]:
     for request in workload:
         keys = list(request.keys)
         if not keys:
-            keys = list(range(fresh, fresh - (-request.prompt // KEY_TOKENS)))
+            keys = list(range(fresh, fresh - (-request.prompt_tokens // KEY_TOKENS)))
             fresh += len(keys)
         row = {
             "timestamp": request.arrival / 1e6,
-            "input_length": request.prompt,
-            "output_length": request.output,
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
             "hash_ids": keys,
         }
         rows.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))

@@ -42,7 +42,11 @@ class Memory:
 
     def request(self, request: Request, now: int) -> None:
         """Keep the line of a request."""
-        fields = {"id": request.id, "prompt": request.prompt, "output": request.output}
+        fields = {
+            "id": request.id,
+            "prompt": request.prompt_tokens,
+            "output": request.output_tokens,
+        }
         keys = {"keys": request.keys, "key_tokens": request.key_tokens}
         self.line("REQUEST", now, **fields, **keys)
 

@@ -28,7 +28,9 @@ MISSES = {
 def flat():
     """Return every block of the bundled trace as a request of its own."""
     keys = (key for request in Mooncake() for key in request.keys)
-    return [Request(id=n, prompt=1, keys=[key], key_tokens=1) for n, key in enumerate(keys)]
+    return [
+        Request(id=n, prompt_tokens=1, keys=[key], key_tokens=1) for n, key in enumerate(keys)
+    ]
 
 
 @pytest.mark.slow

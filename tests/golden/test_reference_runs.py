@@ -114,8 +114,8 @@ def write_chats(path):
     rows = (
         {
             "timestamp": request.arrival // 1_000_000,
-            "input_length": request.prompt,
-            "output_length": request.output,
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
             "hash_ids": list(request.keys),
         }
         for request in islice(Mooncake(), 3000)
@@ -256,7 +256,7 @@ def test_forks_share_and_copy(tmp_path):
                 for place in range(-(-prompt // 4))
             ]
             root = cache.open(
-                Request(id=number, prompt=prompt, keys=keys, key_tokens=4), None, now
+                Request(id=number, prompt_tokens=prompt, keys=keys, key_tokens=4), None, now
             )
             cache.commit(root, prompt - root.computed, now + 1)
             family = [root]

@@ -23,7 +23,7 @@ def ask(text, tokens=None, *, key_tokens=BLOCK, **fields):
     """Return a request for `text`; unless said otherwise its blocks are all full."""
     return Request(
         id=next(serials),
-        prompt=len(text) * key_tokens if tokens is None else tokens,
+        prompt_tokens=len(text) * key_tokens if tokens is None else tokens,
         keys=[text[: end + 1] for end in range(len(text))],
         key_tokens=key_tokens,
         **fields,

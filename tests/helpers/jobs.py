@@ -17,8 +17,8 @@ def ask(name, at=0, output=1, *, keys="", prompt=PROMPT, **fields):
     return Request(
         id=name,
         arrival=at * STEP,
-        prompt=prompt,
-        output=output,
+        prompt_tokens=prompt,
+        output_tokens=output,
         keys=[keys[: end + 1] for end in range(len(keys))],
         key_tokens=4,
         **fields,
@@ -27,7 +27,9 @@ def ask(name, at=0, output=1, *, keys="", prompt=PROMPT, **fields):
 
 def job(request, serial=1):
     """Return a job that has just arrived."""
-    return Job(request, serial, request.arrival, DecodeSteps(), request.prompt, request.slo)
+    return Job(
+        request, serial, request.arrival, DecodeSteps(), request.prompt_tokens, request.slo
+    )
 
 
 def serve(scheduler, requests, *, what="admitted", seats=1):

@@ -64,7 +64,7 @@ class Paged:
         size = self.cache.geometry.block_size
         keys = block_keys(prompt, size)
         request = Request(
-            id=next(self._serials), prompt=len(prompt), keys=keys, key_tokens=size
+            id=next(self._serials), prompt_tokens=len(prompt), keys=keys, key_tokens=size
         )
         return self._admitted(self.cache.open(request, first), Text(list(prompt), seed=seed))
 

@@ -45,7 +45,7 @@ class Impatient(Scheduler):
 
     def priority(self, job, now):
         """Return whether it has, then its output."""
-        return now > job.arrival + 300, job.request.output
+        return now > job.arrival + 300, job.request.output_tokens
 
     def changes_at(self, job, now):
         """Return when it has."""

@@ -80,7 +80,7 @@ EVICTIONS = (*POLICIES, "lfu:half_life=1e-6", "ttl:ttl=3e-7")
 def ask(name, at=0, prompt=BLOCK, output=1, **fields):
     """Return a request that shares nothing; it arrives at `at` ns."""
     fields = {"key_tokens": BLOCK} | fields
-    return Request(id=name, arrival=at, prompt=prompt, output=output, **fields)
+    return Request(id=name, arrival=at, prompt_tokens=prompt, output_tokens=output, **fields)
 
 
 @attrs.frozen
@@ -221,7 +221,7 @@ def random_server(draw):
     size = one_of(4, 1, 2, 16)
     key_tokens = size * one_of(1, 1, 2, 4)
     requests = _requests(draw, draw(0, 24), key_tokens, one_of(0, 0, 2))
-    needs = [-(-(r.prompt + max(r.output - 1, 0)) // size) for r in requests]
+    needs = [-(-(r.prompt_tokens + max(r.output_tokens - 1, 0)) // size) for r in requests]
     blocks = max(needs, default=1) * one_of(10, 15, 20, 40, 9, 1000) // 10
     options = {
         "blocks": max(blocks, 1),
@@ -262,12 +262,12 @@ def _requests(draw, count, key_tokens, followers):
                 output_keys=output_keys,
                 key_tokens=key_tokens,
                 priority=draw(0, 2),
-                predicted=draw(1, 40) if draw(0, 1) else None,
+                predicted_output_tokens=draw(1, 40) if draw(0, 1) else None,
                 slo=SLO(deadline=draw(1, 900)) if draw(0, 1) else None,
                 tenant=f"tenant {draw(0, 2)}",
                 session="session" if followers else None,
                 after=draw(0, number - 1) if follows else None,
-                think=draw(0, 300) if follows else 0,
+                think_time=draw(0, 300) if follows else 0,
             )
         )
     return requests

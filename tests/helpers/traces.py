@@ -37,7 +37,7 @@ def ask(name, text, tokens=None, **fields):
     """Return a request called `name` for `text`; unless said otherwise its blocks are full."""
     return Request(
         id=name,
-        prompt=len(text) * BLOCK if tokens is None else tokens,
+        prompt_tokens=len(text) * BLOCK if tokens is None else tokens,
         keys=[key(text[: end + 1]) for end in range(len(text))],
         key_tokens=BLOCK,
         **fields,
@@ -117,7 +117,7 @@ def serve(path):
     """Record what a server with a clock does to a few requests, by the words it has for it."""
     with Trace(path, mode="model") as trace:
         cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
-        long, short = ask("long", "abc", output=6), ask("short", "abx", output=1)
+        long, short = ask("long", "abc", output_tokens=6), ask("short", "abx", output_tokens=1)
         for request in (long, ask("huge", "h", 36)):
             trace.request(request, 0)
         trace.line("REJECT", 0, request="huge", why="needs 9 blocks, the pool has 8")

@@ -11,7 +11,7 @@ def requests(texts, ratio=1, key=str):
     return [
         Request(
             id=number,
-            prompt=len(text) * ratio,
+            prompt_tokens=len(text) * ratio,
             keys=[key(text[: end + 1]) for end in range(len(text))],
             key_tokens=ratio,
         )

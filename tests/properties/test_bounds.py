@@ -33,7 +33,7 @@ class Prompts(Workload):
             yield Request(
                 id=number,
                 arrival=number * 10**9,
-                prompt=len(text) * 3,
+                prompt_tokens=len(text) * 3,
                 keys=[text[: end + 1] for end in range(len(text))],
                 key_tokens=3,
             )

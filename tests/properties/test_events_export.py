@@ -67,7 +67,7 @@ def run(path, rows, blocks, block_size, policy):
                 seq = cache.open(request, None, now)
             except OutOfBlocks:
                 continue
-            cache.commit(seq, request.prompt - seq.hit_blocks * block_size, now)
+            cache.commit(seq, request.prompt_tokens - seq.hit_blocks * block_size, now)
             if closes:
                 cache.close(seq, now)
             else:
@@ -123,7 +123,7 @@ def test_digests_are_hashes_of_64_bits(tmp_path):
     keys = block_keys(list(range(8)), 4)
     with Trace(tmp_path / "t.jsonl") as trace:
         cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
-        seq = cache.open(Request(id=0, prompt=8, keys=keys, key_tokens=4), None, 0)
+        seq = cache.open(Request(id=0, prompt_tokens=8, keys=keys, key_tokens=4), None, 0)
         cache.commit(seq, 8, 2_500_000_000)
         cache.close(seq, 3_000_000_000)
     [batch] = event_batches(tmp_path / "t.jsonl")

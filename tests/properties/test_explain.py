@@ -136,7 +136,7 @@ def hit_with_exempt(requests, cache, user, request, end):
     after = next(n for n, each in enumerate(requests) if each is request)
     replay(requests[:before], cache)
     keys = request.keys[: -(-end * size // request.key_tokens)]
-    path = Request(id="path", prompt=end * size + 1, keys=keys, key_tokens=request.key_tokens)
+    path = Request(id="path", prompt_tokens=end * size + 1, keys=keys, key_tokens=request.key_tokens)
     exempt = cache.open(path, 0, requests[before - 1].arrival, resumed=True)
     assert exempt.hit_blocks >= end
     room = cache.pool.blocks
@@ -151,7 +151,7 @@ def hit_with_exempt(requests, cache, user, request, end):
 def fitting(request, room, cache):
     """Return (request, first tokens) as a replay in a pool of `room` blocks opens it."""
     by_key, size = cache.geometry.count == "keys", cache.geometry.block_size
-    tokens = len(request.keys) * request.key_tokens if by_key else request.prompt
+    tokens = len(request.keys) * request.key_tokens if by_key else request.prompt_tokens
     if tokens <= room * size:
         return request, None
     return request, max(0, (room - cache.probe(request, request.arrival)) * size)
@@ -216,7 +216,7 @@ def laid(request, layout):
     A block is (its depth, the keys up to its end).
     """
     count, size = layout
-    tokens = len(request.keys) * 6 if count == "keys" else request.prompt
+    tokens = len(request.keys) * 6 if count == "keys" else request.prompt_tokens
     whole = min(tokens, len(request.keys) * 6) // size
     path = [
         (depth, tuple(request.keys[: -(-(depth + 1) * size // 6)])) for depth in range(whole)

@@ -23,7 +23,7 @@ def hits(policy, blocks, items):
     """Return for each of `items`, a one-block request, whether it hit."""
     cache = KVCache(blocks, 1, eviction=policy, prefix=Radix(), count="keys")
     requests = (
-        Request(id=number, prompt=1, keys=[item], key_tokens=1)
+        Request(id=number, prompt_tokens=1, keys=[item], key_tokens=1)
         for number, item in enumerate(items)
     )
     return [seq.hit_blocks == 1 for seq in served(requests, cache)]

@@ -17,7 +17,7 @@ def optimum_hits(prompts, ratio, pool, *, bypass):
     requests = [
         Request(
             id=number,
-            prompt=len(prompt) * ratio,
+            prompt_tokens=len(prompt) * ratio,
             keys=[prompt[: end + 1] for end in range(len(prompt))],
             key_tokens=ratio,
         )

@@ -60,7 +60,7 @@ def extended(name, seed, parts_of):
     cache = KVCache(30, 2, eviction=build(name), key_tokens=KEY, ids=True)
     replay(cache, random_requests(seed, 60, TRAFFIC))
     now = 60 * TRAFFIC.longest_wait
-    seq = cache.open(Request(id="last", prompt=2, key_tokens=KEY), now=now)
+    seq = cache.open(Request(id="last", prompt_tokens=2, key_tokens=KEY), now=now)
     room = cache.pool.free_blocks + cache.tree.unpinned_blocks
     assert cache.tree.unpinned_blocks > room // 2
     for blocks in parts_of(room):

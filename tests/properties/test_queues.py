@@ -43,7 +43,7 @@ def flat_hits(name, keys, blocks):
     """Return which of `keys`, each a request of its own, hit in a cache of as many blocks."""
     cache = KVCache(blocks, 1, eviction=build(name), count="keys")
     requests = (
-        Request(id=number, prompt=1, keys=[key], key_tokens=1)
+        Request(id=number, prompt_tokens=1, keys=[key], key_tokens=1)
         for number, key in enumerate(keys)
     )
     return [bool(seq.hit_blocks) for seq in served(requests, cache)]

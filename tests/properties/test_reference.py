@@ -114,7 +114,9 @@ def request(number, keys, *hints):
         if hint is not None
     )
     length = len(keys) * KEY
-    return Request(id=number, prompt=length, keys=keys, key_tokens=KEY, retention=retention)
+    return Request(
+        id=number, prompt_tokens=length, keys=keys, key_tokens=KEY, retention=retention
+    )
 
 
 def serve(number, keys, *hints, wait=0):

@@ -86,7 +86,9 @@ def test_decoders(history, size):
 
 def _add(model, decoders, number, prompt, output, keyed):
     keys = (1,) if keyed else ()
-    request = Request(id=number, prompt=prompt, output=output, key_tokens=1, output_keys=keys)
+    request = Request(
+        id=number, prompt_tokens=prompt, output_tokens=output, key_tokens=1, output_keys=keys
+    )
     job = Job(request, number, 0, model.steps, prompt)
     # Sequences may join in another order than that in which they were admitted.
     job.seq = SimpleNamespace(admission=number * 7 % 25, forgotten=0)

@@ -64,10 +64,10 @@ def test_nothing_is_lost(tmp_path_factory, scheduler, server):
     for name, row in run.rows.items():
         request = everybody[name]
         times = [row["arrival"], row["admitted"], row["finish"]]
-        if request.output:
+        if request.output_tokens:
             times.insert(2, row["first_token"])
         assert times == sorted(times)
-        assert (row["prompt"], row["output"]) == (request.prompt, request.output)
+        assert (row["prompt"], row["output"]) == (request.prompt_tokens, request.output_tokens)
     path = tmp_path_factory.mktemp("nothing") / "trace.jsonl"
     path.write_bytes(run.trace)
     report = replay(path)
@@ -85,7 +85,7 @@ def test_nothing_is_lost(tmp_path_factory, scheduler, server):
 def test_no_work_is_lost_or_done_twice(scheduler, server):
     """All tokens are generated once; what no preemption took is computed once."""
     run = server.run(scheduler, latency=Tally())
-    outputs = {request.id: request.output for request in server.requests}
+    outputs = {request.id: request.output_tokens for request in server.requests}
     first = sum(outputs[name] > 0 for name in run.rows)
     assert first + run.result.log.itl.count == run.sum("output")
     decode, prefill = divmod(run.result.log.busy, Tally.TOKEN)

@@ -21,7 +21,7 @@ class Job:
     @property
     def left(self):
         """Tokens of the prompt still to be computed."""
-        return self.request.prompt - self.computed
+        return self.request.prompt_tokens - self.computed
 
 
 @attrs.define
@@ -62,10 +62,10 @@ class Loop:
             job.generated += 1
         for job, tokens in chunks:
             job.computed += tokens
-            if not job.left and job.request.output:
+            if not job.left and job.request.output_tokens:
                 job.generated, job.first_token = 1, now
         for job in list(self.running):
-            if not job.left and job.generated == job.request.output:
+            if not job.left and job.generated == job.request.output_tokens:
                 self.running.remove(job)
                 self.times[job.request.id] = job.first_token, now
 
@@ -89,7 +89,7 @@ def _batch(chunks, decoding, windows):
     pairs, context = [], []
     for window in windows:
         pairs.append(sum(attended_pairs(job.computed, n, window) for job, n in chunks))
-        lengths = [job.request.prompt + job.generated for job in decoding]
+        lengths = [job.request.prompt_tokens + job.generated for job in decoding]
         context.append(sum(min(length, window or length) for length in lengths))
     prefill = sum(tokens for _, tokens in chunks)
     return Batch(prefill, tuple(pairs), len(decoding), tuple(context))

@@ -106,7 +106,7 @@ def test_lindley():
     free_at = 0
     for request, row in zip(requests, rows, strict=True):
         begin = max(request.arrival, free_at)
-        free_at = begin + 1000 * request.output
+        free_at = begin + 1000 * request.output_tokens
         assert (row["admitted"], row["finish"]) == (begin, free_at)
 
 

@@ -20,7 +20,7 @@ histories = st.lists(pushes | st.tuples(st.just("remove"), st.integers(0, JOBS))
 
 def jobs():
     """Return new jobs."""
-    requests = (Request(id=number, prompt=1, key_tokens=1) for number in range(JOBS))
+    requests = (Request(id=number, prompt_tokens=1, key_tokens=1) for number in range(JOBS))
     return [Job(request, number, 0, STEPS, 1) for number, request in enumerate(requests)]
 
 

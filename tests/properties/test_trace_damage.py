@@ -180,7 +180,7 @@ def prompts(rng, key_tokens):
             path = (*path, rng.choice("aab"))
             chain.append(keys.setdefault(path, len(keys)))
         prompt = len(chain) * key_tokens - rng.randrange(key_tokens)
-        yield Request(id=serial, prompt=prompt, keys=chain, key_tokens=key_tokens)
+        yield Request(id=serial, prompt_tokens=prompt, keys=chain, key_tokens=key_tokens)
 
 
 def step(rng, cache, requests, sequences, now):

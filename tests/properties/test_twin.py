@@ -30,10 +30,10 @@ def computed(server, scheduler):
 def expected(request, vocabulary=10_007):
     """Return the output that the whole sequence, computed without a cache, would have."""
     stream = TokenStream(request, vocabulary, 0)
-    tokens = stream.between(0, request.prompt)
-    for _ in range(request.output):
+    tokens = stream.between(0, request.prompt_tokens)
+    for _ in range(request.output_tokens):
         tokens.append(stream.add(digest(tokens)))
-    return tokens[request.prompt :]
+    return tokens[request.prompt_tokens :]
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

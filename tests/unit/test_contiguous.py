@@ -258,7 +258,7 @@ def test_every_request_ends_once(server, scheduler):
     assert {log.ids[row] for row in log.reasons} == {
         request.id
         for request in server.requests
-        if not 0 < request.prompt <= blocks * size - cache.max_output
+        if not 0 < request.prompt_tokens <= blocks * size - cache.max_output
     }
     assert cache.space.holes == [(0, blocks * size)]
     cache.check_integrity()

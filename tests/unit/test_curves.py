@@ -127,7 +127,7 @@ def test_steps_go_through_their_corners_and_stay_level():
 
 def test_nothing_to_look_up_is_no_error():
     """Requests without keys, and a workload without requests, have flat curves."""
-    for served in ([], [Request(id=0, prompt=4, key_tokens=1)]):
+    for served in ([], [Request(id=0, prompt_tokens=4, key_tokens=1)]):
         found = curve(Prompts(served), "lru,optimum,fifo")
         assert hits(found) == {"lru": [0], "optimum": [0], "fifo": [0]}
         assert found.ratio(0) is None
@@ -176,7 +176,7 @@ def test_keys_are_named_in_portions(monkeypatch, key):
 def test_a_key_after_two_others_is_refused(prompts, place, key):
     """The error says at which request, and which key."""
     served = [
-        Request(id=n, prompt=len(keys), keys=keys, key_tokens=1)
+        Request(id=n, prompt_tokens=len(keys), keys=keys, key_tokens=1)
         for n, keys in enumerate(prompts)
     ]
     with pytest.raises(InputError, match=f"request at place {place} .*: key {key} does not"):
@@ -286,7 +286,7 @@ def test_numba_is_imported_for_an_exact_curve_alone():
     """Neither the lab nor a curve by replay loads it, numpy or matplotlib."""
     code = """
 import sys
-import kvcore.cli.curve, kvcore.lab, kvcore.report
+import kvcore.cli.curve, kvcore.analysis, kvcore.report
 from kvcore.analysis import curve
 from kvcore_plugins.workload import Zipf
 heavy = {"numba", "numpy", "matplotlib"}

@@ -41,12 +41,20 @@ def shrunk(factor, **fields):
 
 def test_prompts_are_rounded_down_and_outputs_up():
     """Neither becomes nothing; what was nothing stays so."""
-    request = shrunk(4, prompt=15, output=5, predicted=9)
-    assert (request.prompt, request.output, request.predicted) == (3, 2, 3)
+    request = shrunk(4, prompt=15, output=5, predicted_output_tokens=9)
+    assert (request.prompt_tokens, request.output_tokens, request.predicted_output_tokens) == (
+        3,
+        2,
+        3,
+    )
     request = shrunk(8, prompt=7, output=1)
-    assert (request.prompt, request.output, request.predicted) == (1, 1, None)
+    assert (request.prompt_tokens, request.output_tokens, request.predicted_output_tokens) == (
+        1,
+        1,
+        None,
+    )
     request = shrunk(8, prompt=0, output=0)
-    assert (request.prompt, request.output) == (0, 0)
+    assert (request.prompt_tokens, request.output_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("prompt", range(1, 40))
@@ -54,8 +62,8 @@ def test_keys_fit_the_prompt(prompt):
     """There is a key for each whole part, and at most one for what is left."""
     request = shrunk(4, prompt=prompt, keys=list(range(-(-prompt // 8))))
     assert request.key_tokens == 2
-    assert request.prompt // 2 == prompt // 8
-    assert len(request.keys) == -(-request.prompt // 2)
+    assert request.prompt_tokens // 2 == prompt // 8
+    assert len(request.keys) == -(-request.prompt_tokens // 2)
 
 
 def test_hints_keep_their_tokens():

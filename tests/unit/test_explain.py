@@ -154,7 +154,7 @@ def test_of_a_span_that_was_split_both_halves_are_whose_it_was(file):
 def coarse(name, tokens):
     """Return a request of so many tokens of one text, whose keys stand for two blocks."""
     keys = [11, 12][: -(-tokens // (2 * BLOCK))]
-    return Request(id=name, prompt=tokens, keys=keys, key_tokens=2 * BLOCK)
+    return Request(id=name, prompt_tokens=tokens, keys=keys, key_tokens=2 * BLOCK)
 
 
 def test_a_cache_without_sharing_stores_nothing_even_in_flight(file):
@@ -243,7 +243,7 @@ def test_generated_blocks_count_as_sent(file):
     """Keys told by KEYS belong to whoever generated them: a prompt with them goes on there."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
-        first = cache.open(ask("first", "ab", output=9), None, 0)
+        first = cache.open(ask("first", "ab", output_tokens=9), None, 0)
         cache.commit(first, 8, 1)
         trace.line("KEYS", 1, request="first", keys=ask("", "abcd").keys[2:])
         cache.open(ask("next", "abcdef"), None, 2)
@@ -256,7 +256,7 @@ def test_generated_blocks_that_a_later_request_sent_are_the_later_ones(file):
     """KEYS of a request admitted earlier do not make it the last to have had these blocks."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
-        first = cache.open(ask("first", "ab", output=9), None, 0)
+        first = cache.open(ask("first", "ab", output_tokens=9), None, 0)
         cache.close(cache.open(ask("second", "abcd"), None, 1), 1)
         trace.line("KEYS", 2, request="first", keys=ask("", "abcd").keys[2:])
         cache.close(first, 2)
@@ -268,7 +268,7 @@ def test_keys_told_before_the_admission_come_with_it(file):
     """A trace made by hand may tell keys early: they count from the admission on."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
-        first = ask("first", "ab", output=9)
+        first = ask("first", "ab", output_tokens=9)
         trace.request(first, 0)
         trace.line("KEYS", 0, request="first", keys=ask("", "abc").keys[2:])
         cache.open(first, None, 1)
@@ -315,7 +315,7 @@ def test_an_empty_file_is_no_trace(file):
 def test_ids_are_found_as_text_and_others_refused_with_what_there_is(file):
     """An id of digits is found as text; an unknown one is refused with the nearest."""
     requests = [
-        Request(id=n, prompt=4, keys=[n], key_tokens=BLOCK, arrival=n)
+        Request(id=n, prompt_tokens=4, keys=[n], key_tokens=BLOCK, arrival=n)
         for n in range(4000, 4009)
     ]
     explanation = served(file, *requests)

@@ -9,7 +9,7 @@ from kvcore.request import Retention
 
 def request(prompt, keys, key_tokens, **fields):
     """Return a request of so many tokens with those keys."""
-    return Request(id=7, prompt=prompt, keys=keys, key_tokens=key_tokens, **fields)
+    return Request(id=7, prompt_tokens=prompt, keys=keys, key_tokens=key_tokens, **fields)
 
 
 def layout(geometry, request):

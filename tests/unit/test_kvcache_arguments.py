@@ -48,13 +48,19 @@ def test_time_never_decreases(now):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"prompt": -5}, {"prompt": 8.5}, {"output": -1}, {"key_tokens": 0}, {"arrival": 0.5}],
+    [
+        {"prompt_tokens": -5},
+        {"prompt_tokens": 8.5},
+        {"output_tokens": -1},
+        {"key_tokens": 0},
+        {"arrival": 0.5},
+    ],
 )
 def test_requests_are_checked(fields):
     """Lengths and times that cannot be are refused where the request is made."""
     name, value = next(iter(fields.items()))
     with pytest.raises(InputError, match=rf"request 7: .*{name}={value}"):
-        Request(**{"id": 7, "prompt": 1, "key_tokens": 4} | fields)
+        Request(**{"id": 7, "prompt_tokens": 1, "key_tokens": 4} | fields)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_without_a_prefix_cache_nothing_is_shared():
 def test_a_request_of_no_tokens_takes_no_blocks():
     """It opens and closes all the same."""
     cache = make()
-    seq = cache.open(Request(id="empty", prompt=0, key_tokens=BLOCK))
+    seq = cache.open(Request(id="empty", prompt_tokens=0, key_tokens=BLOCK))
     cache.close(seq)
     assert cache.pool.free_blocks == 8
     cache.check_integrity()

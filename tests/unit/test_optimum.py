@@ -14,7 +14,7 @@ def requests(prompts, key_tokens=1):
     return [
         Request(
             id=number,
-            prompt=len(prompt) * key_tokens,
+            prompt_tokens=len(prompt) * key_tokens,
             keys=[prompt[: end + 1] for end in range(len(prompt))],
             key_tokens=key_tokens,
         )
@@ -82,7 +82,7 @@ def test_a_request_longer_than_the_pool_may_end_inside_a_key():
 def test_a_request_without_keys_looks_nothing_up():
     """A request without keys counts, but has no ratio."""
     future = Future.read(
-        [Request(id=0, prompt=9, key_tokens=1), *requests(["a"])], BlockLayout("keys", 1, 1)
+        [Request(id=0, prompt_tokens=9, key_tokens=1), *requests(["a"])], BlockLayout("keys", 1, 1)
     )
     stats, _ = Optimum().replay(future, 1, 1)
     assert (stats.requests, stats.looked_up) == (2, 1)
@@ -104,9 +104,9 @@ def test_the_future_is_kept_in_runs():
 def test_a_key_under_two_parents_has_no_future():
     """Keys that contradict one another are refused, naming the request and the key."""
     wrong = [
-        Request(id="first", prompt=2, keys=["a", "b"], key_tokens=1),
-        Request(id="second", prompt=2, keys=["c", "b"], key_tokens=1),
-        Request(id="third", prompt=2, keys=["a", "b"], key_tokens=1),
+        Request(id="first", prompt_tokens=2, keys=["a", "b"], key_tokens=1),
+        Request(id="second", prompt_tokens=2, keys=["c", "b"], key_tokens=1),
+        Request(id="third", prompt_tokens=2, keys=["a", "b"], key_tokens=1),
     ]
     with pytest.raises(InputError, match="request 'third': key 'b' does not follow"):
         Future.read(wrong, BlockLayout("keys", 1, 1))

@@ -91,7 +91,7 @@ def test_no_hook_is_called_while_a_cache_works(monkeypatch):
     cache = KVCache(blocks=100, block_size=16, eviction=eviction, prefix=prefix)
     for number in range(500):
         keys = [(number % 40, block) for block in range(20)]
-        request = Request(id=number, prompt=320, keys=keys, key_tokens=16)
+        request = Request(id=number, prompt_tokens=320, keys=keys, key_tokens=16)
         sequence = cache.open(request, now=number)
         cache.commit(sequence, sequence.tokens - sequence.computed, now=number)
         cache.close(sequence, now=number)

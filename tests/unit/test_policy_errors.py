@@ -64,7 +64,7 @@ def fail_in(*methods):
 def ask(keys, **fields):
     """Return a request with a block for each letter of `keys`; its id is `keys`."""
     chain = [keys[: end + 1] for end in range(len(keys))]
-    fields = {"prompt": len(keys) * BLOCK} | fields
+    fields = {"prompt_tokens": len(keys) * BLOCK} | fields
     return Request(id=keys, keys=chain, key_tokens=BLOCK, **fields)
 
 

@@ -108,7 +108,7 @@ def test_gaps_may_lie_anywhere():
 def test_gaps_among_blocks_of_its_own():
     """Each frees the blocks that stood there, whatever went before it or with it."""
     cache = make(retention=Ranges((4, 8), (12, 16), (20, 24)))
-    seq = cache.open(Request(id=0, prompt=28, key_tokens=BLOCK))
+    seq = cache.open(Request(id=0, prompt_tokens=28, key_tokens=BLOCK))
     cache.commit(seq, 20)
     assert (table(cache, seq), list(cache.pool.free_ids())) == ([0, 2, 4, 5, 6], [3, 1])
     compute(cache, seq)
@@ -202,7 +202,7 @@ def test_a_wrong_answer_changes_nothing(ranges):
             return [ranges]
 
     cache = make(retention=Wrong())
-    seq = cache.open(Request(id=0, prompt=8, key_tokens=BLOCK))
+    seq = cache.open(Request(id=0, prompt_tokens=8, key_tokens=BLOCK))
     with pytest.raises(PolicyError, match=r"retention plugin 'wrong'.* raised .*droppable"):
         cache.commit(seq, 8)
     assert (seq.holes, cache.pool.free_blocks) == ((), 6)
@@ -244,7 +244,9 @@ def test_a_line_says_what_was_forgotten():
 
 def test_long_outputs_fit_that_would_not_without():
     """Two streams whose lengths together exceed the pool both run, since they forget."""
-    requests = [Request(id=i, prompt=4, output=80, key_tokens=BLOCK) for i in range(2)]
+    requests = [
+        Request(id=i, prompt_tokens=4, output_tokens=80, key_tokens=BLOCK) for i in range(2)
+    ]
 
     def preemptions(retention):
         cache = KVCache(24, BLOCK, retention=retention)
@@ -263,7 +265,7 @@ def test_contiguous_memory_forgets_nothing():
 def test_a_full_pool_has_room_once_something_was_forgotten():
     """A block is refused while everything is needed, and given as soon as it is not."""
     cache = make(4, retention=Window(tokens=4))
-    seq = cache.open(Request(id=0, prompt=16, key_tokens=BLOCK))
+    seq = cache.open(Request(id=0, prompt_tokens=16, key_tokens=BLOCK))
     with pytest.raises(OutOfBlocks):
         cache.extend(seq, 1)
     compute(cache, seq)

@@ -64,7 +64,11 @@ def test_srpt_counts_prefill_as_well():
 
 def test_sjf_goes_by_what_is_predicted():
     """By default it knows no more than the workload's predictor."""
-    requests = [ask("a"), ask("b", output=9, predicted=2), ask("c", output=3, predicted=5)]
+    requests = [
+        ask("a"),
+        ask("b", output=9, predicted_output_tokens=2),
+        ask("c", output=3, predicted_output_tokens=5),
+    ]
     assert serve(SJF(), requests) == "abc"
     assert serve(SJF(length="true"), requests) == "acb"
 

@@ -22,10 +22,10 @@ CHUNK = 16
 def make(scheduler, **fields):
     """Return `scheduler` at work, and a job that has just arrived."""
     ToyServer(scheduler)
-    fields = {"id": 1, "prompt": 4 * CHUNK, "output": 10} | fields
+    fields = {"id": 1, "prompt_tokens": 4 * CHUNK, "output_tokens": 10} | fields
     request = Request(key_tokens=16, **fields)
     return scheduler, Job(
-        request, 1, request.arrival, DecodeSteps(), request.prompt, request.slo
+        request, 1, request.arrival, DecodeSteps(), request.prompt_tokens, request.slo
     )
 
 
@@ -56,14 +56,14 @@ def test_what_was_recomputed_counts_again():
     """After its blocks were taken, the prompt and what was generated are to be computed."""
     scheduler, job = make(SRPT())
     progress(job, 4 * CHUNK, 8).leave()
-    job.target, job.computed = job.request.prompt + 8, 0
+    job.target, job.computed = job.request.prompt_tokens + 8, 0
     assert scheduler.remaining_ns(job) == (5 + 1) * STEP
 
 
 def test_a_request_without_output_takes_its_prefill():
     """Nobody predicts tokens that were not asked for."""
-    for options in ({}, {"predicted": 9}):
-        scheduler, job = make(SJF(error=1), output=0, **options)
+    for options in ({}, {"predicted_output_tokens": 9}):
+        scheduler, job = make(SJF(error=1), output_tokens=0, **options)
         assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == 4 * STEP
 
 
@@ -81,7 +81,7 @@ def test_a_step_is_shared():
 @pytest.mark.parametrize("output", [1, 10, 40])
 def test_remaining_time_never_rises(output):
     """Not either when the prediction, ten tokens, was wrong, and contexts cost time."""
-    scheduler, job = make(SJF(), output=output, predicted=10)
+    scheduler, job = make(SJF(), output_tokens=output, predicted_output_tokens=10)
     scheduler.server.decode_ns = lambda tokens, context, _: sum(
         range(context, context + tokens)
     )
@@ -92,29 +92,31 @@ def test_remaining_time_never_rises(output):
 
 def test_who_outlives_a_prediction_is_about_to_end():
     """One token is left, for as long as it takes."""
-    scheduler, job = make(SJF(), predicted=3)
+    scheduler, job = make(SJF(), predicted_output_tokens=3)
     assert scheduler.remaining_ns(progress(job, 64, 3)) == STEP
     assert scheduler.remaining_ns(progress(job, 64, 9)) == STEP
 
 
 def test_true_lengths_ignore_predictions():
     """`length=true` is the truth, whatever the workload or an error model says."""
-    scheduler, job = make(SRPT(error=2), predicted=99)
+    scheduler, job = make(SRPT(error=2), predicted_output_tokens=99)
     assert scheduler.expected(job) == 10
 
 
 def test_predictions_come_from_the_workload_first():
     """The error model stands in where there are none; a prediction of nothing is one token."""
     for predicted in (1, 77):
-        scheduler, job = make(SJF(error=5), predicted=predicted)
+        scheduler, job = make(SJF(error=5), predicted_output_tokens=predicted)
         assert scheduler.expected(job) == predicted
-    scheduler, job = make(SJF(), predicted=0)
+    scheduler, job = make(SJF(), predicted_output_tokens=0)
     assert scheduler.expected(job) == 1
 
 
 def expected(scheduler, ids=range(1000), output=10**6):
     """Return what `scheduler` expects of requests of one length, by id."""
-    return {name: scheduler.expected(make(SJF(), id=name, output=output)[1]) for name in ids}
+    return {
+        name: scheduler.expected(make(SJF(), id=name, output_tokens=output)[1]) for name in ids
+    }
 
 
 def test_errors_are_lognormal():

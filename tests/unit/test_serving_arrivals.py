@@ -7,9 +7,9 @@ from kvcore import InputError, Request
 from kvcore.serving.arrivals import NEVER, Arrivals
 
 
-def turn(name, at=0, *, after=None, think=0, session="s", **fields):
+def turn(name, at=0, *, after=None, think_time=0, session="s", **fields):
     """Return a request of a session."""
-    return ask(name, at, after=after, think=think, session=session, **fields)
+    return ask(name, at, after=after, think_time=think_time, session=session, **fields)
 
 
 def take(arrivals, now=NEVER - 1):
@@ -49,8 +49,8 @@ def test_an_empty_workload():
 
 
 def test_a_follower_waits_for_the_end_and_thinks():
-    """It is sent `think` ns after the end of the one before, whatever was recorded for it."""
-    arrivals = Arrivals([turn("a", 5), turn("b", 6, after="a", think=30)])
+    """It is sent `think_time` ns after the end of the one before, whatever was recorded."""
+    arrivals = Arrivals([turn("a", 5), turn("b", 6, after="a", think_time=30)])
     assert take(arrivals) == [(5, "a")]
     arrivals.ended(turn("a"), 100)
     assert take(arrivals) == [(130, "b")]
@@ -59,7 +59,9 @@ def test_a_follower_waits_for_the_end_and_thinks():
 def test_followers_and_others_are_merged():
     """A session may fall behind its recording: what is recorded for later comes first."""
     first = turn("a", 0)
-    arrivals = Arrivals([first, turn("b", 1, after="a", think=50), ask("c", 70), ask("d", 90)])
+    arrivals = Arrivals(
+        [first, turn("b", 1, after="a", think_time=50), ask("c", 70), ask("d", 90)]
+    )
     assert take(arrivals, 0) == [(0, "a")]
     arrivals.ended(first, 30)
     assert take(arrivals) == [(70, "c"), (80, "b"), (90, "d")]
@@ -68,7 +70,9 @@ def test_followers_and_others_are_merged():
 def test_two_may_follow_one():
     """Sent at one time, followers come in the order of the workload."""
     first = turn("a")
-    arrivals = Arrivals([first, turn("b", after="a", think=9), turn("c", after="a", think=9)])
+    arrivals = Arrivals(
+        [first, turn("b", after="a", think_time=9), turn("c", after="a", think_time=9)]
+    )
     take(arrivals)
     arrivals.ended(first, 1)
     assert take(arrivals) == [(10, "b"), (10, "c")]
@@ -78,7 +82,7 @@ def test_a_session_under_a_clock():
     """In the loop: a turn ends, the client thinks, the next turn arrives."""
     requests = [
         turn("a", 3, output=2),
-        turn("b", 4, after="a", think=100, output=1),
+        turn("b", 4, after="a", think_time=100, output=1),
         turn("c", 5, after="b", output=1),
     ]
     run = serve(requests)
@@ -89,7 +93,7 @@ def test_a_session_under_a_clock():
 
 def test_a_rejected_turn_has_ended_as_well():
     """What follows a request that does not fit is sent all the same."""
-    requests = [turn("a", 3, prompt=999), turn("b", 4, after="a", think=7)]
+    requests = [turn("a", 3, prompt=999), turn("b", 4, after="a", think_time=7)]
     run = serve(requests, blocks=5)
     assert list(run.rejected) == ["a"]
     assert run.rows["b"]["arrival"] == 10
@@ -111,7 +115,7 @@ def test_rate_scale_is_exact():
 def test_rate_scale_leaves_think_times_alone():
     """People do not think faster when there are more of them."""
     first = turn("a", 10)
-    arrivals = Arrivals([first, turn("b", 20, after="a", think=8)], 2)
+    arrivals = Arrivals([first, turn("b", 20, after="a", think_time=8)], 2)
     assert take(arrivals) == [(5, "a")]
     arrivals.ended(first, 6)
     assert take(arrivals) == [(14, "b")]
@@ -165,7 +169,7 @@ def test_an_order_that_breaks_off_late():
         serve(requests)
 
 
-@pytest.mark.parametrize("field", ["think", "predicted"])
+@pytest.mark.parametrize("field", ["think_time", "predicted_output_tokens"])
 @pytest.mark.parametrize("value", [-1, 2.5])
 def test_what_is_counted_is_whole_and_not_negative(field, value):
     """Nobody thinks for less than no time, or is expected to say less than nothing."""
@@ -176,7 +180,7 @@ def test_what_is_counted_is_whole_and_not_negative(field, value):
 def test_times_are_whole_nanoseconds():
     """A fraction of a nanosecond is refused where the request is made."""
     with pytest.raises(InputError, match=r"arrival \(ns\).* are whole numbers.*arrival=1\.5"):
-        Request(id="a", arrival=1.5, prompt=1, key_tokens=1)
+        Request(id="a", arrival=1.5, prompt_tokens=1, key_tokens=1)
 
 
 def test_a_session_goes_on_between_requests_without_one():
@@ -185,6 +189,6 @@ def test_a_session_goes_on_between_requests_without_one():
         ask("turn", 0, session="s"),
         ask("alone", 1000),
         ask("apart", 2000),
-        ask("next", 3000, session="s", after="turn", think=5),
+        ask("next", 3000, session="s", after="turn", think_time=5),
     ]
     assert serve(requests).of("FINISH")[1] == (25, "next")

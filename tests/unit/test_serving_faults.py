@@ -214,7 +214,7 @@ def test_priority_is_all_a_scheduler_needs():
 
         def priority(self, job, now):
             """Return the output."""
-            return job.request.output
+            return job.request.output_tokens
 
     requests = [ask(number, output=9 - number) for number in range(5)]
     assert list(serve(requests, scheduler=Shortest(), max_seqs=1).rows) == [4, 3, 2, 1, 0]

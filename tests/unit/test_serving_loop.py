@@ -197,7 +197,9 @@ def test_equal_timestamps_go_in_the_order_of_the_workload():
 def test_ten_times_the_memory(steps):
     """What wants to run at once needs 10 pools; every request is served all the same."""
     requests = [ask(number, prompt=20 + number % 9, output=60) for number in range(60)]
-    need = sum(-(-(request.prompt + request.output - 1) // 4) for request in requests)
+    need = sum(
+        -(-(request.prompt_tokens + request.output_tokens - 1) // 4) for request in requests
+    )
     run = serve(requests, blocks=need // 10, steps=steps)
     assert len(run.rows) == 60
     assert run.sum("recomputes") > 60
@@ -264,6 +266,6 @@ def test_a_cache_that_has_served_is_refused():
 
 def test_keys_of_another_length_are_refused():
     """A request whose keys the cache was not made for."""
-    odd = Request(id="odd", prompt=6, output=1, keys=[1, 2], key_tokens=3)
+    odd = Request(id="odd", prompt_tokens=6, output_tokens=1, keys=[1, 2], key_tokens=3)
     with pytest.raises(InputError, match="odd"):
         serve([odd])

@@ -210,10 +210,10 @@ def test_a_model_may_stop_early(tmp_path):
     """By the wall's clock a request ends with what was generated, not with what was asked."""
     path = tmp_path / "trace.jsonl"
     with serving(path, "wall") as (trace, cache):
-        seq = cache.open(ask("r", "a", output=5))
+        seq = cache.open(ask("r", "a", output_tokens=5))
         trace.line("FIRST_TOKEN", 0, request="r", seq=1)
         finish(trace, cache, seq, 3)
-        finish(trace, cache, cache.open(ask("silent", "a", output=5)))
+        finish(trace, cache, cache.open(ask("silent", "a", output_tokens=5)))
     assert replay(path).finished == 2
 
 

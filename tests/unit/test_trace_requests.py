@@ -20,19 +20,19 @@ from kvcore_plugins.workload import Recording, Zipf
 FULL = Request(
     id="full",
     arrival=3,
-    prompt=48,
-    output=5,
+    prompt_tokens=48,
+    output_tokens=5,
     keys=[b"\x0b" * 16, 7, "AB" * 16],
     key_tokens=16,
     salt="blue",
     tenant="acme",
     priority=-1,
     slo=SLO(ttft=5),
-    predicted=4,
+    predicted_output_tokens=4,
     retention=(Retention(0, None, 90, 10**9), Retention(16, 32, 1)),
     session="s",
     after=4,
-    think=9,
+    think_time=9,
     output_keys=[b"\x0c" * 16],
 )
 
@@ -42,7 +42,7 @@ FULL = Request(
     [
         FULL,
         attrs.evolve(FULL, slo=SLO(), keys=[1, 2], id=7),
-        Request(id=0, prompt=0, key_tokens=1, keys=[]),
+        Request(id=0, prompt_tokens=0, key_tokens=1, keys=[]),
     ],
 )
 def test_a_request_is_read_as_it_was(request_):
@@ -69,7 +69,7 @@ def recorded(path, requests, **options):
 
 def turns():
     """Return a session of two requests."""
-    return [ask("a", 0, session="s"), ask("b", 1, session="s", after="a", think=100)]
+    return [ask("a", 0, session="s"), ask("b", 1, session="s", after="a", think_time=100)]
 
 
 def test_it_is_the_workload_that_was_recorded(tmp_path):

@@ -54,7 +54,13 @@ def test_a_request_is_written_whole(tmp_path):
     }
     special |= {"output_keys": [5], "output": 4}
     hints = (Retention(0, None, 50), Retention(4, 8, 90, 7))
-    path = write(tmp_path / "trace.jsonl", ask(1, "ab", retention=hints, **special))
+    names = {
+        "output": "output_tokens",
+        "predicted": "predicted_output_tokens",
+        "think": "think_time",
+    }
+    fields = {names.get(name, name): value for name, value in special.items()}
+    path = write(tmp_path / "trace.jsonl", ask(1, "ab", retention=hints, **fields))
     (request,) = requests(path)
     assert {name: request[name] for name in special} == special
     assert request["retention"] == [[0, None, 50, None], [4, 8, 90, 7]]
@@ -73,7 +79,9 @@ def test_what_a_client_expects_is_written_in_ns(tmp_path):
 def test_keys_are_ints_or_hex(tmp_path):
     """Keys of 16 bytes are written in hex; ints and hex digits stay as they are."""
     keys = [2**63 - 1, bytes(range(16)), "ab" * 16, 0]
-    path = write(tmp_path / "trace.jsonl", Request(id=1, prompt=16, keys=keys, key_tokens=4))
+    path = write(
+        tmp_path / "trace.jsonl", Request(id=1, prompt_tokens=16, keys=keys, key_tokens=4)
+    )
     assert requests(path)[0]["keys"] == [2**63 - 1, bytes(range(16)).hex(), "ab" * 16, 0]
 
 
@@ -82,7 +90,7 @@ def test_other_keys_are_refused(tmp_path, key):
     """A key that a trace cannot hold is an error that names request, key and place."""
     path = tmp_path / "trace.jsonl"
     with pytest.raises(InputError, match=r"request 'r' has the block key .* \(place 1\)"):
-        write(path, Request(id="r", prompt=8, keys=[1, key], key_tokens=4))
+        write(path, Request(id="r", prompt_tokens=8, keys=[1, key], key_tokens=4))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,7 @@ from kvcore.errors import InputError
 from kvcore.units import (
     BINARY,
     DECIMAL,
-    LIMIT,
+    INT64_LIMIT,
     format_bytes,
     format_number,
     format_seconds,
@@ -73,7 +73,7 @@ def test_what_is_wrong_with_a_size_is_hinted_at(text, hint):
         ("8192", 8192),
         ("1e5", 100_000),
         (" 1.5E3 ", 1500),
-        (str(LIMIT - 1), LIMIT - 1),
+        (str(INT64_LIMIT - 1), INT64_LIMIT - 1),
     ],
 )
 def test_counts_are_read(text, count):
@@ -82,7 +82,8 @@ def test_counts_are_read(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "0.5", "1e-5", "x", "1_000", str(LIMIT), "9" * 400, "9" * 5000]
+    "text",
+    ["", "0", "-1", "0.5", "1e-5", "x", "1_000", str(INT64_LIMIT), "9" * 400, "9" * 5000],
 )
 def test_no_count_is_refused_with_its_bounds(text):
     """Nothing, part of a token, and more than 63 bits hold."""

@@ -115,7 +115,7 @@ class TestUnderAClock:
         """A turn comes when the one before has ended and its client has thought."""
         turns = [
             ask("a", 0, output=3, session="s"),
-            ask("b", 1, session="s", after="a", think=100),
+            ask("b", 1, session="s", after="a", think_time=100),
         ]
         path = timed(tmp_path / "trace.jsonl", turns)
         assert ended(path) == {"a": 30, "b": 140}

@@ -18,7 +18,7 @@ def test_arrivals_count_from_the_first_row(tmp_path):
     path = write(tmp_path / "t.csv", HEADER, ROW, "2023-11-16 18:16:00.0000001,396,109")
     first, second = Azure(path)
     assert (first.arrival, second.arrival) == (0, 13_319_410_100)
-    assert (first.prompt, first.output) == (374, 44)
+    assert (first.prompt_tokens, first.output_tokens) == (374, 44)
     assert (first.id, second.id) == (0, 1)
 
 

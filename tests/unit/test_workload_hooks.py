@@ -12,8 +12,8 @@ DATA = Path(__file__).parents[1] / "data"
 FULL = Request(
     id="full",
     arrival=3,
-    prompt=48,
-    output=5,
+    prompt_tokens=48,
+    output_tokens=5,
     keys=[b"\x0b" * 16, 7],
     key_tokens=16,
     salt="blue",
@@ -22,7 +22,7 @@ FULL = Request(
     retention=(Retention(0, None, 90, 10**9), Retention(16, 32, 1)),
     session="s",
     after=4,
-    think=9,
+    think_time=9,
     output_keys=[b"\x0c" * 16],
 )
 

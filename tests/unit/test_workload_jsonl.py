@@ -26,7 +26,7 @@ def test_every_field_is_read():
     """All fields a REQUEST line can have arrive in the request."""
     request = list(Jsonl(DATA / "requests.jsonl"))[1]
     assert request.id == "chat/0"
-    assert (request.arrival, request.prompt, request.output) == (5, 32, 8)
+    assert (request.arrival, request.prompt_tokens, request.output_tokens) == (5, 32, 8)
     assert (request.salt, request.tenant, request.priority) == ("blue", "acme", -2)
     assert request.retention == (Retention(0, 16, 90), Retention(16, None, 10, 5 * 10**9))
     assert request.output_keys == [9]
@@ -43,20 +43,20 @@ def test_what_clients_and_predictors_expect_is_read(tmp_path):
     """An SLO and a predicted length arrive in the request."""
     row = REQUEST | {"slo": {"ttft": 5, "deadline": 9}, "predicted": 3}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
-    assert (request.slo, request.predicted) == (SLO(ttft=5, deadline=9), 3)
+    assert (request.slo, request.predicted_output_tokens) == (SLO(ttft=5, deadline=9), 3)
 
 
 def test_closed_loop_is_read():
     """Session, predecessor and think time arrive in the request."""
     request = list(Jsonl(DATA / "requests.jsonl"))[2]
-    assert (request.session, request.after, request.think) == ("chat", "chat/0", 2 * 10**9)
+    assert (request.session, request.after, request.think_time) == ("chat", "chat/0", 2 * 10**9)
 
 
 def test_absent_fields_have_their_defaults(tmp_path):
     """A line with nothing optional makes a request with nothing optional."""
     (request,) = Jsonl(write(tmp_path / "t.jsonl", REQUEST))
     assert (request.salt, request.tenant, request.session, request.after) == (None,) * 4
-    assert (request.priority, request.think) == (0, 0)
+    assert (request.priority, request.think_time) == (0, 0)
     assert (request.retention, request.output_keys) == ((), ())
 
 
@@ -143,7 +143,7 @@ def test_bad_field_is_named(tmp_path, change, complaint):
 def test_an_empty_prompt_is_read(tmp_path):
     """A prompt of no tokens, which a trace may hold, is a request like others."""
     (request,) = Jsonl(write(tmp_path / "t.jsonl", REQUEST | {"prompt": 0, "keys": []}))
-    assert (request.prompt, request.keys) == (0, [])
+    assert (request.prompt_tokens, request.keys) == (0, [])
 
 
 def test_cut_file_yields_what_comes_before_the_cut(tmp_path):

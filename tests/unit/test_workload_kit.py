@@ -11,7 +11,7 @@ from kvcore.workloads import Workload
 
 def request(name=0, **fields):
     """Return a request that is as it should be but for `fields`."""
-    return Request(id=name, **({"prompt": 16, "key_tokens": 16} | fields))
+    return Request(id=name, **({"prompt_tokens": 16, "key_tokens": 16} | fields))
 
 
 @attrs.define(slots=False, eq=False)
@@ -89,7 +89,7 @@ BROKEN = {
     "test_key_tokens_are_the_same_throughout": [{"make": lambda: [request(key_tokens=32)]}],
     "test_prompts_cover_their_keys": [
         {"make": lambda: [request(keys=[1, 2])]},
-        {"make": lambda: [request(prompt=0)]},
+        {"make": lambda: [request(prompt_tokens=0)]},
     ],
     "test_sessions_are_closed_loops": [
         {"make": lambda: [request(after=7, session="a")]},
@@ -116,7 +116,9 @@ def test_kit_notices(test, options, monkeypatch):
 
 def test_kit_notices_a_key_with_two_parents():
     """A workload whose keys are not chained is refused by the kit as by `checked`."""
-    tests = kit(Made, make=lambda: [request(1, keys=[1]), request(2, prompt=32, keys=[2, 1])])
+    tests = kit(
+        Made, make=lambda: [request(1, keys=[1]), request(2, prompt_tokens=32, keys=[2, 1])]
+    )
     with pytest.raises(InputError, match="key 1 stands after key 2"):
         tests.test_keys_have_one_parent()
 

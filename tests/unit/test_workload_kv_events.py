@@ -40,8 +40,8 @@ def joined(tmp_path):
 def test_a_root_run_is_a_request(full):
     """What begins without a parent is a request, at its batch's time from the first one on."""
     one, two = full(batch(stored(1, 2, size=4), ts=5.0), batch(stored(1, 2, 3, size=4), ts=7.5))
-    assert (one.arrival, one.prompt, one.keys, one.key_tokens) == (0, 8, [0, 1], 4)
-    assert (two.arrival, two.prompt, two.keys) == (5 * SECOND // 2, 12, [0, 1, 2])
+    assert (one.arrival, one.prompt_tokens, one.keys, one.key_tokens) == (0, 8, [0, 1], 4)
+    assert (two.arrival, two.prompt_tokens, two.keys) == (5 * SECOND // 2, 12, [0, 1, 2])
 
 
 def test_runs_continue_the_request_that_ends_there(full):
@@ -138,20 +138,25 @@ def test_formats_without_a_block_size_need_one(tmp_path):
     with pytest.raises(InputError, match="how many tokens a block has: give 'block_size'"):
         list(KvEvents(path, lookups="full"))
     [only] = KvEvents(path, lookups="full", block_size=32)
-    assert (only.prompt, only.keys, only.arrival) == (32, [0], 0)
+    assert (only.prompt_tokens, only.keys, only.arrival) == (32, [0], 0)
 
 
 def test_a_log_of_tokens(joined):
     """A logged request has the keys of its tokens, in blocks of the recording's size."""
     [only] = joined({"id": "a", "time": 12.5, "tokens": [*range(9)], "output": 3})
-    assert (only.id, only.arrival, only.prompt, only.output) == ("a", 5 * SECOND // 2, 9, 3)
+    assert (only.id, only.arrival, only.prompt_tokens, only.output_tokens) == (
+        "a",
+        5 * SECOND // 2,
+        9,
+        3,
+    )
     assert only.keys == block_keys(range(9), 4)
 
 
 def test_a_log_of_hashes(joined):
     """A logged request may have the engine's hashes instead, and its length."""
     [only] = joined({"id": 1, "time": 10, "hashes": [2**64 - 1, 7], "prompt": 11})
-    assert (only.keys, only.prompt, only.key_tokens) == ([2**64 - 1, 7], 11, 4)
+    assert (only.keys, only.prompt_tokens, only.key_tokens) == ([2**64 - 1, 7], 11, 4)
 
 
 def test_the_log_is_cut_to_the_recording(joined):

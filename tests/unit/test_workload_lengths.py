@@ -32,7 +32,7 @@ def test_usual_columns_are_found(tmp_path, header, row):
     workload = recognise(path, [Azure, Lengths])
     assert isinstance(workload, Lengths)
     (request,) = workload
-    assert (request.prompt, request.output) == (10, 3)
+    assert (request.prompt_tokens, request.output_tokens) == (10, 3)
 
 
 def test_columns_can_be_named(tmp_path):
@@ -40,7 +40,12 @@ def test_columns_can_be_named(tmp_path):
     path = write(tmp_path / "t.csv", "when,ctx,gen,who,chat", "0,7,5,ann,c1", "1,8,5,,")
     text = f"lengths:path={path},time=when,input=ctx,output=gen,tenant=who,session=chat"
     first, second = Plugins().build("workload", text)
-    assert (first.prompt, first.output, first.tenant, first.session) == (7, 5, "ann", "c1")
+    assert (first.prompt_tokens, first.output_tokens, first.tenant, first.session) == (
+        7,
+        5,
+        "ann",
+        "c1",
+    )
     assert (second.tenant, second.session) == (None, None)
 
 
@@ -48,7 +53,7 @@ def test_a_named_column_comes_before_a_usual_one(tmp_path):
     """What is named is taken, though another column looks right."""
     path = write(tmp_path / "t.csv", "time,prompt_tokens,billed,output_tokens", "0,1,9,1")
     (request,) = Lengths(path, input="billed")
-    assert request.prompt == 9
+    assert request.prompt_tokens == 9
 
 
 def test_sessions_and_tenants_are_found(tmp_path):
@@ -86,7 +91,7 @@ def test_nothing_is_shared(tmp_path):
 def test_whole_numbers_may_have_a_point(tmp_path):
     """A length such as 374.0, as data frames write it, is whole."""
     (request,) = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,374.0,44."))
-    assert (request.prompt, request.output) == (374, 44)
+    assert (request.prompt_tokens, request.output_tokens) == (374, 44)
 
 
 def test_compressed_tables_are_read(tmp_path):

@@ -30,7 +30,7 @@ def test_a_row_is_a_request(tmp_path):
     workload = LMCache(write(tmp_path / "l.jsonl", {}))
     (request,) = workload
     assert (request.id, request.arrival) == ("req-a/1", 0)
-    assert (request.prompt, request.output, request.salt) == (600, 0, "big")
+    assert (request.prompt_tokens, request.output_tokens, request.salt) == (600, 0, "big")
     assert request.key_tokens == workload.key_tokens == 256
     assert len(request.keys) == 2
 
@@ -80,7 +80,7 @@ def test_a_second_lookup_is_a_request_of_its_own(tmp_path):
 def test_output_is_what_the_option_says(tmp_path):
     """The log has no output lengths: all have the one that is given."""
     (request,) = LMCache(write(tmp_path / "l.jsonl", {}), output_tokens=128)
-    assert request.output == 128
+    assert request.output_tokens == 128
 
 
 def test_it_is_recognised(tmp_path):

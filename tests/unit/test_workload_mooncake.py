@@ -29,7 +29,7 @@ def test_row_becomes_a_request(tmp_path):
     first, second = Mooncake(write(tmp_path / "t.jsonl", ROW | {"timestamp": 0}, ROW))
     assert (first.id, second.id) == (0, 1)
     assert second.arrival == 27_482_000_000
-    assert (second.prompt, second.output) == (700, 52)
+    assert (second.prompt_tokens, second.output_tokens) == (700, 52)
     assert (second.keys, second.key_tokens) == ([46, 47], 512)
 
 

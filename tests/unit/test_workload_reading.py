@@ -53,7 +53,7 @@ class Twin(Mooncake):
 def request(name, keys=(), arrival=0):
     """Return a request of block keys."""
     return Request(
-        id=name, arrival=arrival, prompt=16 * len(keys) + 1, keys=keys, key_tokens=16
+        id=name, arrival=arrival, prompt_tokens=16 * len(keys) + 1, keys=keys, key_tokens=16
     )
 
 

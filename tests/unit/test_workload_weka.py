@@ -65,8 +65,8 @@ def test_sessions_of_global_scope_share_keys(read):
 def test_turns_form_a_closed_loop(read):
     """Each turn but the first names the one before it, and its recorded think time."""
     first, second = read(session("a", turn(0), turn(30.5, api_time=2.5, think_time=19.0)))
-    assert (first.id, first.after, first.think) == ("a/0", None, 0)
-    assert (second.id, second.after, second.think) == ("a/1", "a/0", 19 * SECOND)
+    assert (first.id, first.after, first.think_time) == ("a/0", None, 0)
+    assert (second.id, second.after, second.think_time) == ("a/1", "a/0", 19 * SECOND)
     assert second.arrival == 30_500_000_000
     assert second.session == "a"
 
@@ -74,21 +74,21 @@ def test_turns_form_a_closed_loop(read):
 def test_missing_think_time_is_what_the_recording_leaves(read):
     """Without a think time, it is the gap between the last turn's end and this turn."""
     _, second, third = read(session("a", turn(0, api_time=4.0), turn(10), turn(15)))
-    assert second.think == 6 * SECOND
-    assert third.think == 5 * SECOND
+    assert second.think_time == 6 * SECOND
+    assert third.think_time == 5 * SECOND
 
 
 def test_think_time_is_not_negative(read):
     """Turns that overlap in the recording follow each other at once."""
     _, second = read(session("a", turn(0, api_time=40.0), turn(10)))
-    assert second.think == 0
+    assert second.think_time == 0
 
 
 def test_subagent_runs_on_its_own_clock(read):
     """The times of a subagent's requests count from the start of the subagent."""
     agent = {"t": 20.0, "type": "subagent", "requests": [turn(0), turn(3, think_time=1.0)]}
     requests = read(session("a", turn(0, api_time=5.0), agent, turn(21, think_time=16.0)))
-    assert [(r.id, r.arrival // SECOND, r.after, r.think // SECOND) for r in requests] == [
+    assert [(r.id, r.arrival // SECOND, r.after, r.think_time // SECOND) for r in requests] == [
         ("a/0", 0, None, 0),
         ("a/1/0", 20, "a/0", 15),
         ("a/2", 21, "a/0", 16),
@@ -112,8 +112,8 @@ def test_session_that_starts_with_a_subagent(read):
     """The first request follows none, even if a subagent sends it."""
     agent = {"t": 1.0, "type": "subagent", "requests": [turn(0)]}
     first, second = read(session("a", agent, turn(5)))
-    assert (first.id, first.after, first.think) == ("a/0/0", None, 0)
-    assert (second.id, second.after, second.think) == ("a/1", None, 0)
+    assert (first.id, first.after, first.think_time) == ("a/0/0", None, 0)
+    assert (second.id, second.after, second.think_time) == ("a/1", None, 0)
 
 
 def test_sessions_are_merged_by_arrival(read):

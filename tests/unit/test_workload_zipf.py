@@ -17,7 +17,7 @@ def prefixes(workload, blocks):
 def test_lengths_are_the_options():
     """Every request has the lengths that were asked for, and a key for every block."""
     for request in Zipf(requests=5, prefix_tokens=40, suffix_tokens=10, output_tokens=3):
-        assert (request.prompt, request.output) == (50, 3)
+        assert (request.prompt_tokens, request.output_tokens) == (50, 3)
         assert len(request.keys) == 4
 
 

@@ -30,7 +30,7 @@ from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
 from kvcore.trace.events import plain, slo_field
-from kvcore.units import NANOSECONDS, format_bytes
+from kvcore.units import NS_PER_S, format_bytes
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
@@ -281,7 +281,7 @@ class Parts:
 def as_text(slo: SLO) -> str:
     """Return an SLO as the command line takes it, such as `ttft=30,tpot=0.1`."""
     given = slo_field(slo).items()
-    return ",".join(f"{name}={time / NANOSECONDS:g}" for name, time in given) or "none"
+    return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given) or "none"
 
 
 @contextmanager

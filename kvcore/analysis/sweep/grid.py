@@ -14,7 +14,7 @@ from kvcore.models.spec import ModelSpec
 from kvcore.plugins.options import Spec, nearest, parse
 from kvcore.request import SLO
 from kvcore.serving import Batching
-from kvcore.units import NANOSECONDS, parse_bytes
+from kvcore.units import NS_PER_S, parse_bytes
 
 Mode: TypeAlias = Literal["simulate", "compare"]
 
@@ -22,7 +22,7 @@ Mode: TypeAlias = Literal["simulate", "compare"]
 MODES: tuple[Mode, ...] = ("simulate", "compare")
 
 
-EXPECTED = SLO(ttft=30 * NANOSECONDS, tpot=NANOSECONDS // 10)
+EXPECTED = SLO(ttft=30 * NS_PER_S, tpot=NS_PER_S // 10)
 """What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a
 KVCache-centric disaggregated architecture for LLM serving", 2024."""
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from kvcore import InputError, ScoreEviction, Span
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore_plugins.eviction.scaled_float import ONE, Weight, exp2, order, over, plus, power
 
 UNITS = ("s", "accesses", "touches")
@@ -69,7 +69,7 @@ class LFU(ScoreEviction):
             assert self.half_life is not None
             numerator, denominator = self.half_life.as_integer_ratio()
             if self.unit == "s":
-                numerator *= NANOSECONDS
+                numerator *= NS_PER_S
             self._period = numerator, denominator
 
     def on_insert(self, span: Span, now: int) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import attrs
 
 from kvcore import InputError, Span
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore_plugins.eviction.lru import LRU
 
 
@@ -38,13 +38,13 @@ class TTL(LRU):
 
     def on_insert(self, span: Span, now: int) -> None:
         """Start its time."""
-        span.expires = now + round(self.ttl * NANOSECONDS)
+        span.expires = now + round(self.ttl * NS_PER_S)
 
     def on_access(self, span: Span, now: int) -> None:
         """Give it its full time again."""
-        span.expires = now + round(self.ttl * NANOSECONDS)
+        span.expires = now + round(self.ttl * NS_PER_S)
 
     def on_release(self, span: Span, now: int) -> None:
         """Append `span`, whose idle time begins now."""
-        span.expires = now + round(self.ttl * NANOSECONDS)
+        span.expires = now + round(self.ttl * NS_PER_S)
         super().on_release(span, now)

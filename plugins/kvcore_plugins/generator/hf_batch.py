@@ -227,7 +227,7 @@ class PagedBatch(Paged):
         size = self._cache.geometry.block_size
         keys = block_keys(prompt, size)
         request = Request(
-            id=f"row-{next(self._serials)}", prompt=length, keys=keys, key_tokens=size
+            id=f"row-{next(self._serials)}", prompt_tokens=length, keys=keys, key_tokens=size
         )
         first = max(0, len(prompt) - 1 - self._cache.probe(request) * size)
         sequence = self._cache.open(request, first)

@@ -18,9 +18,9 @@ from kvcore.models.cost import pair_flop
 from kvcore.models.memory import KVLayout, kv_copies
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import Batch, Line, Windows
-from kvcore.units import DECIMAL, NANOSECONDS, PICOSECONDS, format_bytes, picoseconds
+from kvcore.units import DECIMAL, NS_PER_S, PS_PER_NS, format_bytes, picoseconds
 
-SECOND = NANOSECONDS * PICOSECONDS
+SECOND = NS_PER_S * PS_PER_NS
 
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""

@@ -10,9 +10,9 @@ import attrs
 
 from kvcore import InputError, LatencyModel
 from kvcore.serving import Batch, Line
-from kvcore.units import NANOSECONDS, PICOSECONDS
+from kvcore.units import NS_PER_S, PS_PER_NS
 
-MILLISECOND = NANOSECONDS * PICOSECONDS // 1000
+MILLISECOND = NS_PER_S * PS_PER_NS // 1000
 SLOWEST = 1e-6
 
 

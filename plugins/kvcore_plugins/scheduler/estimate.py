@@ -63,7 +63,7 @@ class Estimating(Scheduler):
 
     def total_ns(self, job: Job) -> int:
         """Return the ns that `job` takes from its arrival to its last token, never waiting."""
-        prompt, server = job.request.prompt, self.server
+        prompt, server = job.request.prompt_tokens, self.server
         steps = max(self.expected(job) - 1, 0)
         return server.prefill_ns(prompt, 0) + server.decode_ns(steps, prompt, self.concurrency)
 
@@ -81,16 +81,16 @@ class Estimating(Scheduler):
         steps = max(expected - job.generated, min(expected, 1))
         if steps and job.prefill_left:
             steps -= 1  # the end of a prefill generates a token
-        context = job.request.prompt + expected - 1 - steps
+        context = job.request.prompt_tokens + expected - 1 - steps
         decode = self.server.decode_ns(steps, context, self.concurrency)
         return self.remaining_prefill_ns(job) + decode
 
     def _foresee(self, request: Request) -> int:
-        true = request.output
+        true = request.output_tokens
         if self.length == "true" or not true:
             return true
-        if request.predicted is not None:
-            return max(request.predicted, 1)
+        if request.predicted_output_tokens is not None:
+            return max(request.predicted_output_tokens, 1)
         # Not by order of call; and rounded, since libm's last bits differ between machines.
         random = Random(f"{self.seed}/{self.name}/{request.id!r}")  # noqa: S311 - no secret
         return max(round(true * exp(self.error * random.gauss(0, 1))), 1)

@@ -94,7 +94,7 @@ class Fair(Scheduler):
             self._left = tenant
         if job.data is None:
             job.data = 0  # output tokens that are charged
-            self._counters[tenant] += self._weights[0] * job.request.prompt
+            self._counters[tenant] += self._weights[0] * job.request.prompt_tokens
         self._running[job] = None
 
     def finished(self, job: Job, now: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import InputError, Job, Scheduler
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 
 
 @attrs.define(slots=False, eq=False)
@@ -31,12 +31,12 @@ class Priority(Scheduler):
 
     @ageing.validator
     def _is_none_or_whole(self, _: object, value: float) -> None:
-        if value != 0 and not 1 <= value * NANOSECONDS < float("inf"):
+        if value != 0 and not 1 <= value * NS_PER_S < float("inf"):
             msg = f"priority: ageing={value} must be 0 or from 1e-9 seconds on"
             raise InputError(msg)
 
     def priority(self, job: Job, now: int) -> Any:
         """Return when a job without priority would have arrived that goes as early."""
         del now
-        level = round(self.ageing * NANOSECONDS)
+        level = round(self.ageing * NS_PER_S)
         return job.arrival - level * job.request.priority if level else -job.request.priority

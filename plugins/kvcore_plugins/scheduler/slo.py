@@ -9,7 +9,7 @@ import attrs
 
 from kvcore import SLO, InputError, Job
 from kvcore.serving.scheduler import DECODE, PREFILL
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore_plugins.scheduler.estimate import Estimating
 
 UNSAID = SLO()
@@ -89,5 +89,5 @@ class LeastSlack(Estimating):
 
 def _or_option(slo: SLO, given: int | None, seconds: float) -> int | None:
     if given is None and slo.deadline is None:
-        return round(seconds * NANOSECONDS)
+        return round(seconds * NS_PER_S)
     return given

@@ -12,7 +12,7 @@ import attrs
 from attrs.validators import ge
 
 from kvcore import InputError, Request, Workload
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore.workloads.files import file_digest, lines
 from kvcore_plugins.workload.rows import Row, shown
 
@@ -74,8 +74,8 @@ class Azure(Workload):
             yield Request(
                 id=serial,
                 arrival=time - first,
-                prompt=_tokens(row, _COLUMNS[1], 1),
-                output=_tokens(row, _COLUMNS[2], 0),
+                prompt_tokens=_tokens(row, _COLUMNS[1], 1),
+                output_tokens=_tokens(row, _COLUMNS[2], 0),
                 key_tokens=self.key_tokens,
             )
         if first is None:
@@ -117,9 +117,7 @@ def _nanoseconds(row: Row) -> int:
     try:
         if match is not None:
             moment = datetime.fromisoformat(match[1]).replace(tzinfo=UTC)
-            return (moment - _EPOCH) // _SECOND * NANOSECONDS + int(
-                (match[2] or "").ljust(9, "0")
-            )
+            return (moment - _EPOCH) // _SECOND * NS_PER_S + int((match[2] or "").ljust(9, "0"))
     except ValueError:
         pass
     raise row.error(field=_COLUMNS[0], expected="a time such as 2023-11-16 18:15:46.6805900")

@@ -14,7 +14,7 @@ import attrs
 from kvcore import SLO, InputError, Request, Workload
 from kvcore.request import Retention
 from kvcore.trace import SCHEMA
-from kvcore.units import LIMIT
+from kvcore.units import INT64_LIMIT
 from kvcore.workloads.files import file_digest
 from kvcore_plugins.workload.rows import Row, names, rows
 
@@ -105,19 +105,19 @@ def _request(row: Row, arrival: int) -> Request:
     return Request(
         id=_id(row, "id"),
         arrival=arrival,
-        prompt=prompt,
-        output=row.natural("output"),
+        prompt_tokens=prompt,
+        output_tokens=row.natural("output"),
         keys=row.prompt_keys("keys", prompt, key_tokens, digests=True),
         key_tokens=key_tokens,
         salt=row.optional(row.text, "salt", None),
         tenant=row.optional(row.text, "tenant", None),
-        priority=row.optional(partial(row.natural, least=-LIMIT), "priority", 0),
+        priority=row.optional(partial(row.natural, least=-INT64_LIMIT), "priority", 0),
         slo=row.optional(partial(_slo, row), "slo", None),
-        predicted=row.optional(row.natural, "predicted", None),
+        predicted_output_tokens=row.optional(row.natural, "predicted", None),
         retention=row.optional(partial(_retention, row), "retention", ()),
         session=row.optional(row.text, "session", None),
         after=row.optional(partial(_id, row), "after", None),
-        think=row.optional(row.natural, "think", 0),
+        think_time=row.optional(row.natural, "think", 0),
         output_keys=row.optional(partial(row.keys, digests=True), "output_keys", ()),
     )
 

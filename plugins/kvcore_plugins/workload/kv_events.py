@@ -15,7 +15,7 @@ from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
 from kvcore.request import block_keys
-from kvcore.units import LIMIT, NANOSECONDS
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads.files import file_digest
 from kvcore_plugins.workload.rows import Row, names, rows
 
@@ -96,7 +96,7 @@ class KvEvents(Workload):
             yield Request(
                 id=serial,
                 arrival=arrival,
-                prompt=len(keys) * size,
+                prompt_tokens=len(keys) * size,
                 keys=keys.tolist(),
                 key_tokens=size,
             )
@@ -196,9 +196,9 @@ class KvEvents(Workload):
             if time is not None:
                 first = time if first is None else first
                 now = max(now, time - first)
-            if now >= LIMIT:
+            if now >= INT64_LIMIT:
                 msg = (
-                    f"{self.file}:{reader.line}: this batch has a time {now // NANOSECONDS} s "
+                    f"{self.file}:{reader.line}: this batch has a time {now // NS_PER_S} s "
                     "after the first one's, which is further than nanoseconds of 63 bits reach"
                 )
                 raise InputError(msg)
@@ -253,8 +253,8 @@ def _request(row: Row, arrival: int, size: int) -> Request:
     return Request(
         id=name,
         arrival=arrival,
-        prompt=prompt,
-        output=row.optional(row.natural, "output", 0),
+        prompt_tokens=prompt,
+        output_tokens=row.optional(row.natural, "output", 0),
         keys=keys,
         key_tokens=size,
     )

@@ -15,11 +15,11 @@ import attrs
 from attrs.validators import ge, in_
 
 from kvcore import InputError, Request, Workload
-from kvcore.units import LIMIT, NANOSECONDS
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads.files import file_digest, lines
 from kvcore_plugins.workload.rows import Row
 
-UNITS = {"s": NANOSECONDS, "ms": 10**6, "us": 10**3, "ns": 1}
+UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
 USUAL = {
@@ -109,15 +109,15 @@ class Lengths(Workload):
             if time < latest:
                 expected = "no earlier time than before (sorted rows)"
                 raise row.error(field=columns["time"], expected=expected)
-            if time - first >= LIMIT:
+            if time - first >= INT64_LIMIT:
                 expected = "a time less than 292 years after the first"
                 raise row.error(field=columns["time"], expected=expected)
             latest = time
             yield Request(
                 id=serial,
                 arrival=time - first,
-                prompt=_tokens(row, columns["input"], 1),
-                output=_tokens(row, columns["output"], 0),
+                prompt_tokens=_tokens(row, columns["input"], 1),
+                output_tokens=_tokens(row, columns["output"], 0),
                 key_tokens=self.key_tokens,
                 session=_label(row, columns.get("session")),
                 tenant=_label(row, columns.get("tenant")),
@@ -203,7 +203,7 @@ def _nanoseconds(row: Row, name: str, unit: int) -> int:
     text = row.fields.get(name, "")
     if _NUMBER.fullmatch(text):
         time = int((Decimal(text) * unit).to_integral_value())
-        if time < LIMIT:
+        if time < INT64_LIMIT:
             return time
     else:
         with suppress(ValueError):

@@ -15,7 +15,7 @@ from attrs.validators import ge
 
 from kvcore import InputError, Request, Workload
 from kvcore.request import KEY_BYTES
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore.workloads.files import file_digest
 from kvcore_plugins.workload.rows import Row, names, rows
 
@@ -59,8 +59,8 @@ class LMCache(Workload):
             time = _time(row)
             first = time if first is None else first
             latest = max(latest, first)
-            if time < latest - NANOSECONDS:
-                expected = f"no time more than a second before {latest / NANOSECONDS}"
+            if time < latest - NS_PER_S:
+                expected = f"no time more than a second before {latest / NS_PER_S}"
                 raise row.error(field="timestamp", expected=expected)
             latest = max(latest, time)
             if row.natural("chunk_size", 1) != key_tokens:
@@ -70,8 +70,8 @@ class LMCache(Workload):
             yield Request(
                 id=f"{row.text('request_id')}/{row.line}",
                 arrival=latest - first,
-                prompt=prompt,
-                output=self.output_tokens,
+                prompt_tokens=prompt,
+                output_tokens=self.output_tokens,
                 keys=_keys(row, model.encode(), prompt // key_tokens),
                 key_tokens=key_tokens,
                 salt=model,
@@ -107,7 +107,7 @@ class LMCache(Workload):
 def _time(row: Row) -> int:
     """Take the time in nanoseconds, without the error of a float product."""
     row.nanoseconds("timestamp")
-    return round(Fraction(row.fields["timestamp"]) * NANOSECONDS)
+    return round(Fraction(row.fields["timestamp"]) * NS_PER_S)
 
 
 def _keys(row: Row, model: bytes, most: int) -> list[bytes]:

@@ -11,14 +11,14 @@ import attrs
 from attrs.converters import optional
 
 from kvcore import Request, Workload
-from kvcore.units import LIMIT, NANOSECONDS
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads.files import file_digest
 from kvcore_plugins.workload.rows import names, rows
 
 BUNDLED_REQUESTS = 12_031
 
 
-_MILLISECOND = NANOSECONDS // 1000
+_MILLISECOND = NS_PER_S // 1000
 
 
 @attrs.define(slots=False, eq=False)
@@ -43,7 +43,7 @@ class Mooncake(Workload):
         """Yield a request a row. Holds one row at a time."""
         earliest = 0
         for row in rows(self._file):
-            arrival = row.natural("timestamp", below=LIMIT // _MILLISECOND)
+            arrival = row.natural("timestamp", below=INT64_LIMIT // _MILLISECOND)
             if arrival < earliest:
                 raise row.error(
                     field="timestamp", expected=f"{earliest} or later (sorted rows)"
@@ -53,8 +53,8 @@ class Mooncake(Workload):
             yield Request(
                 id=row.line - 1,
                 arrival=arrival * _MILLISECOND,
-                prompt=prompt,
-                output=row.natural("output_length"),
+                prompt_tokens=prompt,
+                output_tokens=row.natural("output_length"),
                 keys=row.prompt_keys("hash_ids", prompt, self.key_tokens),
                 key_tokens=self.key_tokens,
             )

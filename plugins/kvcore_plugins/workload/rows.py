@@ -11,7 +11,7 @@ import attrs
 import orjson
 
 from kvcore import InputError
-from kvcore.units import LIMIT, NANOSECONDS
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads.files import lines
 
 _T = TypeVar("_T")
@@ -26,7 +26,7 @@ _FIELD = object()
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
 
 
-_SECONDS_LIMIT = LIMIT // NANOSECONDS
+_SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
 
 _SHOWN = 60
@@ -44,7 +44,7 @@ class Row:
     fields: dict[str, Any]
     prefix: str = ""
 
-    def natural(self, name: str, least: int = 0, below: int = LIMIT) -> int:
+    def natural(self, name: str, least: int = 0, below: int = INT64_LIMIT) -> int:
         """Take a whole number in `[least, below)`."""
         value = self.fields.get(name)
         if type(value) is int and least <= value < below:
@@ -55,7 +55,7 @@ class Row:
         """Take a number of seconds, at least 0, as nanoseconds."""
         value: Any = self.fields.get(name)
         if type(value) in (int, float) and 0 <= value < _SECONDS_LIMIT:
-            return round(float(value) * NANOSECONDS)
+            return round(float(value) * NS_PER_S)
         expected = f"a number of seconds, from 0 and below {_SECONDS_LIMIT}"
         raise self.error(field=name, expected=expected)
 
@@ -83,7 +83,7 @@ class Row:
             rows.append(Row(self.path, self.line, fields, f"{self.prefix}{where}."))
         return rows
 
-    def keys(self, name: str, below: int = LIMIT, *, digests: bool = False) -> list[Any]:
+    def keys(self, name: str, below: int = INT64_LIMIT, *, digests: bool = False) -> list[Any]:
         """Take a list of block keys: integers in `[0, below)`.
 
         With `digests` also texts of 32 hexadecimal digits, which become the 16 bytes.
@@ -107,7 +107,7 @@ class Row:
         name: str,
         prompt: int,
         key_tokens: int,
-        below: int = LIMIT,
+        below: int = INT64_LIMIT,
         *,
         digests: bool = False,
     ) -> list[Any]:

@@ -15,7 +15,7 @@ import attrs
 from attrs.validators import ge, lt
 
 from kvcore import Request, Workload
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore.workloads.files import file_digest, lines
 from kvcore_plugins.workload.poisson import exponential
 from kvcore_plugins.workload.rows import Row, names, parse
@@ -67,7 +67,7 @@ class Weka(Workload):
             yield from _before(start, running)
             session = _session(parse(self.path, number, line), start, ids)
             heappush(running, (session.next_arrival, number, session))
-            start += round(exponential(draw) * self.stagger * NANOSECONDS)
+            start += round(exponential(draw) * self.stagger * NS_PER_S)
         yield from _before(inf, running)
 
     @property
@@ -113,13 +113,13 @@ class _Session:
         return Request(
             id=turn.id,
             arrival=self.start + turn.at,
-            prompt=turn.prompt,
-            output=turn.output,
+            prompt_tokens=turn.prompt,
+            output_tokens=turn.output,
             keys=[namespace | key for key in turn.keys],
             key_tokens=_KEY_TOKENS,
             session=self.id,
             after=turn.after,
-            think=turn.think,
+            think_time=turn.think,
         )
 
 

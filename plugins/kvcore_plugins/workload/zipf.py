@@ -15,7 +15,7 @@ import orjson
 from attrs.validators import ge, in_, le
 
 from kvcore import InputError, Request, Workload
-from kvcore.units import NANOSECONDS
+from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.poisson import exponential
 
 ARRIVALS = ("poisson", "bursty", "uniform")
@@ -93,8 +93,8 @@ class Zipf(Workload):
             yield Request(
                 id=serial,
                 arrival=arrival,
-                prompt=prompt,
-                output=self.output_tokens,
+                prompt_tokens=prompt,
+                output_tokens=self.output_tokens,
                 keys=keys,
                 key_tokens=self.key_tokens,
             )
@@ -138,13 +138,13 @@ class Zipf(Workload):
 
     def _arrivals(self) -> Iterator[int]:
         if self.arrivals == "uniform":
-            yield from (round(serial * NANOSECONDS / self.rate) for serial in count())
+            yield from (round(serial * NS_PER_S / self.rate) for serial in count())
         draw = self._generator("arrivals").random
         size = self.burst if self.arrivals == "bursty" else 1
         now = 0
         while True:
             yield from (now for _ in range(size))
-            now += round(exponential(draw) * size / self.rate * NANOSECONDS)
+            now += round(exponential(draw) * size / self.rate * NS_PER_S)
 
     def _generator(self, purpose: str) -> Random:
         return Random(f"{self.seed}/{purpose}")  # noqa: S311 - a workload, not a secret

@@ -103,7 +103,7 @@ class BlockCache:
         """Return the tokens of the prompt."""
         if self.count == "keys":
             return len(request.keys) * self.key_tokens
-        return request.prompt
+        return request.prompt_tokens
 
     def key(self, request, position):
         """Return the key of the block at `position`, or None."""
@@ -121,7 +121,7 @@ class BlockCache:
         """Return how many blocks may hit; in `tokens` counting the last token may not."""
         if self.count == "keys":
             return self.cacheable(request)
-        return min(self.cacheable(request), (request.prompt - 1) // self.block_size)
+        return min(self.cacheable(request), (request.prompt_tokens - 1) // self.block_size)
 
     def hint(self, request, position):
         """Return the best (priority, duration) that the hints give the block at `position`."""
@@ -222,7 +222,7 @@ class BlockCache:
     def fork(self, table, _now=0):
         """Share every block with a new sequence."""
         beyond = table.tokens > max(
-            table.request.prompt, self.cacheable(table.request) * self.block_size
+            table.request.prompt_tokens, self.cacheable(table.request) * self.block_size
         )
         if table.computed < table.tokens and beyond:
             raise InputError(table.id)
