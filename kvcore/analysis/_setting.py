@@ -110,7 +110,7 @@ class Setting:
         return KVCache(
             self.blocks,
             self.block_size,
-            count=header["count"],
+            accounting=header["count"],
             key_tokens=header["key_tokens"],
             trace=trace,
             recompute=self._cost(),

@@ -110,7 +110,7 @@ class Comparison:
     """What `compare` returns: its rows by policy, then size, as they were asked for."""
 
     workload: Source
-    count: str
+    accounting: str
     rows: list[Row]
     infinite: Infinite
 
@@ -121,7 +121,7 @@ def compare(
     blocks: int | Iterable[int] | None = None,
     *,
     block_size: int | None = None,
-    count: str = "keys",
+    accounting: str = "keys",
     prefix: str | Callable[[], PrefixIndex] = SHARING,
     recompute: PrefillCost | None = None,
     seed: int | None = None,
@@ -142,7 +142,7 @@ def compare(
             its name.
         blocks: pool sizes, or one; None: a few parts of the workload's distinct blocks.
         block_size: tokens a block holds; None: as many as a key of the workload.
-        count: `keys` or `tokens`, the two countings.
+        accounting: `keys` or `tokens`, the two accountings.
         prefix: the prefix cache, as a name with options, a class, or a function.
         recompute: what it costs to compute a block again, for policies that weigh that;
             None: Llama 3 8B on an H100.
@@ -173,13 +173,13 @@ def compare(
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
-    _check(entrants, sizes, count, make_prefix, trace)
+    _check(entrants, sizes, accounting, make_prefix, trace)
     if trace is not None:
         spare(workload, trace)
     key_tokens, digest = workload.key_tokens, workload.digest
     bench = _Bench(
         workload,
-        BlockLayout(count, key_tokens if block_size is None else block_size, key_tokens),
+        BlockLayout(accounting, key_tokens if block_size is None else block_size, key_tokens),
         make_prefix,
         recompute or default_prefill_cost(),
         residency,
@@ -202,7 +202,7 @@ def compare(
             key_tokens=key_tokens,
             options=plain(workload.options()),
         ),
-        count=count,
+        accounting=accounting,
         rows=_with_shares(rows),
         infinite=infinite,
     )
@@ -246,7 +246,7 @@ class _Bench:
         else:
             cache = self._cache(blocks, policy.make(), trace)
             if self.residency:
-                seen = cache.tree.residency = Residency(blocks)
+                seen = cache.record_residency()
             stats = replay(self._requests(), cache)
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(
@@ -286,7 +286,7 @@ class _Bench:
             self.geometry.block_size,
             eviction=eviction,
             prefix=self.make_prefix(),
-            count=self.geometry.count,
+            accounting=self.geometry.accounting,
             key_tokens=self.geometry.key_tokens,
             trace=trace,
             recompute=self.recompute,
@@ -338,14 +338,14 @@ def _sizes(blocks: int | Iterable[int]) -> list[int]:
 def _check(
     entrants: list[Contender],
     sizes: list[int] | None,
-    count: str,
+    accounting: str,
     make_prefix: Callable[[], PrefixIndex],
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse what cannot be combined."""
     optimum = any(policy.name == Optimum.name for policy in entrants)
-    if optimum and count != "keys":
-        msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
+    if optimum and accounting != "keys":
+        msg = f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it out"
         raise InputError(msg)
     prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
     if prefix != SHARING:

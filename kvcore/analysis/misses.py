@@ -334,7 +334,7 @@ class Inquest:
             stop = min(reach, other.cacheable)
             if (
                 seq.id == reasons.seq
-                or seq.holes
+                or seq.gaps
                 or stop <= furthest
                 or other.keys[low] != keys[low]
             ):

@@ -90,7 +90,7 @@ class Curves:
 
     Attributes:
         workload: whose curves these are.
-        count, block_size: how blocks were counted, and a block's tokens.
+        accounting, block_size: how blocks were counted, and a block's tokens.
         lookup_blocks: blocks looked up.
         distinct_blocks: the footprint: what a cache holds in the end that never evicts.
         hit_blocks: what that cache hits: the bound for all sizes.
@@ -98,7 +98,7 @@ class Curves:
     """
 
     workload: Source
-    count: str
+    accounting: str
     block_size: int
     lookup_blocks: int
     distinct_blocks: int
@@ -117,7 +117,7 @@ def curve(
     *,
     points: int = POINTS,
     block_size: int | None = None,
-    count: str = "keys",
+    accounting: str = "keys",
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     jobs: int = 1,
@@ -138,7 +138,7 @@ def curve(
         blocks: pool sizes; None: `points` of them.
         points: how many sizes, at even ratios from a thousandth of the footprint to all.
         block_size: tokens a block holds; None: as many as a key of the workload.
-        count: `keys` or `tokens`, the two countings.
+        accounting: `keys` or `tokens`, the two accountings.
         recompute: what it costs to compute a block again, as for `compare`.
         seed: of the named policies that have an option `seed` and do not set it.
         jobs: processes that replay; the result does not depend on it.
@@ -161,7 +161,7 @@ def curve(
     bench = _Bench(
         Replays(
             workload,
-            count,
+            accounting,
             workload.key_tokens if block_size is None else block_size,
             recompute or default_prefill_cost(),
         ),
@@ -209,10 +209,10 @@ class _Bench:
 
     def curves(self, entrants: list[Contender], sizes: list[int] | None, points: int) -> Curves:
         """Make one curve for each of `entrants`."""
-        workload, count = self.replays.workload, self.replays.count
-        if count != "keys" and any(policy.kind is Optimum for policy in entrants):
+        workload, accounting = self.replays.workload, self.replays.accounting
+        if accounting != "keys" and any(policy.kind is Optimum for policy in entrants):
             msg = (
-                f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
+                f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it out"
             )
             raise InputError(msg)
         if sizes is None:
@@ -234,7 +234,7 @@ class _Bench:
                 key_tokens=workload.key_tokens,
                 options=plain(workload.options()),
             ),
-            count=count,
+            accounting=accounting,
             block_size=self.replays.block_size,
             lookup_blocks=bounds[0],
             distinct_blocks=bounds[1],
@@ -244,7 +244,7 @@ class _Bench:
 
     def _in_one_pass(self, policy: Contender) -> bool:
         """Say whether one reading of the workload is enough for a policy."""
-        if self.replays.count != "keys":
+        if self.replays.accounting != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
             return policy.kind is Optimum
@@ -385,19 +385,19 @@ class Replays:
 
     Attributes:
         workload: where the requests come from.
-        count, block_size: how blocks are counted, and a block's tokens.
+        accounting, block_size: how blocks are counted, and a block's tokens.
         recompute: what it costs to compute a block again.
     """
 
     workload: Workload
-    count: str
+    accounting: str
     block_size: int
     recompute: PrefillCost
 
     @property
     def geometry(self) -> BlockLayout:
         """How requests lie in blocks."""
-        return BlockLayout(self.count, self.block_size, self.workload.key_tokens)
+        return BlockLayout(self.accounting, self.block_size, self.workload.key_tokens)
 
     def cache(self, policy: EvictionPolicy | None, blocks: int) -> KVCache:
         """Return a cache that shares by prefix; no policy is LRU."""
@@ -405,7 +405,7 @@ class Replays:
             blocks,
             self.block_size,
             eviction=policy,
-            count=self.count,
+            accounting=self.accounting,
             key_tokens=self.workload.key_tokens,
             recompute=self.recompute,
         )

@@ -541,7 +541,7 @@ class _Rerun:
             self._setting.config(filter(None, plugins)),
             self.log,
             cache.stats,
-            tree.evicted_blocks + tree.expired_blocks,
+            cache.tree.evicted_blocks + cache.tree.expired_blocks,
             timed=self._setting.timed,
         )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvcore.cache.span import Span, BlockLayout
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.span import Span
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 

@@ -88,7 +88,7 @@ class BlockLayout:
         self._recompute = recompute
         self.set_key_tokens(block_size if key_tokens is None else key_tokens)
         # None: whatever the first request says.
-        self._expected = key_tokens
+        self._expected: int | None = key_tokens
 
     def set_key_tokens(self, key_tokens: int) -> None:
         """Set how many tokens a key stands for.
@@ -120,7 +120,7 @@ class BlockLayout:
         self.key_tokens = key_tokens
         self.ratio = ratio
         self._stride = stride
-        self._expected: int | None = key_tokens
+        self._expected = key_tokens
 
     @property
     def is_assumed(self) -> bool:

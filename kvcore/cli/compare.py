@@ -142,7 +142,7 @@ def compare(
             [_contest(count, prefix_cache) if eviction is None else eviction],
             sizes,
             block_size=block_size,
-            count=count,
+            accounting=count,
             prefix=prefix_cache,
             recompute=recompute,
             seed=seed,

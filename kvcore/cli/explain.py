@@ -168,7 +168,7 @@ def _replayed(
             eviction,
             blocks,
             block_size=block_size,
-            count=count,
+            accounting=count,
             prefix=prefix,
             seed=seed,
             trace=trace,

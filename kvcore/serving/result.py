@@ -241,7 +241,7 @@ def summary(
     log: RunLog, cache: KVCache, batching: Batching, latency: LatencyModel, wall_s: float
 ) -> dict[str, Any]:
     """Return the numbers of a run, as docs/reference/simulate-result.md explains them."""
-    stats, prefix, geometry = cache.stats, cache.prefix, cache.geometry
+    stats, tree, geometry = cache.stats, cache.tree, cache.geometry
     tokens = cache.pool.blocks * geometry.block_size
     first, end = simulated(log)
     span = end - first
@@ -251,7 +251,7 @@ def summary(
     met = log.verdict.count(MET)
     return {
         "schema": SCHEMA,
-        "count": geometry.count,
+        "count": geometry.accounting,
         "requests": len(log.ids),
         "completed": len(log.ids) - len(log.reasons),
         "rejected": len(log.reasons),

@@ -166,8 +166,8 @@ class EvictionPolicyTests(ABC):
         """They keep their leading blocks."""
         requests = random_requests(seed, 60, _HINTS)
         for blocks in (1, 3):
-            for count in ("keys", "tokens"):
-                hits = [decision.hit for decision in self.replay(requests, blocks, count=count)]
+            for accounting in ("keys", "tokens"):
+                hits = [decision.hit for decision in self.replay(requests, blocks, accounting=accounting)]
                 assert max(hit or 0 for hit in hits) <= blocks, "hits exceed the pool"
 
     @_seeds
@@ -220,7 +220,7 @@ class EvictionPolicyTests(ABC):
             prefix=self.make_prefix(),
             key_tokens=_KEY,
             recompute=_flat,
-            **{"count": "keys"} | options,
+            **{"accounting": "keys"} | options,
         )
         return Driver(cache, witness.evicted)
 

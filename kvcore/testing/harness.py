@@ -489,7 +489,7 @@ def snapshot(cache: KVCache) -> Any:
     Covers the pool, spans with their pins and the policy's data, sequences, statistics and
     the policy's state. Costs O(blocks).
     """
-    pool, prefix = cache.pool, cache.prefix
+    pool, tree = cache.pool, cache.tree
     blocks = (list(pool.free_ids()), dict(pool.owners)) if isinstance(pool, BlockPool) else None
     return (
         (pool.free_blocks, blocks),
@@ -565,13 +565,13 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(self, blocks: int, layout: tuple[str, int], ids: bool) -> None:  # noqa: FBT001
         """Make the cache."""
         witness = Witness(self.make_eviction())
-        count, size = layout
+        accounting, size = layout
         cache = KVCache(
             blocks,
             size,
             eviction=witness,
             prefix=self.make_prefix(),
-            count=count,
+            accounting=accounting,
             key_tokens=_KEY,
             ids=ids,
         )
@@ -629,7 +629,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def evictable_unless_pinned(self) -> None:
         """Every span without pins counts as evictable, and the others do not."""
-        prefix = self.driver.cache.prefix
+        tree = self.driver.cache.tree
         assert tree.unpinned_blocks == sum(s.blocks for s in tree.spans() if not s.ref_count)
 
     def take(self, step: Step) -> Decision:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import attrs
 
 from kvcore.cache.pool import Ids
-from kvcore.cache.sequence import Gap, merged
+from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.trace.layout import Prompt
 
 
@@ -60,7 +60,7 @@ class TracedSequence:
     private: Ids
     hit: int
     again: bool
-    gaps: tuple[Gap, ...] = ()
+    gaps: tuple[Hole, ...] = ()
     returned: int = 0
 
     @property
@@ -99,7 +99,7 @@ class TracedSequence:
         freed = self.private[at : at + count]
         freed.reverse()
         del self.private[at : at + count]
-        self.gaps = merged([*self.gaps, (first, end)])
+        self.gaps = merge_holes([*self.gaps, (first, end)])
         self.returned += count
         return freed
 

@@ -231,7 +231,7 @@ class CacheState:
             violated(
                 f"the private blocks of sequence {seq.id} are {seq.span.end} to {seq.blocks}"
             )
-        if seq.holes:
+        if seq.gaps:
             violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
         if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
@@ -293,7 +293,7 @@ class CacheState:
             keep = 0
             if reason == "rollback":
                 first = line.get("first", seq.blocks - len(ids))
-                keep = first - seq.span.end - seq.freed
+                keep = first - seq.span.end - seq.returned
                 if not 0 <= keep < len(seq.private):
                     violated(f"blocks {seq.span.end} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
@@ -303,8 +303,8 @@ class CacheState:
             violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {line['runs']}")
         self.private -= len(freed)
         if reason == "close":
-            if line.get("forgotten", []) != seq.dropped:
-                violated(f"sequence {seq.id} has forgotten {seq.dropped}, as first and count")
+            if line.get("forgotten", []) != seq.forgotten:
+                violated(f"sequence {seq.id} has forgotten {seq.forgotten}, as first and count")
             if self._expected is None:
                 self.lives.close(seq.prompt.id, seq.id)
             self._close(seq)

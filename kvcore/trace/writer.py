@@ -281,6 +281,7 @@ class Trace(SealedFile):
         workload: Workload | Mapping[str, Any] | None = None,
         seed: int | None = None,
         plugins: Mapping[str, Mapping[str, Any]] | None = None,
+        key_tokens: int | None = None,
         **fields: Any,
     ) -> None:
         """Say more of the run in HEADER, before the first line is written.
@@ -290,6 +291,7 @@ class Trace(SealedFile):
             workload: as for the trace itself; that of the trace stays if it was given one.
             seed: likewise.
             plugins: more of them by kind, each with name and options.
+            key_tokens: of the cache, in place of what `begin` said.
             fields: other header fields, which replace those given before: `batching` (the
                 loop's caps), `latency` (its coefficients), `rate_scale`, `executor`, `slo`,
                 and as for the trace itself.
@@ -316,6 +318,8 @@ class Trace(SealedFile):
             run["seed"] = seed
         self._run |= run
         self._plugins |= plugins or {}
+        if key_tokens is not None:
+            self._cache["key_tokens"] = key_tokens
 
     def request(self, request: Request, now: int) -> None:
         """Write REQUEST, the first time a request is seen. O(keys) in C.

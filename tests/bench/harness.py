@@ -92,7 +92,7 @@ def cache_lru(
         size,
         eviction=LRU(),
         prefix=Radix(),
-        count="keys",
+        accounting="keys",
         key_tokens=KEY_TOKENS,
         ids=ids,
     )

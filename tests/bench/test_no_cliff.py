@@ -33,7 +33,7 @@ def test_full_pool(policy: type[EvictionPolicy]) -> None:
     quarter = len(requests) // 4
 
     def ratio() -> float:
-        cache = KVCache(POOL, KEY_TOKENS, eviction=policy(), prefix=Radix(), count="keys")
+        cache = KVCache(POOL, KEY_TOKENS, eviction=policy(), prefix=Radix(), accounting="keys")
         rates, full = [], None
         for part in range(4):
             chunk = requests[part * quarter : (part + 1) * quarter]
@@ -58,7 +58,7 @@ def _eviction_seconds(
     policy: type[EvictionPolicy], leaves: int, evictions: int = 2_000
 ) -> float:
     """Return the seconds an eviction takes with `leaves` one-block leaves cached."""
-    cache = KVCache(leaves, 1, eviction=policy(), prefix=Radix(), count="keys")
+    cache = KVCache(leaves, 1, eviction=policy(), prefix=Radix(), accounting="keys")
     key = 0
 
     def one() -> None:

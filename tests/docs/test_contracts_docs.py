@@ -26,7 +26,7 @@ from kvcore import (
     Span,
     Workload,
 )
-from kvcore.cache import GhostTree, BlockLayout, root_span
+from kvcore.cache import BlockLayout, GhostTree
 from kvcore.engine import DeviceMemory, Rows, TensorLayout, TokenStep
 from kvcore.plugins import Plugin, find_override, policy_error
 from kvcore.request import Retention

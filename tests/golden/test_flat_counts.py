@@ -40,7 +40,7 @@ def test_flat_misses(policy, flat):
     found = []
     for blocks in (1_827, 18_279):
         eviction = Plugins().build("eviction", policy)
-        cache = KVCache(blocks, 1, eviction=eviction, prefix=Radix(), count="keys")
+        cache = KVCache(blocks, 1, eviction=eviction, prefix=Radix(), accounting="keys")
         found.append(len(flat) - replay(flat, cache).hit_blocks)
     assert tuple(found) == MISSES[policy]
 

@@ -53,7 +53,7 @@ class Paged:
             prefix=Radix(),
             retention=retention,
             ids=True,
-            copied=self._copied,
+            on_copy=self._copied,
         )
         self.texts = {}
         self.copies = []

@@ -162,7 +162,7 @@ def serve(
         block_size,
         eviction=LRU() if eviction is None else eviction,
         retention=retention,
-        count="tokens",
+        accounting="tokens",
         key_tokens=block_size if key_tokens is None else key_tokens,
         trace=writer,
     )

@@ -37,7 +37,7 @@ def explained(data):
 def make(blocks, layout, eviction, **options):
     """Return a cache of that counting and block size."""
     count, size = layout
-    return KVCache(blocks, size, eviction=eviction, count=count, key_tokens=6, **options)
+    return KVCache(blocks, size, eviction=eviction, accounting=count, key_tokens=6, **options)
 
 
 def recorded(requests, blocks, layout, policy, prefix=None):
@@ -150,7 +150,7 @@ def hit_with_exempt(requests, cache, user, request, end):
 
 def fitting(request, room, cache):
     """Return (request, first tokens) as a replay in a pool of `room` blocks opens it."""
-    by_key, size = cache.geometry.count == "keys", cache.geometry.block_size
+    by_key, size = cache.geometry.accounting == "keys", cache.geometry.block_size
     tokens = len(request.keys) * request.key_tokens if by_key else request.prompt_tokens
     if tokens <= room * size:
         return request, None

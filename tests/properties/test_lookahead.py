@@ -17,7 +17,7 @@ PROMPTS = st.lists(st.text("abc", max_size=6), max_size=30)
 
 def hits(policy, served, ratio, blocks):
     """Return what `policy` hits."""
-    cache = KVCache(blocks, 1, eviction=policy, prefix=Radix(), count="keys", key_tokens=ratio)
+    cache = KVCache(blocks, 1, eviction=policy, prefix=Radix(), accounting="keys", key_tokens=ratio)
     stats = replay(served, cache)
     cache.check_integrity()
     return stats.hit_blocks

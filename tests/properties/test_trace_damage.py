@@ -222,7 +222,7 @@ def test_random_runs_replay_clean(damaged, seed, blocks, geometry, policy):
             size,
             eviction=policy(),
             prefix=Radix(),
-            count=count,
+            accounting=count,
             key_tokens=key_tokens,
             trace=trace,
         )

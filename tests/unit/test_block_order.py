@@ -93,29 +93,6 @@ def test_rollback_frees_deepest_first():
     assert table(cache, seq) == [0, 1, 2, 3, 4]
 
 
-def test_a_failed_call_leaves_the_order():
-    """Its blocks, those of its victims behind, are as if it had taken and freed them."""
-
-    class Twice(LRU):
-        """LRU that raises at the third victim, once."""
-
-        name = "twice"
-        asked = 0
-
-        def victim(self, now):
-            self.asked += 1
-            if self.asked == 3:
-                msg = "tired"
-                raise RuntimeError(msg)
-            return super().victim(now)
-
-    cache = make(8, Twice())
-    serve(cache, "ab", "lm", "xy")
-    cache.close(cache.open(ask("v")))
-    with pytest.raises(PolicyError, match="tired"):
-        cache.open(ask("mnopqrst"))
-    cache.check_integrity()
-    assert table(cache, cache.open(ask("mnopqrst"))) == [6, 7, 1, 0, 3, 2, 5, 4]
 
 
 def test_a_cache_is_written_over_and_over():

@@ -63,19 +63,19 @@ def hits(curves):
 def test_it_hits_what_compare_says(count):
     """Whether in one pass or replayed, the numbers are those of `compare`."""
     policies = "lru,lfu,optimum" if count == "keys" else "lru,lfu"
-    rows = compare(SMALL, policies, SIZES, count=count).rows
+    rows = compare(SMALL, policies, SIZES, accounting=count).rows
     expected = {}
     for row in rows:
         expected.setdefault(row.eviction, []).append(row.hit_blocks)
-    assert hits(curve(SMALL, policies, SIZES, count=count)) == expected
+    assert hits(curve(SMALL, policies, SIZES, accounting=count)) == expected
 
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 def test_its_bounds_are_those_of_compare(count):
     """Blocks looked up, the footprint, and what an endless cache hits."""
-    infinite = compare(SMALL, "lru", 10, count=count).infinite
+    infinite = compare(SMALL, "lru", 10, accounting=count).infinite
     for policies in ("lru", "fifo"):
-        found = curve(SMALL, policies, SIZES, count=count)
+        found = curve(SMALL, policies, SIZES, accounting=count)
         assert found.lookup_blocks == infinite.lookup_blocks
         assert found.distinct_blocks == infinite.distinct_blocks
         assert found.hit_blocks == infinite.hit_blocks
@@ -86,7 +86,7 @@ def test_only_lru_in_keys_counting_is_known_at_every_size():
     """The optimum, other policies and `tokens` counting are known at the sizes asked for."""
     found = curve(SMALL, "lru,lfu,optimum", SIZES).curves
     assert [each.steps is not None for each in found] == [True, False, False]
-    (tokens,) = curve(SMALL, "lru", SIZES, count="tokens").curves
+    (tokens,) = curve(SMALL, "lru", SIZES, accounting="tokens").curves
     assert tokens.steps is None
 
 

@@ -326,7 +326,7 @@ def parts(**given):
     ("given", "message"),
     [
         ({"cache": KVCache(9, 4)}, "only counts blocks: make it with ids=True"),
-        ({"cache": KVCache(9, 4, count="keys", ids=True)}, "count='tokens'"),
+        ({"cache": KVCache(9, 4, accounting="keys", ids=True)}, "accounting='tokens'"),
         ({"clock": "sun"}, "clock='sun' is not known; there are: model, wall"),
         ({"stop_at_eos": True}, "take clock='wall'"),
         (

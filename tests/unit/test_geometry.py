@@ -3,7 +3,8 @@
 import pytest
 
 from kvcore import InputError, Request
-from kvcore.cache.layout import BlockLayout, priority_steps
+from kvcore.cache.hints import priority_steps
+from kvcore.cache.layout import BlockLayout
 from kvcore.request import Retention
 
 

@@ -397,7 +397,7 @@ def test_close_is_traced_even_without_blocks():
 def test_the_header_says_what_the_cache_is_made_of():
     """Both plugins with their options, the counting, and the sizes."""
     trace = Lines()
-    make(trace=trace, prefix=Radix(), count="keys", key_tokens=12)
+    make(trace=trace, prefix=Radix(), accounting="keys", key_tokens=12)
     assert trace.of("HEADER") == [
         {
             "count": "keys",

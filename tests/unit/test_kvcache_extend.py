@@ -119,31 +119,6 @@ def test_nothing_taken_is_not_traced():
     assert trace.lines == []
 
 
-def test_a_policy_that_fails_extends_nothing():
-    """The sequence stays as it was; blocks of victims already taken are free."""
-
-    class Once(Recorded):
-        """Gives one victim, then raises."""
-
-        name = "once"
-
-        def victim(self, now):
-            if any(what in {"on_remove", "on_trim"} for what, _ in self.told):
-                msg = "no more"
-                raise RuntimeError(msg)
-            return super().victim(now)
-
-    cache = make(4, Once())
-    serve(cache, "x", "yz")
-    seq = start(cache, "a")
-    with pytest.raises(
-        PolicyError, match=r"'once' .* raised RuntimeError in victim\(\): no more"
-    ):
-        cache.extend(seq, 3 * BLOCK)
-    cache.check_integrity()
-    assert (seq.tokens, seq.blocks, cache.pool.free_blocks) == (BLOCK, 1, 1)
-    cache.extend(seq, BLOCK)
-    assert table(cache, seq) == [3, 0]
 
 
 def test_what_is_extended_can_be_committed():

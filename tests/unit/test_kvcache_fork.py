@@ -147,9 +147,9 @@ def test_the_trace_of_a_copy():
 
 
 def test_who_keeps_the_tensors_is_told_of_a_copy():
-    """`copied` hears of source and target, once for each copy, and of nothing else."""
+    """`on_copy` hears of source and target, once for each copy, and of nothing else."""
     copies = []
-    cache = make(12, copied=lambda source, target: copies.append((source, target)))
+    cache = make(12, on_copy=lambda source, target: copies.append((source, target)))
     seq = start(cache, "ab", BLOCK + HALF)
     child, third = cache.fork(seq), cache.fork(seq)
     for writer in (child, third, seq):
@@ -246,27 +246,6 @@ def test_siblings_that_hold_different_parts(cache):
     assert pins(cache) == {"|a": 3, "a|b": 3, "ab|c": 2, "abc|d": 1}
 
 
-def test_a_policy_that_fails_at_the_cut_leaves_siblings_pinned(cache):
-    """They share the blocks already: the error is reported when all is in order."""
-
-    class Uncut(Recorded):
-        """Cannot bear a split."""
-
-        name = "uncut"
-
-        def on_split(self, upper, lower):
-            msg = f"{upper!r} and {lower!r}"
-            raise RuntimeError(msg)
-
-    cache = make(12, Uncut())
-    seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
-    child = cache.fork(seq)
-    cache.extend(child, HALF)
-    cache.extend(seq, HALF)
-    with pytest.raises(PolicyError, match=r"'uncut'.*in on_split\(\)"):
-        cache.commit(seq, 2 * BLOCK)
-    cache.check_integrity()
-    assert pins(cache) == {"|a": 2, "a|b": 1}
 
 
 def test_a_sibling_follows_a_switch(cache):

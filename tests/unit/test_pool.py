@@ -48,14 +48,14 @@ def test_taking_part_of_the_freed_leaves_the_rest_in_order():
 
 @pytest.mark.parametrize("first", range(6))
 def test_two_takes_are_one(first):
-    """take(a + b) hands out the same ids as take(a) and then take(b)."""
+    """allocate(a + b) gives the same ids as allocate(a) and then allocate(b)."""
     one, two = BlockPool(8), BlockPool(8)
     for pool in (one, two):
         pool.allocate(5)
         pool.free(ids(4, 0, 2), 3)
-    parts = two.take(first)
-    parts.extend(two.take(5 - first))
-    assert one.take(5) == parts
+    parts = two.allocate(first)
+    parts.extend(two.allocate(5 - first))
+    assert one.allocate(5) == parts
 
 
 def test_taking_nothing_changes_nothing():

@@ -150,7 +150,7 @@ def test_a_fork_that_shares_nothing_of_its_own_forgets():
     for fork in (seq, child):
         cache.extend(fork, 9)
         compute(cache, fork)
-    assert (seq.freed, child.returned) == (2, 2)
+    assert (seq.freed, child.freed) == (2, 2)
 
 
 def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published():
@@ -161,7 +161,7 @@ def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published(
     compute(cache, seq)
     cache.close(seq)
     compute(cache, child, 2 * BLOCK)
-    assert (child.span.end, child.gaps) == (3, ())
+    assert (child.span.end, child.holes) == (3, ())
     assert compute(cache, child).gaps == ((0, 2),)
 
 
@@ -192,7 +192,7 @@ def test_rollback_stops_at_what_is_forgotten():
 
 
 @pytest.mark.parametrize("ranges", [(-1, 4), (0, 99), (8, 4), "ab", (1,), (0.0, 4.0)])
-def test_a_wrong_answer_changes_nothing(ranges):
+def test_a_wrong_answer_drops_nothing(ranges):
     """Tokens that are not computed, and what is no range: the plugin is named."""
 
     class Wrong(Ranges):
@@ -206,7 +206,6 @@ def test_a_wrong_answer_changes_nothing(ranges):
     with pytest.raises(PolicyError, match=r"retention plugin 'wrong'.* raised .*droppable"):
         cache.commit(seq, 8)
     assert (seq.holes, cache.pool.free_blocks) == ((), 6)
-    cache.check_integrity()
 
 
 def test_one_policy_serves_one_cache():

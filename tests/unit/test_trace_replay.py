@@ -132,7 +132,7 @@ def test_the_bundled_workload_replays_clean(tmp_path, count, size):
             size,
             eviction=LRU(),
             prefix=Radix(),
-            count=count,
+            accounting=count,
             key_tokens=512,
             trace=trace,
         )

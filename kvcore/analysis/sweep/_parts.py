@@ -78,7 +78,7 @@ class Shelf:
 
     def future(self, cell: Cell, geometry: BlockLayout) -> Future:
         """Return what the optimum knows of a workload; the latest is kept."""
-        key = self.digest(cell), geometry.count, geometry.block_size
+        key = self.digest(cell), geometry.accounting, geometry.block_size
         if self._future is None or self._future[0] != key:
             self._future = key, Future.read(self.workload(cell), geometry)
         return self._future[1]
@@ -150,7 +150,7 @@ class Parts:
             eviction=self.eviction,
             prefix=self.prefix,
             retention=self.retention,
-            count=self.geometry.count,
+            accounting=self.geometry.accounting,
             key_tokens=self.geometry.key_tokens,
             recompute=self.recompute,
         )
@@ -189,7 +189,7 @@ class Parts:
             "kvcore": version("kvcore"),
             "mode": cell.mode,
             "workload": {"name": self.workload.name, "digest": self._shelf.digest(cell)},
-            "count": geometry.count,
+            "count": geometry.accounting,
             "key_tokens": geometry.key_tokens,
             "block_size": geometry.block_size,
             "blocks": self.blocks,
@@ -267,8 +267,8 @@ class Parts:
         """Refuse the optimum where it is no bound."""
         if not isinstance(self.eviction, Optimum):
             return
-        if self.geometry.count != "keys":
-            msg = f"count: the optimum is known in `keys` alone, not in {self.geometry.count!r}"
+        if self.geometry.accounting != "keys":
+            msg = f"count: the optimum is known in `keys` alone, not in {self.geometry.accounting!r}"
             raise InputError(msg)
         if self.prefix.name != SHARING:
             msg = (
