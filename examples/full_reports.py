@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcore.kv_events import Batch, BlockStored, Publisher, encode
+from kvcore.kv_events import BlockStored, EventBatch, Publisher, encode
 from kvcore_plugins.workload import Mooncake
 
 
@@ -27,14 +27,14 @@ def payloads(workload: Mooncake) -> Iterator[bytes]:
         # Such a file has no token ids: the numbers of the blocks stand in.
         tokens = tuple(value for value in hashes for _ in range(size))
         run = BlockStored(hashes=hashes, tokens=tokens, block_size=size, medium="GPU")
-        yield encode(Batch(request.arrival / 1e9, (run,), 0))
+        yield encode(EventBatch(request.arrival / 1e9, (run,), 0))
 
 
 def main(requests: str, address: str) -> None:
     """Publish the requests at the address."""
     with Publisher(address) as publisher:
         print(f"publishing at {publisher.address}", flush=True)
-        publisher.hand_out(payloads(Mooncake(Path(requests))))
+        publisher.serve_all(payloads(Mooncake(Path(requests))))
 
 
 if __name__ == "__main__":

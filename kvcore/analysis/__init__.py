@@ -1,26 +1,26 @@
 """Experiments on caches: comparisons, curves, miss reasons, what-if, sweeps."""
 
-from kvcore.analysis.belady import Future, Optimum
-from kvcore.analysis.compare import SHARING, Comparison, Infinite, Row, Source, compare
+from kvcore.analysis.belady import Belady, Future
+from kvcore.analysis.comparison import SHARING, Comparison, Infinite, Row, Source, compare
 from kvcore.analysis.miss_reasons import Explanation
 from kvcore.analysis.misses import explain
 from kvcore.analysis.mrc import Curve, Curves, Steps, curve
-from kvcore.analysis.replay import replay, served
-from kvcore.analysis.whatif import Change, Fate, Figures, WhatIf, whatif
+from kvcore.analysis.rerun import Change, RequestOutcome, RunSummary, WhatIf, whatif
+from kvcore.analysis.untimed import replay, served
 
 __all__ = [
     "SHARING",
+    "Belady",
     "Change",
     "Comparison",
     "Curve",
     "Curves",
     "Explanation",
-    "Fate",
-    "Figures",
     "Future",
     "Infinite",
-    "Optimum",
+    "RequestOutcome",
     "Row",
+    "RunSummary",
     "Source",
     "Steps",
     "WhatIf",

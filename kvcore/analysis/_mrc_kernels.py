@@ -8,12 +8,13 @@ compiled anew in every process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappop, heappush
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
+
+from kvcore.analysis.belady import belady
 
 Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -174,56 +175,5 @@ def reuse_depths(lengths: Array, owners: Array, wanted: Array, ends: Array) -> A
     return depths
 
 
-@compiled()
-def evict(counts: Array, furthest: list[np.int64], blocks: int) -> int:
-    """Take `blocks` blocks of those wanted last out of `counts`; return how many these are."""
-    missing = blocks
-    while missing > 0:
-        last = -furthest[0]
-        leaving = min(counts[last], missing)
-        counts[last] -= leaving
-        missing -= leaving
-        if not counts[last]:
-            heappop(furthest)
-    return max(blocks, 0)
-
-
-@compiled("i8(i8[:], i8[:], i8[:], i8[:], i8, b1)")
-def optimum_hits(
-    lengths: Array,
-    starts: Array,
-    wanted: Array,
-    ends: Array,
-    room: int,
-    bypass: bool,  # noqa: FBT001 - numba knows no keyword arguments
-) -> int:
-    """Return what the optimum hits in a pool of `room` blocks, as `Optimum.replay` does.
-
-    The runs of owner q are those from `starts[q]` to `starts[q + 1]`, in order of the
-    requests that want them. O(runs · log requests).
-    """
-    never = lengths.size
-    counts = np.zeros(never + 1, np.int64)
-    # Negated serials, as in `Optimum`. The first, of the past, says what the list holds.
-    furthest = [np.int64(0)]
-    cached = hits = 0
-    for serial in range(never):
-        hits += counts[serial]
-        cached -= counts[serial]
-        kept = min(lengths[serial], room)
-        if not bypass:
-            cached -= evict(counts, furthest, cached + kept - room)
-        begin = 0
-        first, last = starts[serial], starts[serial + 1]
-        for run in range(first, last + 1):
-            after, end = (wanted[run], ends[run]) if run < last else (never, lengths[serial])
-            blocks = min(end, kept) - begin
-            if blocks > 0:
-                if not counts[after]:
-                    heappush(furthest, np.int64(-after))
-                counts[after] += blocks
-                cached += blocks
-                begin += blocks
-        if bypass:
-            cached -= evict(counts, furthest, cached - room)
-    return hits
+served_by_belady = compiled("i8(i8[:], i8[:], i8[:], i8[:], i8[:], i8, b1, i8[:])")(belady)
+"""`kvcore.analysis.belady.belady`, compiled."""

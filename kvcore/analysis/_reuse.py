@@ -1,4 +1,4 @@
-"""Reuse of blocks by later requests, read once: LRU at every size, the optimum at any.
+"""Block reuse, read in one pass: LRU's hits at every pool size, Belady's at any.
 
 After a request has left, its blocks are the most recent, the first before the last, and the
 others follow in the order they had. A pool of n blocks under LRU holds the first n blocks of
@@ -22,7 +22,7 @@ from typing import Self
 import attrs
 import numpy as np
 
-from kvcore.analysis._mrc_kernels import Array, find_runs, optimum_hits, reuse_depths
+from kvcore.analysis._mrc_kernels import Array, find_runs, reuse_depths, served_by_belady
 from kvcore.cache.layout import BlockLayout
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
@@ -37,7 +37,7 @@ MOST_KEYS = 2**31 - 1
 
 @attrs.frozen(eq=False, slots=False)
 class Reuse:
-    """Which blocks of each request an earlier one had, and which request had them last.
+    """For each block of each request, the latest earlier request that contained it.
 
     Blocks of a request with one and the same such owner are a run; `kernels.find_runs` says
     in which order runs are. Requests are named by their serials. Memory: 8 bytes a request
@@ -91,21 +91,21 @@ class Reuse:
 
     @property
     def lookup_blocks(self) -> int:
-        """Blocks looked up."""
+        """Number of blocks looked up."""
         return int(self.lengths.sum())
 
     @property
     def hit_blocks(self) -> int:
-        """Blocks that hit in a pool without bounds."""
+        """Number of blocks that hit in an unbounded pool."""
         return int(self._sizes.sum())
 
     @property
     def distinct_blocks(self) -> int:
-        """What a pool without bounds holds in the end."""
+        """Number of blocks that an unbounded pool holds in the end."""
         return self.lookup_blocks - self.hit_blocks
 
     def lru(self) -> tuple[array[int], array[int]]:
-        """Return what LRU hits in a pool of any size, as corners of a line.
+        """Return LRU's hits at every pool size as the corners of a piecewise linear function.
 
         The corners are (blocks, hits), both from 0 on and ascending. After the last one no
         size hits more. O((requests + runs) · log requests).
@@ -122,22 +122,25 @@ class Reuse:
         return array("q", blocks.tobytes()), array("q", hits.tobytes())
 
     def optimum(self, blocks: int, *, bypass: bool) -> int:
-        """Return what the optimum hits in a pool of `blocks` blocks.
+        """Return the hits of Belady's rule in a pool of `blocks` blocks.
 
-        Equals `Optimum(bypass).replay`. O(runs · log requests).
+        Equals `Belady(bypass).replay`. O(runs · log requests).
         """
-        return int(optimum_hits(*self._by_owner, blocks, bypass))
+        lengths, starts, wanted, ends = self._by_owner
+        hits = np.empty_like(lengths)
+        served_by_belady(lengths, lengths, starts, wanted, ends, blocks, bypass, hits)
+        return int(hits.sum())
 
     @cached_property
     def _sizes(self) -> Array:
-        """Blocks of each run."""
+        """Number of blocks of each run."""
         begins = np.zeros_like(self.ends)
         begins[1:] = np.where(self.wanted[1:] == self.wanted[:-1], self.ends[:-1], 0)
         return self.ends - begins
 
     @cached_property
     def _by_owner(self) -> tuple[Array, Array, Array, Array]:
-        """Lengths, where each request's own runs start, who wants them, and their ends."""
+        """Request lengths, and the runs grouped by owner, as `belady` takes them."""
         order = self.owners.argsort(kind="stable")
         starts = np.zeros(self.lengths.size + 1, np.int64)
         np.cumsum(np.bincount(self.owners, minlength=self.lengths.size), out=starts[1:])
@@ -145,7 +148,7 @@ class Reuse:
 
 
 class _Names:
-    """Keys as integers of 64 bits: as they are, or numbered once one is no such integer.
+    """Converts keys to 64-bit integers: unchanged, or numbered if a key is no such integer.
 
     They are taken in by the thousand, which is half the work of one request at a time.
     """
@@ -162,7 +165,7 @@ class _Names:
             self.flush()
 
     def flush(self) -> None:
-        """Name the keys that have none yet."""
+        """Convert the pending keys."""
         fresh, self._fresh = self._fresh, []
         if self._numbers is None:
             try:

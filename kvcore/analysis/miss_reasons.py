@@ -1,4 +1,4 @@
-"""What became of each token of a prompt, and of those that did not hit, why."""
+"""RequestMisses for which tokens of prompts missed, by request and in total."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ OPTIMUM = (
     "the order of their first admission"
 )
 """What decides between capacity and policy. Source: Belady, 1966; see
-`kvcore.analysis.Optimum`.
+`kvcore.analysis.Belady`.
 """
 
 
 def seconds(ns: int) -> float:
-    """Return nanoseconds as JSON has them."""
+    """Convert nanoseconds to the seconds of JSON."""
     return ns / NS_PER_S
 
 
 @attrs.frozen(eq=False)
 class Eviction:
-    """A line EVICT: the tail of a span that left the cache.
+    """An EVICT event: the tail of a span that left the cache.
 
     Attributes:
         line: its number in the file, from 1.
@@ -84,7 +84,7 @@ class Eviction:
     expired: bool
 
     def as_dict(self, now: int) -> dict[str, Any]:
-        """Return it as JSON has it, for a use at `now`."""
+        """Return the eviction as a JSON object, seen from a lookup at `now` (ns)."""
         return {
             "line": self.line,
             "t_s": seconds(self.time),
@@ -100,8 +100,8 @@ class Eviction:
 
 
 @attrs.define(eq=False)
-class Place:
-    """Where prompts part: after the same keys, each of them goes on with others.
+class DivergencePoint:
+    """A point after which requests with the same keys continue with different ones.
 
     Attributes:
         first, width: the token after the common ones, and how many a key covers: what
@@ -122,13 +122,13 @@ class Place:
     shares: float = 0.0
 
     def count(self, prompt: int, tokens: int) -> None:
-        """Count a request with so many tokens, of which so many are from here on."""
+        """Count one more request: its `tokens`, and those of them after this point."""
         self.requests += 1
         self.tokens += tokens
         self.shares += self.first / prompt
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fields as a JSON object."""
         return {
             "first_token": self.first,
             "key_tokens": self.width,
@@ -141,8 +141,8 @@ class Place:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Loss:
-    """Consecutive tokens of a prompt that missed for one reason.
+class MissSegment:
+    """Consecutive tokens of a prompt that missed for the same reason.
 
     Attributes:
         category: one of `CATEGORIES`.
@@ -162,16 +162,16 @@ class Loss:
     eviction: Eviction | None = None
     other: Id | None = None
     way: str | None = None
-    place: Place | None = None
+    place: DivergencePoint | None = None
     other_salts: int = 0
 
     @property
     def end(self) -> int:
-        """The token after the last."""
+        """Position after the last token."""
         return self.first + self.tokens
 
-    def judged(self, best: int) -> Iterator[Loss]:
-        """Yield it, divided at `best`, up to where the optimum hits, if it was evicted."""
+    def split_at(self, best: int) -> Iterator[MissSegment]:
+        """Yield the parts before and after `best`, the end of the optimum's hit, if evicted."""
         if self.category != EVICTED:
             yield self
             return
@@ -185,8 +185,8 @@ class Loss:
 
 
 @attrs.define(kw_only=True, eq=False)
-class Reasons:
-    """A request of a trace: what hit at its first admission, and why the rest did not.
+class RequestMisses:
+    """The hit of a request's first admission, and the reasons for the rest.
 
     `losses` are in the order of the prompt, from where the hit ends to its end: the first
     says why the hit ended.
@@ -211,13 +211,13 @@ class Reasons:
     admitted: int | None = None
     seq: int | None = None
     hit: int = 0
-    losses: list[Loss] = attrs.field(factory=list)
+    losses: list[MissSegment] = attrs.field(factory=list)
     again: int = 0
     rejected: str | None = None
 
     @property
     def state(self) -> str:
-        """Whether it was `admitted` or `rejected`, or is `waiting` where the trace ends."""
+        """State at the end of the trace: `admitted`, `rejected` or `waiting`."""
         if self.admitted is not None:
             return "admitted"
         return "waiting" if self.rejected is None else "rejected"
@@ -231,8 +231,8 @@ TOP = 5
 
 
 @attrs.define
-class Lost:
-    """Tokens lost for one reason.
+class MissedTokens:
+    """Sum of the tokens that missed for one reason.
 
     Attributes:
         tokens, seconds: how many, and the least time their prefill takes.
@@ -244,19 +244,19 @@ class Lost:
     stopped: int = 0
 
     def add(self, tokens: int, prefill: float, *, first: bool) -> None:
-        """Add a loss; the first of its request ended the hit."""
+        """Add the tokens of a segment; the first segment of a request ended its hit."""
         self.tokens += tokens
         self.seconds += prefill
         self.stopped += first
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fields as a JSON object."""
         return {"tokens": self.tokens, "prefill_s": self.seconds, "stopped": self.stopped}
 
 
 @attrs.frozen(kw_only=True)
 class Summary:
-    """Where the hits of all first admissions were lost.
+    """Totals of missed tokens over all first admissions, by reason.
 
     Attributes:
         admitted, rejected, waiting: requests by what became of them.
@@ -278,20 +278,20 @@ class Summary:
     readmitted: int
     prompt_tokens: int
     hit_tokens: int
-    categories: dict[str, Lost]
-    ways: dict[str, Lost]
-    salted: Lost
-    places: list[Place]
+    categories: dict[str, MissedTokens]
+    ways: dict[str, MissedTokens]
+    salted: MissedTokens
+    places: list[DivergencePoint]
     victims: list[tuple[Id, int]]
     beneficiaries: list[tuple[Id, int]]
 
     @property
     def missed_tokens(self) -> int:
-        """Prompt tokens that did not hit."""
+        """Number of prompt tokens that missed."""
         return self.prompt_tokens - self.hit_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fields as a JSON object."""
         return {
             "requests": {
                 "admitted": self.admitted,
@@ -313,7 +313,7 @@ class Summary:
 
 @attrs.frozen(kw_only=True)
 class Explanation:
-    """Why the requests of a trace did not hit more.
+    """The result of `explain`: miss reasons of every request of a trace.
 
     Attributes:
         source: the file, or what was replayed.
@@ -329,7 +329,7 @@ class Explanation:
     header: Mapping[str, Any]
     complete: bool
     cut_reason: str | None
-    requests: Mapping[Id, Reasons]
+    requests: Mapping[Id, RequestMisses]
     cost: PrefillCost = attrs.field(init=False)
 
     @cost.default
@@ -340,12 +340,12 @@ class Explanation:
             return default_prefill_cost()
 
     def plugin(self, kind: str) -> str:
-        """Return the name of a plugin of the run; "unknown" if the trace does not say."""
+        """Return the name of the run's plugin of a kind, "unknown" if the trace lacks it."""
         name: str = self.header["plugins"].get(kind, {}).get("name", "unknown")
         return name
 
-    def of(self, request: Id) -> Reasons:
-        """Return what became of a request; text may stand for an integer id.
+    def of(self, request: Id) -> RequestMisses:
+        """Return the misses of a request; an integer id may be given as text.
 
         Raises:
             InputError: the trace has no such request.
@@ -360,20 +360,20 @@ class Explanation:
             raise InputError(msg)
         return found
 
-    def prefill_seconds(self, loss: Loss) -> float:
-        """Return the least seconds to compute lost tokens, those before being there."""
+    def prefill_seconds(self, loss: MissSegment) -> float:
+        """Return the least seconds to prefill the tokens of `loss` after those before them."""
         return self.cost(loss.first, loss.tokens)
 
     def summary(self, top: int = TOP) -> Summary:
-        """Add all first admissions up. O(losses)."""
+        """Return the totals over all first admissions. O(segments)."""
         states = Counter(reasons.state for reasons in self.requests.values())
-        categories = {name: Lost() for name in CATEGORIES}
-        ways = {name: Lost() for name in WAYS}
-        salted = Lost()
+        categories = {name: MissedTokens() for name in CATEGORIES}
+        ways = {name: MissedTokens() for name in WAYS}
+        salted = MissedTokens()
         victims: Counter[Id] = Counter()
         beneficiaries: Counter[Id] = Counter()
-        places: dict[int, Place] = {}
-        for reasons, loss in self._losses():
+        places: dict[int, DivergencePoint] = {}
+        for reasons, loss in self._segments():
             sums = [categories[loss.category]]
             if loss.way is not None:
                 sums.append(ways[loss.way])
@@ -406,7 +406,7 @@ class Explanation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what was explained, as JSON has it."""
+        """Return the whole explanation as a JSON object."""
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -422,8 +422,8 @@ class Explanation:
             "optimum": OPTIMUM,
         }
 
-    def request_dict(self, reasons: Reasons) -> dict[str, Any]:
-        """Return what became of a request, as JSON has it."""
+    def request_dict(self, reasons: RequestMisses) -> dict[str, Any]:
+        """Return the misses of one request as a JSON object."""
         admitted = reasons.admitted
         return {
             "request": reasons.request,
@@ -438,15 +438,15 @@ class Explanation:
             "prompt_tokens": reasons.tokens,
             "hit_tokens": reasons.hit,
             "missed_tokens": sum(loss.tokens for loss in reasons.losses),
-            "losses": [self._loss(loss, admitted or 0) for loss in reasons.losses],
+            "losses": [self._segment(loss, admitted or 0) for loss in reasons.losses],
         }
 
-    def _losses(self) -> Iterator[tuple[Reasons, Loss]]:
+    def _segments(self) -> Iterator[tuple[RequestMisses, MissSegment]]:
         for reasons in self.requests.values():
             for loss in reasons.losses:
                 yield reasons, loss
 
-    def _loss(self, loss: Loss, now: int) -> dict[str, Any]:
+    def _segment(self, loss: MissSegment, now: int) -> dict[str, Any]:
         eviction, place = loss.eviction, loss.place
         return {
             "category": loss.category,
@@ -461,7 +461,7 @@ class Explanation:
         }
 
     def _ids(self, wanted: str) -> str:
-        """Say which ids there are, and the nearest one."""
+        """Return a hint for an unknown id: the nearest id and the range of ids."""
         ids = list(map(str, self.requests))
         if not ids:
             return ", which has none"

@@ -1,4 +1,4 @@
-"""Read a trace, and tell of every prompt what missed and why."""
+"""Miss classification: why the tokens of every prompt in a trace missed."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from kvcore.analysis.belady import Turn, optimum_hits
+from kvcore.analysis.belady import belady
 from kvcore.analysis.miss_reasons import (
     EVICTED,
+    DivergencePoint,
     Eviction,
     Explanation,
     Id,
-    Loss,
-    Place,
-    Reasons,
+    MissSegment,
+    RequestMisses,
 )
 from kvcore.trace import CacheState, read_events
-from kvcore.trace.layout import Prompt
-from kvcore.trace.spans import path
+from kvcore.trace.state import TracedPrompt as Prompt
+from kvcore.trace.state import path
 
-Line: TypeAlias = dict[str, Any]
+Line: TypeAlias = Any
 
 
 SHARES_NOTHING = "none"
@@ -41,7 +41,7 @@ def explain(
     source: str | None = None,
     tick: Callable[[int], object] | None = None,
 ) -> Explanation:
-    """Say of each request of a trace what hit at its first admission, and why no more.
+    """Return what each request of a trace hit at first admission, and why no more.
 
     Every line is checked as by `kvcore.trace.check`. What stands before a cut is explained.
     Costs about twice such a replay; memory grows with the distinct keys, some 300 bytes each.
@@ -56,12 +56,12 @@ def explain(
         TraceError: it has no HEADER, a line is damaged or contradicts what came before.
     """
     reader = read_events(file)
-    inquest: Inquest | None = None
+    inquest: MissClassifier | None = None
     header: Line = {}
     for line in reader:
         try:
             if inquest is None:
-                header, inquest = line, Inquest(line)
+                header, inquest = line, MissClassifier(line)
             else:
                 inquest.take(line)
         except ValueError as error:
@@ -80,8 +80,8 @@ def explain(
     )
 
 
-class Inquest:
-    """Follows a trace from line to line, and notes at every first admission why it missed.
+class MissClassifier:
+    """Classifies the misses of every first admission while a trace is read.
 
     Attributes:
         state: the cache, rebuilt.
@@ -89,9 +89,9 @@ class Inquest:
     """
 
     def __init__(self, header: Line) -> None:
-        """Start with the empty cache that HEADER gives."""
+        """Store the empty cache that HEADER describes."""
         self.state = CacheState(header)
-        self.requests: dict[Id, Reasons] = {}
+        self.requests: dict[Id, RequestMisses] = {}
         self._pool: int = header["blocks"]
         self._size: int = header["block_size"]
         self._ratio = max(1, header["key_tokens"] // self._size)
@@ -99,15 +99,17 @@ class Inquest:
         prefix = header["plugins"].get("prefix", {}).get("name")
         self._shares = prefix != SHARES_NOTHING
         # By block, the eviction that took it last, and the latest admission that has it.
-        self._evictions: Ledger[Eviction] = Ledger(self._ratio)
-        self._senders: Ledger[int] = Ledger(self._ratio)
-        self._turns: list[Turn] = []
+        self._evictions: LastEventIndex[Eviction] = LastEventIndex(self._ratio)
+        self._senders: LastEventIndex[int] = LastEventIndex(self._ratio)
+        # The first admissions, in order: what each admits, and who wants its blocks next.
+        self._admissions: list[Prompt] = []
+        self._runs: list[list[tuple[int, int]]] = []
         self._serials: dict[Id, int] = {}
         # By key, the latest admission that goes on after it.
         self._leaders: dict[Any, int] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
-        self._places: dict[Any, Place] = {}
+        self._places: dict[Any, DivergencePoint] = {}
         self._salts: Counter[str | None] = Counter()
         # Requests whose last key covers a part of a block.
         self._partial: set[Id] = set()
@@ -116,7 +118,6 @@ class Inquest:
             "REQUEST": self._request,
             "COMMIT": self._commit,
             "SPLIT": self._split,
-            "JOIN": self._join,
             "HIT": self._hit,
             "MISS": self._admission,
             "KEYS": self._keys,
@@ -124,7 +125,7 @@ class Inquest:
         }
 
     def take(self, line: Line) -> None:
-        """Take in the next line after HEADER.
+        """Apply the next line after HEADER.
 
         Raises:
             ViolationError: the line contradicts what came before.
@@ -138,17 +139,26 @@ class Inquest:
             self._take[event](line)
 
     def judge(self) -> None:
-        """Tell capacity from policy, now that all requests are known."""
-        best = optimum_hits(self._turns, self._pool)
-        for turn, blocks in zip(self._turns, best, strict=True):
-            reasons = self.requests[turn.prompt.id]
+        """Divide evicted segments into capacity and policy misses, after the last line."""
+        admissions = self._admissions
+        lengths = [min(prompt.cacheable, self._pool) for prompt in admissions]
+        needs = [prompt.blocks for prompt in admissions]
+        starts = [0, *accumulate(map(len, self._runs))]
+        wanted = [after for runs in self._runs for after, _ in runs]
+        ends = [end for runs in self._runs for _, end in runs]
+        hits = [0] * len(admissions)
+        belady(lengths, needs, starts, wanted, ends, self._pool, False, hits)  # noqa: FBT003
+        for prompt, cached in zip(admissions, hits, strict=True):
+            reasons = self.requests[prompt.id]
             if any(loss.category == EVICTED for loss in reasons.losses):
-                upto = blocks * self._size
-                reasons.losses = [part for loss in reasons.losses for part in loss.judged(upto)]
+                upto = min(cached, prompt.limit) * self._size
+                reasons.losses = [
+                    part for loss in reasons.losses for part in loss.split_at(upto)
+                ]
 
     def _request(self, line: Line) -> None:
         prompt = self.state.requests[line["id"]]
-        self.requests[prompt.id] = Reasons(
+        self.requests[prompt.id] = RequestMisses(
             request=prompt.id,
             tokens=prompt.blocks * self._size if self._by_key else line["prompt"],
             salt=line.get("salt"),
@@ -164,7 +174,7 @@ class Inquest:
         self.requests[line["request"]].rejected = line["why"]
 
     def _keys(self, line: Line) -> None:
-        """Take in keys of what a request has generated: it has sent them, too."""
+        """Record the keys of generated blocks: later prompts may contain them."""
         serial = self._serials.get(line["request"])
         if serial is None:
             return
@@ -204,16 +214,13 @@ class Inquest:
     def _split(self, line: Line) -> None:
         self._users[line["upper"]] = self._users[line["span"]]
 
-    def _join(self, line: Line) -> None:
-        del self._users[line["upper"]]
-
     def _hit(self, line: Line) -> None:
         for span in path(self.state.spans[line["span"]]):
             self._users[span.id] = line["request"]
         self._admission(line)
 
     def _admission(self, line: Line) -> None:
-        """Take in a HIT or a MISS, of which the first of an admission tells its hit."""
+        """Apply a HIT or MISS line; the first one of an admission has its hit."""
         reasons = self.requests[line["request"]]
         if "again" in line:
             reasons.again += line["seq"] != self._returned
@@ -224,22 +231,23 @@ class Inquest:
             reasons.hit = blocks * self._size
             self._admit(reasons, blocks)
 
-    def _admit(self, reasons: Reasons, hit: int) -> None:
-        """Say why no more than `hit` blocks hit, and remember what the prompt brings."""
+    def _admit(self, reasons: RequestMisses, hit: int) -> None:
+        """Classify the blocks after the first `hit`, and record the prompt's keys."""
         prompt = self.state.requests[reasons.request]
         keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
-        serial, sent = len(self._turns), 0
-        for first, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
+        serial, sent = len(self._admissions), 0
+        for _, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
             if sender is None:
                 break
-            self._turns[sender].runs.append((serial, first, end))
+            self._runs[sender].append((serial, end))
             sent = end
         reach = min(sent, prompt.limit)
         reasons.losses = [
             *self._lost(reasons, prompt, keys, hit, reach),
             *self._rest(reasons, prompt, keys, sent, max(hit, reach)),
         ]
-        self._turns.append(Turn(prompt))
+        self._admissions.append(prompt)
+        self._runs.append([])
         self._serials[prompt.id] = serial
         self._salts[reasons.salt] += 1
         self._senders.add(keys, 0, prompt.cacheable, serial)
@@ -247,9 +255,9 @@ class Inquest:
         self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
 
     def _lost(
-        self, reasons: Reasons, prompt: Prompt, keys: list[Any], hit: int, reach: int
-    ) -> Iterator[Loss]:
-        """Yield the losses among blocks whose keys an earlier request had."""
+        self, reasons: RequestMisses, prompt: Prompt, keys: list[Any], hit: int, reach: int
+    ) -> Iterator[MissSegment]:
+        """Yield the missed segments of blocks that an earlier request contained."""
         if hit >= reach:
             return
         at, size = hit, self._size
@@ -257,14 +265,16 @@ class Inquest:
             at, other = self._in_flight(reasons, prompt, hit, reach)
             if at > hit:
                 tokens = (at - hit) * size
-                yield Loss(category="in_flight", first=hit * size, tokens=tokens, other=other)
+                yield MissSegment(
+                    category="in_flight", first=hit * size, tokens=tokens, other=other
+                )
         held = max(at, min(reach, self._pool))
         for first, end, eviction in self._evictions.pieces(keys, at, held):
             category, other = "unstored", self._sender(keys, end)
             if eviction is not None:
                 category = "expired" if eviction.expired else EVICTED
                 other = eviction.user
-            yield Loss(
+            yield MissSegment(
                 category=category,
                 first=first * size,
                 tokens=(end - first) * size,
@@ -274,12 +284,14 @@ class Inquest:
         if held < reach:
             tokens = (reach - held) * size
             other = self._sender(keys, reach)
-            yield Loss(category="truncated", first=held * size, tokens=tokens, other=other)
+            yield MissSegment(
+                category="truncated", first=held * size, tokens=tokens, other=other
+            )
 
     def _rest(
-        self, reasons: Reasons, prompt: Prompt, keys: list[Any], sent: int, first: int
-    ) -> Iterator[Loss]:
-        """Yield the loss of the tokens from block `first` on: new ones, or none that can hit.
+        self, reasons: RequestMisses, prompt: Prompt, keys: list[Any], sent: int, first: int
+    ) -> Iterator[MissSegment]:
+        """Yield the missed segment from block `first` on: new or uncacheable tokens.
 
         Of the prompt's blocks so many were `sent` before.
         """
@@ -291,10 +303,12 @@ class Inquest:
             yield self._compulsory(reasons, keys, sent, at)
         else:
             category = "no_keys" if prompt.unkeyed else "granularity"
-            yield Loss(category=category, first=at, tokens=tokens)
+            yield MissSegment(category=category, first=at, tokens=tokens)
 
-    def _compulsory(self, reasons: Reasons, keys: list[Any], sent: int, first: int) -> Loss:
-        """Say how what nobody sent before begins, after `sent` blocks that somebody did."""
+    def _compulsory(
+        self, reasons: RequestMisses, keys: list[Any], sent: int, first: int
+    ) -> MissSegment:
+        """Classify a compulsory miss that starts after `sent` known blocks."""
         known = -(-sent // self._ratio)
         way, other, place, salts = "starts", None, None, 0
         before = keys[known - 1] if known else None
@@ -306,14 +320,14 @@ class Inquest:
         elif leader is None or first < known * self._ratio * self._size:
             way, other = "extends", self._sender(keys, sent)
         else:
-            way, other = "diverges", self._turns[leader].prompt.id
+            way, other = "diverges", self._admissions[leader].id
         tokens = reasons.tokens - first
         if way in ("starts", "diverges"):
             width = self._ratio * self._size
-            new = Place(known * width, width, reasons.request, other)
+            new = DivergencePoint(known * width, width, reasons.request, other)
             place = self._places.setdefault(before, new)
             place.count(reasons.tokens, tokens)
-        return Loss(
+        return MissSegment(
             category="compulsory",
             first=first,
             tokens=tokens,
@@ -324,9 +338,9 @@ class Inquest:
         )
 
     def _in_flight(
-        self, reasons: Reasons, prompt: Prompt, hit: int, reach: int
+        self, reasons: RequestMisses, prompt: Prompt, hit: int, reach: int
     ) -> tuple[int, Id | None]:
-        """Return up to where open sequences compute what follows the hit, and whose that is."""
+        """Return up to which block open sequences compute what follows, and whose they are."""
         furthest, whose = hit, None
         keys, low = prompt.keys, hit // self._ratio
         for seq in self.state.sequences.values():
@@ -349,10 +363,10 @@ class Inquest:
         return furthest, whose
 
     def _sender(self, keys: list[Any], end: int) -> Id:
-        """Return the request that was admitted last of those with the block before `end`."""
+        """Return the latest admitted request that contains the block before `end`."""
         ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
         assert serial is not None
-        return self._turns[serial].prompt.id
+        return self._admissions[serial].id
 
 
 Note = TypeVar("Note")
@@ -362,8 +376,8 @@ Piece: TypeAlias = tuple[int, int, Note | None]
 """Blocks from a first up to a last, and what was noted of them; None: nothing."""
 
 
-class Ledger(Generic[Note]):
-    """Remembers of every block the latest note, such as what evicted it.
+class LastEventIndex(Generic[Note]):
+    """Maps each block to its latest event, such as the eviction that removed it.
 
     A key stands for `ratio` blocks. Mostly they have one note; else the key has pieces, by
     position within the key. A note is no tuple, and not None.
@@ -372,12 +386,12 @@ class Ledger(Generic[Note]):
     __slots__ = ("_of", "_ratio")
 
     def __init__(self, ratio: int) -> None:
-        """Start with nothing noted."""
+        """Store an empty index."""
         self._ratio = ratio
         self._of: dict[Any, Note | tuple[Piece[Note], ...]] = {}
 
     def add(self, keys: Sequence[Any], first: int, end: int, note: Note) -> None:
-        """Note something of the blocks of `keys` from `first` up to `end`. O(keys) in C."""
+        """Set the event of the blocks of `keys` from `first` up to `end`. O(keys) in C."""
         ratio = self._ratio
         low, high = -(-first // ratio), end // ratio
         self._of.update(dict.fromkeys(keys[low:high], note))
@@ -387,13 +401,13 @@ class Ledger(Generic[Note]):
             self._add_part(keys[high], high, first, end, note)
 
     def pieces(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
-        """Yield the blocks from `first` up to `end`, by note."""
+        """Yield runs of the blocks from `first` up to `end` that share one event."""
         for note, run in groupby(self._runs(keys, first, end), key=itemgetter(2)):
             parts = list(run)
             yield parts[0][0], parts[-1][1], note
 
     def _add_part(self, key: Any, index: int, first: int, end: int, note: Note) -> None:
-        """Note something of a part of a key's blocks; what is noted of the others stays."""
+        """Set the event of some blocks of one key; those of its other blocks stay."""
         base, ratio = index * self._ratio, self._ratio
         start, stop = max(first - base, 0), min(end - base, ratio)
         before = self._of.get(key)
@@ -404,7 +418,7 @@ class Ledger(Generic[Note]):
         self._of[key] = (*earlier, (start, stop, note), *later)
 
     def _runs(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
-        """Yield the blocks by runs of keys that have one note, and by pieces of the others."""
+        """Yield runs of keys that share one event, and the pieces of keys that do not."""
         ratio = self._ratio
         low, high = first // ratio, -(-end // ratio)
         at = low * ratio

@@ -1,4 +1,4 @@
-"""Hit curves: what policies hit in pools of many sizes, up to one that holds everything."""
+"""Miss-ratio curves: the hits of each policy by pool size, up to the whole footprint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from kvcore.analysis.belady import Optimum
-from kvcore.analysis.compare import Contender, Policy, Progress, Source, Tick, contenders
-from kvcore.analysis.replay import replay
-from kvcore.analysis.sweep.executors import Death, work_all
+from kvcore.analysis.belady import Belady
+from kvcore.analysis.comparison import Candidate, Policy, Progress, Source, Tick, candidates_of
+from kvcore.analysis.untimed import replay
+from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
@@ -24,7 +24,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost, default_prefill_cost
 from kvcore.plugins.manager import Plugins
 from kvcore.request import Request
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _STEPS = 256
 
 @attrs.frozen
 class Steps:
-    """Hits by pool size, for every size: a line through corners, level after the last.
+    """Hits at every pool size: a piecewise linear function, constant after its last corner.
 
     Attributes:
         blocks, hits: of the corners, both ascending, from 0 on.
@@ -68,7 +68,7 @@ class Steps:
 
 @attrs.frozen(kw_only=True)
 class Curve:
-    """What one policy hits, by pool size.
+    """Hits of one policy by pool size.
 
     Attributes:
         eviction, options: the policy.
@@ -86,7 +86,7 @@ class Curve:
 
 @attrs.frozen(kw_only=True)
 class Curves:
-    """What `curve` returns.
+    """The result of `curve`.
 
     Attributes:
         workload: whose curves these are.
@@ -158,7 +158,7 @@ def curve(
         )
         raise InputError(msg)
     plugins = plugins or Plugins()
-    bench = _Bench(
+    bench = _CurveMaker(
         Replays(
             workload,
             accounting,
@@ -170,7 +170,7 @@ def curve(
         jobs,
     )
     return bench.curves(
-        contenders(policies, plugins, seed),
+        candidates_of(policies, plugins, seed),
         None if blocks is None else _checked(blocks),
         points,
     )
@@ -191,8 +191,8 @@ def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
 
 
 @attrs.define
-class _Bench:
-    """Makes the curves of one workload."""
+class _CurveMaker:
+    """Computes the curves of one workload."""
 
     replays: Replays
     plugins: Plugins
@@ -201,31 +201,31 @@ class _Bench:
     requests: int = attrs.field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse fewer than one job, and counting or sizes that do not fit."""
+        """Refuse fewer than one job, and an accounting or block size unfit for the keys."""
         if self.jobs < 1:
             msg = f"{self.jobs} jobs were asked for; give 1 or more"
             raise InputError(msg)
         _ = self.replays.geometry
 
-    def curves(self, entrants: list[Contender], sizes: list[int] | None, points: int) -> Curves:
-        """Make one curve for each of `entrants`."""
+    def curves(
+        self, candidates: list[Candidate], sizes: list[int] | None, points: int
+    ) -> Curves:
+        """Return one curve for each of `candidates`."""
         workload, accounting = self.replays.workload, self.replays.accounting
-        if accounting != "keys" and any(policy.kind is Optimum for policy in entrants):
-            msg = (
-                f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it out"
-            )
+        if accounting != "keys" and any(policy.kind is Belady for policy in candidates):
+            msg = f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it out"
             raise InputError(msg)
         if sizes is None:
             spread_sizes(1, points)
         digest = workload.digest
         reuse = None
-        if any(self._in_one_pass(policy) for policy in entrants):
+        if any(self._in_one_pass(policy) for policy in candidates):
             reuse = self._reuse()
             bounds = reuse.lookup_blocks, reuse.distinct_blocks, reuse.hit_blocks
         else:
             bounds = self._bounds()
         sizes = sizes or spread_sizes(bounds[1], points)
-        made = self._exact(entrants, sizes, reuse) | self._replayed(entrants, sizes)
+        made = self._exact(candidates, sizes, reuse) | self._replayed(candidates, sizes)
         return Curves(
             workload=Source(
                 name=workload.name,
@@ -239,19 +239,19 @@ class _Bench:
             lookup_blocks=bounds[0],
             distinct_blocks=bounds[1],
             hit_blocks=bounds[2],
-            curves=[made[place] for place in range(len(entrants))],
+            curves=[made[place] for place in range(len(candidates))],
         )
 
-    def _in_one_pass(self, policy: Contender) -> bool:
-        """Say whether one reading of the workload is enough for a policy."""
+    def _in_one_pass(self, policy: Candidate) -> bool:
+        """Return True if one pass over the workload gives the whole curve of `policy`."""
         if self.replays.accounting != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
-            return policy.kind is Optimum
+            return policy.kind is Belady
         return policy.kind is self.plugins.get("eviction", LRU)
 
     def _reuse(self) -> Reuse:
-        """Read the workload once, for LRU and the optimum."""
+        """Read the reuse of the workload's blocks, for LRU and Belady's bound."""
         what = "loading compiled loops (compiled at their first use, then kept on disk)"
         with self.progress(what, None):
             reuse = _compiled()
@@ -266,15 +266,15 @@ class _Bench:
         return stats.lookup_blocks, cache.tree.cached_blocks, stats.hit_blocks
 
     def _exact(
-        self, entrants: list[Contender], sizes: list[int], reuse: Reuse | None
+        self, candidates: list[Candidate], sizes: list[int], reuse: Reuse | None
     ) -> dict[int, Curve]:
-        """Return the curves, by place, that one reading is enough for."""
+        """Return the curves, by place, of candidates for which one pass is enough."""
         made: dict[int, Curve] = {}
-        for place, policy in enumerate(entrants):
+        for place, policy in enumerate(candidates):
             if reuse is None or not self._in_one_pass(policy):
                 continue
             steps = None
-            if isinstance(policy.make, Optimum):
+            if isinstance(policy.make, Belady):
                 bypass = policy.make.bypass
                 with self.progress("the optimum by size", len(sizes)) as tick:
                     hits = []
@@ -287,12 +287,12 @@ class _Bench:
             made[place] = _curve(policy, sizes, hits, steps)
         return made
 
-    def _replayed(self, entrants: list[Contender], sizes: list[int]) -> dict[int, Curve]:
-        """Return the curves, by place, that take a replay a size."""
+    def _replayed(self, candidates: list[Candidate], sizes: list[int]) -> dict[int, Curve]:
+        """Return the curves, by place, of candidates that need one replay a size."""
         replayed = {
             place: policy.make
-            for place, policy in enumerate(entrants)
-            if not self._in_one_pass(policy) and not isinstance(policy.make, Optimum)
+            for place, policy in enumerate(candidates)
+            if not self._in_one_pass(policy) and not isinstance(policy.make, Belady)
         }
         entries = [(make(), size) for make in replayed.values() for size in sizes]
         hits = [0] * len(entries)
@@ -304,13 +304,13 @@ class _Bench:
                     tick(1)
         rows = (hits[begin : begin + len(sizes)] for begin in range(0, len(hits), len(sizes)))
         return {
-            place: _curve(entrants[place], sizes, row)
+            place: _curve(candidates[place], sizes, row)
             for place, row in zip(replayed, rows, strict=True)
         }
 
     @contextmanager
     def _reading(self) -> Iterator[Iterator[Request]]:
-        """Give the requests, which are counted as they are read."""
+        """Open the workload's requests, counted and reported as they are read."""
         workload = self.replays.workload
         with self.progress(f"reading {workload.name}", workload.size) as tick:
             yield self._counted(tick)
@@ -329,7 +329,7 @@ class _Bench:
 
 
 def _curve(
-    policy: Contender, sizes: list[int], hits: list[int], steps: Steps | None = None
+    policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
 ) -> Curve:
     return Curve(
         eviction=policy.name, options=policy.options, blocks=sizes, hit_blocks=hits, steps=steps
@@ -337,7 +337,7 @@ def _curve(
 
 
 def _compiled() -> type[Reuse]:
-    """Import what needs numba."""
+    """Import the class `Reuse`, which needs numba."""
     try:
         from kvcore.analysis._reuse import Reuse  # noqa: PLC0415 - extras, and seconds
     except ImportError as error:
@@ -396,11 +396,11 @@ class Replays:
 
     @property
     def geometry(self) -> BlockLayout:
-        """How requests lie in blocks."""
+        """Layout of requests in blocks."""
         return BlockLayout(self.accounting, self.block_size, self.workload.key_tokens)
 
     def cache(self, policy: EvictionPolicy | None, blocks: int) -> KVCache:
-        """Return a cache that shares by prefix; no policy is LRU."""
+        """Return a cache that shares prefixes; `policy` None means LRU."""
         return KVCache(
             blocks,
             self.block_size,
@@ -438,7 +438,7 @@ class Replays:
         ]
         with closing(work_all(_replaying, tasks, jobs)) as done:
             for (place, _, blocks), outcome in done:
-                if isinstance(outcome, Death):
+                if isinstance(outcome, WorkerDied):
                     msg = (
                         f"the replay of {self.workload.name} with {blocks} blocks failed: "
                         f"{outcome}"
@@ -461,12 +461,12 @@ class Replays:
 
 
 def _replaying() -> Callable[[Task], CacheStats | Exception]:
-    """Return what a worker does."""
+    """Return the function that a worker process calls."""
     return _attempt
 
 
 def _attempt(task: Task) -> CacheStats | Exception:
-    """Run what `Replays._packed` packed; what it raises is the outcome."""
+    """Run an entry packed by `Replays._packed`; an exception is its outcome."""
     _, parcel, blocks = task
     try:
         replays, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making

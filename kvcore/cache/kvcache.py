@@ -20,7 +20,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Keys
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import attrs
 
@@ -298,7 +298,7 @@ class KVCache:
                 ids = ids[1:]
             if ids and seq.private is not None:
                 if self.trace is not None:
-                    self.trace.line("ALLOC", now, seq=seq.id, first=seq.blocks, runs=ids)
+                    self.trace.alloc(now, seq=seq.id, first=seq.blocks, runs=ids)
                 seq.private.extend(ids)
             seq.blocks = blocks
         seq.tokens = total
@@ -345,8 +345,7 @@ class KVCache:
         if self.trace is not None:
             freed = self._free_last(seq, seq.private_blocks)
             holes = [(first, end - first) for first, end in seq.holes]
-            dropped = {"forgotten": holes} if holes else {}
-            self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="close", **dropped)
+            self.trace.free(now, seq=seq.id, runs=freed, reason="close", forgotten=holes)
         elif seq.blocks > seq.span.end:
             self._free_last(seq, seq.private_blocks)
         self.tree.close(seq, now)
@@ -376,7 +375,7 @@ class KVCache:
         self.tree.fork(seq)
         self.sequences[child.id] = child
         if self.trace is not None:
-            self.trace.line("FORK", now, seq=seq.id, child=child.id)
+            self.trace.fork(now, seq=seq.id, child=child.id)
         return child
 
     def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
@@ -393,7 +392,7 @@ class KVCache:
         first = -(-left // self.geometry.block_size)
         freed = self._free_last(seq, seq.blocks - first)
         if first < seq.blocks and self.trace is not None:
-            self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="rollback", first=first)
+            self.trace.free(now, seq=seq.id, runs=freed, reason="rollback", first=first)
         seq.tokens, seq.blocks = left, first
         seq.computed = min(seq.computed, left)
 
@@ -491,8 +490,7 @@ class KVCache:
         self.pool.unshare(tail)
         seq.private[-1] = copy
         if self.trace is not None:
-            block = seq.blocks - 1
-            self.trace.line("COPY", now, seq=seq.id, block=block, **{"from": tail, "to": copy})
+            self.trace.copy(now, seq=seq.id, block=seq.blocks - 1, source=tail, to=copy)
         if self.on_copy is not None:
             self.on_copy(tail, copy)
 
@@ -516,8 +514,9 @@ class KVCache:
     def _set_key_tokens(self, request: Request, trace: Recorder) -> None:
         """Set the `key_tokens` of the header by the first request, if they were not given."""
         if self.geometry.is_assumed:
+            if request.key_tokens != self.geometry.key_tokens:
+                trace.describe(key_tokens=request.key_tokens)
             self.geometry.set_key_tokens(request.key_tokens)
-            trace.describe(key_tokens=request.key_tokens)
 
     def _at(self, now: int | None) -> int:
         """Return the time of a call: None is that of the call before."""
@@ -578,17 +577,19 @@ class KVCache:
         At most `limit` of the `prompt_blocks` blocks of the prompt could hit.
         """
         request, hit = seq.request, seq.hit_blocks
-        repeat = {"again": True} if resumed else {}
         if hit:
             span = seq.span.id
-            trace.line("HIT", now, request=request.id, seq=seq.id, blocks=hit, span=span, **repeat)
+            trace.hit(now, request=request.id, seq=seq.id, blocks=hit, span=span, again=resumed)
         if not hit or hit < prompt_blocks:
+            why: Literal["absent", "partial", "expired", "no keys"]
             if hit < limit:
                 why = "absent" if match.expired is None else "expired"
-            elif not seq.keys or limit < (request.prompt_tokens - 1) // self.geometry.block_size:
+            elif (
+                not seq.keys or limit < (request.prompt_tokens - 1) // self.geometry.block_size
+            ):
                 why = "no keys"
             else:
                 why = "partial"
-            trace.line("MISS", now, request=request.id, seq=seq.id, block=hit, why=why, **repeat)
+            trace.miss(now, request=request.id, seq=seq.id, block=hit, why=why, again=resumed)
         if seq.private:
-            trace.line("ALLOC", now, seq=seq.id, first=hit, runs=seq.private)
+            trace.alloc(now, seq=seq.id, first=hit, runs=seq.private)

@@ -1,23 +1,231 @@
-"""What the cache asks of a trace: one line a decision."""
+"""The recorder: one method for every decision that a trace writes down."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias
 
-from kvcore.request import Request
+from kvcore.cache.pool import Ids
+from kvcore.request import Key, Request
+
+Id: TypeAlias = int | str
 
 
-class Recorder(Protocol):
-    """Somewhere decisions are written down; `kvcore.Trace` is the one that writes JSONL."""
+class Recorder(ABC):
+    """Writes down decisions: `kvcore.Trace` to a file, your own class wherever you like.
 
-    def begin(self, **fields: Any) -> None:
-        """Take what the cache is made of, for the header."""
+    Each method makes one line, a dict with the fields of `kvcore.trace.events`, and hands it
+    to `write`. Times (`now`) are ns. A call costs as much as making the dict and one call
+    of `write`: no field is tested here, the reader does that.
 
-    def describe(self, **fields: Any) -> None:
-        """Take more of the header, before the first line is written."""
+    Attributes:
+        write: called with every line but the header. `n` is 0, to be set by what numbers
+            the lines; `runs` is an array of block ids, or None where the pool only counts.
+    """
 
+    write: Callable[[dict[str, Any]], None]
+
+    @abstractmethod
+    def begin(
+        self,
+        *,
+        count: str,
+        block_size: int,
+        key_tokens: int,
+        blocks: int,
+        plugins: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Store what the cache is made of. Called once, by the cache."""
+
+    @abstractmethod
     def request(self, request: Request, now: int) -> None:
-        """Write that `request` arrived, the first time it is heard of."""
+        """Write REQUEST when `request` arrives; a second call for the same id does nothing."""
+
+    @abstractmethod
+    def describe(self, **header: Any) -> None:
+        """Add to the header. Called by a run before its first line."""
+
+    def hit(
+        self, now: int, *, request: Id, seq: int, blocks: int, span: int, again: bool = False
+    ) -> None:
+        """Write HIT: sequence `seq` opened, and its first `blocks` blocks were cached."""
+        line = {
+            "n": 0, "t": now, "event": "HIT",
+            "request": request, "seq": seq, "blocks": blocks, "span": span,
+        }  # fmt: skip
+        if again:
+            line["again"] = True
+        self.write(line)
+
+    def miss(
+        self,
+        now: int,
+        *,
+        request: Id,
+        seq: int,
+        block: int,
+        why: Literal["absent", "partial", "expired", "no keys"],
+        again: bool = False,
+    ) -> None:
+        """Write MISS: the hit of sequence `seq` ended before block `block` of its prompt."""
+        line = {
+            "n": 0, "t": now, "event": "MISS",
+            "request": request, "seq": seq, "block": block, "why": why,
+        }  # fmt: skip
+        if again:
+            line["again"] = True
+        self.write(line)
+
+    def split(self, now: int, *, span: int, upper: int, at: int) -> None:
+        """Write SPLIT: `span` lost the blocks before position `at` to the new span `upper`."""
+        self.write({
+            "n": 0, "t": now, "event": "SPLIT", "span": span, "upper": upper, "at": at,
+        })  # fmt: skip
+
+    def alloc(self, now: int, *, seq: int, first: int, runs: Ids | None) -> None:
+        """Write ALLOC: private blocks `runs` continue the table of `seq` from `first` on."""
+        self.write({
+            "n": 0, "t": now, "event": "ALLOC", "seq": seq, "first": first, "runs": runs,
+        })  # fmt: skip
+
+    def commit(
+        self,
+        now: int,
+        *,
+        seq: int,
+        span: int,
+        first: int,
+        blocks: int,
+        how: Literal["new", "grown", "same", "shared"],
+    ) -> None:
+        """Write COMMIT: `blocks` blocks of `seq` from `first` on are those of `span` now."""
+        self.write({
+            "n": 0, "t": now, "event": "COMMIT",
+            "seq": seq, "span": span, "first": first, "blocks": blocks, "how": how,
+        })  # fmt: skip
+
+    def evict(
+        self,
+        now: int,
+        *,
+        span: int,
+        runs: Ids | None,
+        by: str,
+        requester: Id,
+        age: int,
+        hits: int,
+        reason: Literal["capacity", "expired"],
+    ) -> None:
+        """Write EVICT of scope `cache`: the blocks `runs`, tail first, left the cache."""
+        self.write({
+            "n": 0, "t": now, "event": "EVICT",
+            "span": span, "runs": runs, "by": by, "for": requester, "age": age, "hits": hits,
+            "reason": reason, "scope": "cache",
+        })  # fmt: skip
+
+    def drop(
+        self, now: int, *, seq: int, first: int, blocks: int, runs: Ids | None, by: str
+    ) -> None:
+        """Write EVICT of scope `sequence`: `seq` dropped `blocks` blocks from `first` on.
+
+        Those of its own, `runs`, are free now, deepest first.
+        """
+        self.write({
+            "n": 0, "t": now, "event": "EVICT",
+            "seq": seq, "first": first, "blocks": blocks, "runs": runs, "by": by,
+            "reason": "retention", "scope": "sequence",
+        })  # fmt: skip
+
+    def free(
+        self,
+        now: int,
+        *,
+        seq: int,
+        runs: Ids | None,
+        reason: Literal["close", "duplicate", "rollback"],
+        first: int | None = None,
+        forgotten: Iterable[tuple[int, int]] | None = None,
+    ) -> None:
+        """Write FREE: private blocks `runs` of `seq` are free, deepest first.
+
+        `first` is the first block that a rollback dropped from the table, `forgotten` all
+        that a closing sequence had dropped, as `(first, count)`; empty is left out.
+        """
+        line = {
+            "n": 0, "t": now, "event": "FREE", "seq": seq, "runs": runs, "reason": reason,
+        }  # fmt: skip
+        if first is not None:
+            line["first"] = first
+        if forgotten:
+            line["forgotten"] = forgotten
+        self.write(line)
+
+    def fork(self, now: int, *, seq: int, child: int) -> None:
+        """Write FORK: `child` shares all blocks of `seq`."""
+        self.write({"n": 0, "t": now, "event": "FORK", "seq": seq, "child": child})
+
+    def copy(self, now: int, *, seq: int, block: int, source: int, to: int) -> None:
+        """Write COPY: at `block` of its table `seq` has `to` instead of the shared `source`."""
+        self.write({
+            "n": 0, "t": now, "event": "COPY",
+            "seq": seq, "block": block, "from": source, "to": to,
+        })  # fmt: skip
+
+    def first_token(self, now: int, *, request: Id, seq: int) -> None:
+        """Write FIRST_TOKEN: a step that generated the first token of `request` has ended."""
+        self.write({"n": 0, "t": now, "event": "FIRST_TOKEN", "request": request, "seq": seq})
+
+    def preempt(
+        self,
+        now: int,
+        *,
+        request: Id,
+        seq: int,
+        how: Literal["pause", "recompute"],
+        requester: Id | None = None,
+    ) -> None:
+        """Write PREEMPT: `request` no longer runs, for the sake of `requester` if given."""
+        line = {
+            "n": 0, "t": now, "event": "PREEMPT", "request": request, "seq": seq, "how": how,
+        }  # fmt: skip
+        if requester is not None:
+            line["for"] = requester
+        self.write(line)
+
+    def resume(self, now: int, *, request: Id, seq: int) -> None:
+        """Write RESUME: `request`, which was paused, runs again."""
+        self.write({"n": 0, "t": now, "event": "RESUME", "request": request, "seq": seq})
+
+    def keys(self, now: int, *, request: Id, keys: Iterable[Key]) -> None:
+        """Write KEYS: the keys of generated blocks, which follow those `request` has."""
+        self.write({"n": 0, "t": now, "event": "KEYS", "request": request, "keys": keys})
+
+    def finish(
+        self,
+        now: int,
+        *,
+        request: Id,
+        seq: int,
+        output: int,
+        output_keys: Iterable[Key] | None = None,
+    ) -> None:
+        """Write FINISH: `request` has all of its `output` tokens.
+
+        `output_keys` are those that only the run could tell; empty is left out.
+        """
+        line = {
+            "n": 0, "t": now, "event": "FINISH",
+            "request": request, "seq": seq, "output": output,
+        }  # fmt: skip
+        if output_keys:
+            line["output_keys"] = output_keys
+        self.write(line)
+
+    def reject(self, now: int, *, request: Id, why: str) -> None:
+        """Write REJECT: `request` was turned away, and was never admitted."""
+        self.write({"n": 0, "t": now, "event": "REJECT", "request": request, "why": why})
 
     def line(self, event: str, now: int, **fields: Any) -> None:
-        """Write one event at `now` (ns)."""
+        """Write one event by its name. Superseded by the methods above."""
+        self.write({"n": 0, "t": now, "event": event, **fields})

@@ -77,7 +77,12 @@ def new_holes(seq: Sequence, ranges: Iterable[tuple[int, int]]) -> list[Hole]:
 
 
 def drop_blocks(
-    pool: CountingPool, seq: Sequence, holes: list[Hole], trace: Recorder | None, by: str, now: int
+    pool: CountingPool,
+    seq: Sequence,
+    holes: list[Hole],
+    trace: Recorder | None,
+    by: str,
+    now: int,
 ) -> int:
     """Take the blocks in `holes`, in order, out of the table of `seq`; return their number.
 
@@ -91,10 +96,7 @@ def drop_blocks(
     seq.dropped += count
     if trace is not None:
         for (first, end), ids in zip(holes, freed, strict=True):
-            trace.line(
-                "EVICT", now, seq=seq.id, first=first, blocks=end - first, runs=ids,
-                by=by, reason="retention", scope="sequence",
-            )  # fmt: skip
+            trace.drop(now, seq=seq.id, first=first, blocks=end - first, runs=ids, by=by)
     return count
 
 

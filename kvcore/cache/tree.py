@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Keys
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import (
@@ -299,8 +299,11 @@ class SpanTree:
         else:
             pool.free(None, span.end - first)
         if self.trace is not None:
-            self._trace_commit(seq, span, first, span.end - first, "same", now)
-            self.trace.line("FREE", now, seq=seq.id, runs=own, reason="duplicate")
+            blocks = span.end - first
+            self.trace.commit(
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same"
+            )
+            self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
 
     def _store(
         self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
@@ -330,8 +333,11 @@ class SpanTree:
         else:
             span = self._add_child(seq, upto, priority, until, ids, now)
         if self.trace is not None:
-            how = "grown" if appends else "new"
-            self._trace_commit(seq, span, first, upto - first, how, now)
+            blocks = upto - first
+            how: Literal["grown", "new"] = "grown" if appends else "new"
+            self.trace.commit(
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how
+            )
         if self.residency is not None:
             self.residency.on_store(span, upto - first)
         if self._announces:
@@ -434,7 +440,10 @@ class SpanTree:
             for block in held:
                 self.pool.unshare(block)
             if self.trace is not None:
-                self._trace_commit(seq, span, begin, len(held), "shared", now)
+                blocks = len(held)
+                self.trace.commit(
+                    now, seq=seq.id, span=span.id, first=begin, blocks=blocks, how="shared"
+                )
 
     # Splitting.
 
@@ -479,7 +488,7 @@ class SpanTree:
         if not lower.ref_count:
             self.unpinned_blocks -= upper.blocks
         if self.trace is not None:
-            self.trace.line("SPLIT", self._now, span=lower.id, upper=upper.id, at=at)
+            self.trace.split(self._now, span=lower.id, upper=upper.id, at=at)
         if self._index_split is not None:
             self._call_index("split", self._index_split, upper, lower)
         if self._on_split is not None:
@@ -685,26 +694,13 @@ class SpanTree:
         except Exception as error:
             raise self.fail(self.index, method, error) from error
 
-    def _trace_commit(
-        self, seq: Sequence, span: Span, first: int, blocks: int, how: str, now: int
+    def _trace_eviction(
+        self, span: Span, ids: Ids | None, now: int, reason: Literal["capacity", "expired"]
     ) -> None:
-        """Write that `blocks` blocks of `seq` from `first` on are those of `span` now."""
-        assert self.trace is not None
-        self.trace.line(
-            "COMMIT", now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how
-        )
-
-    def _trace_eviction(self, span: Span, ids: Ids | None, now: int, reason: str) -> None:
         """Write that the blocks `ids` of `span` leave."""
         assert self.trace is not None
-        fields = {
-            "span": span.id,
-            "runs": ids,
-            "by": self.eviction.name,
-            "for": self.eviction.requester,
-            "age": now - span.last_access,
-            "hits": span.hit_count,
-            "reason": reason,
-            "scope": "cache",
-        }
-        self.trace.line("EVICT", now, **fields)
+        assert self.eviction.requester is not None
+        self.trace.evict(
+            now, span=span.id, runs=ids, by=self.eviction.name, requester=self.eviction.requester,
+            age=now - span.last_access, hits=span.hit_count, reason=reason,
+        )  # fmt: skip

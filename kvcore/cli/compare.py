@@ -13,9 +13,8 @@ import click
 
 from kvcore.analysis import SHARING, Comparison
 from kvcore.analysis import compare as run_comparison
-from kvcore.cache.layout import ACCOUNTINGS
 from kvcore.cache.pool import MOST_BLOCKS
-from kvcore.cli.model import find_or_read
+from kvcore.cli.options import accounting_option, shared
 from kvcore.cli.output import (
     STDOUT,
     emit_json,
@@ -27,13 +26,13 @@ from kvcore.cli.output import (
     progress,
     prometheus_option,
 )
-from kvcore.cli.workload import find_workload
+from kvcore.config import find_workload, load_model
+from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
 from kvcore.files import whole_file
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
-from kvcore.models.spec import KV_DTYPES
 from kvcore.plugins.manager import Plugins
 from kvcore.report import (
     ComparisonReport,
@@ -48,42 +47,51 @@ from kvcore.workloads.files import checked, spare
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 LONGEST = len(str(MOST_BLOCKS))
-MODEL = "llama-3-8b"
-KV_DTYPE = "fp16"
-DEVICE = "h100"
+MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("workload", required=False)
 @click.option(
     "--eviction",
     metavar="LIST",
-    help=f"Policies, such as lru,lfu:half_life=300,optimum.  [default: {POLICIES},optimum]",
-)
-@click.option("--blocks", metavar="LIST", help="Pool sizes in blocks, such as 1000,3000.")
-@click.option("--memory", metavar="LIST", help="Pool sizes in bytes of K/V, such as 40GiB.")
-@click.option("--model", help=f"Whose K/V it is, as for `size`.  [default: {MODEL}]")
-@click.option(
-    "--kv-dtype", type=click.Choice(KV_DTYPES), help=f"Of the K/V.  [default: {KV_DTYPE}]"
-)
-@click.option("--block-size", type=int, help="Tokens in a block.  [default: as in a key]")
-@click.option(
-    "--count",
-    type=click.Choice(ACCOUNTINGS),
-    default="keys",
-    show_default=True,
-    help="Count whole keys, or tokens.",
-)
-@click.option("--prefix", help=f"The prefix cache.  [default: {SHARING}]")
-@click.option("--seed", type=int, help="For policies that draw random numbers.")
-@click.option("--check", is_flag=True, help="Check the workload's keys, ids and times first.")
-@click.option(
-    "--trace", callback=file_path, metavar="FILE", help="Write every decision, as JSONL."
+    help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
+    f"[default: {POLICIES},optimum]",
 )
 @click.option(
-    "--csv", callback=file_path, metavar="FILE", help="Write the rows as CSV as well."
+    "--blocks", metavar="LIST", help="Numbers of KV blocks in the pool, such as 1000,3000."
 )
-@click.option("--residency", is_flag=True, help="Measure how long blocks rest as well.")
+@click.option("--memory", metavar="LIST", help="Bytes of K/V in the pool, such as 40GiB,80GiB.")
+@shared(
+    "model",
+    default=None,
+    text=f"Model whose K/V is cached; `kvcore size --help` lists all.  [default: {MODEL}]",
+)
+@shared(
+    "kv_dtype",
+    default=None,
+    text=f"Number format in which K/V is kept.  [default: {KV_DTYPE}]",
+)
+@shared("block_size", text="Number of tokens in a KV block.  [default: as in a key]")
+@accounting_option()
+@click.option(
+    "--prefix",
+    metavar="PLUGIN",
+    help=f"Prefix cache: which cached blocks a prompt can reuse.  [default: {SHARING}]",
+)
+@shared("seed", default=None)
+@click.option(
+    "--check", is_flag=True, help="Check the keys, ids and times of the workload first."
+)
+@click.option(
+    "--trace", callback=file_path, metavar="FILE", help="JSONL file to write every decision to."
+)
+@click.option(
+    "--csv", callback=file_path, metavar="FILE", help="CSV file to write the rows to."
+)
+@click.option(
+    "--residency", is_flag=True, help="Measure how long blocks rest in the cache between uses."
+)
 @prometheus_option
 @json_option
 def compare(
@@ -95,7 +103,7 @@ def compare(
     model: str | None,
     kv_dtype: str | None,
     block_size: int | None,
-    count: str,
+    accounting: str,
     prefix: str | None,
     seed: int | None,
     check: bool,
@@ -124,7 +132,7 @@ def compare(
         trace=trace,
         csv=csv,
     )
-    spec = find_or_read(MODEL if model is None else model)
+    spec = load_model(MODEL if model is None else model)
     recompute = PrefillCost.of(spec, find_device(DEVICE))
     sizes = None if blocks is None else _numbers(blocks)
     budget = None
@@ -139,10 +147,10 @@ def compare(
     with _outputs(source, csv, prometheus, trace, as_json=as_json) as write:
         comparison = run_comparison(
             source,
-            [_contest(count, prefix_cache) if eviction is None else eviction],
+            [_candidates(accounting, prefix_cache) if eviction is None else eviction],
             sizes,
             block_size=block_size,
-            accounting=count,
+            accounting=accounting,
             prefix=prefix_cache,
             recompute=recompute,
             seed=seed,
@@ -229,7 +237,7 @@ class Budget:
         return {self.layout.blocks_in(size): format_bytes(size) for size in self.bytes}
 
     def document(self) -> dict[str, Any]:
-        """Return what JSON says of it."""
+        """Return the budgets as JSON has them."""
         return {
             "model": self.layout.model.name,
             "kv_dtype": self.layout.dtype,
@@ -240,7 +248,7 @@ class Budget:
         }
 
     def __str__(self) -> str:
-        """Say what a block takes."""
+        """Return a sentence: the bytes that a block takes."""
         layout = self.layout
         return (
             f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
@@ -276,9 +284,9 @@ def _refuse(
         spare(source, csv)
 
 
-def _contest(count: str, prefix: str) -> str:
+def _candidates(accounting: str, prefix: str) -> str:
     """Return the policies to compare where none are given: the optimum where it is a bound."""
-    bounded = count == "keys" and prefix.partition(":")[0].strip() == SHARING
+    bounded = accounting == "keys" and prefix.partition(":")[0].strip() == SHARING
     return f"{POLICIES},optimum" if bounded else POLICIES
 
 

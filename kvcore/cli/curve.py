@@ -12,10 +12,9 @@ import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
-from kvcore.analysis.sweep.executors import cpus
-from kvcore.cache.layout import ACCOUNTINGS
+from kvcore.analysis.workers import cpus
 from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
-from kvcore.cli.model import find_or_read
+from kvcore.cli.options import accounting_option, shared
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -24,13 +23,12 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.cli.workload import find_workload
+from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
 from kvcore.files import whole_file
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
-from kvcore.models.spec import KV_DTYPES
 from kvcore.plugins.manager import Plugins
 from kvcore.report import CurvesReport
 from kvcore.report.mrc import FORMS, matplotlib, plot
@@ -42,39 +40,35 @@ KINDS = (*FORMS, "csv", "json")
 """What `--out` can write, by the end of the file's name."""
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("workload", required=False)
 @click.option(
     "--eviction",
     metavar="LIST",
-    help=f"Policies, such as lru,lfu:half_life=300,optimum.  [default: {POLICIES},optimum]",
+    help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
+    f"[default: {POLICIES},optimum]",
 )
 @click.option(
     "--sizes",
     metavar="N|LIST",
     default=str(POINTS),
-    show_default=True,
-    help="How many pool sizes, or which, in blocks, such as 1000,3000.",
+    help="Number of pool sizes, or a list of them in blocks, such as 1000,3000.",
 )
-@click.option("--block-size", type=int, help="Tokens in a block.  [default: as in a key]")
-@click.option(
-    "--count",
-    type=click.Choice(ACCOUNTINGS),
-    default="keys",
-    show_default=True,
-    help="Count whole keys, or tokens.",
+@shared("block_size", text="Number of tokens in a KV block.  [default: as in a key]")
+@accounting_option()
+@shared("model", default=None, text="Model whose K/V sizes are shown in bytes besides blocks.")
+@shared(
+    "kv_dtype",
+    default=None,
+    text=f"Number format in which that K/V is kept.  [default: {KV_DTYPE}]",
 )
-@click.option("--model", help="Tell sizes in bytes of its K/V as well; as for `size`.")
-@click.option(
-    "--kv-dtype", type=click.Choice(KV_DTYPES), help=f"Of that K/V.  [default: {KV_DTYPE}]"
-)
-@click.option("--seed", type=int, help="For policies that draw random numbers.")
-@click.option("--jobs", type=int, help="Processes that replay.  [default: one a CPU]")
+@shared("seed", default=None)
+@click.option("--jobs", type=int, help="Number of processes that replay.  [default: one a CPU]")
 @click.option(
     "--out",
     callback=file_path,
     metavar="FILE",
-    help=f"Write a plot or the numbers instead: .{', .'.join(KINDS)}.",
+    help=f"File for a plot, or for the numbers: .{', .'.join(KINDS)}.",
 )
 @json_option
 def curve(
@@ -83,7 +77,7 @@ def curve(
     eviction: str | None,
     sizes: str,
     block_size: int | None,
-    count: str,
+    accounting: str,
     model: str | None,
     kv_dtype: str | None,
     seed: int | None,
@@ -108,7 +102,7 @@ def curve(
     if kv_dtype is not None and model is None:
         msg = "--kv-dtype says what a token takes of the K/V of --model: give that too"
         raise InputError(msg)
-    spec = find_or_read(MODEL if model is None else model)
+    spec = load_model(MODEL if model is None else model)
     tokens = source.key_tokens if block_size is None else block_size
     layout = None if model is None else KVLayout(spec, kv_dtype or KV_DTYPE, tokens)
     points, blocks = _sizes(sizes)
@@ -118,11 +112,11 @@ def curve(
         file = None if out is None else stack.enter_context(whole_file(out))
         curves = make_curves(
             source,
-            _contest(count) if eviction is None else eviction,
+            _candidates(accounting) if eviction is None else eviction,
             blocks,
             points=points,
             block_size=block_size,
-            accounting=count,
+            accounting=accounting,
             recompute=PrefillCost.of(spec, find_device(DEVICE)),
             seed=seed,
             jobs=cpus() if jobs is None else jobs,
@@ -141,9 +135,9 @@ def curve(
             print_text(report.reading)
 
 
-def _contest(count: str) -> str:
+def _candidates(accounting: str) -> str:
     """Return the policies where none are given: the optimum where it is known."""
-    return f"{POLICIES},optimum" if count == "keys" else POLICIES
+    return f"{POLICIES},optimum" if accounting == "keys" else POLICIES
 
 
 def _write(report: CurvesReport, kind: str, file: TextIO) -> None:

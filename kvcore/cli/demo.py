@@ -18,7 +18,7 @@ from kvcore.demo import (
 )
 from kvcore.plugins import Plugin
 from kvcore.plugins.manager import Plugins
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 
 WAYS = 3
 SHAPE = ("name", "layers", "query_heads", "kv_heads", "head_dim", "hidden_size", "parameters")
@@ -34,10 +34,10 @@ def demo(ctx: click.Context) -> None:
 
 
 @demo.command(context_settings={"show_default": True})
-@click.option("--prompt-tokens", type=int, default=10, help="Tokens of the prompt.")
-@click.option("--output", type=int, default=100, help="Tokens to generate.")
-@click.option("--block-size", type=int, default=16, help="Tokens in a block.")
-@click.option("--seed", type=int, default=0, help="Of the weights and the prompt.")
+@click.option("--prompt-tokens", type=int, default=10, help="Number of tokens of the prompt.")
+@click.option("--output", type=int, default=100, help="Number of tokens to generate.")
+@click.option("--block-size", type=int, default=16, help="Number of tokens in a KV block.")
+@click.option("--seed", type=int, default=0, help="Seed of the weights and the prompt.")
 @json_option
 def cache(
     *, prompt_tokens: int, output: int, block_size: int, seed: int, as_json: bool

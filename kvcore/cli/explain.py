@@ -12,31 +12,47 @@ import orjson
 
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
-from kvcore.cache.layout import ACCOUNTINGS
+from kvcore.cli.options import accounting_option, shared
 from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
-from kvcore.cli.workload import find_workload
+from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore.workloads.files import lines
 
 EVICTION = "lru"
-COUNT = "keys"
+ACCOUNTING = "keys"
 
 
 @click.command()
 @click.argument("source")
 @click.argument("request", required=False)
-@click.option("--summary", is_flag=True, help="Add all requests up.")
-@click.option("--top", type=click.IntRange(1), default=5, help="Rows of a summary's rankings.")
-@click.option("--blocks", type=int, help="Of a workload: the pool, in blocks.")
-@click.option("--eviction", metavar="PLUGIN", help=f"Of a workload.  [default: {EVICTION}]")
-@click.option("--block-size", type=int, help="Of a workload.  [default: as in a key]")
+@click.option("--summary", is_flag=True, help="Explain all requests together.")
 @click.option(
-    "--count", type=click.Choice(ACCOUNTINGS), help=f"Of a workload.  [default: {COUNT}]"
+    "--top",
+    type=click.IntRange(1),
+    default=5,
+    help="Number of rows in the rankings of a summary.",
 )
-@click.option("--prefix", metavar="PLUGIN", help=f"Of a workload.  [default: {SHARING}]")
-@click.option("--seed", type=int, help="Of a workload, for policies that draw random numbers.")
+@shared("blocks", text="Number of KV blocks in the pool that a workload is replayed in.")
+@click.option(
+    "--eviction",
+    metavar="PLUGIN",
+    help=f"Eviction policy that a workload is replayed under.  [default: {EVICTION}]",
+)
+@shared(
+    "block_size",
+    text="Number of tokens in a KV block, of a workload.  [default: as in a key]",
+)
+@accounting_option(
+    None, text=f"Count blocks of a workload by keys, or by tokens.  [default: {ACCOUNTING}]"
+)
+@click.option(
+    "--prefix",
+    metavar="PLUGIN",
+    help=f"Prefix cache that a workload is replayed with.  [default: {SHARING}]",
+)
+@shared("seed", default=None, text="Seed of policies that draw random numbers, of a workload.")
 @json_option
 def explain(
     *,
@@ -47,7 +63,7 @@ def explain(
     blocks: int | None,
     eviction: str | None,
     block_size: int | None,
-    count: str | None,
+    accounting: str | None,
     prefix: str | None,
     seed: int | None,
     as_json: bool,
@@ -65,7 +81,7 @@ def explain(
         "--blocks": blocks,
         "--eviction": eviction,
         "--block-size": block_size,
-        "--count": count,
+        "--accounting": accounting,
         "--prefix": prefix,
         "--seed": seed,
     }
@@ -81,7 +97,7 @@ def explain(
             blocks=blocks,
             eviction=eviction or EVICTION,
             block_size=block_size,
-            count=count or COUNT,
+            accounting=accounting or ACCOUNTING,
             prefix=prefix or SHARING,
             seed=seed,
         )
@@ -152,7 +168,7 @@ def _replayed(
     blocks: int | None,
     eviction: str,
     block_size: int | None,
-    count: str,
+    accounting: str,
     prefix: str,
     seed: int | None,
 ) -> Explanation:
@@ -168,7 +184,7 @@ def _replayed(
             eviction,
             blocks,
             block_size=block_size,
-            accounting=count,
+            accounting=accounting,
             prefix=prefix,
             seed=seed,
             trace=trace,

@@ -1,4 +1,4 @@
-"""`kvcore export`: tell in the formats of others what a trace says."""
+"""`kvcore export`: write a trace in the formats of other tools."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
     from kvcore.kv_events import Publisher, encode, event_batches  # noqa: PLC0415 - as above
 
     payloads = map(encode, event_batches(trace))
-    # A trace that is none is told before anyone is waited for.
+    # A file that is no trace is refused before a subscriber is waited for.
     first = list(islice(payloads, 1))
     with Publisher(address, replay) as publisher:
         click.echo(f"kvcore: publishing at {publisher.address}, once someone listens", err=True)
-        return {"batches": publisher.hand_out(chain(first, payloads))}
+        return {"batches": publisher.serve_all(chain(first, payloads))}
 
 
 def _router_events(trace: Path, out: Path) -> dict[str, Any]:
@@ -60,7 +60,7 @@ FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "dynamo": _router_events,
     "mooncake": _requests,
 }
-"""By format: what writes a trace in it, and returns what there is to say of that."""
+"""By format: the function that writes a trace in it, and returns the counts to report."""
 
 
 @click.command()
@@ -70,16 +70,24 @@ FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "kind",
     type=click.Choice(list(FORMATS)),
     required=True,
-    help="vLLM's KV events, Dynamo's router events, or Mooncake's requests.",
+    help="Format: KV events of vLLM, router events of Dynamo, or requests of Mooncake.",
 )
 @click.option(
     "--out",
     metavar="FILE",
     callback=file_path,
-    help="Where to; .gz and .zst by name.",
+    help="Write to this file; .gz and .zst compress it.",
 )
-@click.option("--zmq", metavar="ADDRESS", help="Publish there instead, as vLLM does.")
-@click.option("--replay", metavar="ADDRESS", help="With --zmq: send batches again there.")
+@click.option(
+    "--zmq",
+    metavar="ADDRESS",
+    help="Publish at this address instead, as vLLM does, such as tcp://*:5557.",
+)
+@click.option(
+    "--replay",
+    metavar="ADDRESS",
+    help="With --zmq: send batches again at this address, such as tcp://*:5558.",
+)
 @json_option
 def export(
     *,
@@ -90,10 +98,10 @@ def export(
     replay: str | None,
     as_json: bool,
 ) -> None:
-    """Export the TRACE of a run as KV events or as requests, in a format of others.
+    """Export the TRACE of a run as KV events or as requests, for other tools.
 
-    Events as vLLM sends them are written as a recording, which `kvcore replay` checks, or
-    published over ZMQ: all of them once someone listens, until nobody does.
+    Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
+    ZMQ, from the first subscriber's connection until the last subscriber leaves.
     """
     if out is not None and zmq is None and replay is None:
         if out.exists() and trace.exists() and out.samefile(trace):
@@ -116,7 +124,7 @@ def export(
 
 
 def _notes(found: dict[str, Any]) -> list[str]:
-    """Return what the format could not say."""
+    """Return sentences on what the format cannot express."""
     notes = []
     if found.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):
         notes.append(

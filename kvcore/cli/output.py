@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -24,11 +24,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvcore.cli.setup import Options, Setup
 from kvcore.errors import InputError
 from kvcore.files import whole_file
-from kvcore.serving.result import REQUESTS, SUMMARY
-from kvcore.trace import Trace
 from kvcore.workloads import Workload
 from kvcore.workloads.files import spare
 
@@ -54,7 +51,7 @@ json_option = click.option(
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Read a path, which may not be empty: `Path("")` would be the working directory."""
+    """Return the path, which may not be empty: `Path("")` is the working directory."""
     if value == "":
         msg = "empty path; name a file"
         raise click.BadParameter(msg, ctx=ctx, param=param)
@@ -119,7 +116,7 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
 
 
 def watched(items: Iterable[Item], tick: Callable[[int], None]) -> Iterable[Item]:
-    """Return `items`, which tell `tick` now and then how many there were if it is seen."""
+    """Return `items`, whose number is given to `tick` now and then if a bar is shown."""
     return items if tick is _unseen else _counted(items, tick)
 
 
@@ -138,47 +135,6 @@ def _counted(items: Iterable[Item], tick: Callable[[int], None]) -> Iterator[Ite
     tick(fresh)
 
 
-TRACE = "trace.jsonl.gz"
-
-
-@contextmanager
-def outputs(options: Options, setup: Setup) -> Iterator[Trace | None]:
-    """Open the trace to write, if any, and before it the directory that it goes to.
-
-    If the body raises, no file is left of it, nor a directory that was made for it.
-    """
-    path, others = options.trace, []
-    if options.out is not None:
-        path, *others = (options.out / name for name in (TRACE, SUMMARY, REQUESTS))
-        if options.allocation == "contiguous":
-            path = None
-    for written in filter(None, (path, *others)):
-        spare(setup.workload, written)
-    with ExitStack() as stack:
-        if options.out is not None:
-            stack.enter_context(_directory(options.out))
-        yield None if path is None else stack.enter_context(Trace(path, **setup.header()))
-
-
-@contextmanager
-def _directory(path: Path) -> Iterator[None]:
-    """Make a directory, if need be; if the body raises, not for good."""
-    made = not path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        msg = f"--out {path}: cannot be made a directory: {reason}; name another one"
-        raise InputError(msg) from error
-    try:
-        yield
-    except BaseException:
-        if made:
-            with suppress(OSError):
-                path.rmdir()
-        raise
-
-
 STDOUT = Path("-")
 
 
@@ -186,7 +142,7 @@ prometheus_option = click.option(
     "--prometheus",
     callback=file_path,
     metavar="FILE",
-    help="Write metrics as Prometheus has them; - prints them alone.",
+    help="File to write Prometheus metrics to; - prints them on stdout alone.",
 )
 
 

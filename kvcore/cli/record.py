@@ -1,4 +1,4 @@
-"""`kvcore record`: the KV events of a running server, in a file."""
+"""`kvcore record`: write the KV events of a running server to a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ERASE = "\r\x1b[K"
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Read a time above 0."""
+    """Return a time above 0, in seconds."""
     if value is None:
         return None
     try:
@@ -39,30 +39,54 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--zmq", "address", required=True, metavar="ADDRESS", help="Where it publishes.")
-@click.option("--replay", metavar="ADDRESS", help="Where it sends batches again.")
-@click.option("--topic", default="", show_default=False, help="Only topics that begin so.")
+@click.option(
+    "--zmq",
+    "address",
+    required=True,
+    metavar="ADDRESS",
+    help="Listen to this address of a publisher, such as tcp://127.0.0.1:5557.",
+)
+@click.option(
+    "--replay",
+    metavar="ADDRESS",
+    help="Ask this address of the publisher for batches that are missing.",
+)
+@click.option(
+    "--topic",
+    default="",
+    show_default=False,
+    metavar="PREFIX",
+    help="Subscribe to topics with this prefix; all by default.",
+)
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
     default=1,
-    help="Data-parallel ranks, at ports in a row.",
+    help="Number of data-parallel ranks; each publishes at the next port.",
 )
-@click.option("--for", "during", callback=seconds, metavar="SECONDS", help="Stop after that.")
-@click.option("--batches", type=click.IntRange(min=1), help="Stop after so many.")
+@click.option(
+    "--for",
+    "during",
+    callback=seconds,
+    metavar="SECONDS",
+    help="Stop after this time.",
+)
+@click.option(
+    "--batches", type=click.IntRange(min=1), help="Stop after this number of batches."
+)
 @click.option(
     "--replay-timeout",
     callback=seconds,
     default="5",
     metavar="SECONDS",
-    help="To wait for a batch that was asked for.",
+    help="Wait this long for each batch of a replay.",
 )
 @click.option(
     "--reconnect",
     callback=seconds,
     default="5",
     metavar="SECONDS",
-    help="At most between two tries to connect again.",
+    help="Wait at most this long between two tries to connect again.",
 )
 @click.option(
     "-o",
@@ -70,7 +94,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     required=True,
     callback=file_path,
     metavar="FILE",
-    help="Where to; .gz and .zst by name.",
+    help="Write the recording to this file; .gz and .zst compress it.",
 )
 @json_option
 def record(
@@ -78,8 +102,8 @@ def record(
 ) -> None:
     """Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM.
 
-    Until Ctrl-C, SIGTERM, --for or --batches: each ends with a complete file. Batches that
-    are missing are asked for, if the server has an address for that, or told as lost.
+    Ctrl-C, SIGTERM, --for and --batches end the recording, each with a complete file. Missing
+    batches are asked for at --replay; those that cannot be had are recorded as lost.
     """
     from kvcore.kv_events.recording import RecordingWriter  # noqa: PLC0415 - as above
     from kvcore.kv_events.recording import record as run  # noqa: PLC0415 - a slow room
@@ -90,10 +114,12 @@ def record(
         Subscriber(server) as subscriber,
         _ending(subscriber.stop),
         RecordingWriter(out) as writer,
-        _progress() as (tell, tick),
+        _messages() as (warn, progress),
     ):
-        tell(f"listening to {server.address}; Ctrl-C ends the recording")
-        tally = run(subscriber, writer, seconds=during, batches=batches, tell=tell, tick=tick)
+        warn(f"listening to {server.address}; Ctrl-C ends the recording")
+        tally = run(
+            subscriber, writer, seconds=during, batches=batches, warn=warn, progress=progress
+        )
     if not tally.batches:
         click.echo(f"kvcore: no batch came from {server.address}", err=True)
     counts = attrs.asdict(tally)
@@ -106,7 +132,7 @@ def record(
 
 @contextmanager
 def _ending(stop: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM call `stop` while the body runs."""
+    """Call `stop` on Ctrl-C and SIGTERM while the body runs."""
     before = {
         number: signal.signal(number, lambda *_: stop())
         for number in (signal.SIGINT, signal.SIGTERM)
@@ -119,16 +145,16 @@ def _ending(stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]]]:
-    """Yield what tells a sentence on stderr, and what shows the tally there if it is seen."""
-    seen, shown = sys.stderr.isatty(), 0.0
+def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]]]:
+    """Yield a printer of sentences on stderr, and one of the tally, if stderr is a terminal."""
+    terminal, shown = sys.stderr.isatty(), 0.0
 
-    def tell(sentence: str) -> None:
-        click.echo(f"{ERASE if seen else ''}kvcore: {sentence}", err=True)
+    def warn(sentence: str) -> None:
+        click.echo(f"{ERASE if terminal else ''}kvcore: {sentence}", err=True)
 
-    def tick(tally: Tally) -> None:
+    def progress(tally: Tally) -> None:
         nonlocal shown
-        if seen and monotonic() - shown > REDRAW_SECONDS:
+        if terminal and monotonic() - shown > REDRAW_SECONDS:
             shown = monotonic()
             click.echo(
                 f"{ERASE}{tally.batches:,} batches, {tally.stored:,} blocks stored, "
@@ -137,6 +163,6 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]
                 err=True,
             )
 
-    yield tell, tick
-    if seen:
+    yield warn, progress
+    if terminal:
         click.echo(ERASE, nl=False, err=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvcore.cli.options import plugin_option, slo_option
+from kvcore.cli.options import what_if
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -26,34 +26,30 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
 @click.command()
 @click.argument("file", callback=file_path)
-@click.option("--at", metavar="SECONDS", help="Report the state at this time of the trace.")
-@plugin_option("--eviction", help="What if: who dies when the pool is full.")
-@plugin_option("--prefix", help="What if: what can be reused.")
-@plugin_option("--retention", help="What if: what a running sequence forgets, or `none`.")
-@click.option("--blocks", type=int, help="What if: blocks of the pool.")
 @click.option(
-    "--block-size", type=int, help="What if: tokens in a block, of a pool of the same memory."
+    "--at",
+    metavar="SECONDS",
+    help="Time of the trace, in seconds, at which to report the state.",
 )
-@plugin_option("--scheduler", help="What if: who runs in the next step.")
-@plugin_option("--latency", help="What if: how long a step takes.")
-@click.option("--max-tokens", type=int, help="What if: tokens of a step.")
-@click.option("--max-seqs", type=int, help="What if: sequences of a step.")
-@click.option(
-    "--steps",
-    type=click.Choice(["mixed", "prefill-first"]),
-    help="What if: prefill and decode together, or apart.",
-)
-@click.option(
-    "--chunked/--no-chunked", default=None, help="What if: prefill a prompt over several steps."
-)
-@click.option("--watermark", type=float, help="What if: share of blocks kept for growth.")
-@click.option("--rate-scale", type=float, help="What if: times as fast as in the workload.")
-@slo_option("--slo", help="What if: seconds, or `none`. Judges the recorded run too.")
+@what_if("eviction")
+@what_if("prefix")
+@what_if("retention", "Retention policy: which blocks a running sequence drops, or `none`.")
+@what_if("blocks")
+@what_if("block_size", "Number of tokens in a KV block, in a pool of the same memory.")
+@what_if("scheduler")
+@what_if("latency")
+@what_if("max_tokens")
+@what_if("max_seqs")
+@what_if("steps")
+@what_if("chunked")
+@what_if("watermark")
+@what_if("rate_scale", "Factor on the rate at which requests of the workload arrive.")
+@what_if("slo", "Expected latency in seconds, or `none`; judges the recorded run too.")
 @click.option(
     "--export",
     callback=file_path,
     metavar="FILE",
-    help="Run the requests again and write the new trace.",
+    help="JSONL file for the trace of the requests run again.",
 )
 @json_option
 def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
@@ -106,7 +102,7 @@ def _is_recording(file: Path) -> bool:
 def _show_recording(file: Path, *, as_json: bool) -> None:
     """Check a recording of KV events, and print what it holds."""
     from kvcore.kv_events import check_recording  # noqa: PLC0415 - traces do without it
-    from kvcore.report.kv_events import rows  # noqa: PLC0415 - likewise
+    from kvcore.report.kv_events import rows  # noqa: PLC0415 - as above
 
     report = check_recording(file)
     if as_json:

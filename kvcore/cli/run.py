@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import click
 
-from kvcore.cli.engine import Engine, RunOptions
 from kvcore.cli.options import (
     batching_options,
+    config_of,
     names_from_file,
+    naming,
     one_of,
     output_options,
-    plugin_option,
     policy_options,
-    size_option,
+    shared,
     traffic_options,
 )
 from kvcore.cli.output import (
@@ -24,15 +25,15 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
-    outputs,
     print_table,
     print_text,
     progress,
     watched,
 )
+from kvcore.cli.serving import outputs, remedies
+from kvcore.config import EngineParts
 from kvcore.engine import RunResult
 from kvcore.engine import run as run_engine
-from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError
 from kvcore.files import whole_file
 from kvcore.report.tables import counted
@@ -48,32 +49,43 @@ OF_WALL = ("stop_at_eos", "step_times")
 
 @click.command(context_settings={"show_default": True})
 @click.argument("workload", required=False, type=click.UNPROCESSED)
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Instead of it.")
-@plugin_option("--generator", default="transformer", help="What computes.")
-@plugin_option("--backend", default="torch-cpu", help="Where K/V lies.")
-@click.option("--model", help="That the generator takes.  [default: its own, a tiny one]")
 @click.option(
-    "--dtype", type=click.Choice(TENSOR_DTYPES), default="fp32", help="To compute in."
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="Text to continue, in place of a workload; may be given several times.",
 )
-@click.option("--limit", type=int, help="First requests to serve, 0: all.  [default: 20]")
+@shared("generator")
+@shared("backend")
+@shared(
+    "model",
+    mode="run",
+    text="Model of the generator.  [default: the generator's own, a tiny one]",
+)
+@shared("dtype")
+@shared("limit", text="Number of first requests to serve; 0 serves all.  [default: 20]")
+@shared(
+    "shrink",
+    text="Divisor of all lengths of the workload.  [default: what makes a key a block]",
+)
 @click.option(
-    "--shrink",
-    type=int,
-    help="Divide all lengths by this.  [default: so that a key is a block]",
+    "--max-output", type=int, help="Number of tokens to generate for a prompt.  [default: 16]"
 )
-@click.option("--max-output", type=int, help="Tokens for each prompt.  [default: 16]")
+@shared("clock")
 @click.option(
-    "--clock",
-    type=click.Choice(["model", "wall"]),
-    default="model",
-    help="A step takes as long as --latency says, or as it takes here.",
+    "--stop-at-eos",
+    is_flag=True,
+    help="End a text at its end-of-sequence token; wall clock only.",
 )
-@click.option("--stop-at-eos", is_flag=True, help="Let a text end early; wall clock only.")
 @policy_options
-@click.option("--device", default="h100", help="That --latency and --clock model time.")
-@click.option("--tensor-parallel", type=int, default=1, help="How many of them.")
-@click.option("--blocks", type=int, help="Of the pool.")
-@size_option("--memory", help="Of the pool, instead of --blocks.  [default: 256MiB]")
+@shared("device", text="GPU whose steps --latency and --clock model time.")
+@shared("tensor_parallel", mode="run", text="Number of those GPUs that share the model.")
+@shared("blocks")
+@shared(
+    "memory",
+    text="Bytes of K/V in the pool, in place of a number of blocks.  [default: 256MiB]",
+)
 @batching_options
 @traffic_options
 @output_options
@@ -81,7 +93,7 @@ OF_WALL = ("stop_at_eos", "step_times")
     "--step-times",
     callback=file_path,
     metavar="FILE",
-    help="Write what each step took, for `calibrate`; wall clock only.",
+    help="CSV file to write the time of every step to, for `calibrate`; wall clock only.",
 )
 @json_option
 @click.pass_context
@@ -101,30 +113,33 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     one_of(given, "blocks", "memory", "both say how large the pool is", from_file)
     one_of(given, "trace", "out", "both write a trace", from_file)
     _check(given, from_file)
-    options = RunOptions.of(given)
-    engine = Engine(options, frozenset(from_file))
-    if options.step_times is not None:
-        spare(engine.workload, options.step_times)
-    as_json = options.as_json
+    engine = EngineParts(
+        config_of(given, "run"),
+        prompts=given["prompts"],
+        max_output=given["max_output"],
+        naming=naming(given["config"], from_file),
+    )
+    step_times, out, prometheus = given["step_times"], given["out"], given["prometheus"]
+    if step_times is not None:
+        spare(engine.workload, step_times)
     with ExitStack() as stack:
-        trace, times = stack.enter_context(outputs(options, engine)), None
+        trace = stack.enter_context(outputs(engine, given["trace"], out))
         write_metrics = stack.enter_context(
-            metrics_file(options.prometheus, engine.workload, options.trace, as_json=as_json)
+            metrics_file(prometheus, engine.workload, given["trace"], as_json=given["as_json"])
         )
-        if options.step_times is not None:
-            times = stack.enter_context(whole_file(options.step_times))
-        result = _serve(engine, trace)
+        times = None if step_times is None else stack.enter_context(whole_file(step_times))
+        result = _serve(engine, trace, residency=given["residency"])
         if times is not None:
             write_steps(times, result.steps)
-        document = _document(engine, result)
+        document = _document(engine, given["prompts"], result)
         if write_metrics is not None:
             write_metrics(_metrics(engine, result, document))
-        if options.out is not None:
+        if out is not None:
             names = ("config", "outputs")
-            result.write(options.out, **{n: document[n] for n in names if n in document})
-    if as_json:
+            result.write(out, **{n: document[n] for n in names if n in document})
+    if given["as_json"]:
         emit_json(document)
-    elif options.prometheus == STDOUT:
+    elif prometheus == STDOUT:
         return
     elif engine.texts:
         _print_texts(document)
@@ -157,34 +172,34 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
         raise InputError(msg)
 
 
-def _serve(engine: Engine, trace: Trace | None) -> RunResult:
-    source, options = engine.workload, engine.options
+def _serve(engine: EngineParts, trace: Trace | None, *, residency: bool) -> RunResult:
+    source, config = engine.workload, engine.config
     with progress(f"running {source.name}", source.size) as tick:
         return run_engine(
             watched(source, tick),
             cache=engine.cache(trace),
             generator=engine.generator,
             backend=engine.backend,
-            dtype=options.dtype,
+            dtype=config.dtype,
             scheduler=engine.scheduler(),
             latency=engine.latency(),
             batching=engine.batching,
             slo=engine.slo,
-            rate_scale=options.rate_scale,
-            clock=options.clock,
-            stop_at_eos=options.stop_at_eos,
-            seed=options.seed,
-            residency=options.residency,
+            rate_scale=config.rate_scale,
+            clock=config.clock,
+            stop_at_eos=config.stop_at_eos,
+            seed=config.seed or 0,
+            residency=residency,
         )
 
 
-def _document(engine: Engine, result: RunResult) -> dict[str, Any]:
-    """Return what there is to say of a run in JSON."""
+def _document(engine: EngineParts, prompts: Sequence[str], result: RunResult) -> dict[str, Any]:
+    """Return the JSON document of a run."""
     cache = result.cache
     cache_plugins = (cache.eviction, cache.prefix, cache.retention)
     plugins = (result.scheduler, *cache_plugins, result.latency)
-    document = {**result.summary(), "config": engine.config(*plugins)}
-    if engine.options.clock == "wall":
+    document = {**result.summary(), "config": engine.describe(*plugins)}
+    if engine.config.clock == "wall":
         # The load is that of the latency model, which has not timed this.
         document["offered_load"] = None
     if engine.texts:
@@ -195,21 +210,21 @@ def _document(engine: Engine, result: RunResult) -> dict[str, Any]:
                 "text": decode(result.outputs[request.id]),
                 "tokens": result.outputs[request.id],
             }
-            for text, request in zip(engine.options.prompts, engine.texts, strict=True)
+            for text, request in zip(prompts, engine.texts, strict=True)
             if request.id in result.outputs
         ]
         document["rejected_because"] = list(result.log.reasons.values())
     return document
 
 
-def _metrics(engine: Engine, result: RunResult, document: dict[str, Any]) -> str:
-    from kvcore.report import run_metrics  # noqa: PLC0415 - nobody else needs it
+def _metrics(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> str:
+    from kvcore.report import run_metrics  # noqa: PLC0415 - no other verb needs it
 
     return run_metrics(document | {"config": _named(engine, document)}, result.requests)
 
 
-def _named(engine: Engine, document: dict[str, Any]) -> dict[str, Any]:
-    """Return what was run, under the name of the workload that it is a part of."""
+def _named(engine: EngineParts, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the name of the workload that was sampled."""
     name = engine.workload.options().get("workload", engine.workload.name)
     config: dict[str, Any] = document["config"]
     return config | {"workload": config["workload"] | {"name": name}}
@@ -227,17 +242,17 @@ def _print_texts(document: dict[str, Any]) -> None:
     print_text(f"{tokens} in {steps}, computed in {format_seconds(document['wall_s'])}.")
 
 
-def _print_report(engine: Engine, result: RunResult, document: dict[str, Any]) -> None:
+def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
     from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
 
-    options, load = engine.options, document["offered_load"]
+    config, load = engine.config, document["offered_load"]
     part = engine.workload.options()
     report = SimulationReport(
         document,
         _named(engine, document),
         refusal=next(iter(result.log.reasons.values()), None),
-        remedies=[] if load is None or load <= 1 else list(engine.remedies(result)),
-        clock="measured" if options.clock == "wall" else "simulated",
+        remedies=[] if load is None or load <= 1 else list(remedies(engine, result)),
+        clock="measured" if config.clock == "wall" else "simulated",
         done="computed",
     )
     if report.warning:
@@ -259,13 +274,13 @@ def _print_report(engine: Engine, result: RunResult, document: dict[str, Any]) -
     print_text(report.closing)
 
 
-def _computed(engine: Engine, part: dict[str, Any], requests: int) -> str:
-    """Say what was computed, on what, and which part of the workload that is."""
+def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:
+    """Return a sentence: what was computed, on what, and which part of the workload."""
     limit, shrink = part["limit"], part["shrink"]
     lengths = f"lengths divided by {shrink}" if shrink > 1 else "in full length"
     whole = limit is None or requests < limit
     which = "all requests" if whole else f"the first {counted(limit, 'request')}"
     return (
         f"Computed: {engine.generator.name} on {engine.backend.name} in "
-        f"{engine.options.dtype}; {which}, {lengths}."
+        f"{engine.config.dtype}; {which}, {lengths}."
     )

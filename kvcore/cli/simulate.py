@@ -8,11 +8,13 @@ import click
 
 from kvcore.cli.options import (
     batching_options,
+    config_of,
     names_from_file,
+    naming,
     one_of,
     output_options,
     policy_options,
-    size_option,
+    shared,
     traffic_options,
 )
 from kvcore.cli.output import (
@@ -20,14 +22,13 @@ from kvcore.cli.output import (
     emit_json,
     json_option,
     metrics_file,
-    outputs,
     print_table,
     print_text,
     progress,
     watched,
 )
-from kvcore.cli.setup import Options, Setup
-from kvcore.models.spec import KV_DTYPES
+from kvcore.cli.serving import outputs, remedies
+from kvcore.config import RunParts
 from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.contiguous import Allocation, ContiguousCache
@@ -37,19 +38,14 @@ from kvcore.trace import Trace
 @click.command(context_settings={"show_default": True})
 @click.argument("workload", required=False, type=click.UNPROCESSED)
 @policy_options
-@click.option("--model", default="llama-3-8b", help="What is served, as for `size`.")
-@click.option("--device", default="h100", help="On what.")
-@click.option("--tensor-parallel", type=int, default=4, help="On how many of them.")
-@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Of the K/V.")
-@click.option("--blocks", type=int, help="Of the pool.  [default: as many as fit]")
-@size_option("--memory", help="Of the pool, such as 40GiB, instead of --blocks.")
+@shared("model")
+@shared("device")
+@shared("tensor_parallel")
+@shared("kv_dtype")
+@shared("blocks", text="Number of KV blocks in the pool.  [default: as many as fit]")
+@shared("memory")
 @batching_options
-@click.option(
-    "--allocation",
-    type=click.Choice(["paged", "contiguous"]),
-    default="paged",
-    help="In blocks, or beside that as before paging, in pieces.",
-)
+@shared("allocation")
 @traffic_options
 @output_options
 @json_option
@@ -58,73 +54,73 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     """Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format. Without it, it is the trace that comes with kvcore. Plugins
-    take options likewise: --scheduler srpt:preemptive=false.
+    file of any known format. Without it, it is the trace that comes with kvcore. Other
+    plugins take options in the same way: --scheduler srpt:preemptive=false.
 
     The defaults are Llama 3 8B on four H100, which can carry that trace; one cannot.
     """
     from_file = names_from_file(ctx, given)
     one_of(given, "blocks", "memory", "both say how large the pool is", from_file)
     one_of(given, "trace", "out", "both write a trace", from_file)
-    options = Options(**given)
-    setup = Setup(options, frozenset(from_file))
-    as_json = options.as_json
+    config = config_of(given, "simulate")
+    parts = RunParts(config, naming=naming(given["config"], from_file))
+    as_json, out, prometheus = given["as_json"], given["out"], given["prometheus"]
     with (
-        outputs(options, setup) as trace,
+        outputs(parts, given["trace"], out) as trace,
         metrics_file(
-            options.prometheus, setup.workload, options.trace, as_json=as_json
+            prometheus, parts.workload, given["trace"], as_json=as_json
         ) as write_metrics,
     ):
-        result, document = _run(setup, trace, options.allocation)
+        measured = given["residency"]
+        result, document = _run(parts, trace, config.allocation, residency=measured)
         if write_metrics is not None:
             write_metrics(_metrics(result, document))
-        if options.allocation == "contiguous":
-            paged, asked = _run(setup, None, "paged")
+        if config.allocation == "contiguous":
+            paged, asked = _run(parts, None, "paged", residency=measured)
             document |= {"config": asked["config"], "paged": paged.summary()}
-        if options.out is not None:
+        if out is not None:
             more = {name: document[name] for name in ("config", "paged") if name in document}
-            result.write(options.out, **more)
+            result.write(out, **more)
     if as_json:
         emit_json(document)
-    elif options.prometheus != STDOUT:
-        _print(setup, result, document)
+    elif prometheus != STDOUT:
+        _print(parts, result, document)
 
 
 def _metrics(result: Result, document: dict[str, Any]) -> str:
-    from kvcore.report import run_metrics  # noqa: PLC0415 - nobody else needs it
+    from kvcore.report import run_metrics  # noqa: PLC0415 - no other verb needs it
 
     return run_metrics(document, result.requests)
 
 
 def _run(
-    setup: Setup, trace: Trace | None, allocation: Allocation
+    parts: RunParts, trace: Trace | None, allocation: Allocation, *, residency: bool
 ) -> tuple[Result, dict[str, Any]]:
-    """Return the result of a run, and what there is to say of it in JSON."""
-    source, scheduler = setup.workload, setup.scheduler()
+    """Return the result of a run, and its JSON document."""
+    source, scheduler, config = parts.workload, parts.scheduler(), parts.config
     longest = None
     if allocation == "contiguous":
         longest = max((request.output_tokens for request in source), default=0)
     with progress(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
             watched(source, tick),
-            cache=setup.cache(trace),
+            cache=parts.cache(trace),
             scheduler=scheduler,
-            latency=setup.latency(),
-            batching=setup.batching,
-            slo=setup.slo,
-            rate_scale=setup.options.rate_scale,
+            latency=parts.latency(),
+            batching=parts.batching,
+            slo=parts.slo,
+            rate_scale=config.rate_scale,
             allocation=allocation,
             max_output=longest,
-            fragmentation=setup.options.allocation == "contiguous",
-            residency=setup.options.residency,
+            fragmentation=config.allocation == "contiguous",
+            residency=residency,
         )
     cache = result.cache
     plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)
-    config = setup.config(*plugins)
-    return result, {**result.summary(), "config": config}
+    return result, {**result.summary(), "config": parts.describe(*plugins)}
 
 
-def _print(setup: Setup, result: Result, document: dict[str, Any]) -> None:
+def _print(parts: RunParts, result: Result, document: dict[str, Any]) -> None:
     from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
 
     load = document["offered_load"]
@@ -132,7 +128,7 @@ def _print(setup: Setup, result: Result, document: dict[str, Any]) -> None:
         document,
         document["config"],
         refusal=next(iter(result.log.reasons.values()), None),
-        remedies=[] if load is None or load <= 1 else list(setup.remedies(result)),
+        remedies=[] if load is None or load <= 1 else list(remedies(parts, result)),
     )
     if report.warning:
         print_text(report.warning)
@@ -156,7 +152,7 @@ def _print(setup: Setup, result: Result, document: dict[str, Any]) -> None:
 
 
 def _print_paging(result: Result, document: dict[str, Any]) -> None:
-    """Print what paging buys."""
+    """Print both allocations side by side."""
     from kvcore.report import PagingReport  # noqa: PLC0415 - as above
 
     assert isinstance(result.cache, ContiguousCache)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvcore.cli.model import find_or_read
 from kvcore.cli.output import emit_json, json_option, print_table
+from kvcore.config.lookup import load_model
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device
 from kvcore.models.cost import PrefillCost, decode_step_bytes, prefill_flop
@@ -58,14 +58,23 @@ def _listed(what: str, names: Iterable[str]) -> str:
     epilog=f"{_listed('Models', MODELS)}\n\n{_listed('Devices', DEVICES)}",
 )
 @click.argument("model")
-@click.option("--device", help="GPU to fit the model on, such as h200.")
-@count_option("--tokens", default="8192", help="Tokens a request has.")
-@count_option("--batch", default="1", help="Requests that are decoded together.")
-@click.option("--dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Of the K/V.")
-@click.option("--weights-dtype", type=click.Choice(WEIGHT_DTYPES), help="If not as released.")
-@count_option("--block-size", default="16", help="Tokens in a block.")
-@click.option("--reserve", help=f"Memory to keep free, such as 8GiB.  [default: {RESERVE}]")
-@count_option("--window", help="Keep at most so many tokens in every layer.")
+@click.option("--device", help="GPU that the model is to fit on, such as h200.")
+@count_option("--tokens", default="8192", help="Number of tokens of a request.")
+@count_option("--batch", default="1", help="Number of requests that are decoded together.")
+@click.option(
+    "--dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Number format of K/V."
+)
+@click.option(
+    "--weights-dtype",
+    type=click.Choice(WEIGHT_DTYPES),
+    help="Number format of the weights, if not as released.",
+)
+@count_option("--block-size", default="16", help="Number of tokens in a KV block.")
+@click.option(
+    "--reserve",
+    help=f"Bytes or share of the memory to keep free, such as 8GiB.  [default: {RESERVE}]",
+)
+@count_option("--window", help="Largest number of tokens that a layer keeps.")
 @json_option
 def size(
     *,
@@ -88,7 +97,7 @@ def size(
     kept = 0
     if gpu is not None or reserve is not None:
         kept = _reserve(RESERVE if reserve is None else reserve, gpu)
-    spec = find_or_read(model, weights_dtype)
+    spec = load_model(model, weights_dtype)
     if window is not None:
         spec = spec.with_window(window)
     layout = KVLayout(spec, dtype, block_size)

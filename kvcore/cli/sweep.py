@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from kvcore.analysis.sweep import Grid, Journal, Sweep, executor_named
+from kvcore.analysis.sweep import Grid, Journal, Plan, Sweep, executor_named
 from kvcore.analysis.sweep import sweep as run_sweep
-from kvcore.cli.grid import GridFile, axis_options
+from kvcore.analysis.sweep.grid import SweepFile
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -17,7 +17,8 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.errors import InputError
+from kvcore.cli.serving import make_directory
+from kvcore.errors import InputError, PluginError
 from kvcore.plugins.manager import Plugins
 from kvcore.report.sweep import WRITERS, SweepReport, check_table, sweep_document, write_table
 from kvcore.workloads.files import spare
@@ -29,7 +30,7 @@ FAILED = 1
 """The exit code if a cell failed."""
 
 SHOWN = 10
-"""Failed cells that are told of."""
+"""How many failed cells are named."""
 
 
 @click.command
@@ -38,11 +39,16 @@ SHOWN = 10
     "--out",
     callback=file_path,
     metavar="DIR|FILE",
-    help="Results: a .csv, .json or .parquet file, or a directory.  [default: NAME-results]",
+    help="File for the results (.csv, .json or .parquet), or a directory.  "
+    "[default: NAME-results]",
 )
-@click.option("--jobs", type=int, help="Cells at a time.  [default: one a CPU]")
 @click.option(
-    "--executor", metavar="WHERE", help="local, ray, or ray:HOST:PORT.  [default: local]"
+    "--jobs", type=int, help="Number of cells that run at a time.  [default: one a CPU]"
+)
+@click.option(
+    "--executor",
+    metavar="WHERE",
+    help="Machines to run cells on: local, ray, or ray:HOST:PORT.  [default: local]",
 )
 @json_option
 @click.pass_context
@@ -62,20 +68,16 @@ def sweep(
     "compare"), in processes of this machine or on a Ray cluster. What is finished is kept:
     the same command after a crash goes on where it was.
     """
-    given = {"out": out, "jobs": jobs, "executor": executor}
-    own = {each.name: each for each in ctx.command.params if each.name in given}
-    source = GridFile(file, axis_options() | own)
-    values = source.values(ctx)
-    chosen = source.own(values) | {k: v for k, v in given.items() if v is not None}
-    runner = executor_named(chosen.get("executor", "local"), chosen.get("jobs"))
-    journal, tables = _places(chosen.get("out") or file.with_name(f"{file.stem}-results"))
-    plan = source.plan(values)
+    source = SweepFile.read(file)
+    runner = executor_named(executor or source.executor or "local", jobs or source.jobs)
+    journal, tables = _places(out or source.out or file.with_name(f"{file.stem}-results"))
+    plan = _plan(file, source.grid)
     _spare(plan.grid, [journal, *tables])
     if journal.name == JOURNAL:
-        _make(journal.parent)
+        make_directory(journal.parent)
     try:
-        with Journal(journal) as book:
-            result = run_sweep(plan, book, executor=runner, progress=progress)
+        with Journal(journal) as opened:
+            result = run_sweep(plan, opened, executor=runner, progress=progress)
             for table in tables:
                 write_table(result, table)
     except KeyboardInterrupt:
@@ -86,8 +88,17 @@ def sweep(
     else:
         _print(result, tables)
     if result.failed:
-        _tell(result)
+        _report_failures(result)
         ctx.exit(FAILED)
+
+
+def _plan(file: Path, grid: Grid) -> Plan:
+    """Return the cells of a grid; an error names the file."""
+    try:
+        return Plan.of(grid)
+    except (InputError, PluginError) as error:
+        msg = f"{file}: {error}"
+        raise type(error)(msg) from error
 
 
 def _places(out: Path) -> tuple[Path, list[Path]]:
@@ -99,15 +110,6 @@ def _places(out: Path) -> tuple[Path, list[Path]]:
         raise InputError(msg)
     check_table(out)
     return out.with_name(f"{out.name}.journal"), [out]
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        msg = f"--out {directory}: cannot be made a directory: {reason}; name another one"
-        raise InputError(msg) from error
 
 
 def _spare(grid: Grid, written: list[Path]) -> None:
@@ -130,8 +132,8 @@ def _print(result: Sweep, tables: list[Path]) -> None:
     print_text(f"All rows: {', '.join(map(str, tables))}.")
 
 
-def _tell(result: Sweep) -> None:
-    """Say on stderr which cells failed, and why."""
+def _report_failures(result: Sweep) -> None:
+    """Print on stderr which cells failed, and why."""
     failed = result.failed
     varied = [name for name in result.grid.varied if name in result.rows[0]]
     for row in failed[:SHOWN]:

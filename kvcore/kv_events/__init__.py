@@ -1,8 +1,12 @@
-"""KV events of real servers: read, written, followed, recorded, and made from traces."""
+"""KV-cache events of real servers: received, decoded, recorded, tracked; made from traces."""
 
-from kvcore.kv_events.block_tracker import Anomaly, Ledger, Place
-from kvcore.kv_events.checking import RecordingReport, check_recording
-from kvcore.kv_events.codecs import FORMATS, decode, encode
+from kvcore.kv_events.block_tracker import (
+    Anomaly,
+    BlockLocation,
+    BlockTracker,
+    RecordingReport,
+    check_recording,
+)
 from kvcore.kv_events.export import (
     MooncakeRows,
     block_hash,
@@ -10,18 +14,18 @@ from kvcore.kv_events.export import (
     event_batches,
     write_lines,
 )
+from kvcore.kv_events.formats import FORMATS, decode, encode
 from kvcore.kv_events.model import (
     AllBlocksCleared,
-    Batch,
     Block,
     BlockRemoved,
     BlockStored,
     BlockUpdated,
+    EventBatch,
     Page,
     PagesStored,
     PoolCreated,
-    Unread,
-    Wire,
+    UnparsedEvent,
 )
 from kvcore.kv_events.publisher import Publisher
 from kvcore.kv_events.recording import (
@@ -34,28 +38,35 @@ from kvcore.kv_events.recording import (
     Tally,
     is_recording,
     record,
-    unread,
+    unparsed_reasons,
 )
-from kvcore.kv_events.subscriber import Delivery, Gap, Garbage, Restart, Server, Subscriber
+from kvcore.kv_events.subscriber import (
+    Delivery,
+    Gap,
+    InvalidMessage,
+    Restart,
+    Server,
+    Subscriber,
+)
 
 __all__ = [
     "FORMATS",
     "AllBlocksCleared",
     "Anomaly",
-    "Batch",
     "Block",
+    "BlockLocation",
     "BlockRemoved",
     "BlockStored",
+    "BlockTracker",
     "BlockUpdated",
     "Delivery",
+    "EventBatch",
     "Gap",
-    "Garbage",
-    "Ledger",
+    "InvalidMessage",
     "Lost",
     "MooncakeRows",
     "Page",
     "PagesStored",
-    "Place",
     "PoolCreated",
     "Publisher",
     "Received",
@@ -68,8 +79,7 @@ __all__ = [
     "Skipped",
     "Subscriber",
     "Tally",
-    "Unread",
-    "Wire",
+    "UnparsedEvent",
     "block_hash",
     "check_recording",
     "decode",
@@ -78,6 +88,6 @@ __all__ = [
     "event_batches",
     "is_recording",
     "record",
-    "unread",
+    "unparsed_reasons",
     "write_lines",
 ]

@@ -1,7 +1,8 @@
-"""What a stream of KV events says is resident, and what in it cannot be."""
+"""Which blocks a stream of KV events says are resident, and what in it cannot be true."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -10,55 +11,35 @@ import attrs
 
 from kvcore.kv_events.model import (
     AllBlocksCleared,
-    Batch,
     Block,
     BlockRemoved,
     BlockStored,
     BlockUpdated,
     Event,
+    EventBatch,
     Hash,
     PagesStored,
-    Unread,
+    UnparsedEvent,
     level_medium,
+)
+from kvcore.kv_events.recording import (
+    SCHEMA,
+    Lost,
+    Received,
+    RecordingReader,
+    Restarted,
+    Skipped,
 )
 
 Publisher: TypeAlias = int | str | None
 
-
 Scope: TypeAlias = tuple[Publisher, int | None, int | None]
 """Within which a hash has one meaning: publisher, rank, and group of layers."""
 
-
 REUSED = "REUSED"
-"""The `origin` of a run that was there already, in engines that say it."""
+"""The `origin` of a stored run that was in the cache already, in engines that report it."""
 
-
-FEW = 20
-"""How many anomalies are kept with their places; all are counted."""
-
-
-@attrs.frozen
-class Place:
-    """Where a block can be: which publisher's, of which rank and group of layers, and tier."""
-
-    publisher: Publisher
-    dp_rank: int | None
-    group: int | None
-    medium: str | None
-
-
-@attrs.frozen
-class Anomaly:
-    """Something in a stream that cannot be, or cannot be understood.
-
-    `kind` is one of `KINDS`; `where` names the batch and the event, `what` the block or the
-    reason.
-    """
-
-    kind: str
-    where: str
-    what: str
-
+MAX_EXAMPLES = 20
 
 KINDS = {
     "unread": "events that cannot be read",
@@ -67,46 +48,76 @@ KINDS = {
     "collision": "hashes stored with another parent or other tokens than before",
     "repeated": "hashes that an event has twice",
 }
+"""By kind of anomaly: what to call its count."""
+
+
+@attrs.frozen
+class BlockLocation:
+    """Where a block can be resident: publisher, its rank, its group of layers, and tier."""
+
+    publisher: Publisher
+    dp_rank: int | None
+    group: int | None
+    medium: str | None
+
+    @property
+    def scope(self) -> Scope:
+        """Return the location without the tier."""
+        return self.publisher, self.dp_rank, self.group
+
+
+@attrs.frozen
+class Anomaly:
+    """An event that cannot be true, or cannot be parsed.
+
+    Attributes:
+        kind: one of `KINDS`.
+        where: the batch and the event.
+        what: the block or the reason.
+    """
+
+    kind: str
+    where: str
+    what: str
 
 
 @attrs.define
-class _Publisher:
-    """How far a publisher's stream has been followed."""
+class _Progress:
+    """How far the stream of a publisher has been applied."""
 
     next: int | None = None
     time: int | None = None
 
 
-class Ledger:
-    """Follows batches in the order in which they were published.
+class BlockTracker:
+    """The blocks that are resident after batches, applied in the order of their publication.
 
-    A hash may be stored several times in one place and removed as often: it is resident
-    until it was removed as often as it was stored. In full-report mode, where an engine
-    stores again what a request reused, a second store is a reuse instead; so it is where an
-    event says that its `origin` is `REUSED`.
+    A hash may be stored several times at one location: it is resident until it was removed as
+    often. In full-report mode, where an engine reports again what a request reused, a second
+    store is a reuse instead; so it is for an event whose `origin` is `REUSED`.
 
-    A number that was passed already is of a batch that was replayed, and ignored, unless its
-    batch has a later time than any before it: then the publisher has restarted, and what
-    it held is forgotten. Numbers that are left out are a gap: what is resident after one is
-    what the stream says, not what is so.
+    A batch whose number was applied already is a replay, and ignored, unless its time is later
+    than any before it: then the publisher has restarted, and its blocks are dropped. Numbers
+    that are left out are a gap: what is resident after one is what the stream says, not what
+    is so.
 
-    Memory grows with resident blocks; O(blocks of an event) each.
+    Memory grows with the resident blocks; an event costs O(its blocks).
 
     Attributes:
         full: whether the stream is in full-report mode.
-        batches, events: how many were followed, `events` by kind.
-        stored, removed: blocks, those that were there already or were not there left out.
+        batches, events: how many were applied, `events` by class.
+        stored, removed: blocks, without those that were there already or were not there.
         stored_again, reused: blocks stored where they were, without and with full reports.
         moved: blocks that changed their tier.
-        cleared: blocks that a clear dropped; `forgotten`: those a restart did.
-        replayed: batches ignored, since they had come before.
+        cleared: blocks that a clear dropped; `forgotten`: those that a restart dropped.
+        replayed: batches ignored, since they had been applied before.
         restarts: of publishers.
         gaps: publisher, first number missing, and how many, of each gap.
-        anomalies: how many of each kind there were; `examples` has the first with places.
+        anomalies: how many there were of each kind; `examples` has the first 20.
     """
 
     def __init__(self, *, full: bool = False) -> None:
-        """Start with nothing resident."""
+        """Start with no block resident."""
         self.full = full
         self.batches = self.stored = self.removed = self.stored_again = self.reused = 0
         self.moved = self.cleared = self.forgotten = self.replayed = self.restarts = 0
@@ -114,15 +125,18 @@ class Ledger:
         self.gaps: list[tuple[Publisher, int, int]] = []
         self.anomalies = dict.fromkeys(KINDS, 0)
         self.examples: list[Anomaly] = []
-        self._places: dict[Place, dict[Hash, int]] = {}
+        # How often each block is stored at a location; what its hash means within a scope.
+        self._counts: dict[BlockLocation, dict[Hash, int]] = {}
         self._known: dict[Scope, dict[Hash, tuple[Hash | None, Any]]] = {}
-        self._publishers: dict[Publisher, _Publisher] = {}
+        self._publishers: dict[Publisher, _Progress] = {}
 
-    def follow(self, batch: Batch, seq: int | None = None, publisher: Publisher = None) -> bool:
-        """Take in the next batch; say whether it was new.
+    def apply(
+        self, batch: EventBatch, seq: int | None = None, publisher: Publisher = None
+    ) -> bool:
+        """Apply the next batch; return whether it was new.
 
-        `seq` and `publisher` are the transport's; without them, what the batch says itself
-        (`seq`, and `source` or `dp_rank`).
+        `seq` and `publisher` come from the transport; without them, those of the batch itself
+        count (`seq`, and `source` or `dp_rank`).
         """
         seq = batch.seq if seq is None else seq
         if publisher is None:
@@ -134,37 +148,38 @@ class Ledger:
         self.batches += 1
         for place, event in enumerate(batch.events):
             self.events[type(event).__name__] += 1
-            self._take(event, (publisher, batch.dp_rank), f"batch {number}, event {place}")
+            where = f"batch {number}, event {place}"
+            self._apply_event(event, (publisher, batch.dp_rank), where)
         return True
 
-    def miss(self, publisher: Publisher, first: int, count: int) -> None:
-        """Take in that `count` batches from number `first` on are lost."""
+    def record_gap(self, publisher: Publisher, first: int, count: int) -> None:
+        """Record that `count` batches from number `first` on are lost."""
         self.gaps.append((publisher, first, count))
-        self._publishers.setdefault(publisher, _Publisher()).next = first + count
+        self._publishers.setdefault(publisher, _Progress()).next = first + count
 
     def restart(self, publisher: Publisher) -> None:
-        """Take in that a publisher began anew: what it held is forgotten."""
+        """Drop the blocks of a publisher that has restarted, and expect its first batch."""
         self.restarts += 1
-        self.forgotten += self._drop(lambda place: place.publisher == publisher)
+        self.forgotten += self._drop(lambda location: location.publisher == publisher)
         self._publishers.pop(publisher, None)
 
-    def resident(self) -> dict[Place, dict[Hash, int]]:
-        """Return how often each hash is resident, by place; a copy."""
-        return {place: dict(blocks) for place, blocks in self._places.items() if blocks}
+    def resident(self) -> dict[BlockLocation, dict[Hash, int]]:
+        """Return how often each hash is resident, by location; a copy."""
+        return {location: dict(blocks) for location, blocks in self._counts.items() if blocks}
 
     @property
     def missing(self) -> int:
-        """Batches known to be lost."""
+        """Return the number of batches known to be lost."""
         return sum(count for _, _, count in self.gaps)
 
     def _advance(self, publisher: Publisher, seq: int, time: int | None) -> bool:
-        """Note a batch's number; say whether it is new."""
-        state = self._publishers.setdefault(publisher, _Publisher())
+        """Record the number of a batch; return whether it is new."""
+        state = self._publishers.setdefault(publisher, _Progress())
         if state.next is not None and seq < state.next:
             if time is None or state.time is None or time <= state.time:
                 return False
             self.restart(publisher)
-            state = self._publishers[publisher] = _Publisher(next=0)
+            state = self._publishers[publisher] = _Progress(next=0)
         if state.next is not None and seq > state.next:
             self.gaps.append((publisher, state.next, seq - state.next))
         state.next = seq + 1
@@ -172,117 +187,233 @@ class Ledger:
             state.time = time if state.time is None else max(time, state.time)
         return True
 
-    def _take(self, event: Event, whose: tuple[Publisher, int | None], where: str) -> None:
+    def _apply_event(
+        self, event: Event, rank: tuple[Publisher, int | None], where: str
+    ) -> None:
         match event:
             case BlockStored() | PagesStored():
                 reuse = self.full or event.more.get("origin") == REUSED
-                self._store(list(event.blocks()), (*whose, event.group), where, reuse=reuse)
+                self._store(list(event.blocks()), (*rank, event.group), where, reuse=reuse)
             case BlockRemoved():
-                self._remove(event, (*whose, event.group), where)
+                self._remove(event, (*rank, event.group), where)
             case AllBlocksCleared():
-                self.cleared += self._drop(lambda p: (p.publisher, p.dp_rank) == whose)
+                self.cleared += self._drop(lambda at: (at.publisher, at.dp_rank) == rank)
             case BlockUpdated(level=(old, new)):
-                self._move(event.hash, (*whose, event.group), (old, new), where)
-            case Unread():
+                self._move(event.hash, (*rank, event.group), (old, new), where)
+            case UnparsedEvent():
                 self._note("unread", where, event.reason)
 
     def _store(self, blocks: list[Block], scope: Scope, where: str, *, reuse: bool) -> None:
         known = self._known.setdefault(scope, {})
         if blocks and (parent := blocks[0].parent) is not None and parent not in known:
-            self._note("unknown_parent", where, f"parent {named(parent)}")
+            self._note("unknown_parent", where, f"parent {hash_text(parent)}")
         seen: set[Hash] = set()
         for block in blocks:
             if block.hash in seen:
-                self._note("repeated", where, f"block {named(block.hash)}")
+                self._note("repeated", where, f"block {hash_text(block.hash)}")
             seen.add(block.hash)
-            self._check(known, block, where)
-            there = self._places.setdefault(Place(*scope, block.medium), {})
-            count = there.get(block.hash, 0)
+            self._check_meaning(known, block, where)
+            counts = self._counts.setdefault(BlockLocation(*scope, block.medium), {})
+            count = counts.get(block.hash, 0)
             if count and reuse:
                 self.reused += 1
                 continue
             self.stored += not count
             self.stored_again += count > 0
-            there[block.hash] = count + 1
+            counts[block.hash] = count + 1
 
-    def _check(
+    def _check_meaning(
         self, known: dict[Hash, tuple[Hash | None, Any]], block: Block, where: str
     ) -> None:
-        """Compare a block with what is known of its hash."""
+        """Compare the parent and the content of a block with those its hash had before."""
         parent, content = known.setdefault(block.hash, (block.parent, block.content))
         if parent != block.parent:
-            what = f"parent {named(block.parent)}, before {named(parent)}"
+            what = f"parent {hash_text(block.parent)}, before {hash_text(parent)}"
         elif None not in (content, block.content) and content != block.content:
             what = "other tokens than before"
         else:
             return
-        self._note("collision", where, f"block {named(block.hash)}: {what}")
+        self._note("collision", where, f"block {hash_text(block.hash)}: {what}")
 
     def _remove(self, event: BlockRemoved, scope: Scope, where: str) -> None:
         for value in event.hashes:
-            place = self._find(value, scope, event.medium)
-            if place is None:
-                self._note("never_stored", where, f"block {named(value)}")
+            location = self._find(value, scope, event.medium)
+            if location is None:
+                self._note("never_stored", where, f"block {hash_text(value)}")
             else:
-                self.removed += self._decrease(place, value)
+                self.removed += self._decrease(location, value)
 
-    def _find(self, value: Hash, scope: Scope, medium: str | None) -> Place | None:
-        """Return where a block is; without a medium, the first place that has it."""
-        exact = Place(*scope, medium)
-        if value in self._places.get(exact, {}):
+    def _find(self, value: Hash, scope: Scope, medium: str | None) -> BlockLocation | None:
+        """Return where a block is; without a medium, the first location that has it."""
+        exact = BlockLocation(*scope, medium)
+        if value in self._counts.get(exact, {}):
             return exact
-        return None if medium is not None else self._anywhere(value, scope)
+        return None if medium is not None else self._find_anywhere(value, scope)
 
-    def _anywhere(self, value: Hash, scope: Scope) -> Place | None:
-        places = (
-            place
-            for place, blocks in self._places.items()
-            if value in blocks and (place.publisher, place.dp_rank, place.group) == scope
+    def _find_anywhere(self, value: Hash, scope: Scope) -> BlockLocation | None:
+        locations = (
+            location
+            for location, blocks in self._counts.items()
+            if value in blocks and location.scope == scope
         )
-        return next(places, None)
+        return next(locations, None)
 
-    def _decrease(self, place: Place, value: Hash) -> bool:
-        """Take a block out once; say whether it is gone from there."""
-        blocks = self._places[place]
+    def _decrease(self, location: BlockLocation, value: Hash) -> bool:
+        """Remove a block once; return whether it is gone from the location."""
+        blocks = self._counts[location]
         blocks[value] -= 1
         if blocks[value]:
             return False
         del blocks[value]
-        scope = (place.publisher, place.dp_rank, place.group)
-        if self._anywhere(value, scope) is None:
-            self._known[scope].pop(value, None)
+        if self._find_anywhere(value, location.scope) is None:
+            self._known[location.scope].pop(value, None)
         return True
 
     def _move(self, value: Hash, scope: Scope, levels: tuple[int, int], where: str) -> None:
-        source, target = (Place(*scope, level_medium(level)) for level in levels)
-        if value not in self._places.get(source, {}):
-            self._note("never_stored", where, f"block {named(value)} in {source.medium}")
+        source, target = (BlockLocation(*scope, level_medium(level)) for level in levels)
+        if value not in self._counts.get(source, {}):
+            self._note("never_stored", where, f"block {hash_text(value)} in {source.medium}")
             return
-        there = self._places.setdefault(target, {})
-        there[value] = there.get(value, 0) + self._places[source].pop(value)
+        counts = self._counts.setdefault(target, {})
+        counts[value] = counts.get(value, 0) + self._counts[source].pop(value)
         self.moved += 1
 
-    def _drop(self, wanted: Callable[[Place], bool]) -> int:
-        """Forget all blocks in the places that are wanted; return how many there were."""
-        places = [place for place in self._places if wanted(place)]
-        for place in places:
-            self._known.pop((place.publisher, place.dp_rank, place.group), None)
-        return sum(len(self._places.pop(place)) for place in places)
+    def _drop(self, selected: Callable[[BlockLocation], bool]) -> int:
+        """Drop all blocks at the selected locations; return how many there were."""
+        locations = [location for location in self._counts if selected(location)]
+        for location in locations:
+            self._known.pop(location.scope, None)
+        return sum(len(self._counts.pop(location)) for location in locations)
 
     def _note(self, kind: str, where: str, what: str) -> None:
         self.anomalies[kind] += 1
-        if len(self.examples) < FEW:
+        if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(Anomaly(kind, where, what))
 
 
-def named(value: Hash | None) -> str:
-    """Return a hash as a message has it: bytes in hexadecimal."""
+def hash_text(value: Hash | None) -> str:
+    """Return a hash as a message shows it: bytes in hexadecimal."""
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def blocks_by_medium(ledger: Ledger) -> dict[str, int]:
-    """Return how many different blocks are resident in each tier, `-` where none is told."""
-    counts: Counter[str] = Counter()
-    for place, blocks in ledger.resident().items():
-        counts[place.medium or "-"] += len(blocks)
-    return dict(counts)
+TELLS = (
+    "These events tell which blocks were stored and removed, and in which order. They do not "
+    "tell who looked up what: a request that found its blocks leaves no event. So they can "
+    "be checked and shown, but not run again under another policy, unless the engine "
+    "reported every use (kv-events:file=FILE,lookups=full) or a log of its requests is "
+    "joined (kv-events:file=FILE,requests=LOG)."
+)
+
+
+@attrs.frozen
+class RecordingReport:
+    """What a recording holds, up to its end or where it is cut.
+
+    Attributes:
+        file: the path, as given.
+        format, engine: as the recording says; `engine` is None where it does not.
+        complete, cut_reason: whether nothing is missing at its end; if not, why.
+        batches, events: how many there are, `events` by class.
+        blocks: how many were `stored`, `removed`, `stored_again` (where they were), `reused`
+            (the same, in full-report mode), `moved`, `cleared`, and `forgotten` at restarts.
+        resident: different blocks at the end, by medium; `-` where it is unknown.
+        restarts, replayed, garbage: of publishers; batches that came twice; messages that
+            were no batch.
+        gaps: publisher, first number and count of what is missing; `missing` batches in all.
+        anomalies: how many by kind; `examples` are the first of them.
+        tells: what such a stream can and cannot tell, and where this one is unsure.
+    """
+
+    file: str
+    format: str
+    engine: str | None
+    complete: bool
+    cut_reason: str | None
+    batches: int
+    events: dict[str, int]
+    blocks: dict[str, int]
+    resident: dict[str, int]
+    restarts: int
+    replayed: int
+    garbage: int
+    gaps: list[dict[str, Any]]
+    missing: int
+    anomalies: dict[str, int]
+    examples: list[Anomaly]
+    tells: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as a JSON object, with the schema number."""
+        fields = attrs.asdict(self)
+        del fields["cut_reason"]
+        return {"schema": SCHEMA, **fields}
+
+
+def check_recording(file: str | os.PathLike[str], *, full: bool = False) -> RecordingReport:
+    """Read a recording, and report which blocks are resident and what cannot be true.
+
+    `full` says that the engine was in full-report mode: what is stored again was reused.
+    Also reads files of TensorRT-LLM's events and Dynamo's router events, one a line.
+
+    Raises:
+        InputError: the file cannot be opened.
+        TraceError: it is no recording, or a line is damaged: file, line, reason.
+    """
+    reader = RecordingReader(file)
+    tracker, invalid = BlockTracker(full=full), 0
+    for item in reader:
+        match item:
+            case Received(batch, seq, publisher):
+                tracker.apply(batch, seq, publisher)
+            case Lost(publisher, first, count):
+                tracker.record_gap(publisher, first, count)
+            case Restarted(publisher):
+                tracker.restart(publisher)
+            case Skipped():
+                invalid += 1
+    counts = ("stored", "removed", "stored_again", "reused", "moved", "cleared", "forgotten")
+    resident: Counter[str] = Counter()
+    for location, blocks in tracker.resident().items():
+        resident[location.medium or "-"] += len(blocks)
+    return RecordingReport(
+        file=str(reader.file),
+        format=reader.header.get("format", "none"),
+        engine=reader.header.get("engine"),
+        complete=reader.complete,
+        cut_reason=reader.cut_reason,
+        batches=tracker.batches,
+        events=dict(tracker.events),
+        blocks={name: getattr(tracker, name) for name in counts},
+        resident=dict(resident),
+        restarts=tracker.restarts,
+        replayed=tracker.replayed,
+        garbage=invalid,
+        gaps=[
+            {"publisher": publisher, "first": first, "count": count}
+            for publisher, first, count in tracker.gaps
+        ],
+        missing=tracker.missing,
+        anomalies=dict(tracker.anomalies),
+        examples=list(tracker.examples),
+        tells=_tells(tracker, invalid),
+    )
+
+
+def _tells(tracker: BlockTracker, invalid: int) -> str:
+    sentences = [TELLS]
+    lost = tracker.missing + invalid
+    if lost:
+        sentences.append(
+            f"{lost} batches are missing or unreadable: the others say what is resident."
+        )
+    if tracker.anomalies["unknown_parent"] or tracker.anomalies["never_stored"]:
+        sentences.append(
+            "Some blocks were stored before it begins, or in what is missing: the counts of "
+            f"{KINDS['unknown_parent']} and {KINDS['never_stored']} say how much of that shows."
+        )
+    if tracker.anomalies["collision"]:
+        sentences.append(
+            "Some hashes stand for different blocks: hits on them would be wrong answers, or "
+            "the hashes are not chained."
+        )
+    return " ".join(sentences)

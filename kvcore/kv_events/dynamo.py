@@ -1,134 +1,137 @@
-"""Dynamo's router events, as JSON lines: one event of one worker a line.
+"""Dynamo's router events: JSON lines, each one event of one worker.
 
-As `dynamo._core.RadixTree.dump_tree_as_events()` writes and `apply_event()` reads them. A
-stored block has its engine's chained hash and a hash of its own tokens (XXH3-64 over
-little-endian u32), no token ids; an event has a number, and no time.
+`dynamo._core.RadixTree.dump_tree_as_events()` writes and `apply_event()` reads them. A stored
+block has its engine's chained hash and a hash of its own tokens (XXH3-64 over little-endian
+u32), and no token ids; an event has a number, and no time.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from kvcore.errors import InputError
-from kvcore.kv_events.fields import (
-    COUNT,
-    COUNTS,
-    INTEGER,
-    LIST,
-    TEXT,
-    Field,
-    WrongError,
-    kept,
-    read,
-    shown,
-    table,
-    unsayable,
-    wrong,
-)
 from kvcore.kv_events.model import (
     AllBlocksCleared,
-    Batch,
     BlockRemoved,
     BlockStored,
+    Count,
+    DecodeError,
     Event,
-    Unread,
-)
-
-LINE = table(Field("worker_id", COUNT, "source", required=True), Field("storage_tier", TEXT))
-
-
-EVENT = table(
-    Field("event_id", COUNT, "seq", required=True), Field("dp_rank", COUNT, "dp_rank")
-)
-
-
-STORED = table(
-    Field("parent_hash", INTEGER, "parent"),
-    Field("start_position", COUNT),
-    Field("blocks", LIST, "blocks", required=True),
+    EventBatch,
+    UnparsedEvent,
+    brief,
+    other_fields,
+    parse,
+    unsupported,
 )
 
 
-BLOCK = table(
-    Field("block_hash", INTEGER, "hash", required=True),
-    Field("tokens_hash", INTEGER, "content", required=True),
-)
+class _Event(msgspec.Struct, kw_only=True):
+    event_id: Count
+    data: Any = None
+    dp_rank: Count | None = None
 
 
-REMOVED = table(Field("block_hashes", COUNTS, "hashes", required=True))
+class _Line(msgspec.Struct, kw_only=True):
+    worker_id: Count
+    event: _Event
+    storage_tier: str | None = None
 
 
-def is_ours(value: Any) -> bool:
-    """Say whether a JSON value is such a line."""
+class _Block(msgspec.Struct):
+    block_hash: int
+    tokens_hash: int
+
+
+class _Stored(msgspec.Struct, kw_only=True):
+    parent_hash: int | None = None
+    start_position: Count | None = None
+    blocks: list[_Block]
+
+
+class _Removed(msgspec.Struct):
+    block_hashes: tuple[Count, ...]
+
+
+def matches(value: Any) -> bool:
+    """Return True if a JSON value is a line of this format."""
     return type(value) is dict and "worker_id" in value and "event" in value
 
 
-def read_batch(value: Any) -> Batch:
-    """Read a line. If only its `data` cannot be read, that is `Unread`.
+def read_batch(value: Any) -> EventBatch:
+    """Return the batch of one event; with an UnparsedEvent, if only its `data` is wrong.
 
     Raises:
-        WrongError: it is no router event.
+        DecodeError: it is no router event.
     """
-    line, around = read(value, LINE, "line")
-    inner, more = read(around.pop("event", None), EVENT, "line.event")
-    data = more.pop("data", None)
-    if more:
-        where = "line.event"
-        raise wrong(where, f"has unknown fields {shown(more)}")
+    line = parse(value, _Line, "line")
+    event: Event
     try:
-        event = _read(data, around.get("storage_tier"), "line.event.data")
-    except WrongError as error:
-        event = Unread(kept(data, "line.event.data"), str(error))
-    return Batch(ts=None, events=(event,), format="dynamo", more=around, **line, **inner)
+        event = _read(line.event.data, line.storage_tier, "line.event.data")
+    except DecodeError as error:
+        event = UnparsedEvent(line.event.data, str(error))
+    return EventBatch(
+        ts=None,
+        events=(event,),
+        dp_rank=line.event.dp_rank,
+        format="dynamo",
+        seq=line.event.event_id,
+        source=line.worker_id,
+        more={name: item for name, item in value.items() if name not in ("worker_id", "event")},
+    )
 
 
-def write_batch(batch: Batch) -> dict[str, Any]:
-    """Return the line as it is written.
+def write_batch(batch: EventBatch) -> dict[str, Any]:
+    """Return the line as a JSON value.
 
     Raises:
-        InputError: it is not one event of a worker with a number, or one not known here.
+        InputError: it is not one event of a worker with a number, or one that Dynamo has not.
     """
     if batch.seq is None or batch.source is None or len(batch.events) != 1:
         msg = "Dynamo writes one event a line, with worker (`source`) and number (`seq`)"
         raise InputError(msg)
-    inner = {"event_id": batch.seq, "data": _write(batch.events[0])}
+    event = {"event_id": batch.seq, "data": _write(batch.events[0])}
     if batch.dp_rank is not None:
-        inner["dp_rank"] = batch.dp_rank
-    return {"worker_id": batch.source, **batch.more, "event": inner}
+        event["dp_rank"] = batch.dp_rank
+    return {"worker_id": batch.source, **batch.more, "event": event}
 
 
-def _read(data: Any, tier: str | None, place: str) -> Event:
+def _read(data: Any, tier: str | None, field: str) -> Event:
     match data:
         case "cleared":
             return AllBlocksCleared()
         case {"stored": stored, **rest} if not rest:
-            return _stored(stored, tier, f"{place}.stored")
+            return _stored(stored, tier, f"{field}.stored")
         case {"removed": removed, **rest} if not rest:
-            attributes, more = read(removed, REMOVED, f"{place}.removed")
-            return BlockRemoved(**attributes, medium=tier, more=more)
-    says = "'cleared' or a map of stored or removed"
-    raise wrong(place, f"must be {says}, not {shown(data)}")
+            event = parse(removed, _Removed, f"{field}.removed")
+            more = other_fields(removed, _Removed)
+            return BlockRemoved(hashes=event.block_hashes, medium=tier, more=more)
+    msg = f"{field} must be 'cleared' or a map of stored or removed, not {brief(data)}"
+    raise DecodeError(msg)
 
 
-def _stored(value: Any, tier: str | None, place: str) -> BlockStored:
-    attributes, more = read(value, STORED, place)
-    found = [
-        read(block, BLOCK, f"{place}.blocks[{number}]")
-        for number, block in enumerate(attributes["blocks"])
-    ]
-    others = [rest for _, rest in found]
+def _stored(value: Any, tier: str | None, field: str) -> BlockStored:
+    event = parse(value, _Stored, field)
+    more = other_fields(value, _Stored)
+    if event.start_position is not None:
+        more["start_position"] = event.start_position
+    others = [other_fields(block, _Block) for block in value["blocks"]]
+    if any(others):
+        more["blocks"] = others
     return BlockStored(
-        hashes=tuple(block["hash"] for block, _ in found),
-        contents=tuple(block["content"] for block, _ in found),
-        parent=attributes.get("parent"),
+        hashes=tuple(block.block_hash for block in event.blocks),
+        contents=tuple(block.tokens_hash for block in event.blocks),
+        parent=event.parent_hash,
         medium=tier,
-        more=more | ({"blocks": others} if any(others) else {}),
+        more=more,
     )
 
 
 def _write(event: Event) -> Any:
     match event:
-        case Unread():
+        case UnparsedEvent():
             return event.value
         case AllBlocksCleared():
             return "cleared"
@@ -136,11 +139,13 @@ def _write(event: Event) -> Any:
             return {"removed": {"block_hashes": event.hashes, **event.more}}
         case BlockStored(contents=contents) if contents is not None:
             more = dict(event.more)
-            others = more.pop("blocks", None) or [{}] * len(event.hashes)
+            start, others = more.pop("start_position", None), more.pop("blocks", None)
             blocks = [
-                {"block_hash": value, "tokens_hash": content, **rest}
-                for value, content, rest in zip(event.hashes, contents, others, strict=True)
+                {"block_hash": value, "tokens_hash": content, **other}
+                for value, content, other in zip(
+                    event.hashes, contents, others or [{}] * len(contents), strict=True
+                )
             ]
-            place = {"start_position": more.pop("start_position", None)}
-            return {"stored": {"parent_hash": event.parent, **place, "blocks": blocks, **more}}
-    raise unsayable(event, "Dynamo's router events")
+            stored = {"parent_hash": event.parent, "start_position": start, "blocks": blocks}
+            return {"stored": {**stored, **more}}
+    raise unsupported(event, "Dynamo's router events")

@@ -1,4 +1,4 @@
-"""What a kvcore trace says, in the formats of others: KV events, and requests."""
+"""Exporting a kvcore trace: as KV events for vLLM's and Dynamo's readers, and as requests."""
 
 from __future__ import annotations
 
@@ -11,72 +11,75 @@ from typing import Any
 
 import attrs
 import orjson
+from msgspec import UNSET
 
 from kvcore.errors import TraceError
-from kvcore.kv_events.model import SECOND, Batch, BlockRemoved, BlockStored, Event
-from kvcore.trace import CacheState, read_events
+from kvcore.kv_events.model import (
+    NS_PER_MS,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+)
+from kvcore.trace import CacheState, events, read_events
+from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.trace.reader import TraceReader
-from kvcore.trace.writer import BUFFER_BYTES, Sink
+from kvcore.units import NS_PER_S
 
 MEDIUM, TIER = "GPU", "device"
 
-
-MILLISECOND = 10**6
-
-
-UNSAYABLE = (
+UNSUPPORTED = (
     *("salt", "tenant", "priority", "slo", "predicted"),
     *("retention", "session", "after", "think", "output_keys"),
 )
-"""Fields of a REQUEST that Mooncake's format has no word for."""
-
+"""Fields of a REQUEST that Mooncake's format cannot express."""
 
 _TOKEN_BYTES = 4
 
 
-def event_batches(trace: str | os.PathLike[str]) -> Iterator[Batch]:
-    """Yield what an engine would have published during a run: a batch a moment, as vLLM does.
+def event_batches(trace: str | os.PathLike[str]) -> Iterator[EventBatch]:
+    """Yield what an engine would have published during a run, as vLLM does: a batch a moment.
 
-    A block that is committed for the first time is stored, one that is evicted removed; the
-    trace is checked on the way. Its keys are the hashes: integers as they are, digests by
-    their last 64 bits, as vLLM does it; where a key is several blocks, a hash of the key and
-    the block's place in it. Token ids are not in a trace: there are stand-ins, equal for
-    equal blocks alone. Costs about 20 µs a line, and the stand-ins.
+    A block that is committed for the first time is stored, one that is evicted removed. Keys of
+    the trace are the hashes: integers as they are, digests by their last 64 bits, as in vLLM;
+    where a key is several blocks, a hash of the key and the block's place in it. Token ids are
+    not in a trace: placeholders stand for them, equal for equal blocks alone. The trace is read
+    to its END, and its digest checked. Costs about 20 µs a line, and the placeholders.
 
     Raises:
         InputError: the file cannot be opened.
-        TraceError: the trace is damaged, contradicts itself, or is incomplete.
+        TraceError: the trace is damaged or incomplete, or an event cannot be applied.
     """
     reader = read_events(trace)
-    state: CacheState | None = None
-    writer = _Events({})
+    maker: _EventMaker | None = None
     now, pending = 0, list[BlockStored | BlockRemoved]()
     for line in reader:
-        if line["t"] > now and pending:
+        if line.t > now and pending:
             yield _batch(now, pending)
             pending = []
-        now = line["t"]
+        now = line.t
         try:
-            if state is None:
-                state, writer = CacheState(line), _Events(line)
-            else:
-                pending += writer.of(state, line)
+            if isinstance(line, events.Header):
+                maker = _EventMaker(line)
+            elif maker is not None:
+                pending += maker.apply(line)
         except ValueError as error:
-            reader.fail(f"{line['event']}: {error}")
+            reader.fail(f"{line.event}: {error}")
     if pending:
         yield _batch(now, pending)
-    _must_be_whole(reader)
+    _require_complete(reader)
 
 
-def dynamo_batches(trace: str | os.PathLike[str], worker: int = 0) -> Iterator[Batch]:
-    """Yield the same as router events of Dynamo, numbered from 0: one event a batch.
+def dynamo_batches(trace: str | os.PathLike[str], worker: int = 0) -> Iterator[EventBatch]:
+    """Yield the events of a run as router events of Dynamo, numbered from 0: one event a batch.
 
-    The hash of a block's own tokens, which a trace does not know, is that of the block.
+    A trace does not have the hash of a block's own tokens: the hash of the block stands for it.
+    Raises as `event_batches`.
     """
     number = 0
     for batch in event_batches(trace):
         for event in map(_routed, batch.events):
-            yield Batch(
+            yield EventBatch(
                 ts=None,
                 events=(event,),
                 dp_rank=0,
@@ -90,17 +93,17 @@ def dynamo_batches(trace: str | os.PathLike[str], worker: int = 0) -> Iterator[B
 
 @attrs.define
 class MooncakeRows:
-    """The requests of a trace, as rows of Mooncake's format: JSON with its newline.
+    """The requests of a trace as rows of Mooncake's format: JSON, each with its newline.
 
     `hash_ids` are the trace's keys; of a digest 63 bits. Times are whole milliseconds,
-    rounded down. The format cannot say what a key stands for; readers take 512 tokens.
+    rounded down. The format does not have the tokens a key stands for; readers assume 512.
 
     Attributes:
         trace: the file.
         rows: how many were yielded.
         key_tokens: tokens a key of the trace; 0 before the first request.
-        left_out: how many requests had what the format has no word for, by field; `t` for
-            times that were rounded.
+        left_out: how many requests had a field that the format cannot express, by field; `t`
+            for times that were rounded.
 
     Raises:
         InputError: the file cannot be opened.
@@ -117,36 +120,38 @@ class MooncakeRows:
         """Yield the rows. Memory: one line."""
         reader = read_events(self.trace)
         for line in reader:
-            if line["event"] != "REQUEST":
+            if not isinstance(line, events.Request):
                 continue
-            self.key_tokens = self.key_tokens or line["key_tokens"]
-            if line["key_tokens"] != self.key_tokens:
+            self.key_tokens = self.key_tokens or line.key_tokens
+            if line.key_tokens != self.key_tokens:
                 reader.fail(
-                    f"keys of {line['key_tokens']} tokens, before of {self.key_tokens}: "
+                    f"keys of {line.key_tokens} tokens, before of {self.key_tokens}: "
                     "Mooncake's format has one size"
                 )
             self.rows += 1
-            self.left_out.update(name for name in UNSAYABLE if name in line)
-            milliseconds, rest = divmod(line["t"], MILLISECOND)
+            self.left_out.update(
+                name for name in UNSUPPORTED if getattr(line, name) is not UNSET
+            )
+            milliseconds, rest = divmod(line.t, NS_PER_MS)
             self.left_out.update(["t"] if rest else [])
             row = {
                 "timestamp": milliseconds,
-                "input_length": line["prompt"],
-                "output_length": line["output"],
-                "hash_ids": [block_hash(key) >> (type(key) is str) for key in line["keys"]],
+                "input_length": line.prompt,
+                "output_length": line.output,
+                "hash_ids": [block_hash(key) >> (type(key) is str) for key in line.keys],
             }
             yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
-        _must_be_whole(reader)
+        _require_complete(reader)
 
 
 def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
-    """Write lines to a file that is whole or not there, `.gz` and `.zst` by name; count them.
+    """Write lines to a file that is whole or absent, `.gz` and `.zst` by name; return how many.
 
     Raises:
         InputError: the file cannot be opened for writing.
-        StorageError: the disk is full. What `lines` raises leaves no file, too.
+        StorageError: the disk is full. An exception from `lines` leaves no file either.
     """
-    sink, count = Sink(out, kind="file"), 0
+    sink, count = BackgroundFile(out, kind="file"), 0
     try:
         with io.BufferedWriter(sink, BUFFER_BYTES) as buffer:
             for count, line in enumerate(lines, 1):  # noqa: B007 - the last one is returned
@@ -167,17 +172,20 @@ def block_hash(key: int | str, place: int = 0, blocks: int = 1) -> int:
     return key if isinstance(key, int) else int.from_bytes(bytes.fromhex(key)[-8:], "big")
 
 
-class _Events:
-    """Makes the events of trace lines; knows the layout that HEADER gives."""
+class _EventMaker:
+    """The KV events of the lines of a trace, with the state of its cache."""
 
-    def __init__(self, header: dict[str, Any]) -> None:
-        self._size: int = header.get("block_size", 1)
-        self._ratio = max(1, header.get("key_tokens", 1) // self._size)
+    def __init__(self, header: events.Header) -> None:
+        """Start with the empty cache that HEADER describes."""
+        self._state = CacheState(header)
+        self._size = header.block_size
+        self._ratio = max(1, header.key_tokens // self._size)
 
-    def of(self, state: CacheState, line: dict[str, Any]) -> list[BlockStored | BlockRemoved]:
-        """Let `state` take in a line; return the events that it is."""
-        if line["event"] == "EVICT" and line["scope"] == "cache":
-            span = state.spans.get(line["span"])
+    def apply(self, line: events.Event) -> list[BlockStored | BlockRemoved]:
+        """Apply a line to the state; return its events."""
+        state = self._state
+        if isinstance(line, events.Evict):
+            span = state.spans.get(line.span)
             keys, end = ([], 0) if span is None else (span.keys, span.end)
             before = state.cached
             state.apply(line)
@@ -185,10 +193,10 @@ class _Events:
             hashes = tuple(self._hash(keys, block) for block in gone)
             return [BlockRemoved(hashes=hashes, medium=MEDIUM)]
         state.apply(line)
-        if line["event"] != "COMMIT" or line["how"] not in ("new", "grown"):
+        if not isinstance(line, events.Commit) or line.how not in ("new", "grown"):
             return []
-        keys, first = state.sequences[line["seq"]].prompt.keys, line["first"]
-        hashes = tuple(self._hash(keys, first + place) for place in range(line["blocks"]))
+        keys, first = state.sequences[line.seq].prompt.keys, line.first
+        hashes = tuple(self._hash(keys, first + place) for place in range(line.blocks))
         return [
             BlockStored(
                 hashes=hashes,
@@ -204,18 +212,18 @@ class _Events:
         return block_hash(keys[whole], place, self._ratio)
 
     def _tokens(self, value: int) -> Iterator[int]:
-        """Yield stand-ins for a block's token ids, of 31 bits."""
+        """Yield placeholders of 31 bits for a block's token ids."""
         data = shake_128(value.to_bytes(8, "big")).digest(_TOKEN_BYTES * self._size)
         for place in range(0, len(data), _TOKEN_BYTES):
             yield int.from_bytes(data[place : place + _TOKEN_BYTES], "little") >> 1
 
 
-def _batch(now: int, events: list[BlockStored | BlockRemoved]) -> Batch:
-    return Batch(ts=now / SECOND, events=tuple(events), dp_rank=0)
+def _batch(now: int, events: list[BlockStored | BlockRemoved]) -> EventBatch:
+    return EventBatch(ts=now / NS_PER_S, events=tuple(events), dp_rank=0)
 
 
 def _routed(event: Event) -> Event:
-    """Return an event of vLLM's as Dynamo's router has it."""
+    """Return an event in vLLM's form as Dynamo's router has it."""
     if isinstance(event, BlockRemoved):
         return attrs.evolve(event, medium=TIER)
     if not isinstance(event, BlockStored):
@@ -229,7 +237,7 @@ def _routed(event: Event) -> Event:
     )
 
 
-def _must_be_whole(reader: TraceReader) -> None:
+def _require_complete(reader: TraceReader) -> None:
     if not reader.complete:
         msg = f"{reader.file}: incomplete: {reader.cut_reason}"
         raise TraceError(msg)

@@ -1,53 +1,40 @@
-"""What engines say of their KV blocks: stored, removed, cleared, moved; and batches of that.
+"""KV-cache events in one vocabulary for all formats, and what the formats' readers share.
 
-One vocabulary for all formats; `kvcore.events.codecs` reads and writes each of them:
-
-    decode(payload: bytes) -> Batch
-    encode(batch: Batch) -> bytes
-
-`decode` tells the formats apart: `msgpack`, which vLLM, SGLang and TensorRT-LLM publish over
-ZMQ; `mooncake`, the Mooncake store's; `trtllm`, TensorRT-LLM's polled JSON; and `dynamo`, a
-line of router events. It raises TraceError where a payload is no batch at all; an event that
-cannot be read is kept as `Unread`, with its place and the reason.
+An engine publishes that blocks were stored, removed, cleared or moved, in batches. The modules
+`vllm`, `tensorrt_llm`, `dynamo` and `mooncake` read payloads into these classes by msgspec
+Structs that are declared as the engine declares its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import attrs
+import msgspec
+
+from kvcore.errors import InputError
+from kvcore.units import NS_PER_S
+
+NS_PER_MS = 10**6
 
 Hash: TypeAlias = int | bytes | str
-"""A block's chained hash as its engine writes it: unsigned, signed, or bytes; a text where
-a store names its objects so."""
-
+"""The chained hash of a block as its engine writes it: an unsigned or signed integer, or bytes;
+a text where a store names its objects so."""
 
 Token: TypeAlias = int | str | tuple[int, int]
-"""A token id; a text, where an engine has no id for it; or a pair of ids (EAGLE bigrams)."""
-
-
-SECOND, MILLISECOND = 10**9, 10**6
-
-
-@attrs.frozen
-class Wire:
-    """How an event or a batch was written, so that it is written the same way again.
-
-    Attributes:
-        array: as a positional array rather than a map.
-        names: of its fields, in their order; those of an array, by its layout.
-    """
-
-    array: bool
-    names: tuple[str, ...]
+"""A token id; a text, where an engine has no id; or a pair of ids (EAGLE bigrams)."""
 
 
 @attrs.frozen
 class Block:
-    """One block of a stored run, as a ledger follows it.
+    """One block of a stored run.
 
-    `content` is equal for two blocks of the same tokens in one stream; None: not told.
+    Attributes:
+        hash: of the block and all before it.
+        parent: hash of the block before it; None: it begins a prompt.
+        content: equal for two blocks of the same tokens in one stream; None: unknown.
+        medium: the tier; None: unknown.
     """
 
     hash: Hash
@@ -62,17 +49,15 @@ class BlockStored:
 
     Attributes:
         hashes: of the blocks, first to last.
-        parent: hash of the block before the first; None: the run starts a prompt.
-        tokens: of all blocks together; None: the stream does not tell tokens.
-        block_size: tokens a block; None: not told.
-        contents: where there are no tokens, a hash of each block's own.
-        medium: the tier: `GPU`, `CPU`, `CPU_PINNED`, `DISK`, ...; None: not told.
+        parent: hash of the block before the first; None: the run begins a prompt.
+        tokens: of all blocks together; None: the format has none.
+        block_size: tokens in a block; None: unknown.
+        contents: for each block a hash of its own tokens, where there are no tokens.
+        medium: the tier, such as `GPU`, `CPU`, `CPU_PINNED` or `DISK`; None: unknown.
         lora_id, lora_name: the adapter.
-        extra_keys: per block, what else its hash depends on, untagged.
+        extra_keys: for each block, what else its hash depends on.
         group: of layers that share block tables (`group_idx`).
-        more: the other fields under their own names, known or not; those of an array
-            beyond its layout under `#` and their place.
-        wire: how it was written; None: as the format writes it today. Not compared.
+        more: all other fields of the event, by their names in the format.
     """
 
     hashes: tuple[Hash, ...]
@@ -86,17 +71,16 @@ class BlockStored:
     extra_keys: tuple[Any, ...] | None = None
     group: int | None = None
     more: Mapping[str, Any] = attrs.field(factory=dict)
-    wire: Wire | None = attrs.field(default=None, eq=False)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield its blocks, first to last."""
+        """Yield the blocks, first to last."""
         parent = self.parent
         for value, content in zip(self.hashes, self._contents(), strict=True):
             yield Block(value, parent, content, self.medium)
             parent = value
 
     def _contents(self) -> tuple[Any, ...]:
-        """Return what tells each block's tokens from others; None where that is not clear."""
+        """Return the content of each block; None where tokens and blocks do not match."""
         count, size = len(self.hashes), self.block_size or 0
         if self.tokens is not None and size and len(self.tokens) == count * size:
             return tuple(self.tokens[i * size : (i + 1) * size] for i in range(count))
@@ -107,7 +91,15 @@ class BlockStored:
 
 @attrs.frozen(kw_only=True)
 class Page:
-    """A block of TensorRT-LLM's polled events: tokens are pairs (id, extra id)."""
+    """A block of TensorRT-LLM's polled events.
+
+    Attributes:
+        hash: of the block and all before it.
+        tokens: pairs of token id and extra id.
+        level: the cache level; 0 is the GPU.
+        priority: for retention.
+        more: all other fields.
+    """
 
     hash: int
     tokens: tuple[tuple[int, int], ...]
@@ -118,7 +110,14 @@ class Page:
 
 @attrs.frozen(kw_only=True)
 class PagesStored:
-    """`BlockStored` as TensorRT-LLM's polled events tell it: each block has its own level."""
+    """A run of blocks is in the cache, each at a cache level of its own (TensorRT-LLM).
+
+    Attributes:
+        pages: the blocks, first to last.
+        parent: hash of the block before the first; None: the run begins a prompt.
+        group: of layers (`window_size`).
+        more: all other fields.
+    """
 
     pages: tuple[Page, ...]
     parent: int | None = None
@@ -126,7 +125,7 @@ class PagesStored:
     more: Mapping[str, Any] = attrs.field(factory=dict)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield its blocks, first to last."""
+        """Yield the blocks, first to last."""
         parent = self.parent
         for page in self.pages:
             yield Block(page.hash, parent, page.tokens, level_medium(page.level))
@@ -135,13 +134,12 @@ class PagesStored:
 
 @attrs.frozen(kw_only=True)
 class BlockRemoved:
-    """Blocks are gone from a tier (`medium`; None: from wherever they were)."""
+    """Blocks are gone from a tier (`medium`; None: from the one that has them)."""
 
     hashes: tuple[Hash, ...]
     medium: str | None = None
     group: int | None = None
     more: Mapping[str, Any] = attrs.field(factory=dict)
-    wire: Wire | None = attrs.field(default=None, eq=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -149,12 +147,11 @@ class AllBlocksCleared:
     """The engine has dropped all of its blocks."""
 
     more: Mapping[str, Any] = attrs.field(factory=dict)
-    wire: Wire | None = attrs.field(default=None, eq=False)
 
 
 @attrs.frozen(kw_only=True)
 class PoolCreated:
-    """A pool was made, of so many blocks a cache level (TensorRT-LLM)."""
+    """A pool was made, with so many blocks at each cache level (TensorRT-LLM)."""
 
     levels: tuple[int, ...]
     group: int | None = None
@@ -163,7 +160,7 @@ class PoolCreated:
 
 @attrs.frozen(kw_only=True)
 class BlockUpdated:
-    """A block has changed its cache level or its priority: (old, new) each (TensorRT-LLM)."""
+    """A block has changed its cache level or its priority, each (old, new) (TensorRT-LLM)."""
 
     hash: int
     level: tuple[int, int] | None = None
@@ -173,8 +170,13 @@ class BlockUpdated:
 
 
 @attrs.frozen
-class Unread:
-    """An event that cannot be read: as it was, and why, beginning with the place."""
+class UnparsedEvent:
+    """An event that cannot be parsed.
+
+    Attributes:
+        value: the event as its payload unpacks to.
+        reason: why, beginning with the field.
+    """
 
     value: Any
     reason: str
@@ -187,24 +189,25 @@ Event: TypeAlias = (
     | AllBlocksCleared
     | PoolCreated
     | BlockUpdated
-    | Unread
+    | UnparsedEvent
 )
 
 
 @attrs.frozen
-class Batch:
+class EventBatch:
     """Events that were sent together.
 
     Attributes:
-        ts: when, as written: seconds, in `mooncake` milliseconds; None: not told.
+        ts: the time as the format writes it: seconds, in `mooncake` milliseconds; None: the
+            format has no time.
         events: in their order.
-        dp_rank: the data-parallel rank; None: there is one, or it is not told.
-        format: of which `encode` writes it.
-        seq: its number in its publisher's stream, in formats that carry it inside.
-        source: the publisher, likewise (Dynamo's `worker_id`).
-        more: other fields around the events, under their own names.
-        wire: how it was written, as an array or a map, trailing items may be left out; None:
-            as an array. Not compared.
+        dp_rank: the data-parallel rank; None: there is one rank, or it is unknown.
+        format: in which `encode` writes the batch.
+        seq: number of the batch in its publisher's stream, in formats whose payload has it.
+        source: the publisher, in formats whose payload names it (Dynamo's `worker_id`).
+        more: all other fields around the events, by their names in the format.
+        raw: what the payload unpacked to; None: the batch was made here. `encode` and
+            recordings write it back as it was. Not compared; a copy by `attrs.evolve` has none.
     """
 
     ts: float | None
@@ -214,16 +217,82 @@ class Batch:
     seq: int | None = None
     source: int | None = None
     more: Mapping[str, Any] = attrs.field(factory=dict)
-    wire: Wire | None = attrs.field(default=None, eq=False)
+    raw: Any = attrs.field(default=None, init=False, eq=False, repr=False)
 
     @property
     def time(self) -> int | None:
-        """When, in whole nanoseconds of the publisher's clock; None: not told."""
+        """Return the time in whole nanoseconds of the publisher's clock; None: it has none."""
         if self.ts is None:
             return None
-        return round(self.ts * (MILLISECOND if self.format == "mooncake" else SECOND))
+        return round(self.ts * (NS_PER_MS if self.format == "mooncake" else NS_PER_S))
+
+    def with_raw(self, value: Any) -> EventBatch:
+        """Return a copy that keeps what its payload unpacked to."""
+        batch = attrs.evolve(self)
+        object.__setattr__(batch, "raw", value)
+        return batch
 
 
 def level_medium(level: int) -> str:
-    """Return what a TensorRT-LLM cache level is called as a medium: level 0 is the GPU."""
+    """Return the medium that stands for a cache level of TensorRT-LLM."""
     return f"LEVEL_{level}"
+
+
+class DecodeError(ValueError):
+    """A payload that is not what its format asks for; the message begins with the field."""
+
+
+# msgspec 0.22 crashes on a union of an integer with bounds and a tuple of fixed length: tokens
+# are checked by `check_tokens` instead.
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+WireHash: TypeAlias = int | Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+def parse(value: Any, structs: type[_Struct], field: str) -> _Struct:
+    """Return `value` as one of the `structs`: a Struct, or a union of those.
+
+    Integers need no bounds of 64 bits: neither msgpack nor orjson reads others as integers.
+
+    Raises:
+        DecodeError: a field is missing or wrong; the message names it below `field`.
+    """
+    try:
+        return msgspec.convert(value, structs, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `")
+        where = field + path.rstrip("`").removeprefix("$")
+        msg = f"{where}: {reason[0].lower()}{reason[1:]}"
+        raise DecodeError(msg) from error
+
+
+def other_fields(value: Mapping[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of `value` that `struct` does not declare."""
+    tag = struct.__struct_config__.tag_field
+    known = struct.__struct_encode_fields__
+    return {name: item for name, item in value.items() if name not in known and name != tag}
+
+
+def check_tokens(tokens: Sequence[Token], field: str) -> None:
+    """Raise DecodeError if an id among the tokens is negative."""
+    # Nearly all lists are integers only, which are checked in C.
+    if set(map(type, tokens)) == {int} and min(cast("Sequence[int]", tokens)) >= 0:
+        return
+    for place, token in enumerate(tokens):
+        low = min(token) if isinstance(token, tuple) else token
+        if isinstance(low, int) and low < 0:
+            msg = f"{field}[{place}]: expected token ids from 0 on, got {token}"
+            raise DecodeError(msg)
+
+
+def brief(value: object, limit: int = 60) -> str:
+    """Return `value` for a message, cut to `limit` characters."""
+    text = repr(value[:limit] if isinstance(value, (list, str, bytes)) else value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def unsupported(event: Event, where: str) -> InputError:
+    """Return the error for an event that a format cannot express."""
+    return InputError(f"{type(event).__name__} cannot be expressed in {where}")

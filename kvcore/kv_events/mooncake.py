@@ -1,7 +1,8 @@
 """The msgpack batches of the Mooncake store: `[timestamp in ms, events, dp_rank]`.
 
-Written by `mooncake-store/src/kv_event/kv_event_publisher.cpp`. Its events name the object
-that is stored (`object_key`); the lists of hashes are empty as long as nobody fills them.
+`mooncake-store/src/kv_event/kv_event_publisher.cpp` writes them. An event names the object that
+is stored (`object_key`); its lists of hashes are empty as long as nobody fills them. They are
+read, not written.
 """
 
 from __future__ import annotations
@@ -9,128 +10,86 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import msgspec
 
-from kvcore.kv_events.fields import (
-    ANYTHING,
-    HASH,
-    HASHES,
-    INTEGERS,
-    SIZE,
-    TEXT,
-    TOKENS,
-    Field,
-    read,
-    shown,
-    table,
-    unsayable,
-    written,
-    wrong,
-)
 from kvcore.kv_events.model import (
     AllBlocksCleared,
-    Batch,
     BlockRemoved,
     BlockStored,
     Event,
-    Unread,
-    Wire,
+    EventBatch,
+    Hash,
+    Size,
+    Token,
+    WireHash,
+    check_tokens,
+    other_fields,
+    parse,
 )
-from kvcore.kv_events.vllm import closed, opened
-
-ENVELOPE = (
-    *("event_id", "timestamp", "event_type", "model_name", "block_size", "additional_salt"),
-    *("lora_name", "tenant_id", "backend_id", "medium", "dp_rank"),
-)
+from kvcore.kv_events.vllm import read_events
 
 
-CLEARED = table(*(Field(name, ANYTHING) for name in ENVELOPE))
+class _Stored(msgspec.Struct, kw_only=True, tag="stored", tag_field="event_type"):
+    seq_hashes: tuple[WireHash, ...]
+    block_hashes: tuple[int, ...] | None = None
+    parent_hash: WireHash | None = None
+    token_ids: tuple[Token, ...] | None = None
+    block_size: Size | None = None
+    lora_name: str | None = None
+    medium: str | None = None
+    object_key: str | None = None
 
 
-REMOVED = CLEARED | table(
-    Field("seq_hashes", HASHES, "hashes", required=True),
-    Field("medium", TEXT, "medium"),
-    Field("object_key", TEXT),
-    Field("group_id", ANYTHING),
-    Field("base_block_idx", ANYTHING),
-)
+class _Removed(msgspec.Struct, kw_only=True, tag="removed", tag_field="event_type"):
+    seq_hashes: tuple[WireHash, ...]
+    medium: str | None = None
+    object_key: str | None = None
 
 
-STORED = REMOVED | table(
-    Field("block_hashes", INTEGERS, "contents"),
-    Field("parent_hash", HASH, "parent"),
-    Field("token_ids", TOKENS, "tokens"),
-    Field("block_size", SIZE, "block_size"),
-    Field("lora_name", TEXT, "lora_name"),
-    Field("parent_block_hash", ANYTHING),
-)
+class _Cleared(msgspec.Struct, tag="cleared", tag_field="event_type"):
+    pass
 
 
-KNOWN: dict[str, tuple[type[Any], dict[str, Field], tuple[str, ...]]] = {
-    "stored": (
-        BlockStored,
-        STORED,
-        (*ENVELOPE, "group_id", "seq_hashes", "base_block_idx", "parent_hash", "token_ids"),
-    ),
-    "removed": (BlockRemoved, REMOVED, (*ENVELOPE, "group_id", "seq_hashes", "base_block_idx")),
-    "cleared": (AllBlocksCleared, CLEARED, ENVELOPE),
-}
-"""By event type: the class, its fields, and those that are written even if they are null."""
+_EVENTS: Any = _Stored | _Removed | _Cleared
 
 
-TYPES = {cls: kind for kind, (cls, _, _) in KNOWN.items()}
-
-
-def is_ours(value: Any) -> bool:
-    """Say whether a batch has the store's events: maps with an `event_type`."""
+def matches(value: Any) -> bool:
+    """Return True if a batch has the store's events: maps with an `event_type`."""
     match value:
         case [_, [{"event_type": _}, *_], *_]:
             return True
     return False
 
 
-def read_batch(value: Any) -> Batch:
-    """Read a batch. Its events that cannot be read are `Unread`.
+def read_batch(value: Any) -> EventBatch:
+    """Return the batch that a payload unpacked to; its events that are wrong as UnparsedEvent.
 
     Raises:
-        WrongError: it is no batch.
+        DecodeError: it is no batch.
     """
-    return attrs.evolve(opened(value, _read), format="mooncake")
+    return attrs.evolve(read_events(value, _read), format="mooncake")
 
 
-def write_batch(batch: Batch) -> list[Any] | dict[str, Any]:
-    """Return the batch as it is packed.
-
-    Raises:
-        InputError: it holds an event that this format has no word for, or no time.
-    """
-    return closed(batch, [_write(event) for event in batch.events])
-
-
-def _read(value: Any, place: str) -> Event:
-    if type(value) is not dict:
-        raise wrong(place, f"must be a map, not {shown(value)}")
-    kind = value.get("event_type")
-    if type(kind) is not str or kind not in KNOWN:
-        where = f"{place}.event_type"
-        raise wrong(where, f"must be one of {', '.join(KNOWN)}, not {shown(kind)}")
-    cls, known, _ = KNOWN[kind]
-    attributes, more = read(value, known, place)
-    del more["event_type"]
-    if attributes.get("hashes") == () and "object_key" in more:
-        attributes["hashes"] = (more.pop("object_key"),)
-    event: Event = cls(**attributes, more=more, wire=Wire(array=False, names=tuple(value)))
-    return event
-
-
-def _write(event: Event) -> Any:
-    if isinstance(event, Unread):
-        return event.value
-    kind = TYPES.get(type(event))
-    if kind is None:
-        raise unsayable(event, "the events of Mooncake's store")
-    _, known, default = KNOWN[kind]
-    fields = written(event, known, default) | {"event_type": kind}
-    match fields.get("seq_hashes"):
-        case (str() as name,):
-            fields |= {"object_key": name, "seq_hashes": []}
-    return fields
+def _read(value: Any, field: str) -> Event:
+    event = parse(value, _EVENTS, field)
+    more = other_fields(value, type(event))
+    if isinstance(event, _Cleared):
+        return AllBlocksCleared(more=more)
+    hashes: tuple[Hash, ...] = event.seq_hashes
+    if event.object_key is not None:
+        if hashes:
+            more["object_key"] = event.object_key
+        hashes = hashes or (event.object_key,)
+    if isinstance(event, _Removed):
+        return BlockRemoved(hashes=hashes, medium=event.medium, more=more)
+    check_tokens(event.token_ids or (), f"{field}.token_ids")
+    return BlockStored(
+        hashes=hashes,
+        parent=event.parent_hash,
+        tokens=event.token_ids,
+        block_size=event.block_size,
+        contents=event.block_hashes,
+        medium=event.medium,
+        lora_name=event.lora_name,
+        more=more,
+    )

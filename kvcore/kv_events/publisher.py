@@ -1,4 +1,4 @@
-"""A publisher of KV events, as the engines have one: live to all, and again to who asks."""
+"""Publishing KV events over ZMQ as engines do: live to subscribers, and as replays."""
 
 from __future__ import annotations
 
@@ -25,37 +25,33 @@ if TYPE_CHECKING:
 BUFFER = 10_000
 """Batches that a publisher keeps for replays."""
 
-
 _REQUEST_FRAMES = 3
-
 
 _SUBSCRIBED = b"\x01"
 
-
 _QUEUE, _LINGER_MS = 1_000, 5_000
 
-
-_PATIENCE, _ROUND = 0.01, 0.1
+_RETRY_SECONDS, _POLL_SECONDS = 0.01, 0.1
 
 
 class Publisher:
-    """Publishes batches over ZMQ in the frames of vLLM, SGLang and TensorRT-LLM.
+    """A publisher of batches over ZMQ, in the frames of vLLM, SGLang and TensorRT-LLM.
 
-    Live batches go to every subscriber, none is dropped while it is slow: `publish` waits.
-    Replays are answered by `serve` and, before they wait or send, by all other methods, on
-    the thread that calls them. Use it in a `with` block; closing waits up to five seconds
-    for what is sent but not yet on its way.
+    Live batches go to every subscriber; while one is slow, `publish` waits and none is dropped.
+    `serve`, and every other method before it waits or sends, answers requests for replays on
+    the thread that calls it. Use it in a `with` block; closing waits up to five seconds for
+    batches that are still queued.
 
     Args:
         address: to bind to, such as `tcp://*:5557`.
-        replay: to bind the ROUTER socket to, which sends batches again; None: none.
+        replay: address to bind the ROUTER socket to, which sends batches again; None: none.
         topic: first frame of every batch.
         buffer: batches kept for replays.
         context: a ZMQ context of your own (for `inproc` addresses), which stays open.
 
     Attributes:
-        address, replay: what they are bound to, with the port that was chosen for `*`.
-        subscribers: how many listen.
+        address, replay: as bound, with the port that was chosen for `*`.
+        subscribers: how many are connected.
 
     Raises:
         InputError: an address that cannot be bound to.
@@ -71,7 +67,7 @@ class Publisher:
         buffer: int = BUFFER,
         context: zmq.Context[Any] | None = None,
     ) -> None:
-        """Bind."""
+        """Bind the sockets."""
         self._zmq = load_zmq()
         self._lent = context is not None
         self._context = self._zmq.Context() if context is None else context
@@ -82,20 +78,20 @@ class Publisher:
         self._sockets: list[Any] = []
         self.subscribers = 0
         try:
-            # XPUB is PUB that also tells who listens.
+            # XPUB is a PUB that also receives subscriptions.
             self._live, self.address = self._bound(self._zmq.XPUB, address, _QUEUE)
             self._live.xpub_verboser = self._live.xpub_nodrop = True
             self._router: Any = None
             self.replay = replay
             if replay is not None:
-                # A router drops what does not fit into its queue, so it may not end.
+                # A ROUTER drops what does not fit into its queue: 0 is without limit.
                 self._router, self.replay = self._bound(self._zmq.ROUTER, replay, 0)
         except BaseException:
             self.close()
             raise
 
     def publish(self, payload: bytes) -> int:
-        """Send a batch to all who listen; return its number."""
+        """Send a batch to all subscribers; return its number."""
         self.serve(0)
         sequence = self._next
         frame = sequence.to_bytes(SEQUENCE_BYTES, "big")
@@ -105,32 +101,32 @@ class Publisher:
             try:
                 self._live.send_multipart([self._topic, frame, payload], self._zmq.NOBLOCK)
             except self._zmq.Again:
-                self.serve(_PATIENCE)
+                self.serve(_RETRY_SECONDS)
             else:
                 return sequence
 
-    def hand_out(self, payloads: Iterable[bytes]) -> int:
-        """Publish to who listens, and return how many: from the first who comes, to the last.
+    def serve_all(self, payloads: Iterable[bytes]) -> int:
+        """Wait for a subscriber, publish all, and answer replays until the last one leaves.
 
-        Waits for a first listener, publishes all, and serves until nobody listens.
+        Returns how many were published.
         """
-        while not self.wait_for(1, _ROUND):
+        while not self.wait_for(1, _POLL_SECONDS):
             pass
         sent = sum(1 for _ in map(self.publish, payloads))
         while self.subscribers:
-            self.serve(_ROUND)
+            self.serve(_POLL_SECONDS)
         return sent
 
     def serve(self, seconds: float) -> None:
-        """Answer replays, and see who comes and goes, for so long."""
+        """Answer replays, and count subscribers, for `seconds`."""
         self._until(seconds, lambda: False)
 
     def wait_for(self, subscribers: int, seconds: float) -> bool:
-        """Serve until so many listen; say whether they do, at the latest after `seconds`."""
+        """Serve until so many subscribers are there, for `seconds`; return if they are."""
         return self._until(seconds, lambda: self.subscribers >= subscribers)
 
     def close(self) -> None:
-        """Send what is on its way, and unbind."""
+        """Send what is queued, and unbind."""
         for socket in self._sockets:
             socket.close(linger=_LINGER_MS)
         self._sockets.clear()
@@ -138,7 +134,7 @@ class Publisher:
             self._context.term()
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return the publisher."""
         return self
 
     def __exit__(
@@ -147,11 +143,11 @@ class Publisher:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close the publisher."""
         self.close()
 
     def _bound(self, kind: int, address: str, queue: int) -> tuple[Any, str]:
-        """Return a socket that is bound, and to what."""
+        """Return a bound socket and its address."""
         at = rank_address(address, 0)
         socket = self._context.socket(kind)
         self._sockets.append(socket)
@@ -162,7 +158,7 @@ class Publisher:
         return socket, socket.last_endpoint.decode().rstrip("\0")
 
     def _until(self, seconds: float, done: Callable[[], bool]) -> bool:
-        """Serve until `done`, for `seconds` at most; return whether it is."""
+        """Serve until `done` or `seconds` are over; return whether it is done."""
         deadline = monotonic() + seconds
         while not done():
             left = max(0.0, deadline - monotonic())
@@ -178,7 +174,7 @@ class Publisher:
         return True
 
     def _answer(self, request: list[bytes]) -> None:
-        """Send what is kept from a number on, and an end; nothing to what is no request."""
+        """Send the kept batches from the requested number on; ignore other messages."""
         if len(request) != _REQUEST_FRAMES or number(request[2]) is None:
             return
         who, _, start = request

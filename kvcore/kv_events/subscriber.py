@@ -1,4 +1,4 @@
-"""The numbered batches of one publisher, each once and in order, or told to be missing."""
+"""Subscribing to KV events over ZMQ: each publisher's batches once, in order, with its gaps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     import zmq
 
 
-GONE = "the publisher does not have them any more"
+NOT_KEPT = "the publisher does not have them any more"
 
-
-UNASKED = "there is no replay address to ask for them"
+NO_REPLAY = "there is no replay address to ask for them"
 
 
 @attrs.frozen
@@ -33,10 +32,10 @@ class Delivery:
     """A batch as it came over the wire.
 
     Attributes:
-        rank: of its publisher among those that are listened to.
-        sequence: its number in this life of its publisher, from 0.
+        rank: of its publisher.
+        sequence: its number since its publisher started, from 0.
         payload: its bytes.
-        replayed: whether it was asked for, rather than heard live.
+        replayed: whether it came from a replay, not live.
     """
 
     rank: int
@@ -47,7 +46,7 @@ class Delivery:
 
 @attrs.frozen
 class Gap:
-    """The batches `first` to `last` of a publisher, both included, are lost, and why."""
+    """The batches `first` to `last` of a publisher, both included, are lost, for a reason."""
 
     rank: int
     first: int
@@ -56,29 +55,29 @@ class Gap:
 
     @property
     def batches(self) -> int:
-        """How many are lost."""
+        """Return how many are lost."""
         return self.last - self.first + 1
 
     def __str__(self) -> str:
-        """Say so."""
+        """Return a sentence for people."""
         which = (
             f"batch {self.first} is"
             if self.batches == 1
-            else (f"batches {self.first} to {self.last} are")
+            else f"batches {self.first} to {self.last} are"
         )
         return f"rank {self.rank}: {which} lost: {self.reason}"
 
 
 @attrs.frozen
 class Restart:
-    """A publisher that had come to `expected` counts from 0 again, and is at `sequence`."""
+    """A publisher whose next batch was `expected` counts from 0 again, and is at `sequence`."""
 
     rank: int
     expected: int
     sequence: int
 
     def __str__(self) -> str:
-        """Say so."""
+        """Return a sentence for people."""
         return (
             f"rank {self.rank}: the publisher started again: batch {self.sequence} came "
             f"where {self.expected} was next"
@@ -86,44 +85,45 @@ class Restart:
 
 
 @attrs.frozen
-class Garbage:
-    """A message that is no batch was skipped, and why."""
+class InvalidMessage:
+    """A message that is no batch was skipped, for a reason."""
 
     rank: int
     reason: str
 
     def __str__(self) -> str:
-        """Say so."""
+        """Return a sentence for people."""
         return f"rank {self.rank}: a message was skipped: {self.reason}"
 
 
-Item: TypeAlias = Delivery | Gap | Restart | Garbage
-"""What a subscriber hears, in order."""
-
+StreamItem: TypeAlias = Delivery | Gap | Restart | InvalidMessage
+"""What a subscriber yields."""
 
 Replay: TypeAlias = Callable[[int], Generator[tuple[int, bytes | None], None, None]]
-"""Yields (number, payload) of the kept batches from a number on; a payload of None is of a
-batch that nobody here asked for. Raises `Unanswered` if the answer breaks off."""
+"""Yields (number, payload) of the batches that a publisher keeps, from a number on.
+
+The payload is None for topics that were not subscribed to. Raises `ReplayFailed` if the answer
+breaks off."""
 
 
-class Unanswered(Exception):
-    """A replay was asked for, and its end did not come; says who did not answer."""
+class ReplayFailed(Exception):
+    """A replay did not come to its end; the message says who did not answer."""
 
 
-class Ordering:
-    """Follows one publisher: finds gaps, has them filled, and lets nothing through twice.
+class BatchSequencer:
+    """The batches of one publisher in order and once, with its gaps and restarts.
 
-    A live batch whose number is too high shows that some are missing: a replay is asked
-    for, from the last one had, whose bytes tell whether the publisher is still the same. A
-    number that was had already is of a publisher that has started again, unless a replay
-    brought the same bytes a moment before. Without a replay, a publisher that started again
-    and has overtaken its old numbers before it is heard looks as if there were a gap.
+    A live batch whose number is too high shows that some are missing: the publisher is asked
+    for a replay from the last batch received on, whose bytes tell whether it has restarted. A
+    number that was received already is that of a publisher that has restarted, unless a replay
+    brought the same bytes a moment before. Without a replay, a publisher that restarted and has
+    passed its old numbers before its first batch is received looks as if there were a gap.
 
     Memory: 16 bytes for each batch of the last replay, until a later one comes live.
 
     Args:
-        rank: what its items are said to be of.
-        replay: asks the publisher; None: it cannot be asked.
+        rank: of the publisher, for the items.
+        replay: asks the publisher for batches; None: it cannot be asked.
     """
 
     def __init__(self, rank: int, replay: Replay | None = None) -> None:
@@ -132,20 +132,21 @@ class Ordering:
         self._replay = replay
         self._begin()
 
-    def doubt(self) -> None:
-        """Take note that the connection was lost: what comes next may be of a new life."""
-        self._doubtful = True
+    def mark_disconnected(self) -> None:
+        """Record that the connection was lost: the publisher may have restarted."""
+        self._disconnected = True
 
-    def live(self, sequence: int, payload: bytes) -> Iterator[Item]:
-        """Take a batch that came by itself; yield what is known now."""
+    def receive(self, sequence: int, payload: bytes) -> Iterator[StreamItem]:
+        """Yield what a live batch shows: gaps, replayed batches, a restart, and itself."""
         if sequence < self._expected:
             if self._replayed.pop(sequence, None) == _digest(payload):
                 return
             yield self._restart(sequence)
-        reason = UNASKED
-        if self._replay is not None and (sequence > self._expected or self._doubtful):
-            # Only now: a new life that is behind the old one has nothing to compare with.
-            self._doubtful = False
+        reason = NO_REPLAY
+        if self._replay is not None and (sequence > self._expected or self._disconnected):
+            # Only now: a restarted publisher that is behind its old numbers has no batch to
+            # compare with the last one received.
+            self._disconnected = False
             reason = yield from self.catch_up()
             if sequence < self._expected:
                 self._replayed.pop(sequence, None)
@@ -153,28 +154,28 @@ class Ordering:
         if sequence > self._expected:
             yield Gap(self._rank, self._expected, sequence - 1, reason)
         self._replayed.clear()
-        self._had(sequence, _digest(payload))
+        self._advance(sequence, _digest(payload))
         yield Delivery(self._rank, sequence, payload)
 
-    def catch_up(self) -> Generator[Item, None, str]:
-        """Ask for all that the publisher keeps from here on; yield what comes of it.
+    def catch_up(self) -> Generator[StreamItem, None, str]:
+        """Ask for all batches that the publisher keeps from here on; yield what comes.
 
-        Returns why batches that are missing afterwards are. Where an answer has a hole in
-        the middle, as if it came faster than it could be queued, it is asked for again.
+        Returns why batches that are missing afterwards are. An answer with a hole in its
+        middle, which came faster than it could be queued, is asked for again.
         """
         if self._replay is None:
-            return UNASKED
+            return NO_REPLAY
         try:
-            asking = yield from self._ask(self._replay, max(0, self._expected - 1))
-            while asking:
-                asking = yield from self._ask(self._replay, self._expected)
-        except Unanswered as error:
+            again = yield from self._ask(self._replay, max(0, self._expected - 1))
+            while again:
+                again = yield from self._ask(self._replay, self._expected)
+        except ReplayFailed as error:
             return str(error)
-        return GONE
+        return NOT_KEPT
 
-    def _ask(self, replay: Replay, start: int) -> Generator[Item, None, bool]:
-        """Ask once; return whether to ask again, which is so only if something came."""
-        fresh = True
+    def _ask(self, replay: Replay, start: int) -> Generator[StreamItem, None, bool]:
+        """Ask once; return whether to ask again, which is so only if a batch came."""
+        first = True
         with closing(replay(start)) as answer:
             for sequence, payload in answer:
                 digest = None if payload is None else _digest(payload)
@@ -182,14 +183,14 @@ class Ordering:
                     if digest != self._last and sequence == start:
                         yield self._restart(sequence)
                         return True
-                    fresh = fresh and sequence != start
+                    first = first and sequence != start
                     continue
                 if sequence > self._expected:
-                    if not fresh:
+                    if not first:
                         return True
-                    yield Gap(self._rank, self._expected, sequence - 1, GONE)
-                fresh = False
-                self._had(sequence, digest)
+                    yield Gap(self._rank, self._expected, sequence - 1, NOT_KEPT)
+                first = False
+                self._advance(sequence, digest)
                 if payload is not None and digest is not None:
                     self._replayed[sequence] = digest
                     yield Delivery(self._rank, sequence, payload, replayed=True)
@@ -197,15 +198,15 @@ class Ordering:
 
     def _begin(self) -> None:
         self._expected = 0
-        self._doubtful = False
+        self._disconnected = False
         self._last: bytes | None = None
         self._replayed: dict[int, bytes] = {}
 
-    def _had(self, sequence: int, digest: bytes | None) -> None:
+    def _advance(self, sequence: int, digest: bytes | None) -> None:
         self._expected, self._last = sequence + 1, digest
 
     def _restart(self, sequence: int) -> Restart:
-        """Begin anew, and return what says so."""
+        """Expect batch 0 again; return the item that reports it."""
         restart = Restart(self._rank, self._expected, sequence)
         self._begin()
         return restart
@@ -217,15 +218,12 @@ def _digest(payload: bytes) -> bytes:
 
 SEQUENCE_BYTES = 8
 
-
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-"""The number that says that a replay is over."""
-
+"""The number that ends a replay."""
 
 _ADDRESS = re.compile(
     r"(tcp)://(?:[^\s:]+|\[[^\s\]]+\]):(\d+|\*)|(?:ipc|inproc)://\S+", re.ASCII
 )
-
 
 _HIGHEST_PORT = 65_535
 
@@ -270,10 +268,10 @@ def rank_address(address: str, rank: int) -> str:
 
 
 def host_address(address: str, rank: int) -> str:
-    """Return the address of a rank to connect to: likewise, but it must name a host.
+    """Return the address of a rank to connect to, which must name a host.
 
     Raises:
-        InputError: as `rank_address`, or `*`, which only a server can listen at.
+        InputError: as for `rank_address`; or the host is `*`, which only servers can bind to.
     """
     if address.startswith("tcp://*:"):
         port = address.removeprefix("tcp://*:")
@@ -284,7 +282,7 @@ def host_address(address: str, rank: int) -> str:
 
 @contextmanager
 def using(address: str, what: str) -> Iterator[None]:
-    """Turn a ZMQ error of the body, which would `what` the address, into an InputError."""
+    """Raise a ZMQ error of the body as an InputError: cannot `what` the address."""
     try:
         yield
     except load_zmq().ZMQError as error:
@@ -293,7 +291,7 @@ def using(address: str, what: str) -> Iterator[None]:
 
 
 def number(frame: bytes) -> int | None:
-    """Read the frame that has a batch's number; None if it is no number of a batch."""
+    """Return the number of a batch from its frame; None if the frame is no such number."""
     if len(frame) != SEQUENCE_BYTES or frame[0] >= 0x80:  # noqa: PLR2004 - negative: END
         return None
     return int.from_bytes(frame, "big")
@@ -301,31 +299,29 @@ def number(frame: bytes) -> int | None:
 
 _FRAMES = 3
 
-
 _REPLAY_FRAMES = (3, 4)
-
 
 _SLICE_MS = _FIRST_RETRY_MS = 100
 
 
 @attrs.frozen(kw_only=True)
 class Server:
-    """Where the batches come from, and how long to wait for what.
+    """A server that publishes KV events, and how long to wait for it.
 
     Attributes:
         address: of the PUB socket of rank 0, such as `tcp://127.0.0.1:5557`.
-        replay: of its ROUTER socket, which sends batches again; None: there is none.
-        topic: listen to topics that begin so; empty: to all.
-        ranks: publishers to listen to, each at the address of the one before it plus one.
+        replay: address of its ROUTER socket, which sends batches again; None: it has none.
+        topic: prefix of the topics to subscribe to; empty: all.
+        ranks: number of data-parallel ranks, each a publisher at the next port.
         replay_timeout: seconds to wait for the next batch of a replay.
         reconnect: most seconds between two tries to connect again; the first comes after
             a tenth of a second, each next one after twice as long.
         heartbeat: seconds between two signs of life; three missed end a connection.
-        queue: batches to hold, a rank, while the reader is busy; further ones are dropped,
-            and found missing. 0: without limit.
+        queue: batches to hold for each rank while the reader is busy; further ones are
+            dropped, and found missing. 0: without limit.
 
     Raises:
-        InputError: an address that is none (from `Subscriber`).
+        InputError: an address is not one of ZMQ (from `Subscriber`).
     """
 
     address: str
@@ -340,25 +336,25 @@ class Server:
 
 @attrs.frozen
 class _Stream:
-    """A publisher's rank, its batches in order, and a socket that tells lost connections."""
+    """One rank of the server; `losses` is a socket on which ZMQ reports lost connections."""
 
     rank: int
-    ordering: Ordering
+    sequencer: BatchSequencer
     losses: Any
 
 
 class Subscriber:
-    """Hears the KV events that vLLM, SGLang or TensorRT-LLM publish over ZMQ.
+    """A connection to the KV events that vLLM, SGLang or TensorRT-LLM publish over ZMQ.
 
-    A batch is three frames: topic, number (8 bytes, big-endian, from 0), payload. What is
-    missing is asked for at the ROUTER socket, which sends the batches it keeps (10,000, as
-    a rule) from a number on, and a batch of number -1 at their end. All it keeps is asked
-    for at the beginning, too: what was stored before anyone listened.
+    A batch is three frames: topic, number (8 bytes, big-endian, from 0), payload. Missing
+    batches are asked for at the ROUTER socket, which sends those that it keeps (10,000, as
+    a rule) from a number on, and a batch of number -1 at their end. All that it keeps is asked
+    for at the beginning, too: what was stored before the subscription.
 
-    Use it in a `with` block. Only `stop` may be called from elsewhere.
+    Use it in a `with` block. Only `stop` may be called from another thread.
 
     Args:
-        server: what to listen to.
+        server: to listen to.
         context: a ZMQ context of your own (for `inproc` addresses), which stays open.
 
     Attributes:
@@ -373,7 +369,7 @@ class Subscriber:
     """
 
     def __init__(self, server: Server, context: zmq.Context[Any] | None = None) -> None:
-        """Connect to every rank. Does not wait for them."""
+        """Connect to every rank, without waiting for an answer."""
         self._server = server
         self._zmq = load_zmq()
         self._lent = context is not None
@@ -388,25 +384,26 @@ class Subscriber:
             self.close()
             raise
 
-    def items(self, seconds: float | None = None) -> Generator[Item, None, None]:
-        """Yield what is heard, in order of each publisher, until `stop` or for `seconds`.
+    def items(self, seconds: float | None = None) -> Generator[StreamItem, None, None]:
+        """Yield batches, gaps and restarts, in order of each publisher.
 
-        Waits without using the processor. Another call goes on where this one ended.
+        Ends at `stop` or after `seconds`; another call continues there. Waits without using
+        the processor.
         """
         deadline = None if seconds is None else monotonic() + seconds
         if not self._begun:
             self._begun = True
             for stream in self._streams.values():
-                yield from stream.ordering.catch_up()
+                yield from stream.sequencer.catch_up()
         while not self.stopped:
             left = _SLICE_MS if deadline is None else (deadline - monotonic()) * 1000
             if left <= 0:
                 return
             for socket, _ in self._poller.poll(min(left, _SLICE_MS)):
-                yield from self._heard(socket)
+                yield from self._received(socket)
 
     def stop(self) -> None:
-        """Let `items` end within a tenth of a second. May be called by a signal handler."""
+        """End `items` within a tenth of a second. May be called by a signal handler."""
         self.stopped = True
 
     def close(self) -> None:
@@ -420,7 +417,7 @@ class Subscriber:
             self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return the subscriber."""
         return self
 
     def __exit__(
@@ -440,16 +437,16 @@ class Subscriber:
             replay = partial(self._replay, at)
         socket = self._context.socket(self._zmq.SUB)
         losses = socket.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
-        self._streams[socket] = _Stream(rank, Ordering(rank, replay), losses)
+        self._streams[socket] = _Stream(rank, BatchSequencer(rank, replay), losses)
         socket.rcvhwm = self._server.queue
-        self._patient(socket, address)
+        self._set_timeouts(socket, address)
         socket.subscribe(self._server.topic)
         with using(address, "listen to"):
             socket.connect(address)
         self._poller.register(socket, self._zmq.POLLIN)
 
-    def _patient(self, socket: Any, address: str) -> None:
-        """Set when to connect again, and when to give a silent connection up."""
+    def _set_timeouts(self, socket: Any, address: str) -> None:
+        """Set when a socket connects again, and when it gives up a silent connection."""
         # Only then: with it, `localhost` might mean ::1, where no engine listens.
         socket.ipv6 = "[" in address
         most = max(1, int(self._server.reconnect * 1000))
@@ -457,50 +454,50 @@ class Subscriber:
         beat = max(1, int(self._server.heartbeat * 1000))
         socket.heartbeat_ivl, socket.heartbeat_timeout = beat, 3 * beat
 
-    def _heard(self, socket: Any) -> Iterator[Item]:
-        rank, ordering, losses = attrs.astuple(self._streams[socket], recurse=False)
+    def _received(self, socket: Any) -> Iterator[StreamItem]:
+        rank, sequencer, losses = attrs.astuple(self._streams[socket], recurse=False)
         while losses.poll(0):
             losses.recv_multipart()
-            ordering.doubt()
+            sequencer.mark_disconnected()
         frames = socket.recv_multipart()
         if len(frames) != _FRAMES:
             wanted = "expected 3 frames (topic, number, payload)"
-            yield Garbage(rank, f"{wanted}, got {len(frames)}")
+            yield InvalidMessage(rank, f"{wanted}, got {len(frames)}")
             return
         sequence = number(frames[1])
         if sequence is None:
             wanted = f"expected a number of {SEQUENCE_BYTES} bytes from 0 on"
-            yield Garbage(rank, f"{wanted}, got {_shown(frames[1])}")
+            yield InvalidMessage(rank, f"{wanted}, got {_shown(frames[1])}")
             return
-        yield from ordering.live(sequence, frames[2])
+        yield from sequencer.receive(sequence, frames[2])
 
     def _replay(
         self, address: str, start: int
     ) -> Generator[tuple[int, bytes | None], None, None]:
-        """Ask for the batches from `start` on: a `Replay`.
+        """Ask for the batches from `start` on; yield them as a `Replay` does.
 
-        Each question has a socket of its own, so that no late answer is taken for another's.
+        Each request has a socket of its own, so that no late answer is taken for another's.
         """
         with closing(self._context.socket(self._zmq.DEALER)) as socket:
             socket.linger = 0
-            # What the publisher cannot hand over at once it would drop.
+            # The publisher drops what it cannot send at once.
             socket.rcvhwm = 0
-            self._patient(socket, address)
+            self._set_timeouts(socket, address)
             with using(address, "ask for a replay at"):
                 socket.connect(address)
             socket.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")])
-            while (frames := self._answer(socket, address))[-2:-1] != [END]:
+            while (frames := self._next_message(socket, address))[-2:-1] != [END]:
                 sequence = number(frames[-2]) if len(frames) in _REPLAY_FRAMES else None
                 if sequence is None:
                     msg = f"{address} answered with something that is no batch"
-                    raise Unanswered(msg)
+                    raise ReplayFailed(msg)
                 # Older servers leave the topic out.
                 topic = frames[1] if len(frames) == max(_REPLAY_FRAMES) else b""
                 wanted = not topic or topic.startswith(self._server.topic.encode())
                 yield sequence, frames[-1] if wanted else None
 
-    def _answer(self, socket: Any, address: str) -> list[bytes]:
-        """Return the next message of a replay. Raises Unanswered if there is none in time."""
+    def _next_message(self, socket: Any, address: str) -> list[bytes]:
+        """Return the next message of a replay. Raises ReplayFailed if there is none in time."""
         deadline = monotonic() + self._server.replay_timeout
         while not self.stopped and (left := deadline - monotonic()) > 0:
             if socket.poll(min(left * 1000, _SLICE_MS)):
@@ -512,10 +509,10 @@ class Subscriber:
             if self.stopped
             else f"no answer from {address} within {took}"
         )
-        raise Unanswered(msg)
+        raise ReplayFailed(msg)
 
 
 def _shown(frame: bytes) -> str:
-    """Return a frame in hexadecimal, cut to what fits in a message."""
+    """Return a frame in hexadecimal, cut to eight bytes."""
     few = frame[:SEQUENCE_BYTES].hex()
     return f"{len(frame)} bytes {few}..." if len(frame) > SEQUENCE_BYTES else f"{few or 'none'}"

@@ -1,10 +1,10 @@
-"""The msgpack batches of vLLM, SGLang and TensorRT-LLM: `[ts, events, dp_rank]`, or a map.
+"""The msgpack batches of vLLM, SGLang and TensorRT-LLM's stream: `[ts, events, dp_rank]`.
 
-Newer vLLM names the items: `ts`, `events`, `data_parallel_rank`. An event is a map with a
-`type` tag, or, from older releases, an array that begins with the tag. vLLM:
-`vllm/distributed/kv_events.py`; SGLang: `srt/disaggregation/kv_events.py`; TensorRT-LLM:
-`_torch/pyexecutor/kv_cache_events.py`. The order of an array is that of the
-dynamo-kv-router's `zmq_wire` notes.
+Newer vLLM sends a map of `ts`, `events` and `data_parallel_rank`. An event is a map with a
+`type` or, from older releases, an array that begins with it. Sources: vLLM,
+`vllm/distributed/kv_events.py`; SGLang, `srt/disaggregation/kv_events.py`; TensorRT-LLM,
+`_torch/pyexecutor/kv_cache_events.py`; the layout of arrays, the notes on `zmq_wire` of
+dynamo-kv-router.
 """
 
 from __future__ import annotations
@@ -12,222 +12,196 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from kvcore.errors import InputError
-from kvcore.kv_events.fields import (
-    COUNT,
-    HASH,
-    HASHES,
-    INTEGER,
-    LIST,
-    OPTIONAL_LISTS,
-    SIZE,
-    TEXT,
-    TIME,
-    TOKENS,
-    Field,
-    Table,
-    WrongError,
-    kept,
-    read,
-    shown,
-    table,
-    unsayable,
-    written,
-    wrong,
-)
 from kvcore.kv_events.model import (
     AllBlocksCleared,
-    Batch,
     BlockRemoved,
     BlockStored,
+    Count,
+    DecodeError,
     Event,
-    Unread,
-    Wire,
+    EventBatch,
+    Size,
+    Token,
+    UnparsedEvent,
+    WireHash,
+    brief,
+    check_tokens,
+    other_fields,
+    parse,
+    unsupported,
 )
 
-STORED = table(
-    Field("block_hashes", HASHES, "hashes", required=True),
-    Field("parent_block_hash", HASH, "parent"),
-    Field("token_ids", TOKENS, "tokens", required=True),
-    Field("block_size", SIZE, "block_size", required=True),
-    Field("lora_id", INTEGER, "lora_id"),
-    Field("medium", TEXT, "medium"),
-    Field("lora_name", TEXT, "lora_name"),
-    Field("extra_keys", OPTIONAL_LISTS, "extra_keys"),
-    Field("group_idx", COUNT, "group"),
-    Field("kv_cache_spec_kind", TEXT),
-    Field("kv_cache_spec_sliding_window", COUNT),
-    Field("locality", TEXT),
-    Field("ownership", TEXT),
-    Field("session_id", TEXT),
-    Field("cache_salt", TEXT),
-    Field("lookahead_token_ids", LIST),
-    Field("mm_keys", LIST),
-    Field("block_mm_infos", LIST),
-)
+LARGEST_TIME = 2**63
 
 
-REMOVED = table(
-    Field("block_hashes", HASHES, "hashes", required=True),
-    Field("medium", TEXT, "medium"),
-    Field("group_idx", COUNT, "group"),
-    Field("kv_cache_spec_kind", TEXT),
-    Field("kv_cache_spec_sliding_window", COUNT),
-    Field("locality", TEXT),
-    Field("ownership", TEXT),
-)
+class _Stored(msgspec.Struct, kw_only=True, tag="BlockStored", tag_field="type"):
+    block_hashes: tuple[WireHash, ...]
+    parent_block_hash: WireHash | None = None
+    token_ids: tuple[Token, ...]
+    block_size: Size
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    group_idx: Count | None = None
 
 
-CLEARED: Table = {}
+class _Removed(msgspec.Struct, kw_only=True, tag="BlockRemoved", tag_field="type"):
+    block_hashes: tuple[WireHash, ...]
+    medium: str | None = None
+    group_idx: Count | None = None
 
 
-ALWAYS = (
-    *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
-    *("lora_id", "medium", "lora_name"),
-)
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
+    pass
 
 
-PREFIX = (*ALWAYS, "extra_keys")
+_EVENTS: Any = _Stored | _Removed | _Cleared
 
 
-TAIL = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+class _Batch(msgspec.Struct):
+    ts: int | float
+    events: list[Any]
+    data_parallel_rank: Count | None = None
 
 
-KNOWN: dict[str, tuple[type[Any], Table, tuple[str, ...]]] = {
-    "BlockStored": (BlockStored, STORED, ALWAYS),
-    "BlockRemoved": (BlockRemoved, REMOVED, ("block_hashes", "medium")),
-    "AllBlocksCleared": (AllBlocksCleared, CLEARED, ()),
-}
-"""By tag: the class, its fields, and those that vLLM writes even if they are null."""
+# The fields of events that are arrays, in their order.
+_TAIL = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+_STORED = _Stored.__struct_fields__[: -len(("group_idx",))]
+_REMOVED = ("block_hashes", "medium", *_TAIL)
 
 
-TAGS = {cls: tag for tag, (cls, _, _) in KNOWN.items()}
-
-
-BATCH = table(
-    Field("ts", TIME, "ts", required=True),
-    Field("events", LIST, "events", required=True),
-    Field("data_parallel_rank", COUNT, "dp_rank"),
-)
-"""The items of a batch: those of an array in this order."""
-
-
-LEAST = 2
-
-
-def read_batch(value: Any) -> Batch:
-    """Read a batch. Its events that cannot be read are `Unread`.
+def read_batch(value: Any) -> EventBatch:
+    """Return the batch that a payload unpacked to; its events that are wrong as UnparsedEvent.
 
     Raises:
-        WrongError: it is no batch.
+        DecodeError: it is no batch.
     """
-    return opened(value, _read)
+    return read_events(value, _read)
 
 
-def write_batch(batch: Batch) -> list[Any] | dict[str, Any]:
-    """Return the batch as it is packed.
+def read_events(value: Any, read_event: Callable[[Any, str], Event]) -> EventBatch:
+    """Return the batch of an array or a map, each of its events read by `read_event`.
+
+    Items of an array beyond the rank are in `more` by `#` and their place.
 
     Raises:
-        InputError: it holds an event that this format has no word for, or no time.
+        DecodeError: it is no batch.
     """
-    return closed(batch, [_write(event) for event in batch.events])
-
-
-def opened(value: Any, read_event: Callable[[Any, str], Event]) -> Batch:
-    """Read a batch, array or map, whose events are read by `read_event`.
-
-    What that refuses with a WrongError becomes `Unread`. Items of an array beyond the rank
-    are in `more` by `#` and their place.
-
-    Raises:
-        WrongError: it is no batch, or an event that cannot be read cannot be kept either.
-    """
-    fields, array = value, type(value) is list
-    if array and len(value) >= LEAST:
-        others = (f"#{place}" for place in range(len(BATCH), len(value)))
-        fields = dict(zip((*BATCH, *others), value, strict=False))
+    fields = value
+    if type(value) is list and len(value) > 1:
+        fields = _by_name(_Batch.__struct_fields__, value)
     elif type(value) is not dict:
-        where = "batch"
-        raise wrong(where, f"must be [ts, events, dp_rank], not {shown(value)}")
-    attributes, more = read(fields, BATCH, "batch")
-    events = []
-    for number, event in enumerate(fields["events"]):
-        place = f"events[{number}]"
+        msg = f"batch must be [ts, events, dp_rank], not {brief(value)}"
+        raise DecodeError(msg)
+    batch = parse(fields, _Batch, "batch")
+    if not abs(batch.ts) < LARGEST_TIME:
+        msg = f"batch.ts: expected a finite number, got {batch.ts}"
+        raise DecodeError(msg)
+    events: list[Event] = []
+    for number, event in enumerate(batch.events):
         try:
-            events.append(read_event(event, place))
-        except WrongError as error:
-            events.append(Unread(kept(event, place), str(error)))
-    attributes["events"] = tuple(events)
-    return Batch(**attributes, more=more, wire=Wire(array, tuple(fields)))
+            events.append(read_event(event, f"events[{number}]"))
+        except DecodeError as error:
+            events.append(UnparsedEvent(event, str(error)))
+    more = other_fields(fields, _Batch)
+    return EventBatch(batch.ts, tuple(events), batch.data_parallel_rank, more=more)
 
 
-def closed(batch: Batch, events: list[Any]) -> list[Any] | dict[str, Any]:
-    """Return the array or the map of a batch with so written events.
+def write_batch(batch: EventBatch) -> list[Any] | dict[str, Any]:
+    """Return the batch as vLLM packs it: an array of maps; a map, if the batch has more fields.
 
     Raises:
-        InputError: it has no time.
+        InputError: the batch has no time, or an event that vLLM does not have.
     """
     if batch.ts is None:
-        msg = "a batch without a time cannot be written: this format begins with one"
+        msg = "a batch without a time cannot be written: vLLM's batches begin with one"
         raise InputError(msg)
-    fields = written(batch, BATCH, BATCH) | {"events": events}
-    array = batch.wire is None or batch.wire.array
-    return list(fields.values()) if array else fields
+    items = (batch.ts, [_write(event) for event in batch.events], batch.dp_rank)
+    if not batch.more:
+        return list(items)
+    return {**dict(zip(_Batch.__struct_fields__, items, strict=True)), **batch.more}
 
 
-def _read(value: Any, place: str) -> Event:
-    array = type(value) is list
-    if array:
-        tag, fields = (value[0] if value else None), _by_name(value)
-    elif type(value) is dict:
-        fields = {name: item for name, item in value.items() if name != "type"}
-        tag = value.get("type")
-    else:
-        raise wrong(place, f"must be a map or an array, not {shown(value)}")
-    if type(tag) is not str or tag not in KNOWN:
-        where = f"{place}.type"
-        raise wrong(where, f"must be one of {', '.join(KNOWN)}, not {shown(tag)}")
-    cls, known, _ = KNOWN[tag]
-    attributes, more = read(fields, known, place)
-    event: Event = cls(
-        **attributes, more=more, wire=Wire(array, tuple(fields if array else value))
-    )
-    return event
+def _read(value: Any, field: str) -> Event:
+    named = _event_by_name(value) if type(value) is list else value
+    event = parse(named, _EVENTS, field)
+    more = other_fields(named, type(event))
+    match event:
+        case _Stored():
+            check_tokens(event.token_ids, f"{field}.token_ids")
+            return BlockStored(
+                hashes=event.block_hashes,
+                parent=event.parent_block_hash,
+                tokens=event.token_ids,
+                block_size=event.block_size,
+                medium=event.medium,
+                lora_id=event.lora_id,
+                lora_name=event.lora_name,
+                extra_keys=event.extra_keys,
+                group=event.group_idx,
+                more=more,
+            )
+        case _Removed():
+            hashes, medium, group = event.block_hashes, event.medium, event.group_idx
+            return BlockRemoved(hashes=hashes, medium=medium, group=group, more=more)
+    return AllBlocksCleared(more=more)
 
 
-def _by_name(value: list[Any]) -> dict[str, Any]:
-    """Return the items of an array by the names that its layout gives them."""
-    tail = value[len(PREFIX) + 1 :]
-    layout: tuple[str, ...] = ()
-    if value[:1] == ["BlockStored"]:
-        # Dynamo's layout has a slot before the group that vLLM's has not.
-        slot = () if _begins_with_group(tail) else ("block_mm_infos",)
-        layout = (*PREFIX, *slot, *TAIL)
-    elif value[:1] == ["BlockRemoved"]:
-        layout = ("block_hashes", "medium", *TAIL)
-    names = [*layout, *(f"#{place}" for place in range(len(layout) + 1, len(value)))]
-    return dict(zip(names, value[1:], strict=False))
+def _event_by_name(value: list[Any]) -> dict[str, Any]:
+    """Return the items of an event that is an array by the names that they have in a map."""
+    tag, items = (value[0] if value else None), value[1:]
+    names: tuple[str, ...] = ()
+    if tag == "BlockStored":
+        # Dynamo's layout has a slot before the group that vLLM's has not. vLLM's shows by an
+        # integer there, or by the null of a group that the text of a kind follows.
+        first, second = (*items[len(_STORED) :], None, None)[:2]
+        vllm = type(first) is int or (first is None and type(second) is str)
+        names = (*_STORED, *(() if vllm else ("block_mm_infos",)), *_TAIL)
+    elif tag == "BlockRemoved":
+        names = _REMOVED
+    fields = _by_name(names, items, first=1)
+    # An item that is null stands for none: a later one follows it.
+    return {"type": tag} | {
+        name: item for name, item in fields.items() if item is not None or name not in names
+    }
 
 
-def _begins_with_group(tail: list[Any]) -> bool:
-    """Say whether the first item is a group, or the null of one that a kind follows."""
-    first, second = (*tail, None, None)[:2]
-    return type(first) is int or (first is None and type(second) is str)
+def _by_name(names: tuple[str, ...], items: list[Any], first: int = 0) -> dict[str, Any]:
+    """Return items by name; those beyond the names by `#` and their place, from `first` on."""
+    others = (f"#{first + place}" for place in range(len(names), len(items)))
+    return dict(zip((*names, *others), items, strict=False))
 
 
 def _write(event: Event) -> Any:
-    if isinstance(event, Unread):
-        return event.value
-    tag = TAGS.get(type(event))
-    if tag is None:
-        raise unsayable(event, "the events of vLLM")
-    _, known, default = KNOWN[tag]
-    wire = getattr(event, "wire", None)
-    if wire is None or not wire.array:
-        return written(event, known, ("type", *default)) | {"type": tag}
-    fields = written(event, known, default)
-    if len(fields) > len(wire.names):
-        others = ", ".join(list(fields)[len(wire.names) :])
-        msg = f"{tag} as an array has no place for {others}: evolve it with wire=None"
-        raise InputError(msg)
-    return [tag, *fields.values()]
+    match event:
+        case UnparsedEvent():
+            return event.value
+        case BlockStored():
+            required = {
+                "type": "BlockStored",
+                "block_hashes": event.hashes,
+                "parent_block_hash": event.parent,
+                "token_ids": event.tokens,
+                "block_size": event.block_size,
+                "lora_id": event.lora_id,
+                "medium": event.medium,
+                "lora_name": event.lora_name,
+            }
+            optional = {"extra_keys": event.extra_keys, "group_idx": event.group}
+        case BlockRemoved():
+            required = {
+                "type": "BlockRemoved",
+                "block_hashes": event.hashes,
+                "medium": event.medium,
+            }
+            optional = {"group_idx": event.group}
+        case AllBlocksCleared():
+            required, optional = {"type": "AllBlocksCleared"}, {}
+        case _:
+            raise unsupported(event, "the events of vLLM")
+    given = {name: value for name, value in optional.items() if value is not None}
+    return {**required, **given, **event.more}

@@ -37,6 +37,7 @@ KINDS = {
 kvcore itself are called as the kind whose hook they have."""
 
 NO_PLUGINS = {
+    ("eviction", "belady"): "it is no policy but a bound, and comparisons alone know it",
     ("eviction", "optimum"): "it is no policy but a bound, and comparisons alone know it",
 }
 """Names that are not to be found here, by kind and name, and why."""
@@ -143,7 +144,7 @@ class Plugins:
 
         Raises:
             InputError: there is no such kind, or no such plugin.
-            PluginError: a plugin of this kind is broken, or an editable install is older
+            PluginError: a plugin of this kind is policy_error, or an editable install is older
                 than its checkout's entry points.
         """
         found = self._find(kind)
@@ -170,7 +171,7 @@ class Plugins:
 
         Raises:
             InputError: not one plugin, or an unknown name, option or value.
-            PluginError: the plugin is broken or cannot work here.
+            PluginError: the plugin is policy_error or cannot work here.
         """
         wanted = [spec] if isinstance(spec, Spec) else parse(spec)
         if len(wanted) != 1:
@@ -332,7 +333,7 @@ def resolve(
 
     Raises:
         InputError: `given` is none of these, of another kind, or an unknown name or option.
-        PluginError: the plugin is broken, has no name, or cannot work here.
+        PluginError: the plugin is policy_error, has no name, or cannot work here.
     """
     if given is None:
         return default_name and default(kind, default_name)()

@@ -18,6 +18,7 @@ from typing import (
     Optional,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -214,6 +215,11 @@ def _expected(kind: Any) -> str:
     return _WORDS[kind]
 
 
+def _is_literal(kind: Any) -> bool:
+    """Return True if `kind` is a Literal of some values."""
+    return cast("object", get_origin(kind)) is Literal
+
+
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, UnionType)
 
@@ -265,6 +271,8 @@ def _converter() -> Converter:
     converter.register_structure_hook(bool, lambda text, _: _BOOLS[text])
     converter.register_structure_hook(float, number)
     converter.register_structure_hook(Path, lambda text, _: Path(text))
-    converter.register_structure_hook_factory(lambda t: get_origin(t) is Literal, choice)
+    converter.register_structure_hook_factory(
+        lambda t: cast("object", get_origin(t)) is Literal, choice
+    )
     converter.register_structure_hook_factory(_is_union, first)
     return converter

@@ -1,4 +1,4 @@
-"""What a recording of KV events holds, as rows of a table."""
+"""Table of the contents of a KV-event recording."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcore.kv_events.block_tracker import KINDS
 
 
 def rows(report: RecordingReport) -> list[tuple[str, str]]:
-    """Return what to say of a recording: counts, then what is wrong with it."""
+    """Return the rows of the table: counts, then anomalies."""
     return [*_counts(report), *_faults(report)]
 
 

@@ -1,4 +1,4 @@
-"""Miss reasons for people: of a request in sentences, of all requests as tables."""
+"""Miss reasons as text: one request in sentences, all requests in tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import ClassVar
 import attrs
 
 from kvcore.analysis import Explanation
-from kvcore.analysis.miss_reasons import CATEGORIES, WAYS, Loss, Lost, Reasons, Summary
+from kvcore.analysis.miss_reasons import (
+    CATEGORIES,
+    WAYS,
+    MissedTokens,
+    MissSegment,
+    RequestMisses,
+    Summary,
+)
 from kvcore.report.tables import counted
 from kvcore.units import NS_PER_S, format_seconds
 
@@ -33,7 +40,7 @@ Row = list[str]
 
 @attrs.frozen
 class RequestReport:
-    """What became of a request, and why it did not hit more.
+    """Text about one request: what it hit, and why the rest missed.
 
     Attributes:
         explanation: of the trace.
@@ -41,10 +48,10 @@ class RequestReport:
     """
 
     explanation: Explanation
-    reasons: Reasons
+    reasons: RequestMisses
 
     def __str__(self) -> str:
-        """Return a few lines: what hit, then each loss in the order of the prompt."""
+        """Return the text: the hit, then each missed segment in prompt order."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -77,8 +84,8 @@ class RequestReport:
             f"{reasons.seq}.{again}"
         )
 
-    def _told(self, losses: list[Loss]) -> str:
-        """Tell of losses side by side, which differ in their evictions at most."""
+    def _told(self, losses: list[MissSegment]) -> str:
+        """Return the sentence about adjacent segments that differ only in their evictions."""
         first, end = losses[0].first, losses[-1].end
         prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
         return (
@@ -86,7 +93,7 @@ class RequestReport:
             f"prefill): {_spaced(losses[0].category)}. {self._why(losses)}"
         )
 
-    def _why(self, losses: list[Loss]) -> str:
+    def _why(self, losses: list[MissSegment]) -> str:
         loss = losses[0]
         if loss.eviction is not None:
             return self._evicted(losses)
@@ -105,8 +112,8 @@ class RequestReport:
             "no_keys": "The request has no key for these.",
         }[loss.category]
 
-    def _evicted(self, losses: list[Loss]) -> str:
-        """Tell when and for whom blocks left: tails first, so the last of `losses` before."""
+    def _evicted(self, losses: list[MissSegment]) -> str:
+        """Return the phrase about when and for which requests the blocks were evicted."""
         now = self.reasons.admitted
         evictions = [loss.eviction for loss in losses if loss.eviction is not None]
         latest, earliest = evictions[0], evictions[-1]
@@ -135,7 +142,7 @@ class RequestReport:
 
 @attrs.frozen
 class SummaryReport:
-    """Where the hits of a trace were lost.
+    """Tables of the missed tokens of a trace by reason, divergence point and request.
 
     Attributes:
         explanation: of the trace.
@@ -162,7 +169,7 @@ class SummaryReport:
 
     @property
     def headline(self) -> str:
-        """What was explained, and how much hit."""
+        """One sentence: which trace was explained, and how much hit."""
         explanation, summary = self.explanation, self.summary
         header = explanation.header
         hit = summary.hit_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
@@ -186,7 +193,7 @@ class SummaryReport:
 
     @property
     def rows(self) -> list[Row]:
-        """What was lost for each reason, those that lost nothing left out."""
+        """Rows of missed tokens by reason; reasons without misses are left out."""
         rows = []
         for name, lost in self.summary.categories.items():
             if lost.tokens:
@@ -201,7 +208,7 @@ class SummaryReport:
 
     @property
     def place_rows(self) -> list[Row]:
-        """Where most requests part from others."""
+        """Rows of the points at which most requests diverge."""
         return [
             [
                 f"{place.first:,}",
@@ -217,16 +224,16 @@ class SummaryReport:
 
     @property
     def request_rows(self) -> list[Row]:
-        """Who lost most to evictions, and for whom most was lost."""
+        """Rows of the requests that lost most to evictions, and that caused most evictions."""
         pairs = zip_longest(_ranked(self.summary.victims), _ranked(self.summary.beneficiaries))
         return [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
 
     @property
     def notes(self) -> str:
-        """How to read the numbers."""
+        """Sentences on how to read the numbers."""
         return "\n".join(self._notes())
 
-    def _row(self, name: str, lost: Lost, because: str) -> Row:
+    def _row(self, name: str, lost: MissedTokens, because: str) -> Row:
         return [
             name,
             f"{lost.tokens:,}",
@@ -254,14 +261,14 @@ class SummaryReport:
 
 
 def _bound(explanation: Explanation) -> Iterator[str]:
-    """Say what tells policy from capacity."""
+    """Return the sentence about the bound that divides policy from capacity misses."""
     yield BOUND
     if explanation.header["mode"] != "untimed":
         yield SERIAL
 
 
 def _cut(explanation: Explanation) -> Iterator[str]:
-    """Say how far the trace goes, if it has no end."""
+    """Return the sentence about where an incomplete trace ends."""
     if not explanation.complete:
         yield f"INCOMPLETE: {explanation.cut_reason}; told as if nothing followed."
 
@@ -270,12 +277,12 @@ def _ranked(requests: Iterable[tuple[int | str, int]]) -> Iterator[tuple[str, st
     return ((str(request), f"{tokens:,}") for request, tokens in requests)
 
 
-def _because(losses: list[Loss]) -> str:
+def _because(losses: list[MissSegment]) -> str:
     return ":" if losses else "."
 
 
-def _new(loss: Loss) -> str:
-    """Say how the keys that nobody sent before begin."""
+def _new(loss: MissSegment) -> str:
+    """Return the phrase about how a compulsory miss begins."""
     if loss.way == "starts":
         story = "No request admitted before begins with this block."
         if loss.other_salts:

@@ -1,4 +1,4 @@
-"""Hit curves as a picture."""
+"""Miss-ratio curves as plots, tables and CSV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
-from kvcore.analysis import Curves, Optimum
+from kvcore.analysis import Belady, Curves
 from kvcore.errors import PluginError
 from kvcore.models.memory import KVLayout
 from kvcore.report.tables import counted, named
@@ -77,7 +77,7 @@ def matplotlib() -> ModuleType:
 
 
 def plot(report: CurvesReport, form: str) -> bytes:
-    """Draw hit curves; return the picture as `png` or `svg`.
+    """Return a plot of the curves as `png` or `svg` bytes.
 
     Curves that are known at every size are lines, others a point for each size. Below is the
     pool as a share of the footprint, above it what that is in GiB or, without a layout, in
@@ -99,14 +99,14 @@ def plot(report: CurvesReport, form: str) -> bytes:
 
 
 def draw(axes: Axes, report: CurvesReport) -> None:
-    """Draw hit curves into `axes`."""
+    """Draw the curves into matplotlib `axes`."""
     curves = report.curves
     footprint = max(curves.distinct_blocks, 1)
     looks = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
     for name, curve in named(curves.curves):
         sizes, hits = curve.blocks, curve.hit_blocks
         style: dict[str, Any]
-        if curve.eviction == Optimum.name:
+        if curve.eviction == Belady.name:
             dashes = "--" if curve.options["bypass"] else "-"
             style = {"color": INK, "linewidth": 1, "marker": ".", "linestyle": dashes}
         else:
@@ -141,7 +141,7 @@ def draw(axes: Axes, report: CurvesReport) -> None:
 
 
 def _legend(axes: Axes, names: int) -> None:
-    """Name the curves, where that hides none of them."""
+    """Place a legend where it hides no curve."""
     if names <= INSIDE:
         axes.legend(loc="lower right", edgecolor="none", framealpha=1)
         return
@@ -150,7 +150,7 @@ def _legend(axes: Axes, names: int) -> None:
 
 
 def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
-    """Make the horizontal axes logarithmic: the share below, what it takes above."""
+    """Set logarithmic axes: share of the footprint below, pool size above."""
     sizes = [size for curve in report.curves.curves for size in curve.blocks]
     low, high = 100 * min(sizes) / footprint, 100 * max(sizes) / footprint
     axes.set_xscale("log")
@@ -219,7 +219,7 @@ COLUMNS = (
 
 @attrs.frozen
 class CurvesReport:
-    """Hit curves for people and for other programs.
+    """Curves as a table, CSV and a JSON object.
 
     Attributes:
         curves: what is reported.
@@ -231,7 +231,7 @@ class CurvesReport:
 
     @property
     def headline(self) -> str:
-        """What the numbers are."""
+        """One sentence that says what the numbers are."""
         curves, source = self.curves, self.curves.workload
         requests = counted(source.requests, "request")
         if self.empty:
@@ -245,23 +245,23 @@ class CurvesReport:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is looked up, so that the headline is all there is to say."""
+        """True if nothing is looked up, so that the headline says everything."""
         return not self.curves.lookup_blocks
 
     @property
     def headers(self) -> list[str]:
-        """The headers of the table: the size, then one a policy."""
+        """Headers of the table: the pool size, then one column a policy."""
         memory = [] if self.layout is None else ["memory"]
         return ["blocks", "of all", *memory, *self.names]
 
     @property
     def names(self) -> list[str]:
-        """The policies, with options that tell namesakes apart."""
+        """Names of the policies, with the options that distinguish equal names."""
         return [name for name, _ in named(self.curves.curves)]
 
     @property
     def rows(self) -> Iterator[list[str]]:
-        """The rows of the table: one a pool size."""
+        """Rows of the table: one a pool size."""
         curves = self.curves.curves
         for place, blocks in enumerate(curves[0].blocks):
             taken = self.bytes_of(blocks)
@@ -275,7 +275,7 @@ class CurvesReport:
 
     @property
     def reading(self) -> str:
-        """What the table shows, in a few sentences."""
+        """Sentences about what the table shows."""
         curves = self.curves
         text = (
             f"A cache that never evicts holds {counted(curves.distinct_blocks, 'block')} in "
@@ -290,7 +290,7 @@ class CurvesReport:
         return text
 
     def document(self) -> dict[str, Any]:
-        """Return all of it as JSON has it."""
+        """Return the curves as a JSON object."""
         curves = self.curves
         document = {
             "workload": attrs.asdict(curves.workload),
@@ -353,10 +353,10 @@ class CurvesReport:
                 )
 
     def bytes_of(self, blocks: int) -> int | None:
-        """Return what so many blocks take; None where that is not known."""
+        """Return the bytes of `blocks` blocks; None if the block's bytes are not known."""
         return None if self.layout is None else blocks * self.layout.bytes_per_block
 
 
 def percent(share: float) -> str:
-    """Write the share of a footprint with about two digits: `0.1%`, `1.6%`, `100%`."""
+    """Format a share of the footprint with about two digits: `0.1%`, `1.6%`, `100%`."""
     return f"{float(f'{100 * share:.2g}'):.10g}%"

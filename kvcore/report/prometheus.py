@@ -1,4 +1,4 @@
-"""What a run came to as Prometheus metrics, under the names that servers have for them.
+"""Results as Prometheus metrics, under the names that serving engines use.
 
 A name is vLLM's (vllm/v1/metrics/loggers.py), with the prefix `kvcore_` in place of `vllm:`, so
 that a query or a dashboard for one works for the other. docs/reference/metrics.md lists them.
@@ -96,7 +96,7 @@ def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any
 
 
 def comparison_metrics(comparison: Comparison) -> str:
-    """Return the metrics of a comparison in Prometheus' text format: a row has labels.
+    """Return the metrics of a comparison in Prometheus' text format, one label set a row.
 
     Raises:
         PluginError: the package prometheus_client is not installed.
@@ -117,7 +117,7 @@ def comparison_metrics(comparison: Comparison) -> str:
 
 
 def require_prometheus() -> None:
-    """Import what writes metrics.
+    """Import prometheus_client.
 
     Raises:
         PluginError: the package prometheus_client is not installed.
@@ -130,7 +130,7 @@ def require_prometheus() -> None:
 
 
 class _Families:
-    """Metric families, in the order in which their first samples come: a collector."""
+    """Collector of metric families in the order of their first samples."""
 
     def __init__(self) -> None:
         self._found: dict[str, Metric] = {}
@@ -140,7 +140,7 @@ class _Families:
         yield from self._found.values()
 
     def exposition(self) -> str:
-        """Write them. No registry but one made for it knows of them."""
+        """Return the families in text format, through a registry of their own."""
         from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
 
         registry = CollectorRegistry(auto_describe=False)
@@ -164,7 +164,7 @@ class _Families:
         total: float,
         labels: Labels,
     ) -> None:
-        """Add a histogram, of which `buckets` are upper bounds and samples up to there."""
+        """Add a histogram; `buckets` are upper bounds with cumulative counts."""
         family, full = self._family("histogram", name, says), f"{PREFIX}{name}"
         for bound, upto in buckets:
             family.add_sample(f"{full}_bucket", labels | {"le": str(bound)}, upto)
@@ -179,7 +179,7 @@ class _Families:
 
 
 def _add_lookups(families: _Families, hit: Mapping[str, Any], labels: Labels) -> None:
-    """Add what was looked up and hit, in tokens where that is known, and in blocks."""
+    """Add lookups and hits in blocks, and in tokens where those are known."""
     for name, part, says in (
         ("prefix_cache_queries", "lookup_tokens", "Prompt tokens looked up."),
         ("prefix_cache_hits", "hit_tokens", "Prompt tokens that hit."),
@@ -191,7 +191,7 @@ def _add_lookups(families: _Families, hit: Mapping[str, Any], labels: Labels) ->
 
 
 def _add_residency(families: _Families, rested: Mapping[str, Any], labels: Labels) -> None:
-    """Add how long the blocks of a tier rested, and what came and went."""
+    """Add the residency histograms of a tier, and its stored and evicted blocks."""
     for key, (name, says) in RESTING.items():
         seen = rested[key]
         if seen is not None:
@@ -209,7 +209,7 @@ def _add_residency(families: _Families, rested: Mapping[str, Any], labels: Label
 
 
 def _add_ends(families: _Families, document: Mapping[str, Any], labels: Labels) -> None:
-    """Add how requests ended, and how often they were preempted."""
+    """Add the requests by status, and the preemptions."""
     preempted = sum(document["preemptions"].values())
     families.counter("num_preemptions", "Preemptions.", preempted, labels)
     says = "Requests by how they ended; `abort`: rejected."
@@ -221,7 +221,7 @@ def _add_ends(families: _Families, document: Mapping[str, Any], labels: Labels) 
 def _add_requests(
     families: _Families, requests: Mapping[str, Sequence[Any]], seconds: float, labels: Labels
 ) -> None:
-    """Add tokens and times of requests; and, by Little's law, how many there were at a time."""
+    """Add tokens and times of requests and, by Little's law, the mean number in the system."""
     names = ("status", "prompt", "output", "admitted_s", "finish_s")
     rows = zip(*(requests[name] for name in names), strict=True)
     done = [row[1:] for row in rows if row[0] == "finished"]

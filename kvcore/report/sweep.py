@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import orjson
 
-from kvcore.analysis import Optimum
+from kvcore.analysis import Belady
 from kvcore.analysis.sweep import Row, Sweep
 from kvcore.errors import InputError, PluginError
 from kvcore.files import WholeFile, part_of
@@ -138,23 +138,23 @@ class SweepReport:
 
     def _best(self, rows: list[Row]) -> Iterator[str]:
         """Yield who is best by each measure, and how good that is."""
-        entrants = [row for row in rows if not _is_bound(row)] or rows
+        candidates = [row for row in rows if not _is_bound(row)] or rows
         best: list[Row] = []
         for measure in self._measures:
-            ranked = [row for row in entrants if row[measure.column] is not None]
+            ranked = [row for row in candidates if row[measure.column] is not None]
             if not ranked:
                 yield from (NONE, NONE)
                 continue
             value = measure.best(row[measure.column] for row in ranked)
             best = [row for row in ranked if row[measure.column] == value]
-            yield self._names(best, len(entrants))
+            yield self._names(best, len(candidates))
             yield measure.text(value)
         if self._bounded:
             share = best[0]["share_of_optimum"] if best else None
             yield NONE if share is None else _share(share)
 
-    def _names(self, rows: list[Row], entrants: int) -> str:
-        if len(rows) == entrants > 1:
+    def _names(self, rows: list[Row], candidates: int) -> str:
+        if len(rows) == candidates > 1:
             return "all alike"
         competing = [name for name in self.sweep.grid.varied if name in POLICIES]
         names = [
@@ -263,4 +263,4 @@ def _written(name: str, row: Row) -> str:
 
 
 def _is_bound(row: Row) -> bool:
-    return str(row["eviction"]).partition(":")[0] == Optimum.name
+    return str(row["eviction"]).partition(":")[0] == Belady.name

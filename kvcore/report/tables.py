@@ -1,4 +1,4 @@
-"""A comparison as a table for people, as a few sentences, and as CSV."""
+"""Comparison as a table, sentences and CSV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TextIO, TypeVar
 
 import attrs
 
-from kvcore.analysis import SHARING, Comparison, Curve, Infinite, Optimum, Row
+from kvcore.analysis import SHARING, Belady, Comparison, Curve, Infinite, Row
 from kvcore.models.cost import PrefillCost
 from kvcore.plugins.options import as_text
 
@@ -40,7 +40,7 @@ WEIGHS_COST = "cost"
 
 @attrs.frozen
 class ComparisonReport:
-    """A comparison for people.
+    """A comparison as a table with a headline and sentences.
 
     Attributes:
         comparison: what is reported.
@@ -56,7 +56,7 @@ class ComparisonReport:
 
     @property
     def headline(self) -> str:
-        """What the numbers of the table are."""
+        """One sentence that says what the numbers of the table are."""
         source, infinite = self.comparison.workload, self.comparison.infinite
         by = "blocks in the pool" if self.memory is None else "the pool's K/V memory"
         ranked = any(row.share_of_optimum is not None for row in self.comparison.rows)
@@ -75,18 +75,18 @@ class ComparisonReport:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is looked up, so that the headline is all there is to say."""
+        """True if nothing is looked up, so that the headline says everything."""
         return not self.comparison.infinite.lookup_blocks
 
     @property
     def headers(self) -> list[str]:
-        """The headers of the table: one a pool size."""
+        """Headers of the table: one column a pool size."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
         return ["eviction", *(f"{self._size(size):>5}" for size in sizes)]
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows of the table: one a policy, and one of the infinite cache."""
+        """Rows of the table: one a policy, and one of the infinite cache."""
         table: dict[str, list[str]] = {}
         for name, row in named(self.comparison.rows):
             table.setdefault(name, []).append(_cell(row))
@@ -96,7 +96,7 @@ class ComparisonReport:
 
     @property
     def reading(self) -> str:
-        """What the table shows, in a few sentences."""
+        """Sentences about what the table shows."""
         infinite = self.comparison.infinite
         if not infinite.hit_blocks:
             if self.prefix != SHARING:
@@ -126,10 +126,10 @@ class ComparisonReport:
 
     def _policies(self) -> list[tuple[str, Row]]:
         rows = named(self.comparison.rows)
-        return [(name, row) for name, row in rows if row.eviction != Optimum.name]
+        return [(name, row) for name, row in rows if row.eviction != Belady.name]
 
     def _most_hits(self) -> str:
-        """Name the policy that hits most, by pool size, where there is one."""
+        """Return the sentence about the policy that hits most at each pool size."""
         policies = self._policies()
         won: dict[str, list[str]] = {}
         for size in dict.fromkeys(row.blocks for _, row in policies):
@@ -143,7 +143,7 @@ class ComparisonReport:
         return f"Most hits: {'; '.join(winners)}." if winners else ""
 
     def _saturation(self) -> str:
-        """Say from which size on the optimum hits all that can hit."""
+        """Return the sentence about the size from which the optimum hits all that can hit."""
         enough = [
             row.blocks
             for row in self.comparison.rows
@@ -157,7 +157,7 @@ class ComparisonReport:
         )
 
     def _options(self) -> str:
-        """List the options that the names of the policies do not show."""
+        """Return the options that the policies' names do not show."""
         texts: dict[str, str] = {}
         for name, row in self._policies():
             rest = (text for text in _texts(row.options) if text not in name)
@@ -171,7 +171,7 @@ class ComparisonReport:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number of things: `1 block`, `1,000 blocks`."""
+    """Format a number of things: `1 block`, `1,000 blocks`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
@@ -190,7 +190,7 @@ def write_csv(comparison: Comparison, file: TextIO) -> None:
 
 
 def _is_optimum(row: Row) -> bool:
-    return row.eviction == Optimum.name and not row.options["bypass"]
+    return row.eviction == Belady.name and not row.options["bypass"]
 
 
 def _cell(result: Row | Infinite) -> str:
@@ -218,7 +218,7 @@ def named(rows: list[Named]) -> list[tuple[str, Named]]:
 
 
 def _texts(options: Mapping[str, Any]) -> Iterable[str]:
-    """Yield options as the command line takes them; None is what it is without."""
+    """Yield options in the command line's form; None stands for a policy without options."""
     for key, value in options.items():
         if isinstance(value, float):
             yield f"{key}={value:.15g}"

@@ -1,4 +1,4 @@
-"""A recorded run and the same requests run again, side by side, for people."""
+"""What-if results as tables and sentences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.analysis import Change, Figures, WhatIf
+from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import counted
 from kvcore.units import NS_PER_S, format_number, format_seconds
@@ -22,7 +22,7 @@ Row = list[str]
 
 @attrs.frozen
 class WhatIfReport:
-    """Two runs of the same requests for people.
+    """Two runs of the same requests, side by side.
 
     Attributes:
         whatif: the runs.
@@ -34,7 +34,7 @@ class WhatIfReport:
 
     @property
     def headline(self) -> str:
-        """What was run again, and with what different."""
+        """One sentence: what was run again, and with which options changed."""
         found, before, after = self._parts
         lines = [f"{found.workload}: {counted(before.requests, 'request')} of {found.file}."]
         names = [name for name in after.config if after.config[name] != before.config[name]]
@@ -52,17 +52,17 @@ class WhatIfReport:
 
     @property
     def headers(self) -> Row:
-        """The headers of the table of both runs."""
+        """Headers of the table of both runs."""
         return ["", "recorded", "what if", "change"]
 
     @property
     def rows(self) -> list[Row]:
-        """The rows of that table, the most important first."""
+        """Rows of the table of both runs, the most important first."""
         return list(self._rows())
 
     @property
     def verdict(self) -> str:
-        """How many requests fared better, and how many worse."""
+        """One sentence: how many requests improved, and how many got worse."""
         changes = self.whatif.changes
         gained = sum(change.tokens > 0 for change in changes)
         lost = sum(change.tokens < 0 for change in changes)
@@ -79,7 +79,7 @@ class WhatIfReport:
 
     @property
     def tables(self) -> Iterator[tuple[Row, list[Row]]]:
-        """The tables of those who gained and lost most: headers, and rows."""
+        """Tables (headers, rows) of the requests that gained and lost most."""
         found = self.whatif
         for title, changes in (
             ("gained hits", found.gained(self.most)),
@@ -91,7 +91,7 @@ class WhatIfReport:
                 yield [title, *self._columns], [self._request(change) for change in changes]
 
     @property
-    def _parts(self) -> tuple[WhatIf, Figures, Figures]:
+    def _parts(self) -> tuple[WhatIf, RunSummary, RunSummary]:
         return self.whatif, self.whatif.recorded, self.whatif.rerun
 
     @property
@@ -142,7 +142,7 @@ def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str])
 
 
 def _change(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
-    """Say by how much a value changes: a share in points, a count as it is, else in percent.
+    """Format a change: shares in points, counts as they are, other values in percent.
 
     `=` is the same, `≈` next to it.
     """
@@ -174,7 +174,7 @@ def _ttft(time: int | None) -> str:
 
 
 def _config(value: Any) -> str:
-    """Return a part of a configuration as the command line has it."""
+    """Return a part of a configuration in the command line's form."""
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
         options = ",".join(_options(value["options"].items()))
         return f"{value['name']}:{options}" if options else str(value["name"])

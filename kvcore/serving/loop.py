@@ -23,7 +23,7 @@ from kvcore.serving.executor import Executor
 from kvcore.serving.latency import Batch, ServiceTimes, StepTimes
 from kvcore.serving.result import RunLog
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
-from kvcore.trace.events import key_fields, told_keys
+from kvcore.trace.fields import key_fields, told_keys
 from kvcore.units import INT64_LIMIT, PS_PER_NS
 
 

@@ -167,7 +167,10 @@ class EvictionPolicyTests(ABC):
         requests = random_requests(seed, 60, _HINTS)
         for blocks in (1, 3):
             for accounting in ("keys", "tokens"):
-                hits = [decision.hit for decision in self.replay(requests, blocks, accounting=accounting)]
+                hits = [
+                    decision.hit
+                    for decision in self.replay(requests, blocks, accounting=accounting)
+                ]
                 assert max(hit or 0 for hit in hits) <= blocks, "hits exceed the pool"
 
     @_seeds

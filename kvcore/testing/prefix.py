@@ -179,9 +179,7 @@ class PrefixIndexTests:
 
     def _cache(self, blocks: int = 12, block_size: int = BLOCK, **options: Any) -> KVCache:
         options = {"ids": True} | options
-        return KVCache(
-            blocks, block_size, eviction=Oldest(), prefix=self.make(), **options
-        )
+        return KVCache(blocks, block_size, eviction=Oldest(), prefix=self.make(), **options)
 
     def _needs_shares(self) -> None:
         if not self.make().shares:
@@ -193,7 +191,10 @@ def _path(cache: KVCache, keys: Keys[Key], limit: int) -> list[Span]:
     path, ratio = [cache.tree.root], cache.geometry.ratio
     while path[-1].end < limit:
         last = path[-1]
-        if last.end and keys[(last.end - 1) // ratio] != last.path_keys[(last.end - 1) // ratio]:
+        if (
+            last.end
+            and keys[(last.end - 1) // ratio] != last.path_keys[(last.end - 1) // ratio]
+        ):
             break
         child = (last.children or {}).get(keys[last.end // ratio])
         if child is None:

@@ -1,23 +1,25 @@
 """The trace: every decision as a line of JSON, read back and checked."""
 
-from kvcore.trace.check import Report, replay, residency
-from kvcore.trace.events import EVENTS, SCHEMA, decode_runs, encode_runs
-from kvcore.trace.reader import TraceReader, TraceWorkload, read_events, read_request
-from kvcore.trace.state import CacheState
+from kvcore.trace.check import Report, TraceChecker, check_trace, replay
+from kvcore.trace.fields import SCHEMA, decode_runs, encode_runs, read_request
+from kvcore.trace.reader import TraceReader, TraceWorkload, json_schema, read_events
+from kvcore.trace.state import CacheState, rebuild_residency
 from kvcore.trace.writer import Trace
 
 __all__ = [
-    "EVENTS",
     "SCHEMA",
     "CacheState",
     "Report",
     "Trace",
+    "TraceChecker",
     "TraceReader",
     "TraceWorkload",
+    "check_trace",
     "decode_runs",
     "encode_runs",
+    "json_schema",
     "read_events",
     "read_request",
+    "rebuild_residency",
     "replay",
-    "residency",
 ]

@@ -12,16 +12,21 @@ from typing import Any, BinaryIO
 import structlog
 from orjson import OPT_APPEND_NEWLINE, dumps
 
-from kvcore.trace.events import encode_runs
+from kvcore.trace.fields import encode_runs
 
 
 class TraceLogger(structlog.BoundLoggerBase):
-    """Bound once a trace to the file, one processor, and the counts of events so far."""
+    """Bound once a trace to the file, one processor, and the counts of events so far.
+
+    Attributes:
+        lines: how many were written.
+        time: of the last line, in ns.
+    """
 
     lines = 0
     time = 0
 
-    def line(self, event: str, now: int, **fields: Any) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         """Write one line. Costs about 0.5 µs, twice what orjson alone takes.
 
         An array of block ids, which JSON has no word for, is written as runs. (Not by
@@ -29,13 +34,13 @@ class TraceLogger(structlog.BoundLoggerBase):
         TypeError.)
         """
         (encode,) = self._processors
-        if "runs" in fields and type(fields["runs"]) is array:
-            fields["runs"] = encode_runs(fields["runs"])
-        line = {"n": self.lines, "t": now, "event": event, **fields}
+        line["n"] = self.lines
+        if "runs" in line and type(line["runs"]) is array:
+            line["runs"] = encode_runs(line["runs"])
         self._logger(encode(line, None, OPT_APPEND_NEWLINE))  # type: ignore[arg-type]
-        self._context[event] += 1
+        self._context[line["event"]] += 1
         self.lines += 1
-        self.time = now
+        self.time = line["t"]
 
 
 def bind_logger(file: BinaryIO) -> TraceLogger:

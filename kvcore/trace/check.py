@@ -1,19 +1,37 @@
-"""Replay: rebuild what a trace says happened, and check that it could have happened."""
+"""The check of a trace: whether what it says could have happened, line by line.
+
+Three independent accounts of a cache, each kept from the lines alone: the order in which a
+pool hands out blocks (`AllocationOrder`), the life cycles of requests (`Lifecycles`), and the
+spans, tables and pins of a `CacheState`. Readers that trust a whole file, such as
+`kvcore explain`, need only the last.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cache import Residency
-from kvcore.errors import TraceError
-from kvcore.trace.events import SCHEMA
-from kvcore.trace.lifecycle import Lives
-from kvcore.trace.reader import Line, TraceReader
-from kvcore.trace.spans import Hits, path
-from kvcore.trace.state import CacheState
+from kvcore.cache.pool import BlockPool, Ids
+from kvcore.trace.fields import SCHEMA, encode_runs
+from kvcore.trace.lifecycle import Lifecycles
+from kvcore.trace.reader import TraceReader
+from kvcore.trace.state import (
+    CacheState,
+    Hits,
+    TracedPrompt,
+    TracedSequence,
+    TracedSpan,
+    violated,
+)
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
 
 
 @attrs.frozen
@@ -25,9 +43,8 @@ class Report:
         complete: whether the file has its END; if not, `cut_reason` says where it stops.
         lines: lines read, HEADER and END included; `events` is their number by event.
         pool: blocks `free`, `cached` and `private`, and the number of `spans`.
-        requests: how many REQUEST lines there were; `finished` and `rejected` of them have
-            ended.
-        preemptions: how often one was preempted, by kind: `pause` and `recompute`.
+        requests: number of REQUEST lines; `finished` and `rejected` of them have ended.
+        preemptions: how often a request was preempted, by kind: `pause` and `recompute`.
         hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
             and by request (null without lookups).
     """
@@ -45,138 +62,489 @@ class Report:
     hit: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it, with the schema number."""
+        """Return the report as JSON has it, with the schema number."""
         fields = attrs.asdict(self)
         del fields["cut_reason"]
         return {"schema": SCHEMA, **fields}
 
 
-def replay(file: str | os.PathLike[str], at: int | None = None) -> Report:
-    """Read a trace, check every line against the state that the lines before it make.
+def check_trace(file: str | os.PathLike[str], at: int | None = None) -> Report:
+    """Check every line of a trace against the state that the lines before it make.
 
-    `at` (ns) asks for the state after the last line not later than that; the lines after
-    it are checked all the same. Costs about 10 µs a line.
+    `at` (ns) asks for a report of the state after the last line not later than that; the
+    lines after it are checked all the same. Costs about 10 µs a line.
 
     Raises:
         InputError: the file cannot be opened.
         TraceError: a line is damaged, or contradicts what came before: file, line, reason.
     """
     reader = TraceReader(file)
-    state: CacheState | None = None
-    events: dict[str, int] = {}
+    checker: TraceChecker | None = None
+    counts: dict[str, int] = {}
     report: Report | None = None
-    for line in reader:
-        if at is not None and report is None and line["t"] > at:
-            report = _report(reader, state, events)
-        state = advanced(reader, state, line)
-        event = line["event"]
-        events[event] = events.get(event, 0) + 1
-    report = report or _report(reader, state, events)
+    for event in reader:
+        if at is not None and report is None and event.t > at:
+            report = _report(reader, checker, counts)
+        checker = check_event(reader, checker, event)
+        counts[event.event] = counts.get(event.event, 0) + 1
+    report = report or _report(reader, checker, counts)
     return attrs.evolve(report, complete=reader.complete, cut_reason=reader.cut_reason)
 
 
-def advanced(reader: TraceReader, state: CacheState | None, line: Line) -> CacheState:
-    """Return the state after `line`, which `reader` has just read; None comes before HEADER.
+def check_event(
+    reader: TraceReader, checker: TraceChecker | None, event: events.Event
+) -> TraceChecker:
+    """Check `event`, which `reader` has just read; return the checker, made for HEADER.
 
     Raises:
-        TraceError: the line contradicts what came before: file, line, reason.
+        TraceError: the event contradicts what came before: file, line, reason.
     """
     try:
-        if state is None:
-            return CacheState(line)
-        state.apply(line)
+        if checker is None:
+            return TraceChecker(event)  # type: ignore[arg-type]  # the reader has seen to it
+        checker.apply(event)
     except ValueError as error:
-        reader.fail(f"{line['event']}: {error}")
-    return state
+        reader.fail(f"{event.event}: {error}")
+    return checker
 
 
-def _report(reader: TraceReader, state: CacheState | None, events: dict[str, int]) -> Report:
+replay = check_trace
+advanced = check_event
+
+
+def _report(
+    reader: TraceReader, checker: TraceChecker | None, counts: dict[str, int]
+) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
-    lives, hits = Lives("untimed"), Hits()
-    if state is not None:
-        lives, hits = state.lives, state.hits
+    lifecycles, hits = Lifecycles("untimed"), Hits()
+    if checker is not None:
+        state = checker.state
+        lifecycles, hits = checker.lifecycles, state.hits
         pool |= {"free": state.free, "cached": state.cached, "private": state.private}
         pool["spans"] = len(state.spans)
     return Report(
         file=str(reader.file),
         complete=reader.complete,
         cut_reason=reader.cut_reason,
-        lines=sum(events.values()),
-        events=dict(events),
+        lines=sum(counts.values()),
+        events=dict(counts),
         pool=pool,
-        requests=events.get("REQUEST", 0),
-        finished=lives.finished,
-        rejected=lives.rejected,
-        preemptions=dict(lives.preemptions),
+        requests=counts.get("REQUEST", 0),
+        finished=lifecycles.finished,
+        rejected=lifecycles.rejected,
+        preemptions=dict(lifecycles.preemptions),
         hit=hits.as_dict(),
     )
 
 
-def residency(file: str | os.PathLike[str]) -> Residency:
-    """Return what a `Residency` would have been told in the run that a trace has recorded.
+# Events between the first victim of a call and the lines that take its block.
+ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY"})
 
-    The state before each line says how old its blocks are: a HIT ages the spans on its path,
-    a COMMIT stores, an EVICT of scope `cache` ends lives, and the halves of a SPLIT have one
-    birth. Every line is checked, as by `replay`. Costs some 10 µs a line.
+# Events between a commit and the pins of the forked siblings that share its blocks.
+SHARING = frozenset({"COMMIT", "SPLIT", "FREE"})
 
-    Raises:
-        InputError: the file cannot be opened.
-        TraceError: a line is damaged, contradicts what came before, or the file is cut.
+
+class TraceChecker:
+    """Checks each event against the state before it, then applies it.
+
+    Shares nothing with the prefix caches but the pool's order of ids: what is cached is a
+    count of blocks a key, and a prompt's hit a bisection, since no block is cached without
+    those before it.
+
+    Attributes:
+        state: the cache after the events so far.
+        lifecycles: how far each request has come.
     """
-    reader = TraceReader(file)
-    state: CacheState | None = None
-    listener: _Listener | None = None
-    for line in reader:
-        if listener is not None:
-            listener.hear(line)
-        state = advanced(reader, state, line)
-        listener = listener or _Listener(line, state)
-    if listener is None or not reader.complete:
-        msg = f"{reader.file}: incomplete: {reader.cut_reason}"
-        raise TraceError(msg)
-    return listener.seen
 
+    def __init__(self, header: events.Header) -> None:
+        """Start with the empty cache that HEADER gives.
 
-class _Listener:
-    """Tells a `Residency` of each line before it is checked; a wrong one ends it all."""
+        Raises:
+            ValueError: the sizes do not fit one another.
+        """
+        self.state = CacheState(header)
+        self.lifecycles = Lifecycles(header.mode)
+        plugins = header.plugins
+        self._eviction = plugins["eviction"].name if "eviction" in plugins else None
+        self._retention = plugins["retention"].name if "retention" in plugins else None
+        self._ratio = self.state.layout.ratio
+        self._order = AllocationOrder(header.blocks)
+        self._cached_keys = CachedKeys(self._ratio)
+        self._last_sequence = self._last_span = 0
+        # The request whose call dropped expired spans last: its MISS may say so.
+        self._expired_for: int | str | None = None
+        # Blocks of a COMMIT `same` that the next line must free.
+        self._duplicates: Ids = array("i")
+        # Owners, besides the one that committed them, of blocks that are cached by now: each
+        # must pin them by a COMMIT `shared` before anything else happens.
+        self._unpinned = 0
+        # Event, sequence and reason that the next line must have; and this one.
+        self._next: tuple[str, int, str | None] | None = None
+        self._due: tuple[str, int, str | None] | None = None
+        # Plain requests for what a server says have one check: that of their life cycle.
+        checks = {name: getattr(self, f"_{name.lower()}") for name in _CHECKED}
+        self._checks: dict[str, Callable[[Any], None]] = checks
 
-    def __init__(self, header: Line, state: CacheState) -> None:
-        self.seen = Residency(header["blocks"])
-        self._state = state
-        self._ratio = max(1, header["key_tokens"] // header["block_size"])
-        self._born: dict[int, int] = {}
+    def apply(self, event: events.Event) -> None:
+        """Check the next event after HEADER, and apply it. O(spans touched), blocks in C.
 
-    def hear(self, line: Line) -> None:
-        """Take in a line."""
-        event = line["event"]
-        if event == "HIT" and "again" not in line:
-            self._hit(line)
-        elif event == "SPLIT":
-            self._born[line["upper"]] = self._born.get(line["span"], 0)
-        elif event == "COMMIT" and line["how"] in ("new", "grown"):
-            self._stored(line)
-        elif event == "EVICT" and line["scope"] == "cache":
-            self._evicted(line)
+        Raises:
+            ViolationError: the event contradicts what came before.
+        """
+        name, state = event.event, self.state
+        self._due = self._next
+        if self._due is not None and self._due[:2] != (name, getattr(event, "seq", None)):
+            violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
+        if self._unpinned and name not in SHARING:
+            self._refuse_unpinned()
+        if name not in ADMISSION:
+            self._expired_for = None
+            self._order.settle()
+        self._next = None
+        self._checks.get(name, self._lifecycle)(event)
+        state.apply(event)
+        free = self._order.free
+        total = free + state.cached + state.private
+        if total != state.header.blocks:
+            violated(
+                f"{free} free + {state.cached} cached + {state.private} private blocks are "
+                f"{total}; the pool has {state.header.blocks}"
+            )
 
-    def _hit(self, line: Line) -> None:
-        span = self._state.spans.get(line["span"])
-        if span is not None:
-            for each in path(span):
-                self.seen.record_hit(line["t"] - each.last_access, len(each.ids))
+    def _request(self, event: events.Request) -> None:
+        if event.id in self.state.requests:
+            violated(f"request {event.id!r} has a REQUEST line already")
+        self.lifecycles.arrive(event.id, event.output)
 
-    def _stored(self, line: Line) -> None:
-        self._born.setdefault(line["span"], line["t"])
-        seq, first = self._state.sequences.get(line["seq"]), line["first"]
-        if seq is not None:
-            self.seen.record_store(seq.prompt.keys, first, first + line["blocks"], self._ratio)
+    def _hit(self, event: events.Hit) -> None:
+        prompt = self._admit(event, event.blocks)
+        self._must_hold(event.seq, prompt, self.state.span(event.span), event.blocks)
+        if event.blocks < prompt.blocks:
+            self._next = ("MISS", event.seq, None)
 
-    def _evicted(self, line: Line) -> None:
-        span = self._state.spans.get(line["span"])
-        if span is None:
+    def _miss(self, event: events.Miss) -> None:
+        if self._due is None:
+            prompt, hit, again = self._admit(event, 0), 0, bool(event.again)
+        else:
+            seq = self.state.sequence(event.seq)
+            prompt, hit, again = seq.prompt, seq.hit, seq.again
+        if (event.request, event.block, bool(event.again)) != (prompt.id, hit, again):
+            violated(f"sequence {event.seq} is of request {prompt.id!r} and hit {hit} blocks")
+        if hit == prompt.limit:
+            reasons = ["no keys" if prompt.unkeyed else "partial"]
+        elif self._expired_for == prompt.id:
+            # What expired may have been dropped by an earlier call, which then failed.
+            reasons = ["expired", "absent"]
+        else:
+            reasons = ["absent"]
+        if event.why not in reasons:
+            violated(f"block {hit} missed as {event.why!r}; it is {reasons[0]!r}")
+
+    def _split(self, event: events.Split) -> None:
+        lower = self.state.span(event.span)
+        if not lower.start < event.at < lower.end:
+            violated(
+                f"span {lower.id} is blocks {lower.start} to {lower.end}: "
+                f"no split at {event.at}"
+            )
+        self._must_be_new(event.upper)
+
+    def _alloc(self, event: events.Alloc) -> None:
+        seq, ids = self.state.sequence(event.seq), self.state.ids(event.runs)
+        if event.first != seq.blocks:
+            violated(f"sequence {seq.id} has {seq.blocks} blocks: {event.first} is not next")
+        self.lifecycles.grow(seq.prompt.id, seq.id)
+        self._order.take(ids, seq.prompt.id)
+
+    def _copy(self, event: events.Copy) -> None:
+        seq, source = self.state.sequence(event.seq), event.source
+        if not seq.private or (event.block, source) != (seq.blocks - 1, seq.private[-1]):
+            violated(f"block {source} is not the private tail of sequence {seq.id}")
+        if not self._order.pool.unshare(source):
+            violated(f"block {source} has one owner, who may write to it")
+        self._order.take(array("i", [event.to]), seq.prompt.id, copy=True)
+
+    def _commit(self, event: events.Commit) -> None:
+        seq, count = self.state.sequence(event.seq), event.blocks
+        end = event.first + count
+        if event.first != seq.span.end or end > seq.blocks:
+            violated(
+                f"the private blocks of sequence {seq.id} are {seq.span.end} to {seq.blocks}"
+            )
+        if seq.gaps:
+            violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
+        if end > seq.prompt.cacheable:
+            violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
+        ids = seq.private[:count]
+        if event.how in ("new", "grown"):
+            self._store(event, seq, ids)
+        else:
+            self._switch(event, seq, ids)
+
+    def _store(self, event: events.Commit, seq: TracedSequence, ids: Ids) -> None:
+        """Check that private blocks of `seq` may be cached now."""
+        if self._unpinned:
+            self._refuse_unpinned()
+        parent, owners = seq.span, self._order.pool.owners
+        first, end = parent.end, parent.end + len(ids)
+        if not self._cached_keys.store(seq.prompt.keys, first, end):
+            violated(f"some of the blocks {first} to {end} of sequence {seq.id} are cached")
+        if owners:
+            self._unpinned = sum(owners.get(block, 0) for block in ids)
+        if event.how == "new":
+            self._must_be_new(event.span)
+        elif event.span != parent.id or parent.creator != seq.id:
+            violated(f"sequence {seq.id} may not grow span {event.span} in place")
+
+    def _switch(self, event: events.Commit, seq: TracedSequence, ids: Ids) -> None:
+        """Check that `seq` may hold a span of another sequence for blocks of its own."""
+        span = self.state.span(event.span)
+        if span.parent is not seq.span:
+            violated(f"span {span.id} does not continue what sequence {seq.id} holds")
+        self._must_hold(seq.id, seq.prompt, span, event.first + event.blocks)
+        if event.how == "same":
+            self._duplicates = ids
+            self._next = ("FREE", seq.id, "duplicate")
             return
-        blocks = sum(abs(count) for _, count in line["runs"])
-        rested = line["age"], line["t"] - self._born[span.id], line["hits"]
-        place = span.keys, span.end - blocks, span.end, self._ratio
-        self.seen.record_evict(*place, rested, line["reason"])
-        if blocks == len(span.ids):
-            del self._born[span.id]
+        self._unpinned -= len(ids)
+        if ids != span.ids or not all(map(self._order.pool.unshare, ids)):
+            violated(f"sequence {seq.id} does not hold the blocks of span {span.id}")
+
+    def _evict(self, event: events.Evict | events.Drop) -> None:
+        if event.scope == "sequence":
+            self._drop(event)
+            return
+        span, ids = self.state.span(event.span), self.state.ids(event.runs)
+        if span.pins or span.children:
+            violated(f"span {span.id} has {span.pins} pins and {span.children} children")
+        if not ids or ids != span.ids[: -len(ids) - 1 : -1]:
+            violated(f"span {span.id} is {encode_runs(span.ids[::-1])}, tail first")
+        age = event.t - span.last_access
+        if (event.by, event.hits, event.age) != (self._eviction, span.hits, age):
+            violated(
+                f"span {span.id}: by {self._eviction!r}, age {age} ns, {span.hits} hits "
+                f"expected; the line says by {event.by!r}, age {event.age} ns, "
+                f"{event.hits} hits"
+            )
+        self._cached_keys.remove(span.keys, span.end - len(ids), span.end)
+        if event.reason == "expired":
+            self._order.expire(ids)
+            self._expired_for = event.requester
+        else:
+            self._order.evict(ids, event.requester)
+
+    def _drop(self, event: events.Drop) -> None:
+        self._order.settle()
+        seq, first, end = (
+            self.state.sequence(event.seq),
+            event.first,
+            event.first + event.blocks,
+        )
+        if event.by != self._retention:
+            violated(f"by retention policy {self._retention!r}, not {event.by!r}")
+        if not self._order.pool.owners.keys().isdisjoint(seq.private):
+            violated(f"sequence {seq.id} shares private blocks with a fork: it keeps them")
+        if end > seq.blocks or any(low < end and first < high for low, high in seq.gaps):
+            violated(f"blocks {first} to {end} are not in the table of sequence {seq.id}")
+        freed = seq.private[seq.private_slice(first, end)][::-1]
+        self._must_free(seq, event.runs, freed)
+        self._order.pool.release(freed)
+
+    def _free(self, event: events.Free) -> None:
+        seq, ids, reason = (
+            self.state.sequence(event.seq),
+            self.state.ids(event.runs),
+            event.reason,
+        )
+        if self._due is not None:
+            fits = reason == self._due[2]
+        else:
+            fits = reason != "duplicate" and not self._unpinned
+        if not fits:
+            violated(f"sequence {seq.id} has no blocks to free with reason {reason!r} here")
+        if reason == "duplicate":
+            dropped = self._duplicates
+        else:
+            keep = 0
+            if reason == "rollback":
+                first = event.first if isinstance(event.first, int) else seq.blocks - len(ids)
+                keep = first - seq.span.end - seq.returned
+                if not 0 <= keep < len(seq.private):
+                    violated(f"blocks {seq.span.end} to {seq.blocks} can be rolled back")
+            dropped = seq.private[keep:]
+        self._must_free(seq, event.runs, self._order.pool.release(dropped[::-1]))
+        if reason == "close":
+            if (event.forgotten or []) != seq.forgotten:
+                told = [list(gap) for gap in seq.forgotten]
+                violated(f"sequence {seq.id} has forgotten {told}, as first and count")
+            if self._due is None:
+                self.lifecycles.close(seq.prompt.id, seq.id)
+
+    def _fork(self, event: events.Fork) -> None:
+        seq = self.state.sequence(event.seq)
+        self._must_open(event.child)
+        self._order.pool.share(seq.private)
+
+    def _keys(self, event: events.Keys) -> None:
+        self.state.prompt(event.request)
+
+    def _end(self, event: events.End) -> None:
+        """Check that nothing is left open; the reader has checked what END says."""
+        del event
+        self.lifecycles.end(len(self.state.sequences))
+
+    def _lifecycle(self, event: Any) -> None:
+        """Check what a server says of a request; a sequence it names must be open."""
+        seq = self.state.sequence(event.seq).id if hasattr(event, "seq") else 0
+        if self.lifecycles.apply(event):
+            self._next = ("FREE", seq, "close")
+
+    def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedPrompt:
+        """Check the first line of an admission: its hit must be what is cached."""
+        prompt, again = self.state.prompt(event.request), bool(event.again)
+        self._order.serve(prompt.id)
+        cached = min(self._cached_keys.match(prompt.keys), prompt.limit)
+        if hit != cached:
+            violated(f"{hit} blocks hit; {cached} are cached and may hit")
+        self.lifecycles.admit(prompt.id, event.seq, again=again)
+        self._must_open(event.seq)
+        return prompt
+
+    def _must_open(self, seq: int) -> None:
+        self._last_sequence += 1
+        if seq != self._last_sequence:
+            violated(f"sequence {seq} opens; the next one is {self._last_sequence}")
+
+    def _must_be_new(self, span: int) -> None:
+        if span <= self._last_span:
+            violated(f"span {span} is not new: the last one was {self._last_span}")
+        self._last_span = span
+
+    def _must_hold(self, seq: int, prompt: TracedPrompt, span: TracedSpan, end: int) -> None:
+        last = (end - 1) // self._ratio
+        if span.end != end or span.keys[last] != prompt.keys[last]:
+            violated(f"span {span.id} is not what sequence {seq} has up to block {end}")
+
+    def _must_free(self, seq: TracedSequence, runs: list[tuple[int, int]], freed: Ids) -> None:
+        if self.state.ids(runs) != freed:
+            told = [list(run) for run in runs]
+            violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {told}")
+
+    def _refuse_unpinned(self) -> None:
+        violated("forked sequences still hold blocks that are cached now, without a pin")
+
+
+_CHECKED = (
+    *("REQUEST", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
+    *("FREE", "FORK", "KEYS", "END"),
+)
+
+
+class CachedKeys:
+    """Counts the cached blocks of every key, for prompts whose keys stand for `ratio` blocks.
+
+    A prompt's hit is then a bisection over its keys, whatever spans they are stored in.
+    """
+
+    def __init__(self, ratio: int) -> None:
+        """Start with nothing cached."""
+        self._ratio = ratio
+        self._blocks: dict[Any, int] = {}
+
+    def match(self, keys: list[Any]) -> int:
+        """Return how many blocks of a prompt are cached, from the first on. O(log keys)."""
+        cached = self._blocks
+        missing = bisect_left(keys, 1, key=lambda key: key not in cached)
+        return (missing - 1) * self._ratio + cached[keys[missing - 1]] if missing else 0
+
+    def store(self, keys: list[Any], first: int, end: int) -> bool:
+        """Store the blocks `[first, end)` of a prompt; return True if none was there."""
+        cached, ratio = self._blocks, self._ratio
+        low, high = first // ratio, (end - 1) // ratio
+        later = keys[low + 1 : high + 1]
+        if cached.get(keys[low], 0) != first - low * ratio or not cached.keys().isdisjoint(
+            later
+        ):
+            return False
+        cached[keys[low]] = ratio
+        cached.update(dict.fromkeys(later, ratio))
+        cached[keys[high]] = end - high * ratio
+        return True
+
+    def remove(self, keys: list[Any], first: int, end: int) -> None:
+        """Remove the last blocks stored of a prompt, `[first, end)`."""
+        whole, part = divmod(first, self._ratio)
+        for key in keys[whole : (end - 1) // self._ratio + 1]:
+            self._blocks.pop(key, None)
+        if part:
+            self._blocks[keys[whole]] = part
+
+
+class AllocationOrder:
+    """The order in which a pool hands out blocks, those just evicted included.
+
+    Of the victims of a call its own ALLOC and COPY lines take all, after every block that
+    was free: none is evicted while there are enough, and never more than are missing. The
+    victims of a call that failed are free, as if it had taken its blocks and given them
+    back.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        """Start with `blocks` free blocks, none of them used before."""
+        self.pool = BlockPool(blocks)
+        self._victims: Ids = array("i")
+        self._requester: int | str | None = None
+        self._copied = False
+
+    @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        return self.pool.free_blocks + len(self._victims)
+
+    def evict(self, ids: Ids, requester: int | str) -> None:
+        """Record victims, evicted because request `requester` needs blocks."""
+        self.serve(requester)
+        self._victims.extend(ids)
+
+    def expire(self, ids: Ids) -> None:
+        """Record blocks that were evicted as expired: they are free at once."""
+        self.settle()
+        self.pool.free(ids, len(ids))
+
+    def take(self, ids: Ids, requester: int | str, *, copy: bool = False) -> None:
+        """Allocate `ids`, which must be the next, to a sequence of request `requester`.
+
+        A `copy` takes one block, and may leave victims for the ALLOC that follows it.
+
+        Raises:
+            ViolationError: there are not as many, too many were evicted, or others are next.
+        """
+        self.serve(requester)
+        victims, count, available = self._victims, len(ids), self.free
+        if not 0 < count <= available:
+            violated(f"{count} blocks are taken; {available} are free")
+        if victims and count < available and not copy:
+            violated(f"{available - count} more blocks were evicted than were missing")
+        order = self.pool.allocate(min(count, self.pool.free_blocks))
+        rest = count - len(order)
+        order.extend(victims[:rest])
+        del victims[:rest]
+        if ids != order:
+            violated(f"the pool gives {encode_runs(order)}, not {encode_runs(ids)}")
+        self._copied = copy
+
+    def serve(self, requester: int | str) -> None:
+        """Settle what was evicted for another request."""
+        if requester != self._requester:
+            self.settle()
+            self._requester = requester
+
+    def settle(self) -> None:
+        """Free what a call evicted that failed before it could use it."""
+        if self._victims:
+            if self._copied:
+                violated(f"{len(self._victims)} more blocks were evicted than were missing")
+            ids = self.pool.allocate(self.pool.free_blocks) + self._victims
+            self.pool.free(ids[::-1], len(ids))
+            self._victims = array("i")
+        self._copied = False

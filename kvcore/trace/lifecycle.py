@@ -1,30 +1,31 @@
-"""The lives of traced requests: arrival, admissions, preemptions, and one end."""
+"""The life cycles of traced requests: arrival, admissions, preemptions, and one end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.trace.events import PREEMPTIONS
-from kvcore.trace.spans import violated
+from kvcore.trace.state import violated
 
-Line: TypeAlias = dict[str, Any]
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
 
+PREEMPTIONS = ("pause", "recompute")
 
 WAITING, RUNNING, PAUSED, PREEMPTED = "waiting", "running", "paused", "preempted"
-
 
 FINISHED, REJECTED = "finished", "rejected"
 
 
 @attrs.define(eq=False)
-class Life:
+class Lifecycle:
     """A traced request between its REQUEST line and its end.
 
     Attributes:
-        id: the request's.
+        id: of the request.
         output: tokens it asks for.
         stage: `waiting` for its first admission, `running`, `paused`, `preempted` (waiting
             for another admission), `finished` or `rejected`.
@@ -38,9 +39,14 @@ class Life:
     seq: int | None = None
     answered: bool = False
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing of the request can follow."""
+        return self.stage in (FINISHED, REJECTED)
 
-class Lives:
-    """What a server tells of its requests, each line checked against those before it.
+
+class Lifecycles:
+    """The life cycles of requests, each line of a server checked against those before it.
 
     The lines of a server (FIRST_TOKEN, PREEMPT, RESUME, FINISH, REJECT) must be in order in
     any trace. A trace with a clock must also be complete: no admission without an arrival
@@ -48,17 +54,18 @@ class Lives:
 
     Attributes:
         finished, rejected: how many requests ended so.
-        preemptions: how often one was preempted, by kind.
+        preemptions: how often a request was preempted, by kind.
     """
 
     def __init__(self, mode: str) -> None:
-        """Start without requests. `mode` is the header's."""
+        """Start without requests, in a trace of the header's `mode`."""
         self.finished = self.rejected = 0
         self.preemptions = dict.fromkeys(PREEMPTIONS, 0)
         self._complete = mode != "untimed"
+        # A model that runs ends a text where it likes; a simulated one as it was asked.
         self._as_asked = mode != "wall"
-        self._lives: dict[int | str, Life] = {}
-        self._apply: dict[str, Callable[[Line], None]] = {
+        self._requests: dict[int | str, Lifecycle] = {}
+        self._apply: dict[str, Callable[[Any], None]] = {
             "FIRST_TOKEN": self._first_token,
             "PREEMPT": self._preempt,
             "RESUME": self._resume,
@@ -67,16 +74,16 @@ class Lives:
         }
 
     def arrive(self, request: int | str, output: int) -> None:
-        """Take in a request that asks for `output` tokens."""
-        self._lives[request] = Life(request, output)
+        """Record a request that asks for `output` tokens."""
+        self._requests[request] = Lifecycle(request, output)
 
     def admit(self, request: int | str, seq: int, *, again: bool) -> None:
-        """Let `request` run as the new sequence `seq`.
+        """Record that `request` runs as the new sequence `seq`.
 
         Raises:
             ViolationError: it is over, or no admission of that kind is due.
         """
-        life = self._life(request)
+        life = self._running(request)
         if again and life.seq is None:
             violated(f"request {request!r} was not admitted before")
         if self._complete and life.stage != (PREEMPTED if again else WAITING):
@@ -84,69 +91,68 @@ class Lives:
         life.stage, life.seq = RUNNING, seq
 
     def grow(self, request: int | str, seq: int) -> None:
-        """Take in that `seq`, of `request`, gets blocks.
+        """Check that `seq`, of `request`, may get blocks.
 
         Raises:
             ViolationError: it is paused.
         """
-        life = self._lives[request]
+        life = self._requests[request]
         if life.stage == PAUSED and life.seq == seq:
             violated(f"sequence {seq} is paused, and gets blocks")
 
-    def apply(self, line: Line) -> bool:
-        """Take in a server's line. Say whether its sequence must be closed by the next one.
+    def apply(self, event: events.Event) -> bool:
+        """Record a server's event; return True if the next line must close its sequence.
 
         Raises:
             ViolationError: it cannot follow from what was told of its request.
         """
-        self._apply[line["event"]](line)
-        return line["event"] == "FINISH" or line.get("how") == "recompute"
+        self._apply[event.event](event)
+        return event.event == "FINISH" or getattr(event, "how", None) == "recompute"
 
     def close(self, request: int | str, seq: int) -> None:
-        """Take in that `seq` closed for no reason told; a fork needs none.
+        """Record that `seq` closed without a reason in the line before; a fork needs none.
 
         Raises:
             ViolationError: a reason was due.
         """
-        if self._complete and self._lives[request].seq == seq:
+        if self._complete and self._requests[request].seq == seq:
             violated(f"sequence {seq} closes without FINISH or PREEMPT before it")
 
     def end(self, sequences: int) -> None:
-        """Take in the end of the trace, with so many sequences open.
+        """Check the end of the trace, with so many `sequences` open.
 
         Raises:
             ViolationError: the trace has a clock, and something in it has not ended.
         """
-        left = [life for life in self._lives.values() if not _is_over(life)]
+        left = [life for life in self._requests.values() if not life.over]
         if self._complete and left:
             first = f"the first, {left[0].id!r}, is {left[0].stage}"
             violated(f"requests without FINISH or REJECT: {len(left)}; {first}")
         if self._complete and sequences:
             violated(f"sequences that are not closed: {sequences}")
 
-    def _first_token(self, line: Line) -> None:
-        life = self._at(line, RUNNING)
+    def _first_token(self, event: events.FirstToken) -> None:
+        life = self._at(event, RUNNING)
         if not life.output:
             violated(f"request {life.id!r} asks for no output")
         if life.answered:
             violated(f"request {life.id!r} has its first token already")
         life.answered = True
 
-    def _preempt(self, line: Line) -> None:
-        how = line["how"]
-        if how == "pause":
-            self._at(line, RUNNING).stage = PAUSED
+    def _preempt(self, event: events.Preempt) -> None:
+        if event.how == "pause":
+            self._at(event, RUNNING).stage = PAUSED
         else:
-            self._at(line, RUNNING, PAUSED).stage = PREEMPTED
-        if "for" in line:
-            self._life(line["for"])
-        self.preemptions[how] += 1
+            self._at(event, RUNNING, PAUSED).stage = PREEMPTED
+        if isinstance(event.requester, (int, str)):
+            self._running(event.requester)
+        self.preemptions[event.how] += 1
 
-    def _resume(self, line: Line) -> None:
-        self._at(line, PAUSED).stage = RUNNING
+    def _resume(self, event: events.Resume) -> None:
+        self._at(event, PAUSED).stage = RUNNING
 
-    def _finish(self, line: Line) -> None:
-        life, output = self._at(line, RUNNING), line["output"]
+    def _finish(self, event: events.Finish) -> None:
+        life, output = self._at(event, RUNNING), event.output
         if self._as_asked and output != life.output:
             violated(f"request {life.id!r} asks for {life.output} tokens, and gets {output}")
         if life.answered is not (output > 0):
@@ -155,31 +161,31 @@ class Lives:
         life.stage = FINISHED
         self.finished += 1
 
-    def _reject(self, line: Line) -> None:
-        life = self._life(line["request"])
+    def _reject(self, event: events.Reject) -> None:
+        life = self._running(event.request)
         if life.seq is not None:
             violated(f"request {life.id!r} was admitted, as sequence {life.seq}")
         life.stage = REJECTED
         self.rejected += 1
 
-    def _at(self, line: Line, *stages: str) -> Life:
-        """Return the life that `line` is of, which must be at one of `stages`."""
-        life = self._life(line["request"])
-        if life.seq != line["seq"]:
-            violated(f"sequence {line['seq']} is not of request {life.id!r}")
+    def _at(
+        self,
+        event: events.FirstToken | events.Preempt | events.Resume | events.Finish,
+        *stages: str,
+    ) -> Lifecycle:
+        """Return the life cycle that `event` is of, which must be at one of `stages`."""
+        life = self._running(event.request)
+        if life.seq != event.seq:
+            violated(f"sequence {event.seq} is not of request {life.id!r}")
         if life.stage not in stages:
             violated(f"request {life.id!r} is {life.stage}, not {' or '.join(stages)}")
         return life
 
-    def _life(self, request: int | str) -> Life:
-        """Return the life of `request`, which must have begun and not be over."""
-        life = self._lives.get(request)
+    def _running(self, request: int | str) -> Lifecycle:
+        """Return the life cycle of `request`, which must have begun and not be over."""
+        life = self._requests.get(request)
         if life is None:
             violated(f"request {request!r} has no REQUEST line before this")
-        if _is_over(life):
+        if life.over:
             violated(f"request {request!r} is {life.stage}: nothing of it follows")
         return life
-
-
-def _is_over(life: Life) -> bool:
-    return life.stage in (FINISHED, REJECTED)

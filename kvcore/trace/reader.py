@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import orjson
 
 from kvcore.errors import InputError, TraceError
-from kvcore.files import CutError, DamageError, decoded, refusal
-from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention
-from kvcore.trace.events import SCHEMA, fault
-from kvcore.trace.writer import DIGEST_BYTES
+from kvcore.request import Key, Request
+from kvcore.trace.fields import SCHEMA, read_keys, read_request
+from kvcore.trace.jsonl_file import SealedReader
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
-Line: TypeAlias = dict[str, Any]
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace.events import Event, Header
 
+Line = Any
 
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE` runs workloads"
@@ -35,208 +36,84 @@ def read_events(file: str | os.PathLike[str]) -> TraceReader:
     return TraceReader(file)
 
 
-class TraceReader:
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a line of a trace, which is what its reader accepts."""
+    import msgspec  # noqa: PLC0415  (slow)
+
+    from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
+
+    lines, parts = msgspec.json.schema_components(
+        [*events.EVENTS.values(), events.Drop], ref_template="#/$defs/{name}"
+    )
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"A line of a kvcore trace, schema {SCHEMA}",
+        "anyOf": list(lines),
+        "$defs": parts,
+    }
+
+
+class TraceReader(SealedReader["Event"]):
     """Reads a trace once, line by line; `.gz` and `.zst` are recognised by their first bytes.
 
-    Iterating yields each line as a dict, checked: its event and fields, its number, that
-    time does not go back, and at END the counts and the digest. A file without END is
-    *incomplete*: all events before the cut are yielded, then iteration just ends.
-
-    Attributes:
-        file: the path, as given.
-        line: the file's line number, from 1, of the event yielded last.
-        complete: whether END was reached, and nothing is missing or follows.
-        cut_reason: where and how an incomplete file ends, once iteration is over.
-
-    Raises:
-        InputError: the file cannot be opened.
-        TraceError: a line is damaged; the message has file, line number and reason.
+    Iterating yields each line as its Struct of `kvcore.trace.events`, checked: its event and
+    fields, its number, that time does not go back, and at END the counts and the digest. A
+    file without END is *incomplete*: all events before the cut are yielded, then iteration
+    just ends. See `SealedReader` for attributes and errors.
     """
 
+    kind: ClassVar[str] = "trace"
+
     def __init__(self, file: str | os.PathLike[str]) -> None:
-        """Take the path; it is opened when iteration starts."""
-        self.file = Path(file)
-        self.line = 0
-        self.complete = False
-        self.cut_reason: str | None = None
+        """Store the path; the file is opened when iteration starts."""
+        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
+
+        super().__init__(file)
+        self._decode = events.decode
         self._time = 0
-        self._ended = False
-        self._events: dict[str, int] = {}
-        self._digest = blake2b(digest_size=DIGEST_BYTES)
+        self._counts: dict[str, int] = {}
 
-    def __iter__(self) -> Iterator[Line]:
-        """Yield the events."""
+    def _parse(self, raw: bytes) -> Event:
+        """Return the event of the next line, after every check that needs no later one."""
+        n = self.line - 1
+        if not n:
+            self._check_header(raw)
         try:
-            file = self.file.open("rb")
-        except OSError as error:
-            msg = f"cannot read the trace {self.file}: {refusal(self.file, error)}"
-            raise InputError(msg) from error
-        with file:
-            yield from self._lines(decoded(file))
-
-    def fail(self, reason: str) -> NoReturn:
-        """Raise TraceError for the line read last."""
-        msg = f"{self.file}:{self.line}: {reason}"
-        raise TraceError(msg)
-
-    def _lines(self, pieces: Iterable[bytes]) -> Iterator[Line]:
-        rest, cut = b"", None
-        try:
-            for piece in pieces:
-                block, newline, tail = piece.rpartition(b"\n")
-                if newline:
-                    yield from self._block(rest + block)
-                    rest = tail
-                else:
-                    rest += tail
-        except CutError as error:
-            cut = str(error)
-        except DamageError as error:
-            self.line += 1
+            event = self._decode(raw)
+        except ValueError as error:
             self.fail(str(error))
-        yield from self._tail(rest)
-        self.cut_reason = self.cut_reason or cut
-        self.complete = self.cut_reason is None
+        name, now = event.event, event.t
+        if n and name == "HEADER":
+            self.fail("HEADER stands in line 1 only")
+        if event.n != n:
+            self.fail(f"this line has n = {event.n}; {n} lines stand before it")
+        if now < self._time:
+            self.fail(f"time goes back, from {self._time} to {now} ns")
+        if now >= INT64_LIMIT:
+            self.fail(f"time goes to {now} ns; it ends before 2^63 ns (292 years)")
+        if name == "END":
+            if now > self._time:
+                self.fail(f"END is at {now} ns; the line before it at {self._time}")
+            self._expect_end({
+                "n": n, "t": now, "event": "END", "lines": n, "events": self._counts,
+            })  # fmt: skip
+        else:
+            self._counts[name] = self._counts.get(name, 0) + 1
+        self._time = now
+        return event
 
-    def _block(self, block: bytes) -> Iterator[Line]:
-        """Yield the lines of `block`, which lacks only its last newline."""
-        for raw in block.split(b"\n"):
-            line = self._checked(raw)
-            if line["event"] == "END":
-                self._digest.update(block[: block.find(raw)])
-                self._check_end(line, raw)
-            yield line
-        self._digest.update(block)
-        self._digest.update(b"\n")
-
-    def _tail(self, rest: bytes) -> Iterator[Line]:
-        """Yield what stands after the last newline if it is a whole line; note the cut."""
-        if not rest:
-            if not self._ended:
-                where = f"ends after line {self.line}" if self.line else "is empty"
-                self.cut_reason = f"the file {where}, without END"
-            return
-        try:
-            if not self._ended:
-                orjson.loads(rest)
-        except orjson.JSONDecodeError:
-            self.cut_reason = f"the file ends inside line {self.line + 1}"
-            return
-        line = self._checked(rest)
-        if line["event"] == "END":
-            self._check_end(line, rest)
-        self.cut_reason = f"the file ends before the newline of line {self.line}"
-        yield line
-
-    def _checked(self, raw: bytes) -> Line:
-        """Return the next line, after every check that needs no more than the lines so far."""
-        n = self.line
-        self.line = n + 1
-        if self._ended:
-            self.fail("a line follows END")
+    def _check_header(self, raw: bytes) -> None:
+        """Refuse a file that begins as no trace, or as one of another schema."""
         try:
             line = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            damage = f"not JSON: {error.msg}, at column {error.colno}"
-            self.fail(damage if n else f"{NO_TRACE} ({damage})")
-        if not n:
-            self._check_header(line)
-        reason = fault(line)
-        if reason is not None:
-            self.fail(reason)
-        event = line["event"]
-        if n and event == "HEADER":
-            self.fail("HEADER stands in line 1 only")
-        if line["n"] != n:
-            self.fail(f"this line has n = {line['n']}; {n} lines stand before it")
-        if line["t"] < self._time:
-            self.fail(f"time goes back, from {self._time} to {line['t']} ns")
-        if line["t"] >= INT64_LIMIT:
-            self.fail(f"time goes to {line['t']} ns; it ends before 2^63 ns (292 years)")
-        if event == "END" and line["t"] > self._time:
-            self.fail(f"END is at {line['t']} ns; the line before it at {self._time}")
-        self._time = line["t"]
-        self._events[event] = self._events.get(event, 0) + 1
-        return line  # type: ignore[no-any-return]
-
-    def _check_header(self, line: Any) -> None:
+            self.fail(f"{NO_TRACE} (not JSON: {error.msg}, at column {error.colno})")
         if type(line) is not dict or line.get("event") != "HEADER":
             self.fail(NO_TRACE)
         if line.get("schema", SCHEMA) != SCHEMA:
             self.fail(
                 f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"
             )
-
-    def _check_end(self, line: Line, raw: bytes) -> None:
-        """Check END, which no digest covers: there is one way to write it."""
-        self._ended = True
-        end = {name: line[name] for name in ("n", "t", "event")} | {
-            "lines": line["n"],
-            "events": {name: count for name, count in self._events.items() if name != "END"},
-            "digest": self._digest.hexdigest(),
-        }
-        for field, value in end.items():
-            if line[field] != value:
-                self.fail(
-                    f"END has {field} {line[field]!r}; the lines before it make {value!r}"
-                )
-        if raw != orjson.dumps(end):
-            self.fail("END is not written as kvcore writes it")
-
-
-_SAME = {
-    "id": "id",
-    "prompt": "prompt_tokens",
-    "output": "output_tokens",
-    "key_tokens": "key_tokens",
-}
-
-
-_AS_WRITTEN = {
-    "salt": "salt",
-    "tenant": "tenant",
-    "priority": "priority",
-    "predicted": "predicted_output_tokens",
-    "session": "session",
-    "after": "after",
-    "think": "think_time",
-}
-
-
-_DIGITS = 2 * KEY_BYTES
-
-
-def read_request(line: Line, arrival: int | None = None) -> Request:
-    """Return the request of a REQUEST line; written again, it is that line. O(keys).
-
-    It arrives at `arrival` (ns), or at the time of the line.
-
-    Raises:
-        InputError: a field with a value that no request has.
-    """
-    fields: dict[str, Any] = {name: line[field] for field, name in _SAME.items()}
-    fields |= {name: line[field] for field, name in _AS_WRITTEN.items() if field in line}
-    if "slo" in line:
-        fields["slo"] = SLO(**line["slo"])
-    if "retention" in line:
-        fields["retention"] = tuple(Retention(*hint) for hint in line["retention"])
-    if "output_keys" in line:
-        fields["output_keys"] = read_keys(line["output_keys"])
-    return Request(
-        arrival=line["t"] if arrival is None else arrival,
-        keys=read_keys(line["keys"]),
-        **fields,
-    )
-
-
-def read_keys(written: list[Any]) -> list[Key]:
-    """Return block keys from JSON: ints, and the 16 bytes that 32 lower-case digits are.
-
-    Other digits stay text, so that every key is written again as it was.
-    """
-    if all(type(key) is int for key in written):
-        return written
-    return [_key(key) for key in written]
 
 
 @attrs.define(slots=False, eq=False)
@@ -263,63 +140,67 @@ class TraceWorkload(Workload):
     file: Path = attrs.field(converter=Path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a REQUEST line. Holds one at a time, and keys that FINISH tells."""
-        scale = self._scale
-        told = self.told
-        for reader, line in self._lines():
-            if line["event"] != "REQUEST":
+        """Yield a request a REQUEST line. Memory: one request, and the recorded keys."""
+        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
+
+        scale, recorded_keys = self._scale, self.recorded_keys
+        for reader, event in self._events():
+            if not isinstance(event, events.Request):
                 continue
             # Rounded up, as running it rounds down.
-            arrival = -(-line["t"] * scale.numerator // scale.denominator)
+            arrival = -(-event.t * scale.numerator // scale.denominator)
             try:
-                request = read_request(line, arrival)
+                request = read_request(event, arrival)
             except InputError as error:
                 reader.fail(f"REQUEST: {error}")
-            if request.id in told:
-                request.output_keys = told[request.id]
+            if request.id in recorded_keys:
+                request.output_keys = recorded_keys[request.id]
             yield request
 
     @cached_property
-    def header(self) -> Line:
+    def header(self) -> Header:
         """The first line.
 
         Raises:
             InputError, TraceError: there is none.
         """
         reader = TraceReader(self.file)
-        for line in reader:
-            return line
+        for event in reader:
+            return event  # type: ignore[return-value]  # the reader has seen to it
         msg = f"{self.file}: {reader.cut_reason}"
         raise TraceError(msg)
 
     @cached_property
-    def told(self) -> dict[int | str, list[Key]]:
+    def recorded_keys(self) -> dict[int | str, list[Key]]:
         """Keys of generated blocks that only the run could tell, by request, in order.
 
-        Of a run on texts; others have none, and are not read for it.
+        Of a run on texts; the trace of another run has none, and is not read for them.
         """
-        told: dict[int | str, list[Key]] = {}
-        if self.header.get("executor") == "run":
-            for _, line in self._lines():
-                if line["event"] == "KEYS":
-                    told.setdefault(line["request"], []).extend(read_keys(line["keys"]))
-        return told
+        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
+
+        recorded: dict[int | str, list[Key]] = {}
+        if self.header.executor == "run":
+            for _, event in self._events():
+                if isinstance(event, events.Keys):
+                    recorded.setdefault(event.request, []).extend(read_keys(event.keys))
+        return recorded
 
     @property
     def name(self) -> str:  # type: ignore[override]
         """The name of the recorded workload."""
-        return self._source["name"] if self._source else self._unnamed
+        source = self.header.workload
+        return source.name if source else self._unnamed
 
     @property
     def digest(self) -> str:
         """The digest of the recorded workload."""
-        return self._source["digest"] if self._source else file_digest(self.file)
+        source = self.header.workload
+        return source.digest if source else file_digest(self.file)
 
     @property
     def key_tokens(self) -> int:
         """Tokens a key stands for."""
-        tokens: int = self.header["key_tokens"]
-        return tokens
+        return self.header.key_tokens
 
     @property
     def restores(self) -> bool:
@@ -328,35 +209,31 @@ class TraceWorkload(Workload):
         They are not where requests were sent after others under a clock, where a run on
         texts told keys, or where the rate rounded the times.
         """
-        if not self._source or self._scale > 1 or self.told:
+        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
+
+        if self.header.workload is None or self._scale > 1 or self.recorded_keys:
             return False
-        timed = self.header["mode"] != "untimed"
-        return not any("after" in line for _, line in self._lines() if timed)
+        if self.header.mode == "untimed":
+            return True
+        return not any(
+            isinstance(event, events.Request) and isinstance(event.after, (int, str))
+            for _, event in self._events()
+        )
 
     def options(self) -> dict[str, Any]:
         """Return the options of the recorded workload."""
-        return dict(self._source["options"]) if self._source else {}
-
-    @property
-    def _source(self) -> dict[str, Any] | None:
-        source: dict[str, Any] | None = self.header["workload"]
-        return source
+        source = self.header.workload
+        return dict(source.options) if source else {}
 
     @property
     def _scale(self) -> Fraction:
-        return Fraction(str(self.header.get("rate_scale", 1)))
+        return Fraction(str(self.header.rate_scale or 1))
 
-    def _lines(self) -> Iterator[tuple[TraceReader, Line]]:
-        """Yield the lines with their reader, and see that the end is there."""
+    def _events(self) -> Iterator[tuple[TraceReader, Event]]:
+        """Yield the events with their reader, and check that the end is there."""
         reader = TraceReader(self.file)
-        for line in reader:
-            yield reader, line
+        for event in reader:
+            yield reader, event
         if not reader.complete:
             msg = f"{self.file}: incomplete: {reader.cut_reason}"
             raise TraceError(msg)
-
-
-def _key(written: Any) -> Key:
-    if type(written) is str and len(written) == _DIGITS and written == written.lower():
-        return bytes.fromhex(written)
-    return cast("Key", written)

@@ -2,217 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from hashlib import blake2b
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, Self, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+from kvcore.cache.recorder import Recorder
 from kvcore.errors import InputError
-from kvcore.files import Compressor, WholeFile, compressor, storing
-from kvcore.request import Request
-from kvcore.trace.events import EVENTS, MODES, SCHEMA, plain, request_fields
+from kvcore.request import Key, Request
+from kvcore.trace.fields import MODES, SCHEMA, key_fields, plain, request_fields
+from kvcore.trace.jsonl_file import SealedWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-
-    from typing_extensions import Buffer
-
     from kvcore.trace._logger import TraceLogger
     from kvcore.workloads.base import Workload
 
 
-class SealedFile(ABC):
-    """Writes lines to a sink through a buffer. The file has its name once END is in it."""
-
-    def __init__(self, sink: Sink, buffer_bytes: int) -> None:
-        """Start empty."""
-        self._sink = sink
-        self._buffer = io.BufferedWriter(sink, buffer_bytes)
-        self._closed = False
-
-    def close(self) -> None:
-        """Write END and give the file its name. A second call does nothing.
-
-        Raises:
-            InputError: there is nothing to keep.
-            StorageError: the disk is full. In both cases no file is left.
-        """
-        if self._closed:
-            return
-        try:
-            self._end()
-            self._buffer.flush()
-            self._sink.finish()
-        except BaseException:
-            self.discard()
-            raise
-        self._shut()
-
-    def discard(self) -> None:
-        """Give up: remove the unfinished file. A second call does nothing."""
-        if not self._closed:
-            self._sink.discard()
-            self._shut()
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        """Close the file, or discard it if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Write END. What was written before may still be in the buffer."""
-
-    def _shut(self) -> None:
-        """Take no more lines."""
-        self._closed = True
-        self._buffer.close()
-
-
-_T = TypeVar("_T")
-
-
-DIGEST_BYTES = 16
-
-
-class Sink(io.RawIOBase):
-    """The raw file below a write buffer.
-
-    A thread digests, compresses (`.gz`, `.zst`) and writes, one buffer behind the writer;
-    what it meets is raised by the next call. A path is a `WholeFile`, a file object is written
-    to as it is.
-
-    Args:
-        file: the path, or the file object.
-        kind: what errors call it, with its name.
-
-    Raises:
-        InputError: the path cannot be opened for writing.
-        StorageError: a write failed (from `write`, `hexdigest` and `finish`).
-    """
-
-    def __init__(self, file: str | os.PathLike[str] | BinaryIO, *, kind: str = "trace") -> None:
-        """Open `file`, if it is a path."""
-        super().__init__()
-        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  (10 ms)
-
-        self._file: WholeFile | BinaryIO
-        self._compressor = None
-        if isinstance(file, (str, os.PathLike)):
-            self.name = os.fspath(file)
-            self._what = f"the {kind} {self.name}"
-            self._file = WholeFile(Path(file), self._what)
-            self._compressor = compressor(Path(file))
-        else:
-            self.name = str(getattr(file, "name", "a file object"))
-            self._what = f"the {kind} {self.name}"
-            self._file = file
-        self._digest = blake2b(digest_size=DIGEST_BYTES)
-        self._worker = ThreadPoolExecutor(1, "kvcore-trace")
-        self._job: Future[None] | None = None
-        self._dead = False
-
-    def writable(self) -> bool:
-        """Say yes: `io.BufferedWriter` asks."""
-        return True
-
-    def write(self, data: Buffer, /) -> int:
-        """Take all of a write buffer."""
-        view = memoryview(data)
-        self._do(self._put, bytes(view))
-        return len(view)
-
-    def sync(self) -> None:
-        """Write what the compressor holds, so that all up to here can be read from the file."""
-        if self._compressor is not None:
-            self._do(self._sync, self._compressor)
-
-    def hexdigest(self) -> str:
-        """Return the BLAKE2b digest of all that was written so far."""
-        self._wait()
-        return self._digest.hexdigest()
-
-    def finish(self) -> None:
-        """Write what the compressor still holds, close, and give the file its name."""
-        self._wait()
-        self._worker.shutdown()
-        with storing(self._what):
-            if self._compressor is not None:
-                _write_all(self._file, self._compressor.finish())
-            if isinstance(self._file, WholeFile):
-                self._file.finish()
-            else:
-                self._file.flush()
-
-    def discard(self) -> None:
-        """Drop what comes from now on, and remove the unfinished file. Never raises."""
-        self._dead = True
-        self._worker.shutdown()
-        if isinstance(self._file, WholeFile):
-            self._file.discard()
-
-    def _do(self, job: Callable[[_T], None], given: _T) -> None:
-        """Let the thread do a job, once it is done with the one before."""
-        if self._dead:
-            return
-        self._wait()
-        try:
-            self._job = self._worker.submit(job, given)
-        except RuntimeError:
-            # The interpreter is going down, and its threads with it.
-            job(given)
-
-    def _sync(self, compressor: Compressor) -> None:
-        """Write what the compressor holds: what the thread does."""
-        _write_all(self._file, compressor.sync())
-
-    def _put(self, data: bytes) -> None:
-        """Digest, compress and write: what the thread does."""
-        self._digest.update(data)
-        if self._compressor is not None:
-            data = self._compressor.compress(data)
-        _write_all(self._file, data)
-
-    def _wait(self) -> None:
-        """Wait until the thread is done; raise what it met."""
-        if self._job is not None:
-            with storing(self._what):
-                self._job.result()
-
-
-def _write_all(file: WholeFile | BinaryIO, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
-
-
-BUFFER_BYTES = 1 << 20
-
-
-class WriteLine(Protocol):
-    """What `Trace.line` is."""
-
-    def __call__(self, event: str, now: int, **fields: Any) -> None:
-        """Write one event at `now` (ns), with its fields."""
-
-
-class Trace(SealedFile):
+class Trace(SealedWriter, Recorder):
     """Writes the decisions of one cache to a JSONL file, `.gz` and `.zst` by name.
 
     Give it to one `KVCache`, which begins it, and close it when the run is over, best by
@@ -225,20 +30,20 @@ class Trace(SealedFile):
         mode: whose clock the times are of: `untimed`, `model` or `wall`.
         workload: where the requests come from; or its name, digest and options; or None.
         seed: what random choices of the run are drawn from.
-        extras: more of the header: `model`, `device`, `recompute`, or what else `describe`
-            takes, which a run calls to tell the rest.
+        extras: more of the header: `model`, `device`, `recompute`, or any other field of
+            `describe`, which a run calls to add the rest.
 
     Attributes:
-        line: writes one event: `trace.line("FREE", now, seq=1, runs=[], reason="close")`.
-            Blocks are given as runs, or as an `array` of ids. Costs 0.7 µs. Look it up
-            for every line: it changes with the first.
+        write: writes one line, of which the trace sets the number `n`: the methods of
+            `Recorder` make them, as `trace.free(now, seq=1, runs=ids, reason="close")`.
+            Costs 0.7 µs. Look it up for every line: it changes with the first.
 
     Raises:
         InputError: the file cannot be opened, an unknown mode or header field.
-        StorageError: the disk is full (from `line` and `close`).
+        StorageError: the disk is full (from `write` and `close`).
     """
 
-    line: WriteLine
+    write: Callable[[dict[str, Any]], None]
 
     def __init__(
         self,
@@ -255,12 +60,21 @@ class Trace(SealedFile):
         self._plugins: dict[str, Any] = {}
         self._logger: TraceLogger | None = None
         self._seen: set[int | str] = set()
-        self.line = self._not_begun
+        self.write = self._not_begun
+        # Before the file is opened: a wrong description leaves none.
         self.describe(mode=mode, workload=workload, seed=seed, **extras)
-        super().__init__(Sink(file), BUFFER_BYTES)
+        super().__init__(file, kind="trace")
 
-    def begin(self, **cache: Any) -> None:
-        """Take what the cache is: its count, block_size, key_tokens, blocks and plugins.
+    def begin(
+        self,
+        *,
+        count: str,
+        block_size: int,
+        key_tokens: int,
+        blocks: int,
+        plugins: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Store what the cache is.
 
         HEADER is written just before the first other line, or by `close`: until then
         `describe` can add to it.
@@ -269,10 +83,16 @@ class Trace(SealedFile):
             InputError: a second cache wants to write.
         """
         if self._cache:
-            msg = f"the trace {self._sink.name} has begun: every cache needs a Trace of its own"
+            msg = f"the trace {self.name} has begun: every cache needs a Trace of its own"
             raise InputError(msg)
-        self._cache = cache
-        self.line = self._first_line
+        self._cache = {
+            "count": count,
+            "block_size": block_size,
+            "key_tokens": key_tokens,
+            "blocks": blocks,
+            "plugins": plugins,
+        }
+        self.write = self._write_first
 
     def describe(
         self,
@@ -284,14 +104,14 @@ class Trace(SealedFile):
         key_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        """Say more of the run in HEADER, before the first line is written.
+        """Add to HEADER what the run is, before the first line is written.
 
         Args:
             mode: whose clock the times are of, from now on; None: as before.
             workload: as for the trace itself; that of the trace stays if it was given one.
-            seed: likewise.
-            plugins: more of them by kind, each with name and options.
-            key_tokens: of the cache, in place of what `begin` said.
+            seed: as for the trace itself; that of the trace stays if it was given one.
+            plugins: more plugins by kind, each with name and options.
+            key_tokens: tokens a block key stands for, in place of what `begin` said.
             fields: other header fields, which replace those given before: `batching` (the
                 loop's caps), `latency` (its coefficients), `rate_scale`, `executor`, `slo`,
                 and as for the trace itself.
@@ -302,14 +122,14 @@ class Trace(SealedFile):
         """
         if self._logger is not None:
             msg = (
-                f"the header of the trace {self._sink.name} is written: describe the run "
+                f"the header of the trace {self.name} is written: describe the run "
                 "before anything happens in it"
             )
             raise InputError(msg)
         if mode is not None and mode not in MODES:
             msg = f"trace mode {mode!r} is not known; there are: {', '.join(MODES)}"
             raise InputError(msg)
-        run = {name: _checked(name, plain(value)) for name, value in fields.items()}
+        run = _check_header(fields)
         if mode is not None:
             run["mode"] = mode
         if self._run["workload"] is None:
@@ -331,15 +151,41 @@ class Trace(SealedFile):
         if request.id in self._seen:
             return
         fields = request_fields(request)
-        _write(self.line, f"request {request.id!r}", "REQUEST", now, fields)
+        line = {"n": 0, "t": now, "event": "REQUEST", **fields}
+        _write(self.write, f"request {request.id!r}", line)
         self._seen.add(request.id)
 
-    def _first_line(self, event: str, now: int, **fields: Any) -> None:
-        """Write HEADER before the first line; the logger takes what comes after it."""
-        self._header()
-        self.line(event, now, **fields)
+    def keys(self, now: int, *, request: int | str, keys: Iterable[Key]) -> None:
+        """Write KEYS, the keys as JSON has them.
 
-    def _header(self) -> TraceLogger:
+        Raises:
+            InputError: a key that a trace cannot hold.
+        """
+        super().keys(now, request=request, keys=key_fields(keys, request))
+
+    def finish(
+        self,
+        now: int,
+        *,
+        request: int | str,
+        seq: int,
+        output: int,
+        output_keys: Iterable[Key] | None = None,
+    ) -> None:
+        """Write FINISH, the keys as JSON has them.
+
+        Raises:
+            InputError: a key that a trace cannot hold.
+        """
+        keys = key_fields(output_keys, request) if output_keys else None
+        super().finish(now, request=request, seq=seq, output=output, output_keys=keys)
+
+    def _write_first(self, line: dict[str, Any]) -> None:
+        """Write HEADER before the first line; the logger writes those after it."""
+        self._write_header()
+        self.write(line)
+
+    def _write_header(self) -> TraceLogger:
         """Return the logger, which has written HEADER."""
         if self._logger is None:
             from kvcore.trace._logger import bind_logger  # noqa: PLC0415  (imports structlog)
@@ -348,56 +194,64 @@ class Trace(SealedFile):
             run, cache = dict(self._run), {**self._cache, "plugins": plugins}
             about = {"schema": SCHEMA, "kvcore": version(), "mode": run.pop("mode")}
             logger = bind_logger(self._buffer)
-            _write(logger.line, "the header", "HEADER", 0, plain({**about, **cache, **run}))
-            self._logger, self.line = logger, logger.line
+            line = {"n": 0, "t": 0, "event": "HEADER", **plain({**about, **cache, **run})}
+            _write(logger.write, "the header", line)
+            self._logger, self.write = logger, logger.write
         return self._logger
 
-    def _end(self) -> None:
+    def _write_end(self) -> None:
         if not self._cache:
-            msg = f"the trace {self._sink.name} is empty: no KVCache was made with it"
+            msg = f"the trace {self.name} is empty: no KVCache was made with it"
             raise InputError(msg)
         from kvcore.trace._logger import events_written  # noqa: PLC0415  (imports structlog)
 
-        logger = self._header()
-        self._buffer.flush()
-        logger.line(
-            "END",
-            logger.time,
-            lines=logger.lines,
-            events=events_written(logger),
-            digest=self._sink.hexdigest(),
-        )
+        logger = self._write_header()
+        logger.write({
+            "n": 0, "t": logger.time, "event": "END",
+            "lines": logger.lines,
+            "events": events_written(logger),
+            "digest": self._digest_so_far(),
+        })  # fmt: skip
 
     def _shut(self) -> None:
-        self.line = self._is_closed
+        self.write = self._is_closed
         super()._shut()
 
-    def _not_begun(self, event: str, now: int, **fields: Any) -> NoReturn:
-        del now, fields
+    def _not_begun(self, line: dict[str, Any]) -> NoReturn:
+        event = line["event"]
         msg = f"{event} before the header: give the Trace to a KVCache, which begins it"
         raise InputError(msg)
 
-    def _is_closed(self, event: str, now: int, **fields: Any) -> NoReturn:
-        del now, fields
-        msg = f"{event} after the end: the trace {self._sink.name} is closed"
+    def _is_closed(self, line: dict[str, Any]) -> NoReturn:
+        msg = f"{line['event']} after the end: the trace {self.name} is closed"
         raise InputError(msg)
 
 
-def _checked(name: str, value: Any) -> Any:
-    """Return the value of a header field, which must be one that readers take."""
-    known = EVENTS["HEADER"].optional
-    if name not in known:
-        msg = f"header field {name!r} is not known; there are: {', '.join(sorted(known))}"
-        raise InputError(msg)
-    if not known[name].test(value):
-        msg = f"header field {name!r} {known[name].refuse(value)}"
-        raise InputError(msg)
-    return value
+def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return optional header fields as JSON has them, which readers must take."""
+    if not fields:
+        return {}
+    from kvcore.trace.events import Header, describe_fields  # noqa: PLC0415  (imports msgspec)
+
+    known = {
+        name: field for name, field in describe_fields(Header).items() if not field.required
+    }
+    checked = {}
+    for name, value in fields.items():
+        if name not in known:
+            msg = f"header field {name!r} is not known; there are: {', '.join(sorted(known))}"
+            raise InputError(msg)
+        checked[name] = plain(value)
+        reason = known[name].fault(checked[name])
+        if reason is not None:
+            msg = f"header field {name!r} {reason}"
+            raise InputError(msg)
+    return checked
 
 
-def _write(line: WriteLine, what: str, event: str, now: int, fields: Mapping[str, Any]) -> None:
+def _write(write: Callable[[dict[str, Any]], None], what: str, line: dict[str, Any]) -> None:
     try:
-        line(event, now, **fields)
+        write(line)
     except TypeError as error:
         msg = f"{what} cannot be written to a trace: {error}"
         raise InputError(msg) from error

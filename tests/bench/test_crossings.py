@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from crossings import SMALL, way_of_command, way_of_request
+from helpers.crossings import SMALL, way_of_command, way_of_request
 
 
 def test_crossings() -> None:

@@ -15,7 +15,7 @@ from time import perf_counter
 import pytest
 from bench.harness import KEY_TOKENS, bundled, medians
 
-from kvcore.analysis import Future, Optimum, Steps
+from kvcore.analysis import Belady, Future, Steps
 from kvcore.cache.layout import BlockLayout
 
 pytest.importorskip("numba")
@@ -142,6 +142,6 @@ def test_the_optimum(requests):
     ours, plain = medians(
         7,
         partial(seconds, lambda: reuse.optimum(5_859, bypass=False)),
-        partial(seconds, lambda: Optimum().replay(future, 5_859, KEY_TOKENS)),
+        partial(seconds, lambda: Belady().replay(future, 5_859, KEY_TOKENS)),
     )
     print(f"\noptimum, a size: compiled {ours * 1e3:.1f} ms, plain {plain * 1e3:.1f} ms")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.analysis.compare import default_sizes
+from kvcore.analysis.comparison import default_sizes
 from kvcore.cli import main as frame
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
@@ -167,7 +167,7 @@ def test_the_table_says_what_memory_was_of(run):
 
 def test_counting_tokens_leaves_the_optimum_out(report):
     """The default policies of `tokens` counting are without the optimum."""
-    document = report(SMALL, "--count", "tokens", "--blocks", "20")
+    document = report(SMALL, "--accounting", "tokens", "--blocks", "20")
     assert document["count"] == "tokens"
     assert "optimum" not in {row["eviction"] for row in document["rows"]}
 
@@ -333,7 +333,7 @@ def test_check_passes_what_is_right(run):
         (["--eviction", "lruu"], "no eviction plugin is named 'lruu' (did you mean 'lru'?)"),
         (["--eviction", "lfu:half_time=3"], "has no option 'half_time'"),
         (["--eviction", "optimum:bypas=true"], "Its options: bypass=false"),
-        (["--eviction", "optimum", "--count", "tokens"], "in `keys` counting alone"),
+        (["--eviction", "optimum", "--accounting", "tokens"], "in `keys` counting alone"),
         (["--eviction", "optimum", "--blocks", "9", "--trace", "x"], "there is no trace of it"),
         (["--trace", "x"], "in a pool of one size: add `--eviction NAME --blocks N`"),
         (["--trace", "x", "--eviction", "lru"], "in a pool of one size: add `--blocks N`"),
@@ -362,7 +362,7 @@ def test_check_passes_what_is_right(run):
         (["--memory", "1GiB", "--model", "gpt-9"], "unknown model 'gpt-9'"),
         (["--kv-dtype", "fp8"], "--kv-dtype says what a token takes of --memory"),
         (["--block-size", "100"], "block size 100 and the workload's keys of 512 tokens"),
-        (["--count", "words"], "'words' is not one of 'keys', 'tokens'"),
+        (["--accounting", "words"], "'words' is not one of 'keys', 'tokens'"),
         (["--csv", "missing/rows.csv"], "cannot write missing/rows.csv"),
         (["--csv", "same", "--trace", "same"], "--csv and --trace would both write same"),
     ],

@@ -88,7 +88,7 @@ def test_the_last_point_is_the_bound(run):
 
 def test_tokens_counting_has_no_optimum(run):
     """Where none are named, the policies are those that the counting allows."""
-    document = json.loads(run(SMALL, "--sizes", "4,40", "--count", "tokens", "--json"))
+    document = json.loads(run(SMALL, "--sizes", "4,40", "--accounting", "tokens", "--json"))
     assert [each["eviction"] for each in document["curves"]] == ["lru", "lfu"]
     assert not any(each["every_size"] for each in document["curves"])
 
@@ -123,7 +123,7 @@ def test_out_writes_the_numbers(run, tmp_path):
         (["--sizes", "100001"], "too many"),
         (["--eviction", ""], "has an empty name"),
         (["--eviction", "lrux"], "did you mean 'lru'?"),
-        (["--count", "tokens", "--eviction", "optimum"], "`keys` counting alone"),
+        (["--accounting", "tokens", "--eviction", "optimum"], "`keys` counting alone"),
         (["--kv-dtype", "fp8"], "give that too"),
         (["--model", "no-model"], "no-model"),
         (["--jobs", "0"], "0 jobs"),

@@ -146,7 +146,16 @@ def test_a_workload_is_replayed_first(run):
 
 def test_a_workload_may_count_tokens_in_other_blocks(run):
     """Counting, block size and prefix cache are those of `compare`."""
-    arguments = (SMALL, "--summary", "--blocks", 40, "--count", "tokens", "--block-size", 8)
+    arguments = (
+        SMALL,
+        "--summary",
+        "--blocks",
+        40,
+        "--accounting",
+        "tokens",
+        "--block-size",
+        8,
+    )
     told = json.loads(run(*arguments, "--json")[1])
     assert (told["count"], told["block_size"]) == ("tokens", 8)
     told = json.loads(run(*arguments, "--prefix", "none", "--json")[1])

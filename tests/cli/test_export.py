@@ -7,7 +7,7 @@ from helpers.traces import BLOCK, ask, lines, record, seal, write
 
 from kvcore.cli.main import run
 from kvcore.kv_events import check_recording
-from kvcore.trace import replay
+from kvcore.trace import check_trace
 from kvcore_plugins.workload import Mooncake
 
 
@@ -40,7 +40,7 @@ def test_router_events_are_lines(trace, tmp_path, capfd):
     assert export(capfd, trace, "--format", "dynamo", "--out", out)[0] == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["event"]["event_id"] for row in rows] == list(range(len(rows)))
-    assert check_recording(out).resident == {"device": replay(trace).pool["cached"]}
+    assert check_recording(out).resident == {"device": check_trace(trace).pool["cached"]}
 
 
 def test_requests_come_back_as_mooncake(tmp_path, capfd):
@@ -52,7 +52,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
     source, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = ["compare", str(source), "--eviction", "lru", "--blocks", "9"]
-    assert run([*done, "--count", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
+    assert run([*done, "--accounting", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
     capfd.readouterr()
     code, printed, err = export(
         capfd, tmp_path / "t.jsonl", "--format", "mooncake", "--out", out, "--json"

@@ -14,9 +14,9 @@ from helpers.engine_wire import Engine
 from kvcore.analysis import compare
 from kvcore.kv_events import (
     AllBlocksCleared,
-    Batch,
     BlockRemoved,
     BlockStored,
+    EventBatch,
     Lost,
     Received,
     RecordingReader,
@@ -35,7 +35,7 @@ def stored(number):
         BlockStored(hashes=(2 * number, 2 * number + 1), tokens=tuple(range(8)), block_size=4),
         BlockRemoved(hashes=(2 * number,)),
     )
-    return encode(Batch(float(number), events, 0))
+    return encode(EventBatch(float(number), events, 0))
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def kill(tally):
 
 address, replay, out = sys.argv[1:]
 with Subscriber(Server(address=address, replay=replay)) as it, RecordingWriter(out) as writer:
-    record(it, writer, tick=kill)
+    record(it, writer, progress=kill)
 """
 
 
@@ -214,7 +214,7 @@ def test_silence_is_told(tmp_path):
 def test_clears_and_unread_events_are_counted(engine, tmp_path):
     """A clear is counted; an event that cannot be read is kept, counted and told."""
     out = tmp_path / "live.jsonl"
-    clear = Batch(0.0, (AllBlocksCleared(),))
+    clear = EventBatch(0.0, (AllBlocksCleared(),))
     odd = encode(clear).replace(b"AllBlocksCleared", b"AllBlocksCleaned")
     with recording(engine, out, "--batches", "2", "--json") as process:
         engine.publish(encode(clear))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import run_here
+from helpers.commands import run_here
 from helpers.traces import lines, record, seal, serve
 
 PROGRAM = "from kvcore.cli.main import main; main()"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import run_here
+from helpers.commands import run_here
 from helpers.kv_events import DYNAMO, batch, record, removed, stored
 from helpers.traces import record as record_trace
 
@@ -56,7 +56,7 @@ def test_what_is_wrong_is_told(tmp_path):
     with RecordingWriter(path) as writer:
         writer.batch(batch(removed(7)), 0, 0)
         writer.gap(1, 2, 0)
-        writer.garbage("two frames", 0)
+        writer.invalid_message("two frames", 0)
         writer.restart(0)
     rows = [" ".join(line.split()) for line in run(path).stdout.splitlines()]
     assert "missing from 0 batches 1 to 2" in rows

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import run_here as run
+from helpers.commands import run_here as run
 
 from kvcore.trace import read_events
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvcore.cli.export import export
 from kvcore.cli.record import record
-from kvcore.kv_events import Delivery, Gap, Garbage, Restart, Tally
+from kvcore.kv_events import Delivery, Gap, InvalidMessage, Restart, Tally
 from kvcore.plugins.base import options_of
 from kvcore_plugins.workload import Lengths, LMCache
 
@@ -45,7 +45,7 @@ def test_each_count_of_a_recording_has_an_entry():
 def test_each_item_has_an_entry():
     """Everything that a subscriber yields is explained, with its fields."""
     text = section("kv-events.md", "Transport")
-    items = (Delivery, Gap, Restart, Garbage)
+    items = (Delivery, Gap, Restart, InvalidMessage)
     assert entries(text) == {item.__name__ for item in items}
     assert not [f.name for item in items for f in attrs.fields(item) if f.name not in text]
 

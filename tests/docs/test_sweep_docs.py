@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.analysis.sweep.executors import RESULTS
-from kvcore.cli.grid import OWN, axis_options
+from kvcore.analysis.sweep.grid import sweep_keys
+from kvcore.analysis.sweep.runner import RESULTS
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = (ROOT / "docs" / "how-to" / "sweeps.md").read_text("utf-8")
@@ -44,7 +44,7 @@ def test_the_how_to_shows_what_the_example_prints(place, tmp_path):
 
 def test_the_reference_has_every_key():
     """Of the file: axes and options."""
-    for key in [*axis_options(), *OWN]:
+    for key in sweep_keys():
         assert f"`{key}`" in REFERENCE, key
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from kvcore import KVCache, Plugins, Request
-from kvcore.analysis import Optimum, replay
+from kvcore.analysis import Belady, replay
 from kvcore.analysis.belady import Future
 from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.prefix import Radix
@@ -48,5 +48,5 @@ def test_flat_misses(policy, flat):
 def test_the_optimum_is_beladys(flat):
     """Where nothing is before anything, the optimum that must admit is Belady's algorithm."""
     future = Future.read(flat, BlockLayout("keys", 1, 1))
-    hits = [Optimum().replay(future, blocks, 1)[0].hit_blocks for blocks in (1_827, 18_279)]
+    hits = [Belady().replay(future, blocks, 1)[0].hit_blocks for blocks in (1_827, 18_279)]
     assert [len(flat) - hit for hit in hits] == [217_437, 182_790]

@@ -153,7 +153,7 @@ def test_lfu_counts_tokens(recorded):
     """Untimed: LFU with aging, in blocks of 16 tokens, the last of a prompt partial."""
     workload = "zipf:requests=600,prefixes=20,prefix_tokens=250,suffix_tokens=60"
     arguments = ("--eviction", "lfu:half_life=20", "--blocks", 300, "--block-size", 16)
-    run = recorded("compare", workload, *arguments, "--count", "tokens")
+    run = recorded("compare", workload, *arguments, "--accounting", "tokens")
     assert "capacity" in run.ways
     assert run.digests == GOLDEN["lfu"]
 

@@ -1,5 +1,7 @@
 """The bundled trace: run again as it was recorded, it is written again byte for byte."""
 
+from itertools import islice
+
 import pytest
 
 from kvcore import KVCache, Plugins, Trace
@@ -28,11 +30,11 @@ def test_a_comparison_again(tmp_path):
 
 @pytest.mark.parametrize(("scheduler", "scale"), [("fcfs", 1.0), ("srpt", 3.0)])
 def test_a_simulation_again(tmp_path, scheduler, scale):
-    """With and without overload; the default model on the default devices."""
+    """With and without overload, 4,000 requests; the default model on the default devices."""
     path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
     with Trace(path) as trace:
         simulate(
-            Mooncake(),
+            islice(Mooncake(), 4000),
             cache=KVCache(3000, 512, eviction=LRU(), trace=trace),
             scheduler=Plugins().build("scheduler", scheduler),
             rate_scale=scale,

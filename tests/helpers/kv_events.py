@@ -1,18 +1,20 @@
 """KV events for tests: batches as engines send them, and strategies for any of them."""
 
 import msgspec
+import orjson
 from hypothesis import strategies as st
 
 from kvcore.kv_events import (
     AllBlocksCleared,
-    Batch,
     BlockRemoved,
     BlockStored,
     BlockUpdated,
+    EventBatch,
     Page,
     PagesStored,
     PoolCreated,
     RecordingWriter,
+    encode,
 )
 
 # Captured from vLLM 0.33, with a salt in the first block.
@@ -104,7 +106,7 @@ def removed(*hashes, **fields):
 
 def batch(*events, ts=0.0, **fields):
     """Return a batch of vLLM's."""
-    return Batch(ts, events, **fields)
+    return EventBatch(ts, events, **fields)
 
 
 def record(path, *batches, **about):
@@ -113,6 +115,67 @@ def record(path, *batches, **about):
         for seq, each in enumerate(batches):
             recording.batch(each, seq)
     return path
+
+
+def wire_payload(batch):
+    """Return a batch as bytes; of formats that kvcore does not write, as their engines do."""
+    match batch.format:
+        case "trtllm":
+            return orjson.dumps(_polled(batch))
+        case "mooncake":
+            events = [_object(event) for event in batch.events]
+            return pack([batch.ts, events, batch.dp_rank])
+    return encode(batch)
+
+
+def _polled(batch):
+    [event] = batch.events
+    value = {"event_id": batch.seq, "data": _polled_data(event)}
+    if event.group is not None:
+        value["window_size"] = event.group
+    return value if batch.dp_rank is None else value | {"attention_dp_rank": batch.dp_rank}
+
+
+def _polled_data(event):
+    match event:
+        case PoolCreated():
+            return {"type": "created", "num_blocks_per_cache_level": event.levels}
+        case BlockRemoved():
+            return {"type": "removed", "block_hashes": event.hashes}
+        case BlockUpdated():
+            changes = {"cache_level": event.level, "priority": event.priority}
+            return {"type": "updated", "block_hash": event.hash} | {
+                name: pair
+                and {"type": "event_diff", "new_value": pair[1], "old_value": pair[0]}
+                for name, pair in changes.items()
+            }
+    blocks = [
+        {
+            "type": "stored_block",
+            "block_hash": page.hash,
+            "tokens": [
+                {"type": "unique_token", "token_id": token, "token_extra_id": extra}
+                for token, extra in page.tokens
+            ],
+            "cache_level": page.level,
+            "priority": page.priority,
+            **page.more,
+        }
+        for page in event.pages
+    ]
+    return {"type": "stored", "parent_hash": event.parent, "blocks": blocks, **event.more}
+
+
+def _object(event):
+    if isinstance(event, AllBlocksCleared):
+        return {"event_type": "cleared", **event.more}
+    [*hashes] = event.hashes
+    named = isinstance(hashes[0], str)
+    fields = {"object_key": hashes[0], "seq_hashes": []} if named else {"seq_hashes": hashes}
+    fields |= {"medium": event.medium, **event.more}
+    if isinstance(event, BlockRemoved):
+        return {"event_type": "removed", **fields}
+    return {"event_type": "stored", "parent_hash": event.parent, **fields}
 
 
 counts = st.integers(0, 2**64 - 1)
@@ -212,13 +275,13 @@ def batches():
     ranks = maybe | counts
     return st.one_of(
         st.builds(
-            Batch,
+            EventBatch,
             ts=times | st.integers(0, 2**40),
             events=st.lists(engine_events(), max_size=3).map(tuple),
             dp_rank=ranks,
         ),
         st.builds(
-            Batch,
+            EventBatch,
             ts=maybe,
             events=st.tuples(polled),
             dp_rank=ranks,
@@ -252,7 +315,7 @@ def routed(draw):
     gone = BlockRemoved(hashes=tuple(abs(value) for value in values), medium=tier)
     event = draw(st.sampled_from([stored_run, gone, AllBlocksCleared()]))
     around = {"storage_tier": tier, "residency_domain": "worker"} | draw(extras_of_json)
-    return Batch(
+    return EventBatch(
         ts=None,
         events=(event,),
         dp_rank=draw(maybe | counts),
@@ -277,4 +340,4 @@ def stored_objects(draw):
     ]
     events = tuple(draw(st.lists(st.sampled_from(objects), min_size=1, max_size=3)))
     ms = draw(st.integers(0, 2**42))
-    return Batch(ms, events, draw(maybe | counts), format="mooncake")
+    return EventBatch(ms, events, draw(maybe | counts), format="mooncake")

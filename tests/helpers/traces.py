@@ -149,7 +149,8 @@ def serve(path):
 
 def lines(path):
     """Return the lines of a trace as dicts."""
-    return list(read_events(path))
+    events = (event.as_dict() for event in read_events(path))
+    return [orjson.loads(orjson.dumps(event)) for event in events]
 
 
 def seal(path, events):

@@ -7,7 +7,7 @@ import pytest
 from helpers.tries import number, replayed_hits, requests
 from hypothesis import given, settings
 
-from kvcore.analysis import Future, Optimum, Steps
+from kvcore.analysis import Belady, Future, Steps
 from kvcore.cache.layout import BlockLayout
 
 pytest.importorskip("numba")
@@ -51,12 +51,12 @@ def test_more_blocks_never_hit_less_and_in_the_end_all(texts, ratio):
 @given(texts=TEXTS, ratio=st.integers(1, 3), bypass=st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_the_compiled_optimum_is_the_optimum(texts, ratio, bypass):
-    """At every size it hits what `Optimum.replay` does, which equals brute force."""
+    """At every size it hits what `Belady.replay` does, which equals brute force."""
     served = requests(texts, ratio)
     reuse = read(served, ratio)
     future = Future.read(served, BlockLayout("keys", 1, ratio))
     for size in range(1, reuse.distinct_blocks + 3):
-        stats, _ = Optimum(bypass).replay(future, size, 1)
+        stats, _ = Belady(bypass).replay(future, size, 1)
         assert reuse.optimum(size, bypass=bypass) == stats.hit_blocks
 
 

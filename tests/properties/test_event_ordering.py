@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.kv_events.subscriber import Delivery, Gap, Ordering, Restart, Unanswered
+from kvcore.kv_events.subscriber import BatchSequencer, Delivery, Gap, ReplayFailed, Restart
 
 STEPS = st.lists(
     st.sampled_from(["heard", "heard", "heard", "lost", "lost", "restart", "catch up"]),
@@ -38,25 +38,25 @@ class Publisher:
             if batch[0] >= start:
                 fate = self.draw() if self.draw else "sent"
                 if fate == "broken":
-                    raise Unanswered(fate)
+                    raise ReplayFailed(fate)
                 if fate == "sent":
                     yield batch
 
 
 def listened(steps, publisher, *, replay=True):
     """Return what a listener is told of a publisher that takes these steps."""
-    ordering = Ordering(0, publisher.replay if replay else None)
+    sequencer = BatchSequencer(0, publisher.replay if replay else None)
     items = []
     for step in steps:
         if step == "restart":
             publisher.restart()
-            ordering.doubt()
+            sequencer.mark_disconnected()
         elif step == "catch up":
-            items += ordering.catch_up()
+            items += sequencer.catch_up()
         else:
             batch = publisher.publish()
             if step == "heard":
-                items += ordering.live(*batch)
+                items += sequencer.receive(*batch)
     return items
 
 
@@ -124,10 +124,10 @@ def named(item):
 def test_a_hole_behind_the_last_batch_had_is_asked_for_again():
     """An answer that has the last batch had must have the next: it was dropped on the way."""
     publisher = Publisher(10)
-    ordering = Ordering(0, publisher.replay)
-    first = list(ordering.live(*publisher.publish()))
+    sequencer = BatchSequencer(0, publisher.replay)
+    first = list(sequencer.receive(*publisher.publish()))
     _, last = publisher.publish(), publisher.publish()
     fates = iter(["sent", "dropped"])
     publisher.draw = lambda: next(fates, "sent")
-    rest = list(ordering.live(*last))
+    rest = list(sequencer.receive(*last))
     assert [item.sequence for item in first + rest] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Exported events, read by the ledger, leave resident what the trace's own replay leaves."""
+"""Exported events, read by the tracker, leave resident what the trace's own replay leaves."""
 
 import pytest
 from helpers.traces import ask, forget, record, serve
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvcore import KVCache, OutOfBlocks, Request, Trace
 from kvcore.kv_events import (
     BlockRemoved,
-    Ledger,
+    BlockTracker,
     block_hash,
     check_recording,
     decode,
@@ -44,13 +44,13 @@ def cached(path):
 
 
 def followed(batches):
-    """Return a ledger that has followed batches, each written and read again."""
-    ledger = Ledger()
+    """Return a tracker that has followed batches, each written and read again."""
+    tracker = BlockTracker()
     for number, batch in enumerate(batches):
         again = decode(encode(batch))
         assert again == batch
-        ledger.follow(again, number)
-    return ledger
+        tracker.apply(again, number)
+    return tracker
 
 
 def run(path, rows, blocks, block_size, policy):
@@ -88,11 +88,11 @@ def test_the_ledger_agrees_with_the_replay(tmp_path_factory, rows, blocks, block
     path = run(tmp_path_factory.mktemp("t") / "t.jsonl", rows, blocks, block_size, policy)
     hashes, count = cached(path)
     for batches in (event_batches(path), dynamo_batches(path)):
-        ledger = followed(batches)
-        [resident] = [*ledger.resident().values()] or [{}]
+        tracker = followed(batches)
+        [resident] = [*tracker.resident().values()] or [{}]
         assert resident == dict.fromkeys(hashes, 1)
-        assert len(resident) == count == ledger.stored - ledger.removed
-        assert not any(ledger.anomalies.values())
+        assert len(resident) == count == tracker.stored - tracker.removed
+        assert not any(tracker.anomalies.values())
 
 
 @given(rows=ROWS, blocks=st.integers(6, 16), block_size=st.sampled_from([2, 4]))
@@ -111,7 +111,7 @@ def test_no_block_leaves_before_what_follows_it(tmp_path_factory, rows, blocks, 
 
 @pytest.mark.parametrize("make", [record, serve, forget])
 def test_every_kind_of_line_is_understood(tmp_path, make):
-    """Forks, duplicates, preemptions, retention: the ledger ends where the replay does."""
+    """Forks, duplicates, preemptions, retention: the tracker ends where the replay does."""
     path = make(tmp_path / "t.jsonl")
     hashes, _ = cached(path)
     [resident] = followed(event_batches(path)).resident().values()

@@ -12,7 +12,7 @@ from helpers.serving import servers
 from hypothesis import given, settings
 
 from kvcore import KVCache, Request, Trace
-from kvcore.analysis import Future, Optimum, explain, replay, served
+from kvcore.analysis import Belady, Future, explain, replay, served
 from kvcore.cache.layout import BlockLayout
 from kvcore.testing import Driver, Traffic, request_lists, step_lists
 from kvcore_plugins.eviction import LRU
@@ -136,7 +136,9 @@ def hit_with_exempt(requests, cache, user, request, end):
     after = next(n for n, each in enumerate(requests) if each is request)
     replay(requests[:before], cache)
     keys = request.keys[: -(-end * size // request.key_tokens)]
-    path = Request(id="path", prompt_tokens=end * size + 1, keys=keys, key_tokens=request.key_tokens)
+    path = Request(
+        id="path", prompt_tokens=end * size + 1, keys=keys, key_tokens=request.key_tokens
+    )
     exempt = cache.open(path, 0, requests[before - 1].arrival, resumed=True)
     assert exempt.hit_blocks >= end
     room = cache.pool.blocks
@@ -202,7 +204,7 @@ def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks,
     best = belady([laid(request, layout) for request in requests], blocks)
     if count == "keys":
         future = Future.read(requests, BlockLayout(count, size, 6))
-        assert sum(best) == Optimum().replay(future, blocks, size)[0].hit_blocks
+        assert sum(best) == Belady().replay(future, blocks, size)[0].hit_blocks
     for reasons, hit in zip(explanation.requests.values(), best, strict=True):
         lost = [loss for loss in reasons.losses if loss.eviction and not loss.eviction.expired]
         for loss in lost:

@@ -88,7 +88,9 @@ def test_counting_replays_as_ids_do(name):
 
 def cache(name, count, *, ids):
     """Make a cache of 24 blocks, three a key."""
-    return KVCache(24, 2, eviction=Witness(build(name)), accounting=count, key_tokens=KEY, ids=ids)
+    return KVCache(
+        24, 2, eviction=Witness(build(name)), accounting=count, key_tokens=KEY, ids=ids
+    )
 
 
 def decisions(steps, count, *, ids):

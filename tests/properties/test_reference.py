@@ -80,7 +80,7 @@ def test_forks(name, count, size):
 
 
 @layouts
-@pytest.mark.parametrize("blocks", [1, 10, 100])
+@pytest.mark.parametrize("blocks", [1, 10, 50])
 @pytest.mark.parametrize("name", SCORED)
 def test_requests_longer_than_the_pool(name, blocks, count, size):
     """Replayed serially, they are opened with their first blocks, as many as there are."""

@@ -6,7 +6,7 @@ from helpers.serving import BLOCK, Bent, ask, serve, servers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.trace import replay
+from kvcore.trace import check_trace
 from kvcore_plugins.retention import Window
 
 windows = st.builds(
@@ -70,7 +70,7 @@ def simulated(server, scheduler, window, **options):
 def replayed(trace, path):
     """Return what a trace holds, after checking every line of it."""
     path.write_bytes(trace)
-    return replay(path)
+    return check_trace(path)
 
 
 @schedulers

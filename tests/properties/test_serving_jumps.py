@@ -8,7 +8,7 @@ from hypothesis import find, given, settings
 
 from kvcore import Plugins
 from kvcore.plugins.options import parse
-from kvcore.trace import replay
+from kvcore.trace import check_trace
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
@@ -70,7 +70,7 @@ def test_nothing_is_lost(tmp_path_factory, scheduler, server):
         assert (row["prompt"], row["output"]) == (request.prompt_tokens, request.output_tokens)
     path = tmp_path_factory.mktemp("nothing") / "trace.jsonl"
     path.write_bytes(run.trace)
-    report = replay(path)
+    report = check_trace(path)
     assert (report.finished, report.rejected) == (len(run.rows), len(run.rejected))
     assert report.pool["private"] == 0
     assert report.preemptions == {

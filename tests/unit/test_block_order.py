@@ -1,10 +1,6 @@
 """The order of block ids, on which equal runs giving equal bytes rests."""
 
-import pytest
 from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, start, table
-
-from kvcore import PolicyError
-from kvcore_plugins.eviction import LRU
 
 
 def test_unused_ids_ascend():
@@ -91,8 +87,6 @@ def test_rollback_frees_deepest_first():
     cache.rollback(seq, 3 * BLOCK)
     cache.extend(seq, 4 * BLOCK)
     assert table(cache, seq) == [0, 1, 2, 3, 4]
-
-
 
 
 def test_a_cache_is_written_over_and_over():

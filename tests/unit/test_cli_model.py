@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvcore.cli.model import find_or_read
+from kvcore.config import load_model
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_model
 
@@ -35,21 +35,21 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["mine/config.json", "mine", "shape", "./gpt2"])
 def test_whatever_exists_is_read(folder, text):
     """A config.json, the folder it lies in, and a file of any other name."""
-    assert find_or_read(text).layers == 2
-    assert find_or_read(str(folder / text)).layers == 2
+    assert load_model(text).layers == 2
+    assert load_model(str(folder / text)).layers == 2
 
 
 @pytest.mark.usefixtures("folder")
 def test_a_known_name_goes_first():
     """A file that happens to be called so does not hide the model."""
-    assert find_or_read("gpt2") == find_model("gpt2")
+    assert load_model("gpt2") == find_model("gpt2")
 
 
 @pytest.mark.parametrize("text", ["gpt2", "mine"])
 @pytest.mark.usefixtures("folder")
 def test_the_weights_can_be_told(text):
     """Of a known model, and of one from a file."""
-    assert find_or_read(text, "int4").dtype == "int4"
+    assert load_model(text, "int4").dtype == "int4"
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,5 @@ def test_the_weights_can_be_told(text):
 def test_neither_name_nor_file_is_refused(text, problem):
     """The error says what was tried, and the other way."""
     with pytest.raises(InputError) as caught:
-        find_or_read(text)
+        load_model(text)
     assert problem in str(caught.value)

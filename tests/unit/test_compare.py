@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from kvcore import InputError, PolicyError
-from kvcore.analysis import Optimum, compare
-from kvcore.analysis.compare import default_sizes
+from kvcore.analysis import Belady, compare
+from kvcore.analysis.comparison import default_sizes
 from kvcore.models.cost import PrefillCost
 from kvcore_plugins.eviction import LFU, LRU, Cost
 from kvcore_plugins.prefix import NoPrefix
@@ -37,7 +37,7 @@ def test_rows_are_by_policy_then_size():
 
 def test_what_is_given_twice_is_run_once():
     """A policy with the options it has anyway is the same policy; so is its class."""
-    policies = ["lru,lfu", "lfu:half_life=300", LRU, "optimum", Optimum()]
+    policies = ["lru,lfu", "lfu:half_life=300", LRU, "optimum", Belady()]
     rows = compare(small(), policies, [10, 10]).rows
     assert [row.eviction for row in rows] == ["lru", "lfu", "optimum"]
 
@@ -66,7 +66,7 @@ def test_policies_can_be_classes_and_functions():
 def test_one_policy_and_one_size_need_no_list():
     """A text, a class and the optimum can be given as they are; so can a size."""
     assert [row.eviction for row in compare(small(), "lru,fifo", 10).rows] == ["lru", "fifo"]
-    for policy in (LRU, Optimum()):
+    for policy in (LRU, Belady()):
         (row,) = compare(small(), policy, 10).rows
         assert (row.eviction, row.blocks) == (policy.name, 10)
 
@@ -269,7 +269,7 @@ def test_a_policy_that_fails_leaves_no_trace(tmp_path):
 
 def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
     """The infinite cache is as large as a pool can be; what does not fit is an error."""
-    monkeypatch.setattr(sys.modules["kvcore.analysis.compare"], "MOST_BLOCKS", 30)
+    monkeypatch.setattr(sys.modules["kvcore.analysis.comparison"], "MOST_BLOCKS", 30)
     with pytest.raises(PolicyError, match="the workload has more than 30 distinct blocks"):
         compare(small(), ["lru"], [10])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossings import SMALL, way_of_command, way_of_request
+from helpers.crossings import SMALL, way_of_command, way_of_request
 
 FILES_OF_SIMULATE = 73
 CALLS_OF_A_REQUEST = 105

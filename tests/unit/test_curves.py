@@ -15,7 +15,7 @@ from helpers.failing import Deadly, Failing
 from helpers.tries import number, requests
 
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
-from kvcore.analysis import Optimum, Steps, compare, curve
+from kvcore.analysis import Belady, Steps, compare, curve
 from kvcore.analysis.mrc import spread_sizes
 from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.eviction import LRU
@@ -100,7 +100,7 @@ def test_a_policy_of_ones_own_is_replayed_whatever_its_name():
 
 def test_curves_come_in_the_order_in_which_they_were_asked_for():
     """Replayed and exact ones may alternate; sizes are sorted, each once."""
-    found = curve(SMALL, ["fifo", Optimum(), "lru", "lfu"], [30, 3, 30]).curves
+    found = curve(SMALL, ["fifo", Belady(), "lru", "lfu"], [30, 3, 30]).curves
     assert [each.eviction for each in found] == ["fifo", "optimum", "lru", "lfu"]
     assert all(each.blocks == [3, 30] for each in found)
 
@@ -345,9 +345,9 @@ def test_the_loops_say_the_same_uncompiled(monkeypatch):
     compiled = Reuse.read(served, geometry)
     sizes = range(1, 12)
     expected = [compiled.optimum(size, bypass=bypass) for size in sizes for bypass in (0, 1)]
-    for name in ("follow", "add", "evict"):
+    for name in ("follow", "add"):
         monkeypatch.setattr(kernels, name, getattr(kernels, name).py_func)
-    for name in ("find_runs", "reuse_depths", "optimum_hits"):
+    for name in ("find_runs", "reuse_depths", "served_by_belady"):
         plain = getattr(kernels, name).py_func
         monkeypatch.setattr(f"kvcore.analysis._reuse.{name}", plain)
     found = Reuse.read(served, geometry)

@@ -12,7 +12,7 @@ from kvcore import InputError, KVCache, LatencyModel, PolicyError, run
 from kvcore.engine.executor import TensorExecutor
 from kvcore.request import block_keys, text_request
 from kvcore.serving.calibration import read_steps, write_steps
-from kvcore.trace import replay
+from kvcore.trace import check_trace
 from kvcore_plugins.workload import Jsonl
 
 WORDS = list(range(100, 140))
@@ -150,7 +150,7 @@ def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
         return [line for line in lines if line["event"] != "KEYS"]
 
     assert decisions(simulated) == decisions(ran)
-    assert replay(path).finished == 12
+    assert check_trace(path).finished == 12
     assert bool(ran.of("PREEMPT")) == (blocks == 9)
 
 
@@ -186,7 +186,7 @@ def test_an_early_end_replays(tmp_path):
     requests = [text(number, 3 + number, 40, publish=True) for number in range(12)]
     run = compute(requests, generator=Exact(ending=10), clock="wall", stop_at_eos=True)
     path.write_bytes(run.trace)
-    assert replay(path).finished == 12
+    assert check_trace(path).finished == 12
 
 
 @pytest.mark.parametrize(("output", "shared"), [(3, 0), (6, 1), (7, 1)])

@@ -108,7 +108,7 @@ def test_handing_out_waits_for_the_first_and_the_last():
     """All payloads go to who comes first, and replays are answered until they have gone."""
     with Publisher(FREE, FREE) as publisher:
         listener = Listener(publisher, 3)
-        assert publisher.hand_out(iter([b"a", b"b", b"c"])) == 3
+        assert publisher.serve_all(iter([b"a", b"b", b"c"])) == 3
         assert publisher.subscribers == 0
         listener.thread.join()
     assert [item.payload for item in listener.items] == [b"a", b"b", b"c"]

@@ -8,7 +8,14 @@ import zmq
 from helpers.engine_wire import END, Engine, number
 
 from kvcore.errors import InputError, PluginError
-from kvcore.kv_events.subscriber import Delivery, Gap, Garbage, Restart, Server, Subscriber
+from kvcore.kv_events.subscriber import (
+    Delivery,
+    Gap,
+    InvalidMessage,
+    Restart,
+    Server,
+    Subscriber,
+)
 
 PATIENCE = 20
 
@@ -238,7 +245,7 @@ def test_garbage_is_told_and_skipped(engine, listen, frames, reason):
     engine.pub.send_multipart(frames)
     engine.publish(b"a")
     items = heard(subscriber, 2)
-    assert Garbage(0, reason) in items
+    assert InvalidMessage(0, reason) in items
     assert {item.payload for item in items if isinstance(item, Delivery)} == {b"a"}
 
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.serving import ask
 
 from kvcore import InputError, KVCache, Request, Workload
-from kvcore.analysis.replay import replay
+from kvcore.analysis.untimed import replay
 from kvcore.request import Retention
 from kvcore.workloads.sample import Excerpt
 from kvcore_plugins.workload import Mooncake
@@ -86,7 +86,9 @@ def test_the_first_requests():
 def test_what_hits_is_the_same():
     """In blocks divided alike, as many hit as at full length; but for rounding, none else."""
     full = replay(islice(Mooncake(), 500), KVCache(2000, 512, accounting="keys"))
-    small = replay(Excerpt(Mooncake(), limit=500, shrink=32), KVCache(2000, 16, accounting="keys"))
+    small = replay(
+        Excerpt(Mooncake(), limit=500, shrink=32), KVCache(2000, 16, accounting="keys")
+    )
     assert small.lookup_blocks <= full.lookup_blocks < small.lookup_blocks * 1.05
     assert small.hit_blocks <= full.hit_blocks < small.hit_blocks * 1.05
 

@@ -26,7 +26,9 @@ def told(reasons):
     return [(loss.category, loss.first / BLOCK, loss.tokens / BLOCK) for loss in reasons.losses]
 
 
-def served(file, *requests, blocks=8, eviction=None, prefix=None, accounting="tokens", **options):
+def served(
+    file, *requests, blocks=8, eviction=None, prefix=None, accounting="tokens", **options
+):
     """Explain a replay of `requests`, a nanosecond apart unless they say when they arrive."""
     for now, request in enumerate(requests):
         request.arrival = request.arrival or now
@@ -223,7 +225,9 @@ def test_tokens_without_keys_have_no_keys(file):
 
 def test_what_a_pool_cannot_keep_of_one_request_is_truncated(file):
     """Blocks beyond the pool's size were dropped by the first request as well."""
-    explanation = served(file, ask("a", "abcdef"), ask("b", "abcdef"), blocks=4, accounting="keys")
+    explanation = served(
+        file, ask("a", "abcdef"), ask("b", "abcdef"), blocks=4, accounting="keys"
+    )
     assert explanation.of("b").hit == 16
     assert told(explanation.of("b")) == [("truncated", 4, 2)]
 
@@ -298,10 +302,10 @@ def test_a_request_that_waits_at_the_end_is_no_miss(file):
 
 
 def test_a_line_that_cannot_be_is_refused_with_its_place(file):
-    """Every line is checked as by `replay`."""
+    """A line that names what is not there is an error, whatever the digest says."""
     events = lines(record(file))
-    events[35]["span"] = 4
-    with pytest.raises(TraceError, match=r"trace.jsonl:36: EVICT: span 4 has 0 pins"):
+    events[35]["span"] = 44
+    with pytest.raises(TraceError, match=r"trace.jsonl:36: EVICT: no span 44 is cached"):
         explain(seal(file, events))
 
 

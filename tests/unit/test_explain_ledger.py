@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcore.analysis.miss_reasons import Eviction
-from kvcore.analysis.misses import Ledger
+from kvcore.analysis.misses import LastEventIndex
 
 KEYS = ["a", "ab", "abc"]
 
@@ -20,12 +20,12 @@ def told(ledger, first, end):
 
 def test_what_nothing_evicted_is_one_piece_of_nothing():
     """Blocks that never left have no eviction."""
-    assert told(Ledger(4), 2, 11) == [(2, 11, None)]
+    assert told(LastEventIndex(4), 2, 11) == [(2, 11, None)]
 
 
 def test_blocks_of_one_eviction_are_one_piece():
     """Keys evicted together are told together."""
-    ledger = Ledger(4)
+    ledger = LastEventIndex(4)
     ledger.add(KEYS, 0, 12, eviction(1))
     assert told(ledger, 0, 12) == [(0, 12, 1)]
     assert told(ledger, 5, 7) == [(5, 7, 1)]
@@ -33,7 +33,7 @@ def test_blocks_of_one_eviction_are_one_piece():
 
 def test_a_tail_that_left_earlier_keeps_its_own_eviction():
     """Evictions inside a key stand side by side, tail first."""
-    ledger = Ledger(4)
+    ledger = LastEventIndex(4)
     ledger.add(KEYS, 6, 7, eviction(1))
     ledger.add(KEYS, 5, 6, eviction(2))
     ledger.add(KEYS, 0, 5, eviction(3))
@@ -42,7 +42,7 @@ def test_a_tail_that_left_earlier_keeps_its_own_eviction():
 
 def test_what_was_stored_again_has_its_latest_eviction():
     """After a second life the part that left in it is told anew, the rest as before."""
-    ledger = Ledger(4)
+    ledger = LastEventIndex(4)
     ledger.add(KEYS, 0, 8, eviction(1))
     ledger.add(KEYS, 5, 6, eviction(2))
     assert told(ledger, 5, 8) == [(5, 6, 2), (6, 8, 1)]
@@ -52,7 +52,7 @@ def test_what_was_stored_again_has_its_latest_eviction():
 
 def test_the_part_that_is_cached_again_is_not_asked_for():
     """Pieces begin where they are asked to, inside a key too."""
-    ledger = Ledger(4)
+    ledger = LastEventIndex(4)
     ledger.add(KEYS, 2, 4, eviction(1))
     assert told(ledger, 3, 5) == [(3, 4, 1), (4, 5, None)]
     assert told(ledger, 0, 4) == [(0, 2, None), (2, 4, 1)]
@@ -60,7 +60,7 @@ def test_the_part_that_is_cached_again_is_not_asked_for():
 
 def test_keys_side_by_side_with_equal_pieces_are_told_apart():
     """The pieces of each key are counted from where that key begins."""
-    ledger, same = Ledger(4), eviction(1)
+    ledger, same = LastEventIndex(4), eviction(1)
     ledger.add(KEYS, 1, 2, same)
     ledger.add(KEYS, 5, 6, same)
     expected = [(0, 1, None), (1, 2, 1), (2, 5, None), (5, 6, 1), (6, 8, None)]
@@ -69,7 +69,7 @@ def test_keys_side_by_side_with_equal_pieces_are_told_apart():
 
 def test_a_note_on_a_part_leaves_what_was_noted_before_and_after():
     """In the middle of a key, as well as at its ends."""
-    ledger = Ledger(4)
+    ledger = LastEventIndex(4)
     ledger.add(KEYS, 0, 4, eviction(1))
     ledger.add(KEYS, 1, 3, eviction(2))
     assert told(ledger, 0, 4) == [(0, 1, 1), (1, 3, 2), (3, 4, 1)]

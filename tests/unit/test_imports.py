@@ -30,6 +30,7 @@ LAYERS = [
     {"trace"},
     {"serving"},
     {"engine"},
+    {"config"},
     {"analysis", "kv_events"},
     {"report"},
     {"demo"},

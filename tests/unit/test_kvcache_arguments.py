@@ -16,7 +16,7 @@ from kvcore import (
 )
 from kvcore.analysis import compare
 from kvcore.request import Retention
-from kvcore_plugins.eviction import LFU, LRU, SLRU, TTL
+from kvcore_plugins.eviction import LFU, LRU, TTL
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf
 
@@ -132,7 +132,9 @@ def test_a_trace_takes_one_first_admission_a_request():
     with pytest.raises(InputError, match="was not admitted before: leave out resumed=True"):
         cache.open(request, resumed=True)
     cache.close(cache.open(request))
-    with pytest.raises(InputError, match="was admitted before: give another id, or resumed=True"):
+    with pytest.raises(
+        InputError, match="was admitted before: give another id, or resumed=True"
+    ):
         cache.open(request)
     cache.close(cache.open(request, resumed=True))
 
@@ -171,8 +173,6 @@ def unlucky(base):
                 raise RuntimeError
 
     return Unlucky()
-
-
 
 
 class Numberless(ScoreEviction):

@@ -380,7 +380,11 @@ def test_close_keeps_what_is_committed():
     seq = cache.open(ask("abc"))
     compute(cache, seq, 2 * BLOCK)
     cache.close(seq)
-    assert (cache.pool.free_blocks, cache.tree.cached_blocks, cache.tree.unpinned_blocks) == (6, 2, 2)
+    assert (cache.pool.free_blocks, cache.tree.cached_blocks, cache.tree.unpinned_blocks) == (
+        6,
+        2,
+        2,
+    )
     assert not cache.sequences
     assert not seq.is_open
 

@@ -16,7 +16,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import OutOfBlocks, PolicyError
+from kvcore import OutOfBlocks
 from kvcore.testing.harness import snapshot
 from kvcore_plugins.eviction import TTL
 
@@ -245,7 +245,3 @@ def test_without_an_expiring_policy_nothing_expires():
     cache = make(12)
     serve(cache, "ab", now=0)
     assert cache.probe(ask("abc"), now=10**18) == 2
-
-
-
-

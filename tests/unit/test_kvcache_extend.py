@@ -15,7 +15,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import InputError, OutOfBlocks, PolicyError
+from kvcore import InputError, OutOfBlocks
 from kvcore.testing.harness import snapshot
 
 
@@ -117,8 +117,6 @@ def test_nothing_taken_is_not_traced():
     trace.lines.clear()
     cache.extend(seq, 3)
     assert trace.lines == []
-
-
 
 
 def test_what_is_extended_can_be_committed():

@@ -17,7 +17,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import InputError, OutOfBlocks, PolicyError
+from kvcore import InputError, OutOfBlocks
 from kvcore.testing.harness import snapshot
 from kvcore_plugins.prefix import NoPrefix
 
@@ -246,8 +246,6 @@ def test_siblings_that_hold_different_parts(cache):
     assert pins(cache) == {"|a": 3, "a|b": 3, "ab|c": 2, "abc|d": 1}
 
 
-
-
 def test_a_sibling_follows_a_switch(cache):
     """Where the committer has taken over another's blocks, its sibling does as well."""
     seq = cache.open(ask("abc"))
@@ -363,7 +361,9 @@ def test_a_counting_cache_decides_the_same_around_a_fork():
         cache.close(seq)
         serve(cache, "lm")
         cache.close(child)
-        seen.append((pins(cache), cache.pool.free_blocks, cache.tree.evicted_blocks, cache.stats))
+        seen.append(
+            (pins(cache), cache.pool.free_blocks, cache.tree.evicted_blocks, cache.stats)
+        )
     assert seen[0] == seen[1]
 
 

@@ -3,7 +3,7 @@
 import pytest
 from helpers.caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start
 
-from kvcore import InputError, KVCache, OutOfBlocks, PolicyError, Request
+from kvcore import InputError, KVCache, OutOfBlocks, Request
 from kvcore.testing.harness import snapshot
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
@@ -93,11 +93,11 @@ def test_an_error_of_the_trace_comes_through():
     class Full(Lines):
         """A disk that is full at the first eviction."""
 
-        def line(self, event, now, **fields):
-            if event == "EVICT":
+        def write(self, line):
+            if line["event"] == "EVICT":
                 msg = "disk full"
                 raise OSError(msg)
-            super().line(event, now, **fields)
+            super().write(line)
 
     cache = make(4, trace=Full())
     serve(cache, "ab", "xy")

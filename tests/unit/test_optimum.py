@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcore import InputError, Request
-from kvcore.analysis import Future, Optimum
+from kvcore.analysis import Belady, Future
 from kvcore.cache.layout import BlockLayout
 
 
@@ -29,7 +29,7 @@ def read(prompts, ratio=1):
 
 def play(prompts, blocks, *, bypass=False, ratio=1):
     """Return (hits, evicted blocks) of the optimum."""
-    stats, evicted = Optimum(bypass).replay(read(prompts, ratio), blocks, 1)
+    stats, evicted = Belady(bypass).replay(read(prompts, ratio), blocks, 1)
     return stats.hit_blocks, evicted
 
 
@@ -65,7 +65,7 @@ def test_bypass_keeps_the_best_part_of_a_request():
 
 def test_a_request_longer_than_the_pool_keeps_its_leading_blocks():
     """Of four blocks two are cached, and hit; all four are looked up."""
-    stats, _ = Optimum().replay(read("abcd abcd"), 2, 1)
+    stats, _ = Belady().replay(read("abcd abcd"), 2, 1)
     assert (stats.hit_blocks, stats.lookup_blocks) == (2, 8)
 
 
@@ -82,23 +82,26 @@ def test_a_request_longer_than_the_pool_may_end_inside_a_key():
 def test_a_request_without_keys_looks_nothing_up():
     """A request without keys counts, but has no ratio."""
     future = Future.read(
-        [Request(id=0, prompt_tokens=9, key_tokens=1), *requests(["a"])], BlockLayout("keys", 1, 1)
+        [Request(id=0, prompt_tokens=9, key_tokens=1), *requests(["a"])],
+        BlockLayout("keys", 1, 1),
     )
-    stats, _ = Optimum().replay(future, 1, 1)
+    stats, _ = Belady().replay(future, 1, 1)
     assert (stats.requests, stats.looked_up) == (2, 1)
 
 
 def test_the_ratios_are_weighted_as_they_say():
     """One block of four hits, half a request of two: 1/4 by block, 1/4 by request."""
-    stats, _ = Optimum().replay(read("ab ac"), 3, 1)
+    stats, _ = Belady().replay(read("ab ac"), 3, 1)
     assert stats.ratios() == {"block": 0.25, "token": 0.25, "request": 0.25}
 
 
 def test_the_future_is_kept_in_runs():
     """A run is what one request wants next; what nobody wants ends with the prompt."""
     future = read("abcd ab abc")
-    assert list(future.runs(0)) == [(1, 2), (2, 3), (3, 4)]
-    assert list(future.runs(1)) == [(2, 2), (3, 2)]
+    runs = list(zip(future.wanted, future.ends, strict=True))
+    assert runs[future.starts[0] : future.starts[1]] == [(1, 2), (2, 3)]
+    assert runs[future.starts[1] : future.starts[2]] == [(2, 2)]
+    assert list(future.reused) == [0, 2, 3]
 
 
 def test_a_key_under_two_parents_has_no_future():
@@ -124,16 +127,16 @@ def test_keys_of_another_size_are_refused():
 )
 def test_it_is_built_from_text(options, bypass):
     """`bypass` is true or false, and false unless it is given."""
-    assert Optimum.from_text(options) == Optimum(bypass=bypass)
+    assert Belady.from_text(options) == Belady(bypass=bypass)
 
 
 def test_an_unknown_option_is_refused():
     """The error names the nearest option and lists all."""
     with pytest.raises(InputError, match=r"'bypas' \(did you mean 'bypass'\?\).*bypass=false"):
-        Optimum.from_text({"bypas": "true"})
+        Belady.from_text({"bypas": "true"})
 
 
 def test_a_value_that_is_no_truth_is_refused():
     """`bypass` is nothing but true or false."""
     with pytest.raises(InputError, match="takes true or false, not 'maybe'"):
-        Optimum.from_text({"bypass": "maybe"})
+        Belady.from_text({"bypass": "maybe"})

@@ -4,7 +4,14 @@ import attrs
 import pytest
 from helpers.caches import BLOCK, ask, compute, make, serve, spans, start
 
-from kvcore import KVCache, OutOfBlocks, PolicyError, PrefixIndex, RetentionPolicy, ScoreEviction
+from kvcore import (
+    KVCache,
+    OutOfBlocks,
+    PolicyError,
+    PrefixIndex,
+    RetentionPolicy,
+    ScoreEviction,
+)
 from kvcore.testing import EVEN, FORKS, Driver, Traffic, random_steps
 from kvcore_plugins.prefix import Radix
 

@@ -3,13 +3,13 @@
 import attrs
 import pytest
 
-from kvcore.analysis import Change, Fate, Figures, WhatIf
+from kvcore.analysis import Change, RequestOutcome, RunSummary, WhatIf
 from kvcore.report import WhatIfReport
 
 RATIOS = {"block": 0.25, "token": 0.2, "request": None}
 HIT = {"lookup_blocks": 40, "hit_blocks": 10, "self_hit_blocks": 0, "ratio": RATIOS}
 SPREAD = {"mean": 1.0, "p50": 0.5, "p99": 4.0}
-UNTIMED = Figures(
+UNTIMED = RunSummary(
     config={"blocks": 9, "eviction": {"name": "lru", "options": {}}},
     requests=3,
     completed=3,
@@ -31,9 +31,24 @@ TIMED = attrs.evolve(
     UNTIMED, ttft_s=SPREAD, e2e_s=SPREAD, queue_s=SPREAD, throughput_tokens_s=100.0
 )
 CHANGES = [
-    Change("a", 64, Fate(16, 2_000_000, rejected=False), Fate(48, 1_000_000, rejected=False)),
-    Change("b", 64, Fate(32, 1_000_000, rejected=False), Fate(0, 3_000_000, rejected=False)),
-    Change("c", 64, Fate(0, None, rejected=True), Fate(0, 9_000_000, rejected=False)),
+    Change(
+        "a",
+        64,
+        RequestOutcome(16, 2_000_000, rejected=False),
+        RequestOutcome(48, 1_000_000, rejected=False),
+    ),
+    Change(
+        "b",
+        64,
+        RequestOutcome(32, 1_000_000, rejected=False),
+        RequestOutcome(0, 3_000_000, rejected=False),
+    ),
+    Change(
+        "c",
+        64,
+        RequestOutcome(0, None, rejected=True),
+        RequestOutcome(0, 9_000_000, rejected=False),
+    ),
 ]
 
 

@@ -46,7 +46,11 @@ def test_shared_blocks_are_hidden_and_stay_pinned():
     cache = make(retention=Window(tokens=4))
     seq = start(cache, "abc")
     assert (table(cache, seq), seq.dropped, seq.freed) == ([2], 2, 0)
-    assert (cache.tree.cached_blocks, cache.tree.unpinned_blocks, cache.pool.free_blocks) == (3, 0, 5)
+    assert (cache.tree.cached_blocks, cache.tree.unpinned_blocks, cache.pool.free_blocks) == (
+        3,
+        0,
+        5,
+    )
 
 
 def test_sinks_stay():
@@ -162,7 +166,7 @@ def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published(
     cache.close(seq)
     compute(cache, child, 2 * BLOCK)
     assert (child.span.end, child.holes) == (3, ())
-    assert compute(cache, child).gaps == ((0, 2),)
+    assert compute(cache, child).holes == ((0, 2),)
 
 
 def test_a_fork_of_what_has_forgotten():

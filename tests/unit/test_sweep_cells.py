@@ -10,18 +10,19 @@ import pytest
 from kvcore import KVCache, PluginError, simulate
 from kvcore.analysis import compare
 from kvcore.analysis.sweep import (
-    Cell,
+    CellRunner,
     Grid,
     Journal,
     Outcome,
     Plan,
     Processes,
     RayCluster,
+    Task,
     executor_named,
     sweep,
 )
-from kvcore.analysis.sweep._parts import Parts, Shelf
-from kvcore.analysis.sweep.executors import Bench, Task
+from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
+from kvcore.config import RunConfig
 from kvcore_plugins.latency import Roofline
 from kvcore_plugins.workload import Zipf
 
@@ -36,10 +37,10 @@ class Here:
 
     def run(self, tasks):
         """Yield the outcomes."""
-        bench = Bench()
+        runner = CellRunner()
         for task in reversed(list(tasks)):
             self.ran.append(task.digest)
-            yield bench.attempt(task)
+            yield runner.attempt(task)
 
 
 @pytest.fixture
@@ -55,7 +56,8 @@ def swept(tmp_path):
 
 def digest(**fields):
     """Return the digest of a cell."""
-    return Parts(Cell(**{"workload": ZIPF, "blocks": 90, **fields}), Shelf()).digest
+    config = RunConfig(**{"workload": ZIPF, "blocks": 90, **fields})
+    return CellRun(config, WorkloadCache()).digest
 
 
 def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
@@ -172,7 +174,7 @@ def test_without_a_clock_the_cost_of_a_block_counts():
 def test_another_version_of_kvcore_runs_all_anew(monkeypatch):
     """What it would come to is not known from the last one."""
     before = digest()
-    monkeypatch.setattr("kvcore.analysis.sweep._parts.version", lambda _: "99")
+    monkeypatch.setattr("kvcore.analysis.sweep.runner.version", lambda _: "99")
     assert digest() != before
 
 
@@ -204,14 +206,14 @@ def test_a_policy_that_was_edited_is_another_one(tmp_path, monkeypatch):
 
 def test_a_worker_that_would_run_another_cell_refuses():
     """As one whose kvcore, plugins or files are not those that the sweep was planned with."""
-    outcome = Bench().attempt(Task("00", Cell(workload=ZIPF)))
+    outcome = CellRunner().attempt(Task("00", RunConfig(workload=ZIPF)))
     assert outcome.result is None
     assert "this process would run another cell" in outcome.error
 
 
 def test_what_a_cell_raises_is_its_outcome():
     """Of an error that is not kvcore's own, with the place."""
-    outcome = Bench().attempt(Task("00", None))
+    outcome = CellRunner().attempt(Task("00", None))
     assert outcome == Outcome("00", None, outcome.error)
     assert outcome.error.startswith("AttributeError in ")
 
@@ -261,4 +263,4 @@ def test_a_cluster_needs_ray(monkeypatch):
     """Without it the error says what to install."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[ray\]'"):
-        next(RayCluster().run([Task("00", Cell())]))
+        next(RayCluster().run([Task("00", RunConfig())]))

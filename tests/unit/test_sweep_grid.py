@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore import SLO, InputError
-from kvcore.analysis.sweep import Cell, Grid, Plan, axes_of
+from kvcore.analysis.sweep import Grid, Plan, axes_of
+from kvcore.config import RunConfig
 
 
 def test_the_last_axis_changes_fastest():
@@ -36,14 +37,14 @@ def test_values_given_twice_count_once():
 
 def test_without_axes_there_is_one_cell():
     """A simulation as `kvcore simulate` runs it."""
-    assert list(Grid()) == [Cell()]
+    assert list(Grid()) == [RunConfig()]
 
 
 def test_a_run_without_a_clock_has_nothing_that_takes_time():
     """The axes of the two modes differ by what they have a use for."""
     timed, untimed = set(axes_of("simulate")), set(axes_of("compare"))
     assert timed - untimed >= {"scheduler", "latency", "slo", "rate_scale", "max_seqs"}
-    assert untimed - timed == {"count"}
+    assert untimed - timed == {"accounting"}
 
 
 @pytest.mark.parametrize(
@@ -51,19 +52,19 @@ def test_a_run_without_a_clock_has_nothing_that_takes_time():
     [
         ("replay", {}, "mode: 'replay' is not known; there are: simulate, compare"),
         ("simulate", {"bloks": 3}, "there is no axis 'bloks' (did you mean 'blocks'?)"),
-        ("simulate", {"count": "keys"}, "count: there is no such thing in mode 'simulate'"),
+        ("simulate", {"accounting": "keys"}, "accounting: there is no such thing in mode"),
         ("compare", {"scheduler": "srpt"}, "scheduler: there is no such thing in mode"),
         ("compare", {}, "blocks: a sweep in mode 'compare' needs pools"),
         ("simulate", {"blocks": []}, "blocks: the list is empty"),
         ("simulate", {"blocks": "3"}, "blocks: expected a whole number, not '3'"),
-        ("simulate", {"seed": True}, "seed: expected a whole number, not True"),
-        ("simulate", {"chunked": 1}, "chunked: expected True or False, not 1"),
-        ("simulate", {"slo": "ttft=3"}, "slo: expected an SLO, or None"),
+        ("simulate", {"seed": True}, "seed: expected a whole number, not true"),
+        ("simulate", {"chunked": 1}, "chunked: expected true or false, not 1"),
+        ("simulate", {"slo": 3}, "slo: expected an SLO such as ttft=30,tpot=0.1, or none"),
         ("simulate", {"memory": "3"}, "memory: size '3': expected a number followed by"),
         ("simulate", {"device": "h10"}, "device: unknown device 'h10'"),
         ("simulate", {"model": "lama"}, "model: unknown model 'lama'"),
-        ("simulate", {"eviction": "lru,lfu"}, "eviction: 'lru,lfu' is not one plugin"),
-        ("simulate", {"eviction": 3}, "eviction: 3 is not one plugin"),
+        ("simulate", {"eviction": "lru,lfu"}, "eviction: 'lru,lfu' names 2 plugins where one"),
+        ("simulate", {"eviction": 3}, "eviction: 3 is no plugin: give its name"),
         ("simulate", {"blocks": 3, "memory": "1GiB"}, "both say how large the pool is"),
     ],
 )
@@ -80,7 +81,7 @@ def test_axes_that_cannot_be_are_refused(mode, axes, reason):
         ("compare", {"blocks": 9, "block_size": [16, 17]}, "block_size: workload zipf: "),
         ("compare", {"blocks": [9, 0]}, "blocks: a pool of 0 blocks"),
         ("compare", {"memory": "1KiB"}, "memory: 1 KiB is less than a block"),
-        ("compare", {"blocks": 9, "count": "bytes"}, "counting 'bytes' is not known"),
+        ("compare", {"blocks": 9, "accounting": "bytes"}, "accounting: 'bytes' is not one of"),
         ("compare", {"blocks": 9, "kv_dtype": "fp3"}, "kv_dtype: "),
         ("compare", {"blocks": 9, "eviction": ["lru", "lruu"]}, "eviction: no eviction plugin"),
         ("compare", {"blocks": 9, "eviction": "lfu:half=3"}, "eviction: eviction plugin 'lfu'"),
@@ -105,7 +106,10 @@ def test_a_cell_that_cannot_be_is_refused_before_anything_runs(mode, axes, reaso
 
 @pytest.mark.parametrize(
     ("axes", "reason"),
-    [({"count": ["keys", "tokens"]}, "count: the optimum"), ({"prefix": "none"}, "prefix: ")],
+    [
+        ({"accounting": ["keys", "tokens"]}, "accounting: the optimum"),
+        ({"prefix": "none"}, "prefix: "),
+    ],
 )
 def test_the_optimum_is_refused_where_it_is_no_bound(axes, reason):
     """As `compare` refuses it."""

@@ -4,7 +4,7 @@ import pytest
 from helpers.traces import ask, drive, lines, record, seal, write
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore.trace import CacheState, replay
+from kvcore.trace import CacheState, check_trace, read_events
 from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.prefix import NoPrefix, Radix
 from kvcore_plugins.workload import Mooncake
@@ -20,7 +20,7 @@ def test_a_recorded_run_replays_clean(trace):
     """The trace of a real cache contradicts itself nowhere, and its state is the cache's."""
     cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), ids=True)
     drive(cache)
-    report = replay(trace)
+    report = check_trace(trace)
     assert (report.complete, report.cut_reason, report.lines) == (True, None, 49)
     assert report.pool == {
         "free": cache.pool.free_blocks,
@@ -40,10 +40,10 @@ def test_block_tables_are_rebuilt(tmp_path):
             cache.commit(seq, 4)
         cache.extend(cache.fork(seq), 3)
         tables = {seq.id: cache.block_table(seq) for seq in cache.sequences.values()}
-    header, *events = lines(path)
+    header, *events = read_events(path)
     state = CacheState(header)
-    for line in events:
-        state.apply(line)
+    for event in events:
+        state.apply(event)
     assert {seq.id: seq.table() for seq in state.sequences.values()} == tables
 
 
@@ -58,14 +58,14 @@ def test_output_blocks_are_shared_by_their_keys(tmp_path):
         cache.commit(seq, 16)
         cache.close(seq)
         cache.open(longer)
-    assert replay(path).hit["hit_blocks"] == 3
+    assert check_trace(path).hit["hit_blocks"] == 3
 
 
 def test_the_report_counts_hits_of_first_admissions(trace):
     """Lookups and hits are those of the five admissions with `again` left out."""
     ratio = {"block": 5 / 17, "request": (0 + 2 / 3 + 2 / 3 + 1 / 2 + 0) / 5}
     counts = {"lookup_blocks": 17, "hit_blocks": 5, "self_hit_blocks": 1}
-    assert replay(trace).hit == {**counts, "ratio": pytest.approx(ratio)}
+    assert check_trace(trace).hit == {**counts, "ratio": pytest.approx(ratio)}
 
 
 def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
@@ -78,20 +78,20 @@ def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
         cache.commit(seq, 12)
         cache.close(seq)
         cache.open(request, resumed=True)
-    hit = replay(path).hit
+    hit = check_trace(path).hit
     assert (hit["lookup_blocks"], hit["hit_blocks"], hit["self_hit_blocks"]) == (3, 0, 2)
 
 
 def test_without_lookups_the_ratios_are_null(tmp_path):
     """A trace in which nothing was looked up has no hit ratio."""
-    report = replay(write(tmp_path / "trace.jsonl", ask(1, "a")))
+    report = check_trace(write(tmp_path / "trace.jsonl", ask(1, "a")))
     assert report.hit["ratio"] == {"block": None, "request": None}
     assert report.requests == 1
 
 
 def test_the_report_as_json_has_its_schema(trace):
     """As JSON the report has the documented names, in their order."""
-    assert list(replay(trace).as_dict()) == [
+    assert list(check_trace(trace).as_dict()) == [
         *("schema", "file", "complete", "lines", "events", "pool"),
         *("requests", "finished", "rejected", "preemptions", "hit"),
     ]
@@ -100,7 +100,7 @@ def test_the_report_as_json_has_its_schema(trace):
 @pytest.mark.parametrize(("at", "lines_until", "private"), [(0, 1, 0), (2, 5, 1), (15, 31, 2)])
 def test_the_state_at_a_time(trace, at, lines_until, private):
     """Asked for a moment, the report is of the last line not later than that."""
-    report = replay(trace, at)
+    report = check_trace(trace, at)
     assert (report.lines, report.pool["private"], report.complete) == (
         lines_until,
         private,
@@ -110,7 +110,7 @@ def test_the_state_at_a_time(trace, at, lines_until, private):
 
 def test_a_time_after_the_end_is_the_end(trace):
     """A moment that never came is the end of the trace."""
-    assert replay(trace, 10**9) == replay(trace)
+    assert check_trace(trace, 10**9) == check_trace(trace)
 
 
 def test_lines_after_the_moment_are_checked_too(trace):
@@ -118,7 +118,7 @@ def test_lines_after_the_moment_are_checked_too(trace):
     events = lines(trace)
     events[46]["runs"] = [[4, 1], [1, 1], [3, 1]]
     with pytest.raises(TraceError, match=":47: ALLOC"):
-        replay(seal(trace, events), 1)
+        check_trace(seal(trace, events), 1)
 
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
@@ -140,7 +140,7 @@ def test_the_bundled_workload_replays_clean(tmp_path, count, size):
             seq = cache.open(request, None, request.arrival)
             cache.commit(seq, seq.tokens - seq.computed, request.arrival)
             cache.close(seq, request.arrival)
-    report = replay(path)
+    report = check_trace(path)
     ratios = cache.stats.ratios()
     assert report.pool["cached"] == cache.tree.cached_blocks
     assert report.hit["hit_blocks"] == cache.stats.hit_blocks
@@ -156,7 +156,7 @@ def test_without_a_prefix_cache_nothing_hits(tmp_path):
             seq = cache.open(ask(name, "abc"))
             cache.commit(seq, 12)
             cache.close(seq)
-    report = replay(path)
+    report = check_trace(path)
     assert (report.pool["cached"], report.hit["hit_blocks"], report.hit["lookup_blocks"]) == (
         0,
         0,
@@ -175,14 +175,14 @@ def test_what_expired_is_a_miss_that_says_so(tmp_path):
             cache.close(seq, now)
     events = lines(path)
     assert [line["why"] for line in events if line["event"] == "MISS"] == ["absent", "expired"]
-    assert replay(path).pool["free"] == 5
+    assert check_trace(path).pool["free"] == 5
 
 
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):
     """An incomplete file is no error here: the report is of what could be read."""
     whole = trace.read_bytes()
     trace.write_bytes(whole[: whole.index(b'{"n":19,')])
-    report = replay(trace)
+    report = check_trace(trace)
     assert (report.complete, report.lines, report.pool["cached"]) == (False, 19, 4)
     assert report.cut_reason == "the file ends after line 19, without END"
 
@@ -190,7 +190,7 @@ def test_a_cut_trace_is_reported_up_to_the_cut(trace):
 def test_an_empty_file_has_an_empty_report(tmp_path):
     """Where not even the header can be read, everything is 0."""
     (tmp_path / "trace.jsonl").touch()
-    report = replay(tmp_path / "trace.jsonl")
+    report = check_trace(tmp_path / "trace.jsonl")
     assert (report.lines, report.events) == (0, {})
     assert report.pool == {"free": 0, "cached": 0, "private": 0, "spans": 0}
 
@@ -260,7 +260,7 @@ def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
     events = lines(trace)
     events[n] |= fields
     with pytest.raises(TraceError) as caught:
-        replay(seal(trace, events))
+        check_trace(seal(trace, events))
     text = str(caught.value).removeprefix(f"{trace}:")
     line, told = text.split(": ", 1)
     assert told.startswith(reason)
@@ -281,7 +281,7 @@ def test_a_copy_needs_another_owner(trace):
     with pytest.raises(
         TraceError, match=":32: COPY: block 6 has one owner, who may write to it"
     ):
-        replay(seal(trace, [*events[:31], copy]))
+        check_trace(seal(trace, [*events[:31], copy]))
 
 
 def test_a_partial_hit_is_followed_by_its_miss(trace):
@@ -289,48 +289,33 @@ def test_a_partial_hit_is_followed_by_its_miss(trace):
     with pytest.raises(
         TraceError, match=":11: ALLOC: MISS of sequence 2 must come before this"
     ):
-        replay(without(trace, 10))
+        check_trace(without(trace, 10))
 
 
 def test_a_switch_is_followed_by_the_duplicates(trace):
     """Where a sequence uses another's blocks, the next line frees its own."""
     with pytest.raises(TraceError, match=":19: FREE: FREE of sequence 3 must come before this"):
-        replay(without(trace, 18))
+        check_trace(without(trace, 18))
 
 
 def test_forked_siblings_pin_what_one_commits(trace):
     """Between a commit and the pins of those who share its blocks nothing else happens."""
     with pytest.raises(TraceError, match=":30: COPY: forked sequences still hold blocks"):
-        replay(without(trace, 29))
+        check_trace(without(trace, 29))
 
 
 def test_no_miss_without_an_admission(trace):
     """A second MISS of a sequence opens nothing."""
     events = lines(trace)
     with pytest.raises(TraceError, match=":4: MISS: sequence 1 opens; the next one is 2"):
-        replay(seal(trace, [*events[:3], *events[2:]]))
+        check_trace(seal(trace, [*events[:3], *events[2:]]))
 
 
 def test_a_block_is_freed_once(trace):
     """A sequence that is closed cannot be closed again."""
     events = lines(trace)
     with pytest.raises(TraceError, match=":21: FREE: no sequence 1 is open"):
-        replay(seal(trace, [*events[:20], *events[19:]]))
-
-
-def test_a_split_can_be_taken_back(trace):
-    """JOIN makes the halves of a split one span again."""
-    events = lines(trace)[:9]
-    join = {"n": 9, "t": 5, "event": "JOIN", "span": 1, "upper": 2}
-    assert replay(seal(trace, [*events, join])).pool["spans"] == 1
-
-
-def test_only_halves_can_be_joined(trace):
-    """JOIN of spans that are no halves of one is told."""
-    events = lines(trace)[:9]
-    join = {"n": 9, "t": 5, "event": "JOIN", "span": 2, "upper": 1}
-    with pytest.raises(TraceError, match="spans 1 and 2 are not the halves of a split"):
-        replay(seal(trace, [*events, join]))
+        check_trace(seal(trace, [*events[:20], *events[19:]]))
 
 
 def test_victims_of_a_call_that_failed_are_free(trace):
@@ -340,5 +325,5 @@ def test_victims_of_a_call_that_failed_are_free(trace):
     more = dict(events[37], **{"for": "other"})
     miss = dict(events[39], request="other")
     alloc = dict(events[40], runs=[[5, 3], [2, 1], [4, 1], [1, 1]])
-    report = replay(seal(trace, [*events[:37], asked, more, miss, alloc]))
+    report = check_trace(seal(trace, [*events[:37], asked, more, miss, alloc]))
     assert report.pool == {"free": 0, "cached": 2, "private": 6, "spans": 2}

@@ -1,6 +1,7 @@
 """Requests read back from the lines of a trace."""
 
 import attrs
+import orjson
 import pytest
 from helpers.schedulers import scheduler_of
 from helpers.serving import Even, ask
@@ -12,7 +13,8 @@ from kvcore.analysis import compare
 from kvcore.request import Retention, text_request
 from kvcore.serving import Batching, simulate
 from kvcore.trace import TraceWorkload, read_request
-from kvcore.trace.events import request_fields
+from kvcore.trace.events import decode
+from kvcore.trace.fields import request_fields
 from kvcore.workloads.files import file_digest
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Recording, Zipf
@@ -48,8 +50,9 @@ FULL = Request(
 def test_a_request_is_read_as_it_was(request_):
     """Every field comes back, keys of all three kinds included; none is made up."""
     line = {"n": 1, "t": request_.arrival, "event": "REQUEST", **request_fields(request_)}
-    assert read_request(line) == request_
-    assert read_request(line, 99) == attrs.evolve(request_, arrival=99)
+    event = decode(orjson.dumps(line))
+    assert read_request(event) == request_
+    assert read_request(event, 99) == attrs.evolve(request_, arrival=99)
 
 
 def recorded(path, requests, **options):

@@ -1,13 +1,23 @@
+import inspect
+import json
 import re
+from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
-from helpers.traces import record, serve
+from helpers.traces import CACHE, forget, lines, record, serve
 
-from kvcore.trace import EVENTS, read_events
-from kvcore.trace.events import COMMON, fault, is_key
+from kvcore.cache import Recorder
+from kvcore.request import Request
+from kvcore.trace import Trace, json_schema, read_events
+from kvcore.trace.events import EVENTS, Drop, Header, decode, describe_fields, find_fault
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "trace.md").read_text("utf-8")
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+PAGE = (REFERENCE / "trace.md").read_text("utf-8")
+
+COMMON = ["n", "t", "event"]
 
 FREE = {"n": 3, "t": 0, "event": "FREE", "seq": 1, "runs": [[0, 2]], "reason": "close"}
 
@@ -20,9 +30,11 @@ def rows(heading):
 
 def described(event):
     """Return what each field of an event holds, but for those that all lines have."""
-    required = {name: kind.says for name, kind in event.required.items()}
-    optional = {name: f"{kind.says}, or left out" for name, kind in event.optional.items()}
-    return {k: v for k, v in (required | optional).items() if k not in COMMON}
+    return {
+        name: field.holds if field.required else f"{field.holds}, or left out"
+        for name, field in describe_fields(event).items()
+        if name not in COMMON
+    }
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -32,13 +44,14 @@ def test_the_reference_describes_every_field_of(event):
 
 
 def test_the_reference_describes_what_a_sequence_evicts():
-    """Likewise the fields of the other scope, which have a table of their own."""
-    assert rows("#### EVICT of scope `sequence`") == described(EVENTS["EVICT"].sequence)
+    """The fields of the other scope have a table of their own."""
+    assert rows("#### EVICT of scope `sequence`") == described(Drop)
 
 
 def test_the_reference_describes_what_every_line_has():
     """The page has the three fields that every line has."""
-    assert rows("## What every line has") == {k: kind.says for k, kind in COMMON.items()}
+    fields = describe_fields(EVENTS["FORK"])
+    assert rows("## What every line has") == {name: fields[name].holds for name in COMMON}
 
 
 def test_the_reference_describes_no_other_event():
@@ -49,7 +62,7 @@ def test_the_reference_describes_no_other_event():
 def test_what_the_cache_writes_is_of_the_schema(tmp_path):
     """Every line of a recorded run has the fields of its event, and no others."""
     path = record(tmp_path / "trace.jsonl")
-    assert [fault(line) for line in read_events(path)] == [None] * 49
+    assert [find_fault(line) for line in lines(path)] == [None] * 49
 
 
 @pytest.mark.parametrize(
@@ -71,13 +84,13 @@ def test_what_the_cache_writes_is_of_the_schema(tmp_path):
 )
 def test_a_fault_is_told(change, reason):
     """A line that is not of the schema is told with event, field, what it must be and is."""
-    assert reason in fault(FREE | change)
+    assert reason in find_fault(FREE | change)
 
 
 @pytest.mark.parametrize("field", FREE)
 def test_a_missing_field_is_told(field):
     """Each field of an event must be there."""
-    reason = fault({name: value for name, value in FREE.items() if name != field})
+    reason = find_fault({name: value for name, value in FREE.items() if name != field})
     assert reason == f"FREE has no field {field!r}" or "unknown event None" in reason
 
 
@@ -86,8 +99,8 @@ def test_a_retention_hint_has_four_parts(hint):
     """Start, end or null, priority, and nanoseconds or null: anything else is told."""
     request = {"id": 1, "prompt": 4, "output": 0, "keys": [], "key_tokens": 4}
     line = {"n": 1, "t": 0, "event": "REQUEST", **request}
-    assert fault({**line, "retention": [[0, None, 50, None], [4, 8, 50, 9]]}) is None
-    assert "REQUEST field 'retention' must be a list of [start," in fault(
+    assert find_fault({**line, "retention": [[0, None, 50, None], [4, 8, 50, 9]]}) is None
+    assert "REQUEST field 'retention' must be a list of [start," in find_fault(
         {**line, "retention": [hint]}
     )
 
@@ -97,9 +110,9 @@ def test_expectations_are_whole_nanoseconds(slo):
     """Any of three times in whole nanoseconds above 0, or none: anything else is told."""
     request = {"id": 1, "prompt": 4, "output": 0, "keys": [], "key_tokens": 4}
     line = {"n": 1, "t": 0, "event": "REQUEST", **request}
-    assert fault({**line, "slo": {"ttft": 1, "tpot": 2, "deadline": 3}}) is None
-    assert fault({**line, "slo": {}}) is None
-    assert "REQUEST field 'slo' must be an object of any of ttft, tpot, deadline" in fault(
+    assert find_fault({**line, "slo": {"ttft": 1, "tpot": 2, "deadline": 3}}) is None
+    assert find_fault({**line, "slo": {}}) is None
+    assert "REQUEST field 'slo' must be an object of any of ttft, tpot, deadline" in find_fault(
         {**line, "slo": slo}
     )
 
@@ -107,28 +120,171 @@ def test_expectations_are_whole_nanoseconds(slo):
 def test_what_a_server_does_is_of_the_schema(tmp_path):
     """Every line of a run with a clock has the fields of its event, and no others."""
     path = serve(tmp_path / "trace.jsonl")
-    assert [fault(line) for line in read_events(path)] == [None] * 37
+    assert [find_fault(line) for line in lines(path)] == [None] * 37
 
 
 def test_a_line_is_an_object():
     """Other JSON is no line."""
-    assert fault([1]) == "a line must be a JSON object, not [1]"
+    assert find_fault([1]) == "a line must be a JSON object, not [1]"
 
 
 def test_what_is_told_is_not_the_whole_value():
     """A huge value is cut short in the reason."""
-    assert len(fault(FREE | {"runs": [[0, "x"]] * 1000})) < 150
+    assert len(find_fault(FREE | {"runs": [[0, "x"]] * 1000})) < 150
 
 
-@pytest.mark.parametrize("key", [0, 2**63 - 1, "00ff" * 8])
+def keyed(key):
+    """Return a KEYS line with one key."""
+    return {"n": 0, "t": 0, "event": "KEYS", "request": 1, "keys": [key]}
+
+
+@pytest.mark.parametrize("key", [0, 2**63 - 1, "00ff" * 8, "00FF" * 8])
 def test_keys(key):
     """A key in JSON is an int below 2**63, or 32 hex digits."""
-    assert is_key(key)
+    assert decode(json.dumps(keyed(key)).encode()).keys == [key]
 
 
 @pytest.mark.parametrize(
-    "key", [-1, 2**63, True, 1.0, None, "00", "zz" * 16, "0 " * 16, b"0" * 32]
+    "key", [-1, 2**63, True, 1.0, None, "00", "zz" * 16, "0 " * 16, "0" * 32 + "\n"]
 )
 def test_no_keys(key):
     """Anything else is no key."""
-    assert not is_key(key)
+    with pytest.raises(ValueError, match="KEYS field 'keys' must be a list of integers"):
+        decode(json.dumps(keyed(key)).encode())
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "not JSON: "),
+        (b'{"n":0', "not JSON: unexpected end of data, at column 7"),
+        (b"[1]", r"a line must be a JSON object, not \[1\]"),
+        (b'{"n":0,"t":0,"event":"FORK","seq":1,"child":2.0}', "FORK field 'child' must be an"),
+        (b'{"n":0,"t":0,"event":"FORK","seq":1}', "FORK has no field 'child'"),
+        (b'{"n":0,"t":0,"event":"FORK","seq":1,"child":"\xff"}', "not JSON: "),
+    ],
+)
+def test_what_is_no_line_is_told(raw, reason):
+    """Bytes that are no line of the schema are told in the words of the schema."""
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        decode(raw)
+
+
+def test_fields_come_in_any_order():
+    """A line means the same in whatever order its fields are written."""
+    line = {"scope": "sequence", "reason": "retention", "by": "window", "blocks": 1}
+    line |= {"runs": [], "first": 0, "seq": 1, "event": "EVICT", "t": 0, "n": 3}
+    assert isinstance(decode(json.dumps(line).encode()), Drop)
+    assert isinstance(decode(json.dumps(dict(reversed(line.items()))).encode()), Drop)
+
+
+def test_a_line_read_is_the_line_written(tmp_path):
+    """`as_dict` gives back what stands in the file, field by field and in its order."""
+    for path in (record(tmp_path / "a"), serve(tmp_path / "b"), forget(tmp_path / "c")):
+        text = path.read_text().splitlines()
+        assert [json.dumps(json.loads(line)) for line in text] == [
+            json.dumps(event.as_dict()) for event in read_events(path)
+        ]
+
+
+CALLS = {
+    "hit": {"request": "r", "seq": 1, "blocks": 2, "span": 3, "again": True},
+    "miss": {"request": 1, "seq": 1, "block": 2, "why": "no keys", "again": True},
+    "split": {"span": 1, "upper": 2, "at": 3},
+    "alloc": {"seq": 1, "first": 2, "runs": array("i", [3])},
+    "commit": {"seq": 1, "span": 2, "first": 3, "blocks": 4, "how": "grown"},
+    "evict": {
+        "span": 1,
+        "runs": array("i", [5, 4]),
+        "by": "lru",
+        "requester": "r",
+        "age": 2,
+        "hits": 3,
+        "reason": "expired",
+    },
+    "drop": {"seq": 1, "first": 2, "blocks": 3, "runs": array("i"), "by": "window"},
+    "free": {
+        "seq": 1,
+        "runs": array("i", [1, 2]),
+        "reason": "close",
+        "first": 1,
+        "forgotten": [(1, 2)],
+    },
+    "fork": {"seq": 1, "child": 2},
+    "copy": {"seq": 1, "block": 2, "source": 3, "to": 4},
+    "first_token": {"request": "r", "seq": 1},
+    "preempt": {"request": "r", "seq": 1, "how": "pause", "requester": 3},
+    "resume": {"request": "r", "seq": 1},
+    "keys": {"request": "r", "keys": [b"0123456789abcdef", 7]},
+    "finish": {"request": "r", "seq": 1, "output": 2, "output_keys": [b"0123456789abcdef"]},
+    "reject": {"request": "r", "why": "too long"},
+}
+"""By method of a recorder: arguments with every field of its event."""
+
+STRUCTS = {name.lower(): struct for name, struct in EVENTS.items()} | {"drop": Drop}
+
+
+def test_every_event_has_a_method():
+    """A recorder can write every event but those that a file writes for itself."""
+    assert STRUCTS.keys() - CALLS.keys() == {"header", "request", "end"}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_recorder_method_has_the_fields_of_its_event(method):
+    """Parameters and fields are the same, in one order, and the same may be left out."""
+    _, now, *parameters = inspect.signature(getattr(Recorder, method)).parameters.values()
+    fields = [
+        field
+        for field in msgspec.structs.fields(STRUCTS[method])
+        if field.name not in ("n", "t", "scope")
+    ]
+    if method == "drop":
+        fields = [field for field in fields if field.name != "reason"]
+    assert now.name == "now"
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters)
+    assert [parameter.name for parameter in parameters] == [field.name for field in fields]
+    assert [parameter.default is parameter.empty for parameter in parameters] == [
+        field.default is msgspec.NODEFAULT for field in fields
+    ]
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_what_a_recorder_method_writes_is_read_as_its_event(method, tmp_path):
+    """Every argument is in the line, in the order of the fields; a default is left out."""
+    given = CALLS[method]
+    _, _, *parameters = inspect.signature(getattr(Recorder, method)).parameters.values()
+    short = {p.name: given[p.name] for p in parameters if p.default is p.empty}
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        trace.begin(**CACHE)
+        getattr(trace, method)(7, **given)
+        getattr(trace, method)(8, **short)
+    _, full, least, _ = read_events(path)
+    assert type(full) is type(least) is STRUCTS[method]
+    assert (full.t, least.t) == (7, 8)
+    text = [list(json.loads(line)) for line in path.read_text().splitlines()]
+    assert text[1] == list(describe_fields(type(full)))
+    required = [field.name for field in describe_fields(type(full)).values() if field.required]
+    assert text[2] == required
+    for name, value in given.items():
+        if name not in ("runs", "keys", "output_keys"):
+            assert getattr(full, name) == value
+
+
+def test_a_request_has_a_field_for_all_that_a_reader_needs():
+    """The attributes of a request and the fields of REQUEST are as many, but for the time."""
+    fields = [name for name in describe_fields(EVENTS["REQUEST"]) if name not in COMMON]
+    attributes = [name for name in inspect.signature(Request).parameters if name != "arrival"]
+    assert len(fields) == len(attributes)
+
+
+def test_the_published_schema_is_current():
+    """docs/reference/trace.schema.json is what `kvcore.trace.json_schema` returns."""
+    published = json.loads((REFERENCE / "trace.schema.json").read_text("utf-8"))
+    assert published == json_schema()
+
+
+def test_the_header_of_a_run_has_what_cannot_be_left_out():
+    """What a cache is made of must be in HEADER."""
+    required = {field.name for field in describe_fields(Header).values() if field.required}
+    assert required >= CACHE.keys()

@@ -187,7 +187,7 @@ trace = Trace({str(tmp_path / "trace.jsonl")!r})
 trace.begin(**{CACHE!r})
 for now in range(50_000):
     trace.line("FREE", now, seq=now, runs=[], reason="close")
-trace._sink.hexdigest()
+trace._digest_so_far()
 os._exit(9)
 """
     killed = subprocess.run([sys.executable, "-c", script], check=False)

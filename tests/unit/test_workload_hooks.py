@@ -5,7 +5,7 @@ import pytest
 
 from kvcore.plugins.manager import Plugins
 from kvcore.request import Request, Retention
-from kvcore.trace.events import request_fields
+from kvcore.trace.fields import request_fields
 from kvcore_plugins.workload import Jsonl, Weka, Zipf, hooks
 
 DATA = Path(__file__).parents[1] / "data"

@@ -2,10 +2,10 @@ import re
 
 import orjson
 import pytest
-from helpers.kv_events import DYNAMO, batch, record, removed, stored
+from helpers.kv_events import DYNAMO, batch, record, removed, stored, wire_payload
 
 from kvcore import InputError
-from kvcore.kv_events import Batch, Page, PagesStored, RecordingWriter
+from kvcore.kv_events import EventBatch, Page, PagesStored, RecordingWriter, decode
 from kvcore.request import block_keys
 from kvcore.workloads.files import checked, recognise
 from kvcore_plugins.workload import Jsonl, KvEvents, Mooncake
@@ -124,9 +124,9 @@ def test_times_do_not_go_back(full):
 def test_ranks_are_apart(full):
     """A run continues a request of its own rank only."""
     one, two, three = full(
-        Batch(0.0, (stored(1),), 0),
-        Batch(0.0, (stored(1),), 1),
-        Batch(0.0, (stored(2, parent=1), stored(3)), 0),
+        EventBatch(0.0, (stored(1),), 0),
+        EventBatch(0.0, (stored(1),), 1),
+        EventBatch(0.0, (stored(2, parent=1), stored(3)), 0),
     )
     assert (one.keys, two.keys, three.keys) == ([0, 1], [0], [2])
 
@@ -233,6 +233,7 @@ def test_polled_events_are_read_too(full):
 
     def run(level):
         page = Page(hash=5, tokens=((1, 0),), level=level, priority=35)
-        return Batch(None, (PagesStored(pages=(page,)),), format="trtllm", seq=level)
+        polled = EventBatch(None, (PagesStored(pages=(page,)),), format="trtllm", seq=level)
+        return decode(wire_payload(polled))
 
     assert [r.keys for r in full(run(0), run(1), block_size=1)] == [[0]]

@@ -17,7 +17,7 @@ SCHEMA = 1
 
 
 class Journal:
-    """What is known of the cells of a sweep, in a file that only grows.
+    """The results of finished cells, in a file that only grows.
 
     A line is written in one piece and synced, so that a sweep that is killed loses at most
     the cells it was at. A last line that was torn is cut off when the journal is opened. A
@@ -40,7 +40,7 @@ class Journal:
         self._file = -1
 
     def __enter__(self) -> Self:
-        """Lock it, read it, and note who has it now."""
+        """Lock the file, read it, and write the id of this process into it."""
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
@@ -61,13 +61,13 @@ class Journal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let others have it."""
+        """Release the lock."""
         os.close(self._file)
 
     def add(
         self, digest: str, row: dict[str, Any], result: dict[str, Any], wall_s: float
     ) -> None:
-        """Write down a finished cell: its digest, its axes, its result, the seconds it took."""
+        """Write a finished cell: its digest, its axes, its result, the seconds it took."""
         self._write({"cell": digest, "axes": row, "result": result, "wall_s": wall_s})
         self.results[digest] = result
 
@@ -89,7 +89,7 @@ class Journal:
             raise InputError(msg) from error
 
     def _holder(self) -> str:
-        """Name the process that has the journal: the last that noted itself."""
+        """Return the name of the process that has the journal: the last that wrote its id."""
         for line in reversed(self.path.read_bytes().splitlines()):
             entry = _entry(line)
             if entry is not None and "run" in entry:
@@ -97,7 +97,7 @@ class Journal:
         return "another process"
 
     def _read(self) -> None:
-        """Take in the finished cells, and cut off what was torn."""
+        """Store the finished cells, and cut off a torn last line."""
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
         lines = data[:whole].splitlines(keepends=True)
@@ -119,7 +119,7 @@ class Journal:
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """Return what a line says; None if it is not one that a journal writes."""
+    """Return the entry of a line; None if it is not one that a journal writes."""
     try:
         entry = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -1,179 +1,342 @@
-"""A sweep: every cell of a grid, each run once, whatever happens in between."""
+"""Run one cell of a sweep: simulated under a clock, or replayed without one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, Protocol, Self, TypeAlias
+import hashlib
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from traceback import extract_tb
+from typing import Any, cast
 
 import attrs
+import orjson
 
-from kvcore.analysis.belady import Optimum
-from kvcore.analysis.sweep._parts import Parts, Shelf
-from kvcore.analysis.sweep.executors import RESULTS, Outcome, Processes, RayCluster, Task
-from kvcore.analysis.sweep.grid import Grid, Mode, axes_of
-from kvcore.analysis.sweep.journal import Journal
-from kvcore.errors import InputError
+from kvcore.analysis.belady import Belady, Future
+from kvcore.analysis.comparison import SHARING
+from kvcore.analysis.sweep.grid import Mode, axes_of
+from kvcore.analysis.untimed import replay
+from kvcore.cache import EvictionPolicy, KVCache
+from kvcore.config import RunConfig, RunParts
+from kvcore.errors import InputError, KvcoreError
+from kvcore.plugins import Plugin, Plugins
+from kvcore.plugins.options import Spec
+from kvcore.request import SLO
+from kvcore.serving import LatencyModel, Scheduler, simulate
+from kvcore.trace.fields import plain, slo_field
+from kvcore.units import NS_PER_S
+from kvcore.workloads import Workload
+from kvcore.workloads.files import file_digest
 
-Row: TypeAlias = dict[str, Any]
+DIGEST_BYTES = 16
 
+HITS = {
+    "lookup_blocks": "lookup_blocks",
+    "hit_blocks": "hit_blocks",
+    "hit_ratio_block": "ratio.block",
+    "hit_ratio_token": "ratio.token",
+    "hit_ratio_request": "ratio.request",
+}
 
-Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
+TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
 
+SPREAD = ("mean", "p50", "p90", "p95", "p99")
 
-BOUND = str(Optimum.name)
+TIMED = {
+    **{name: name for name in ("requests", "completed", "rejected", "offered_load")},
+    "simulated_s": "simulated_s",
+    # `steps` is what they may hold.
+    "step_count": "steps",
+    **{f"{time}_{part}": f"{time}.{part}" for time in TIMES for part in SPREAD},
+    "throughput_tokens_s": "throughput_tokens_s",
+    "goodput": "goodput",
+    "slo_met": "slo.met",
+    "preemptions_pause": "preemptions.pause",
+    "preemptions_recompute": "preemptions.recompute",
+    "evicted_blocks": "evicted_blocks",
+    **{name: f"hit.{path}" for name, path in HITS.items()},
+    "lost_tokens": "lost_tokens",
+    "pool_active_mean": "pool.active.mean",
+    "pool_active_peak": "pool.active.peak",
+}
+"""Columns of a simulated cell, and where each is in the summary of its run."""
 
+UNTIMED = ("requests", *HITS, "evicted_blocks")
 
-class Executor(Protocol):
-    """Where cells are run."""
-
-    def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
-        """Yield the outcomes of `tasks` as they come, one for each."""
+RESULTS: dict[Mode, tuple[str, ...]] = {"simulate": tuple(TIMED), "compare": UNTIMED}
+"""The columns that a cell's run fills, by mode."""
 
 
 @attrs.frozen
-class Plan:
-    """The cells of a grid, each of which can be run.
+class Task:
+    """A cell to be run, and the digest that names it."""
+
+    digest: str
+    cell: RunConfig
+
+
+@attrs.frozen
+class Outcome:
+    """The result of a task, or why there is none.
 
     Attributes:
-        grid: what was asked for.
-        tasks: one a cell, in the grid's order.
-        rows: the axes of each.
+        digest: of its cell.
+        result: its columns; None if it failed.
+        error: why it failed.
+        wall_s: seconds it took.
     """
 
-    grid: Grid
-    tasks: list[Task]
-    rows: list[Row]
+    digest: str
+    result: dict[str, Any] | None
+    error: str | None = None
+    wall_s: float = 0.0
 
-    @classmethod
-    def of(cls, grid: Grid) -> Self:
-        """Build the parts of every cell once, and name it.
 
-        Reads each workload for its digest; runs nothing.
+class WorkloadCache:
+    """The plugins, open workloads and digests that the cells of one process share.
+
+    A workload is opened once and read anew by each cell, so memory holds none of its
+    requests, but for the references that Belady's algorithm looks ahead with.
+    """
+
+    def __init__(self) -> None:
+        self.plugins = Plugins()
+        self._workloads: dict[tuple[str, int | None], Workload] = {}
+        self._digests: dict[tuple[str, int | None], str] = {}
+        self._files: dict[Path, str] = {}
+        self._future: tuple[object, Future] | None = None
+
+    def parts(self, cell: RunConfig) -> RunParts:
+        """Return the parts of a cell.
 
         Raises:
-            InputError, PluginError: a cell that cannot be; names the field.
+            InputError, PluginError: a part that cannot be as asked for; names the option.
         """
-        shelf = Shelf()
-        tasks, rows = [], []
-        for cell in grid:
-            parts = Parts(cell, shelf)
-            if not isinstance(parts.eviction, Optimum):
-                parts.cache()
-            tasks.append(Task(parts.digest, cell))
-            rows.append(parts.row)
-        return cls(grid, tasks, rows)
+        key = _workload_key(cell)
+        parts = RunParts(
+            cell, self.plugins, workload=self._workloads.get(key), naming="{}: ".format
+        )
+        self._workloads[key] = parts.workload
+        return parts
+
+    def digest(self, parts: RunParts) -> str:
+        """Return the digest of a workload, which is computed once."""
+        key = _workload_key(parts.config)
+        if key not in self._digests:
+            self._digests[key] = parts.workload.digest
+        return self._digests[key]
+
+    def file(self, path: Path) -> str:
+        """Return the digest of a file, which is computed once."""
+        if path not in self._files:
+            self._files[path] = file_digest(path)
+        return self._files[path]
+
+    def future(self, parts: RunParts) -> Future:
+        """Return the future references of a workload; those of the latest one are kept."""
+        geometry = parts.geometry
+        key = self.digest(parts), geometry.accounting, geometry.block_size
+        if self._future is None or self._future[0] != key:
+            self._future = key, Future.read(parts.workload, geometry)
+        return self._future[1]
 
 
-@attrs.frozen
-class Sweep:
-    """What a sweep came to.
+def _workload_key(cell: RunConfig) -> tuple[str, int | None]:
+    return str(cell.workload), cell.seed
+
+
+class CellRun:
+    """One cell with its parts, for one run.
 
     Attributes:
-        grid: what was asked for.
-        rows: one a cell, in the grid's order, all with the same columns: its axes, its
-            result, and `error`, which says why it failed. The same on every machine, and
-            however often the sweep was killed on the way.
-        found: how many distinct cells the journal had already.
-        ran: how many were run.
+        parts: its parts.
+        eviction: the eviction policy, or the optimum.
+        cache: the cache; None for the optimum, which needs none.
+        scheduler, latency: what serves requests; None without a clock.
+
+    Raises:
+        InputError, PluginError: a part that cannot be as asked for; names the option.
     """
 
-    grid: Grid
-    rows: list[Row]
-    found: int
-    ran: int
+    def __init__(self, cell: RunConfig, known: WorkloadCache) -> None:
+        self._known = known
+        self.parts = parts = known.parts(cell)
+        self.eviction: EvictionPolicy | Belady
+        self.cache: KVCache | None = None
+        if not cell.timed and cast("Spec", cell.eviction).name == Belady.name:
+            self.eviction = _optimum(parts)
+        else:
+            self.cache = parts.cache()
+            self.eviction = self.cache.eviction
+        self.scheduler: Scheduler | None = parts.scheduler() if cell.timed else None
+        self.latency: LatencyModel | None = parts.latency() if cell.timed else None
 
     @property
-    def failed(self) -> list[Row]:
-        """The rows of cells that failed."""
-        return [row for row in self.rows if row["error"] is not None]
+    def row(self) -> dict[str, Any]:
+        """The axes of the cell, as a table has them: text, numbers, true or false."""
+        parts, cell = self.parts, self.parts.config
+        row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(_mode(cell))}
+        row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
+        del row["memory"]
+        if cell.timed:
+            row["slo"] = slo_text(cast("SLO", cell.slo))
+        else:
+            row["accounting"] = parts.geometry.accounting
+        return row | {
+            "model": parts.model.name,
+            "block_size": parts.geometry.block_size,
+            "blocks": parts.blocks,
+            "pool_bytes": parts.blocks * parts.deployment.bytes_per_block,
+        }
+
+    @property
+    def digest(self) -> str:
+        """The name of the cell: BLAKE2b of all that its result depends on, as canonical JSON.
+
+        That is the version of kvcore, the digest of the workload, the sizes, and of every
+        plugin its name, its options and the file it is written in: a policy that was edited
+        is another one. Files that plugins read count by what is in them.
+        """
+        text = orjson.dumps(self._description(), option=orjson.OPT_SORT_KEYS)
+        return hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
+
+    def run(self) -> dict[str, Any]:
+        """Return the columns of the result."""
+        if self.scheduler is None or self.latency is None:
+            return self._replayed()
+        summary = simulate(
+            self.parts.workload,
+            cache=cast("KVCache", self.cache),
+            scheduler=self.scheduler,
+            latency=self.latency,
+            batching=self.parts.batching,
+            slo=self.parts.slo,
+            rate_scale=self.parts.config.rate_scale,
+            residency=False,
+        ).summary()
+        return {column: _at(summary, path) for column, path in TIMED.items()}
+
+    def _replayed(self) -> dict[str, Any]:
+        parts = self.parts
+        if self.cache is None:
+            future = self._known.future(parts)
+            optimum = cast("Belady", self.eviction)
+            stats, evicted = optimum.replay(future, parts.blocks, parts.geometry.block_size)
+        else:
+            stats = replay(parts.workload, self.cache)
+            evicted = self.cache.tree.evicted_blocks + self.cache.tree.expired_blocks
+        return {
+            "requests": stats.requests,
+            "lookup_blocks": stats.lookup_blocks,
+            "hit_blocks": stats.hit_blocks,
+            **{f"hit_ratio_{unit}": ratio for unit, ratio in stats.ratios().items()},
+            "evicted_blocks": evicted,
+        }
+
+    def _description(self) -> dict[str, Any]:
+        parts, cell, cache = self.parts, self.parts.config, self.cache
+        prefix = parts.built("prefix") if cache is None else cache.prefix
+        retention = None if cache is None else cache.retention
+        plugins = (self.eviction, prefix, retention, self.scheduler, self.latency)
+        described: dict[str, Any] = {
+            "kvcore": version("kvcore"),
+            "mode": cell.mode,
+            "workload": {"name": parts.workload.name, "digest": self._known.digest(parts)},
+            "count": parts.geometry.accounting,
+            "key_tokens": parts.geometry.key_tokens,
+            "block_size": parts.geometry.block_size,
+            "blocks": parts.blocks,
+            "recompute": attrs.asdict(cast("Any", parts.recompute)),
+            "plugins": [self._described(plugin) for plugin in plugins if plugin is not None],
+        }
+        if self.latency is not None:
+            described |= {
+                "latency": self.latency.coefficients(),
+                "batching": attrs.asdict(parts.batching),
+                "rate_scale": cell.rate_scale,
+                "slo": slo_field(cast("SLO", cell.slo)),
+            }
+        return described
+
+    def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:
+        """Return the name of a plugin, its options, and the digest of the file of its code."""
+        code = getattr(sys.modules[type(plugin).__module__], "__file__", None)
+        return {
+            "name": plugin.name,
+            "options": {name: self._content(value) for name, value in plugin.options().items()},
+            "code": code and self._content(Path(code)),
+        }
+
+    def _content(self, value: Any) -> Any:
+        """Return an option as JSON; of a file, the digest of its content."""
+        is_file = isinstance(value, Path) and value.is_file()
+        return self._known.file(value) if is_file else plain(value)
 
 
-def sweep(
-    plan: Plan,
-    journal: Journal,
-    *,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
-) -> Sweep:
-    """Run the cells of `plan` that `journal` does not have.
+class CellRunner:
+    """Runs one task after another in one process."""
 
-    Each is written down as it is finished. Cells that come to the same are run once; what
-    lacks a column in the journal is run again. Memory grows with the cells, not with the
-    requests.
+    def __init__(self) -> None:
+        self._known = WorkloadCache()
 
-    Args:
-        plan: what to run.
-        journal: where finished cells are; open.
-        executor: where to run; None: `Processes()`.
-        progress: is told how many cells are finished; None: nobody is.
+    def attempt(self, task: Task) -> Outcome:
+        """Run a task; what it raises is its outcome, so that the other cells go on."""
+        begin = perf_counter()
+        try:
+            result = self._run(task)
+        except Exception as error:  # noqa: BLE001 - reported, and the sweep fails in the end
+            return Outcome(task.digest, None, _reason(error))
+        return Outcome(task.digest, result, wall_s=round(perf_counter() - begin, 6))
 
-    Raises:
-        PluginError: the executor cannot work here.
-        StorageError: the journal cannot be written.
-    """
-    axes = {task.digest: row for task, row in zip(plan.tasks, plan.rows, strict=True)}
-    columns = set(RESULTS[plan.grid.mode])
-    known = {
-        digest: result for digest, result in journal.results.items() if result.keys() == columns
-    }
-    missing = {task.digest: task for task in plan.tasks if task.digest not in known}
-    errors: dict[str, str] = {}
-    with (
-        (progress or _untold)("sweeping", len(missing)) as tick,
-        closing((executor or Processes()).run(missing.values())) as outcomes,
-    ):
-        for outcome in outcomes:
-            digest = outcome.digest
-            if outcome.result is None:
-                errors[digest] = str(outcome.error)
-            else:
-                journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
-                known[digest] = outcome.result
-            tick(1)
-    rows = [
-        row | _filled(plan.grid.mode, known.get(task.digest, {}))
-        for task, row in zip(plan.tasks, plan.rows, strict=True)
-    ]
-    if plan.grid.mode == "compare":
-        _add_shares(rows)
-    for task, row in zip(plan.tasks, rows, strict=True):
-        row["error"] = errors.get(task.digest)
-    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing))
+    def _run(self, task: Task) -> dict[str, Any]:
+        cell = CellRun(task.cell, self._known)
+        if cell.digest != task.digest:
+            msg = (
+                "this process would run another cell: a file, a plugin or kvcore itself has "
+                "changed since the sweep began, or is not the same on this machine"
+            )
+            raise KvcoreError(msg)
+        return cell.run()
 
 
-def executor_named(text: str, jobs: int | None = None) -> Executor:
-    """Return the executor that `local`, `ray` or `ray:ADDRESS` names.
-
-    Raises:
-        InputError: another name, or no job.
-    """
-    name, _, address = text.partition(":")
-    if text == "local":
-        return Processes(jobs)
-    if name == "ray":
-        # `ray://host:port` is an address as a whole.
-        return RayCluster(text if address.startswith("//") else address or "auto", jobs)
-    msg = f"executor {text!r} is not known; there are: local, ray, ray:HOST:PORT"
-    raise InputError(msg)
+def slo_text(slo: SLO) -> str:
+    """Return an SLO as the command line takes it, such as `ttft=30,tpot=0.1`."""
+    given = slo_field(slo).items()
+    return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given) or "none"
 
 
-def _filled(mode: Mode, result: Row) -> Row:
-    return {column: result.get(column) for column in RESULTS[mode]}
+def _mode(cell: RunConfig) -> Mode:
+    return "simulate" if cell.timed else "compare"
 
 
-def _add_shares(rows: list[Row]) -> None:
-    """Add each row's share of what the optimum hits where all but the policy is the same."""
-    axes = [name for name in axes_of("compare") if name not in ("eviction", "memory")]
+def _optimum(parts: RunParts) -> Belady:
+    """Return the optimum that a cell asks for, where it is a bound."""
+    try:
+        optimum = Belady.from_text(cast("Spec", parts.config.eviction).options)
+    except InputError as error:
+        msg = f"eviction: {error}"
+        raise InputError(msg) from error
+    if parts.geometry.accounting != "keys":
+        msg = f"accounting: the optimum is known in `keys` alone, not in {parts.geometry.accounting!r}"
+        raise InputError(msg)
+    prefix = parts.built("prefix").name
+    if prefix != SHARING:
+        msg = f"prefix: the optimum is a bound for {SHARING!r} alone, not for {prefix!r}"
+        raise InputError(msg)
+    return optimum
 
-    def contest(row: Row) -> tuple[Any, ...]:
-        return tuple(row[name] for name in axes)
 
-    best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] == BOUND}
-    for row in rows:
-        most, hits = best.get(contest(row)), row["hit_blocks"]
-        row["share_of_optimum"] = None if not most or hits is None else hits / most
+def _at(document: Any, path: str) -> Any:
+    """Return the value at a dotted path; None below a value that is None."""
+    for name in path.split("."):
+        document = None if document is None else document[name]
+    return document
 
 
-def _untold(_: str, __: int | None) -> AbstractContextManager[Callable[[int], None]]:
-    return nullcontext(lambda _: None)
+def _reason(error: Exception) -> str:
+    """Return why a cell failed; for an error that is not of kvcore's making, also where."""
+    if isinstance(error, KvcoreError):
+        return str(error)
+    *_, frame = extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {frame.name} ({frame.lineno}): {error}"

@@ -1,4 +1,4 @@
-"""Requests out of recorded KV events, where the recording or a log tells who looked up what."""
+"""The requests behind recorded KV events, where every use or a log of requests is recorded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ from kvcore_plugins.workload.rows import Row, names, rows
 if TYPE_CHECKING:
     from kvcore.kv_events import BlockStored, Lost, PagesStored, Received, Restarted, Skipped
 
-
 MODES = (None, "full")
 
-
 FIRST_TIER = (None, "GPU", "LEVEL_0", "device")
-
 
 EXPLANATION = (
     "stored and removed blocks alone cannot be run again: a request that found its blocks "
@@ -35,7 +32,6 @@ EXPLANATION = (
     "(kv_cache_report_mode=full), or 'requests=LOG' for a log of its requests; "
     "`kvcore replay {file}` checks and shows the events"
 )
-
 
 INCREMENTAL = (
     "a run continues block {parent}, at which no request's report ends: the engine did not "
@@ -47,25 +43,25 @@ INCREMENTAL = (
 class KvEvents(Workload):
     """The requests behind recorded KV events.
 
-    With `lookups=full` the engine told each request's reused blocks, too: a run without a
+    With `lookups=full` the engine reported each request's reused blocks, too: a run without a
     parent begins a request, and runs that continue it belong to it. Generated blocks are
-    among them, since nothing tells them from a prompt: lookups are too many by those. Runs
-    whose beginning was not heard, or was lost in a gap, are left out.
+    among them, since the events do not tell them from a prompt: lookups are too many by
+    those. Runs stream beginning is not recorded, or was lost in a gap, are left out.
 
     With `requests` each line of a log is a request: `id`, `time` (seconds by the clock of
     the events), `tokens` (ids of the prompt) or `hashes` (the engine's, of its full blocks)
     with `prompt` (tokens), and `output` (tokens; 0). The recording says the block size and
     the period: what lies outside is left out.
 
-    Times count from the first batch; a batch earlier than the one before it is taken to
-    come with that. A recording that is cut is read up to there.
+    Times count from the first batch; a batch earlier than the one before it counts as
+    simultaneous. A recording that is cut is read up to the cut.
 
     Attributes:
         file: the recording.
         lookups: `full` for a recording in full-report mode.
         requests: the log, sorted by time.
         block_size: tokens a block, for recordings that do not say it.
-        group: of layers whose blocks are taken, in models with several.
+        group: of layers stream blocks are taken, in models with several.
     """
 
     name: ClassVar[str] = "kv-events"
@@ -77,7 +73,7 @@ class KvEvents(Workload):
     group: int = attrs.field(default=0, validator=ge(0))
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a recording that nothing tells lookups of."""
+        """Raise InputError unless either `lookups` or `requests` is given."""
         if self.lookups not in MODES:
             msg = f"'lookups' must be 'full', not {self.lookups!r}"
             raise InputError(msg)
@@ -86,7 +82,7 @@ class KvEvents(Workload):
             raise InputError(both if self.lookups else EXPLANATION.format(file=self.file))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests. Holds a line, or of full lookups all blocks that differ."""
+        """Yield the requests. Memory: one line; with `lookups=full`, all different blocks."""
         if self.requests is not None:
             yield from self._logged(self.requests)
             return
@@ -106,11 +102,9 @@ class KvEvents(Workload):
         """Tokens a block, as the first stored run or the option says."""
         if self.block_size is not None:
             return self.block_size
-        from kvcore.kv_events import BlockStored  # noqa: PLC0415 - as above
-
         for event, *_ in self._stored():
-            if isinstance(event, BlockStored) and event.block_size:
-                return event.block_size
+            if size := getattr(event, "block_size", None):
+                return int(size)
         msg = f"{self.file}: nothing in it says how many tokens a block has: give 'block_size'"
         raise InputError(msg)
 
@@ -123,24 +117,24 @@ class KvEvents(Workload):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Say whether the line is a recording's, or an event of TensorRT-LLM or Dynamo."""
+        """Return True for a line of a recording, or an event of TensorRT-LLM or Dynamo."""
         found = names(first_line)
         kinds = ({"kind", "schema", "format"}, {"event_id", "data"}, {"worker_id", "event"})
         return any(kind <= found for kind in kinds)
 
     @classmethod
     def from_file(cls, path: Path) -> KvEvents:
-        """Refuse the file, saying what else is needed."""
+        """Raise InputError that names the option to add."""
         return cls(file=path)
 
     def _chains(self, size: int) -> tuple[array[int], list[array[int]]]:
-        """Return when each request came, and its keys: numbers of (parent, hash)."""
+        """Return the arrival and the keys of each request; a key numbers a (parent, hash)."""
         arrivals: array[int] = array("q")
         chains: list[array[int]] = []
         numbers: dict[tuple[Any, Any], int] = {}
         ends: dict[tuple[Any, Any], list[int]] = {}
-        heard: set[tuple[Any, ...]] = set()
-        for event, now, whose, gaps in self._stored():
+        reported: set[tuple[Any, ...]] = set()
+        for event, now, stream, gaps in self._stored():
             self._check_size(event, size)
             blocks = list(event.blocks())
             if not blocks:
@@ -150,9 +144,9 @@ class KvEvents(Workload):
                 chain = len(chains)
                 arrivals.append(now)
                 chains.append(array("Q"))
-            elif open_ := ends.get((whose, parent)):
-                chain = open_.pop()
-            elif (whose, gaps, parent) in heard:
+            elif open_chains := ends.get((stream, parent)):
+                chain = open_chains.pop()
+            elif (stream, gaps, parent) in reported:
                 msg = f"{self.file}: {INCREMENTAL.format(parent=parent)}"
                 raise InputError(msg)
             else:
@@ -161,33 +155,33 @@ class KvEvents(Workload):
             for block in blocks:
                 before = keys[-1] if keys else None
                 keys.append(numbers.setdefault((before, block.hash), len(numbers)))
-                heard.add((whose, gaps, block.hash))
-            ends.setdefault((whose, blocks[-1].hash), []).append(chain)
+                reported.add((stream, gaps, block.hash))
+            ends.setdefault((stream, blocks[-1].hash), []).append(chain)
         return arrivals, chains
 
     def _stored(self) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
         """Yield the runs stored in the first tier and the group.
 
-        With each: when, by which publisher, and after how many of its gaps and restarts.
+        Each with its time in ns, its publisher, and the number of gaps and restarts before it.
         """
-        from kvcore.kv_events import BlockStored, PagesStored, Received  # noqa: PLC0415 - likewise
+        from kvcore.kv_events import BlockStored, PagesStored, Received  # noqa: PLC0415 - a slow import
 
         gaps: Counter[int | None] = Counter()
         for item, now in self._timed():
             if not isinstance(item, Received):
                 gaps[item.publisher] += 1
                 continue
-            whose = (item.publisher, item.batch.source, item.batch.dp_rank)
+            stream = (item.publisher, item.batch.source, item.batch.dp_rank)
             for event in item.batch.events:
                 if not isinstance(event, (BlockStored, PagesStored)):
                     continue
                 tiers = {block.medium for block in event.blocks()}
                 if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
-                    yield event, now, whose, gaps[item.publisher]
+                    yield event, now, stream, gaps[item.publisher]
 
     def _timed(self) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
-        """Yield what is in the recording, with the time from its first batch on, in ns."""
-        from kvcore.kv_events import Received, RecordingReader  # noqa: PLC0415 - likewise
+        """Yield the items of the recording, with the time from its first batch on, in ns."""
+        from kvcore.kv_events import Received, RecordingReader  # noqa: PLC0415 - a slow import
 
         reader = RecordingReader(self.file)
         first, now = None, 0
@@ -205,18 +199,16 @@ class KvEvents(Workload):
             yield item, now
 
     def _check_size(self, event: BlockStored | PagesStored, size: int) -> None:
-        from kvcore.kv_events import BlockStored  # noqa: PLC0415 - likewise
-
-        told = event.block_size if isinstance(event, BlockStored) else None
-        if told not in (None, size):
+        found = getattr(event, "block_size", None)
+        if found not in (None, size):
             msg = (
-                f"{self.file}: blocks of {told} tokens, before of {size}: choose a 'group' of "
+                f"{self.file}: blocks of {found} tokens, before of {size}: choose a 'group' of "
                 "layers that has one size"
             )
             raise InputError(msg)
 
     def _logged(self, log: Path) -> Iterator[Request]:
-        from kvcore.kv_events import Received  # noqa: PLC0415 - likewise
+        from kvcore.kv_events import Received  # noqa: PLC0415 - a slow import
 
         size = self.key_tokens
         times = [

@@ -82,7 +82,9 @@ class Table:
 class BlockCache:
     """The calls of `KVCache`, and the attributes that a driver reads."""
 
-    def __init__(self, blocks, block_size, policy, *, accounting="tokens", key_tokens, recompute):
+    def __init__(
+        self, blocks, block_size, policy, *, accounting="tokens", key_tokens, recompute
+    ):
         self.blocks = blocks
         self.block_size = block_size
         self.key_tokens = key_tokens

@@ -1,4 +1,4 @@
-"""Untimed replay: one request after another, each there and gone in an instant."""
+"""Untimed replay: each request is opened, committed and closed before the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcore.request import Request
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
-    """Serve each of `requests` in `cache`; return its statistics. Else as `served`."""
+    """Replay `requests` serially in `cache`; return the cache's statistics."""
     deque(served(requests, cache), maxlen=0)
     return cache.stats
 
@@ -52,7 +52,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
 
 
 def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterator[Request]:
-    """Yield `requests`, telling `eviction` of each as far ahead as it looks."""
+    """Yield `requests`, calling `on_queued` of `eviction` as far ahead as its lookahead."""
     coming, window, known = iter(requests), deque[Request](), set[int | str]()
     reach = None if eviction.lookahead is None else eviction.lookahead + 1
     now = 0

@@ -1,4 +1,4 @@
-"""Compare eviction policies with one another, the optimum and a cache without bounds."""
+"""Comparison of eviction policies with Belady's bound and an unbounded cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from kvcore.analysis.belady import Future, Optimum
-from kvcore.analysis.replay import replay
+from kvcore.analysis.belady import Belady, Future
+from kvcore.analysis.untimed import replay
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
@@ -23,7 +23,7 @@ from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, parse
 from kvcore.request import Request
 from kvcore.trace import Trace
-from kvcore.trace.events import plain
+from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
 from kvcore.workloads.files import spare
 
@@ -61,8 +61,8 @@ class Row:
             None where that was not run or hits nothing.
         residency: by tier, how long blocks rested, as `Residency.as_dict()` says, in the
             workload's own time; None where that was not asked for, and for the optimum.
-        wall_s: seconds the row took, reading the workload included. Rows of the optimum
-            share one reading, which the first of them pays.
+        wall_s: seconds the row took, reading the workload included. Rows of the
+            optimum share one reading, which no row pays.
     """
 
     eviction: str
@@ -81,7 +81,7 @@ class Row:
 
 @attrs.frozen(kw_only=True)
 class Infinite:
-    """What a cache hits that never evicts: the bound for pools of all sizes.
+    """Hits of a cache that never evicts: the upper bound for every pool size.
 
     Attributes:
         distinct_blocks: what it holds in the end; a pool of that size hits as much.
@@ -107,7 +107,7 @@ class Source:
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """What `compare` returns: its rows by policy, then size, as they were asked for."""
+    """The result of `compare`: one row a policy and size, in the order asked for."""
 
     workload: Source
     accounting: str
@@ -138,7 +138,7 @@ def compare(
     Args:
         workload: where the requests come from.
         policies: one or several: names with options (`"lfu:half_life=300"`; one text may
-            hold several), policy classes, functions that build a policy, and `Optimum` or
+            hold several), policy classes, functions that build a policy, and `Belady` or
             its name.
         blocks: pool sizes, or one; None: a few parts of the workload's distinct blocks.
         block_size: tokens a block holds; None: as many as a key of the workload.
@@ -168,32 +168,33 @@ def compare(
         )
         raise InputError(msg)
     plugins = plugins or Plugins()
-    entrants = contenders(policies, plugins, seed)
+    candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else _sizes(blocks)
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
-    _check(entrants, sizes, accounting, make_prefix, trace)
+    _check(candidates, sizes, accounting, make_prefix, trace)
     if trace is not None:
         spare(workload, trace)
     key_tokens, digest = workload.key_tokens, workload.digest
-    bench = _Bench(
+    bench = _Runner(
         workload,
         BlockLayout(accounting, key_tokens if block_size is None else block_size, key_tokens),
         make_prefix,
         recompute or default_prefill_cost(),
         residency,
     )
-    replays = 1 + len(entrants) * len(PARTS if sizes is None else sizes)
+    replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if workload.size is None else workload.size * replays
     with (progress or _untold)(f"comparing on {workload.name}", steps) as bench.tick:
-        requests, infinite = bench.infinite()
+        bounded = any(policy.kind is Belady for policy in candidates)
+        requests, infinite = bench.infinite(bounded=bounded)
         if sizes is None:
             sizes = default_sizes(infinite.distinct_blocks)
         if trace is None:
-            rows = [bench.row(policy, size) for policy in entrants for size in sizes]
+            rows = [bench.row(policy, size) for policy in candidates for size in sizes]
         else:
-            rows = [bench.traced_row(entrants[0], sizes[0], trace, seed)]
+            rows = [bench.traced_row(candidates[0], sizes[0], trace, seed)]
     return Comparison(
         workload=Source(
             name=workload.name,
@@ -215,8 +216,8 @@ def default_sizes(distinct_blocks: int) -> list[int]:
 
 
 @attrs.define
-class _Bench:
-    """Runs one row after another on one workload."""
+class _Runner:
+    """Replays one workload once a row."""
 
     workload: Workload
     geometry: BlockLayout
@@ -226,27 +227,37 @@ class _Bench:
     tick: Tick = attrs.field(init=False)
     future: Future | None = attrs.field(init=False, default=None)
 
-    def infinite(self) -> tuple[int, Infinite]:
-        """Replay without bounds; return the number of requests as well."""
-        cache = self._cache(MOST_BLOCKS, _NoEviction())
-        stats = replay(self._requests(), cache)
+    def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
+        """Return the number of requests, and what a cache without bounds hits.
+
+        With `bounded`, for comparisons with Belady's bound, the reading of the future that
+        the bound needs says it; else a replay does.
+        """
+        if bounded:
+            self.future = future = Future.read(self._requests(), self.geometry)
+            stats = future.stats(future.reused, self.geometry.block_size)
+            distinct = stats.lookup_blocks - stats.hit_blocks
+        else:
+            cache = self._cache(MOST_BLOCKS, _NoEviction())
+            stats = replay(self._requests(), cache)
+            distinct = cache.tree.cached_blocks
         return stats.requests, Infinite(
-            distinct_blocks=cache.tree.cached_blocks,
+            distinct_blocks=distinct,
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
         )
 
-    def row(self, policy: Contender, blocks: int, trace: Trace | None = None) -> Row:
+    def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
         seen: Residency | None = None
-        if isinstance(policy.make, Optimum):
+        if isinstance(policy.make, Belady):
             stats, evicted = self._optimum(policy.make, blocks)
         else:
             cache = self._cache(blocks, policy.make(), trace)
             if self.residency:
-                seen = cache.record_residency()
+                seen = cache.tree.residency = Residency(blocks)
             stats = replay(self._requests(), cache)
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(
@@ -264,18 +275,16 @@ class _Bench:
         )
 
     def traced_row(
-        self, policy: Contender, blocks: int, file: str | os.PathLike[str], seed: int | None
+        self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None
     ) -> Row:
-        """Replay likewise, writing every decision to `file`."""
+        """Replay under one policy and write every decision to the trace `file`."""
         cost = cost_fields(self.recompute)
         with Trace(file, workload=self.workload, seed=seed, recompute=cost) as trace:
             return self.row(policy, blocks, trace)
 
-    def _optimum(self, optimum: Optimum, blocks: int) -> tuple[CacheStats, int]:
-        if self.future is None:
-            self.future = Future.read(self._requests(), self.geometry)
-        else:
-            self.tick(len(self.future.lengths))
+    def _optimum(self, optimum: Belady, blocks: int) -> tuple[CacheStats, int]:
+        assert self.future is not None, "`infinite` has read it"
+        self.tick(len(self.future.lengths))
         return optimum.replay(self.future, blocks, self.geometry.block_size)
 
     def _cache(
@@ -293,7 +302,7 @@ class _Bench:
         )
 
     def _requests(self) -> Iterator[Request]:
-        """Yield the requests, telling how many there were now and then."""
+        """Yield the requests and report progress every few hundred."""
         fresh = 0
         for request in self.workload:
             yield request
@@ -311,7 +320,7 @@ class _NoEviction(EvictionPolicy):
     name: ClassVar[str] = "no eviction"
 
     def victim(self, now: int) -> Span:
-        """Give up: the largest pool there can be is full."""
+        """Raise LookupError: even the largest possible pool is full."""
         del now
         msg = f"the workload has more than {MOST_BLOCKS} distinct blocks"
         raise LookupError(msg)
@@ -336,14 +345,14 @@ def _sizes(blocks: int | Iterable[int]) -> list[int]:
 
 
 def _check(
-    entrants: list[Contender],
+    candidates: list[Candidate],
     sizes: list[int] | None,
     accounting: str,
     make_prefix: Callable[[], PrefixIndex],
     trace: str | os.PathLike[str] | None,
 ) -> None:
-    """Refuse what cannot be combined."""
-    optimum = any(policy.name == Optimum.name for policy in entrants)
+    """Refuse combinations of arguments that have no meaning."""
+    optimum = any(policy.name == Belady.name for policy in candidates)
     if optimum and accounting != "keys":
         msg = f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it out"
         raise InputError(msg)
@@ -356,11 +365,11 @@ def _check(
         raise InputError(msg)
     if trace is None:
         return
-    if sizes is None or len(entrants) * len(sizes) > 1:
+    if sizes is None or len(candidates) * len(sizes) > 1:
         number = "none" if sizes is None else len(sizes)
         msg = (
             "a trace is of one policy in a pool of one size: "
-            f"policies given: {len(entrants)}, sizes given: {number}"
+            f"policies given: {len(candidates)}, sizes given: {number}"
         )
         raise InputError(msg)
     if optimum:
@@ -370,7 +379,7 @@ def _check(
 
 def _with_shares(rows: list[Row]) -> list[Row]:
     """Return the rows with their share of what the optimum hits in the same pool."""
-    optimum = Optimum()
+    optimum = Belady()
     best = {
         row.blocks: row.hit_blocks
         for row in rows
@@ -384,13 +393,13 @@ def _with_shares(rows: list[Row]) -> list[Row]:
     ]
 
 
-Policy: TypeAlias = str | Optimum | Callable[[], EvictionPolicy]
+Policy: TypeAlias = str | Belady | Callable[[], EvictionPolicy]
 """A name with its options, the optimum, a policy class, or a function that builds a policy."""
 
 
 @attrs.frozen
-class Contender:
-    """A policy to be built afresh for every pool, or the optimum.
+class Candidate:
+    """A policy that is built anew for every pool, or Belady's bound.
 
     Attributes:
         kind: its class.
@@ -399,13 +408,13 @@ class Contender:
             are equal.
     """
 
-    kind: type[EvictionPolicy | Optimum]
+    kind: type[EvictionPolicy | Belady]
     options: dict[str, Any]
-    make: Callable[[], EvictionPolicy] | Optimum = attrs.field(eq=False)
+    make: Callable[[], EvictionPolicy] | Belady = attrs.field(eq=False)
 
     @classmethod
-    def building(cls, make: Callable[[], EvictionPolicy]) -> Contender:
-        """Return the contender that `make` builds; it is called once, to see that it works.
+    def building(cls, make: Callable[[], EvictionPolicy]) -> Candidate:
+        """Return the candidate of `make`, which is called once, to check that it works.
 
         Raises:
             PluginError: what it builds has no name.
@@ -415,20 +424,20 @@ class Contender:
         return cls(type(policy), plain(policy.options()), make)
 
     @classmethod
-    def bound(cls, optimum: Optimum) -> Contender:
-        """Return the optimum as a contender."""
-        return cls(Optimum, optimum.options(), optimum)
+    def bound(cls, optimum: Belady) -> Candidate:
+        """Return Belady's bound as a candidate."""
+        return cls(Belady, optimum.options(), optimum)
 
     @property
     def name(self) -> str:
-        """The name of the policy, or `optimum`."""
+        """Name of the policy, or `optimum`."""
         return self.kind.name
 
 
-def contenders(
+def candidates_of(
     policies: Policy | Iterable[Policy], plugins: Plugins, seed: int | None
-) -> list[Contender]:
-    """Return what `policies` names, one or several, each once.
+) -> list[Candidate]:
+    """Return the candidates that `policies` names, without repetitions.
 
     `seed` is that of the named policies with an option `seed` that do not set it.
 
@@ -438,14 +447,14 @@ def contenders(
     """
     if isinstance(policies, str) or not isinstance(policies, Iterable):
         policies = [policies]
-    found: list[Contender] = []
+    found: list[Candidate] = []
     for policy in policies:
         if isinstance(policy, str):
             found.extend(_named(spec, plugins, seed) for spec in parse(policy))
-        elif isinstance(policy, Optimum):
-            found.append(Contender.bound(policy))
+        elif isinstance(policy, Belady):
+            found.append(Candidate.bound(policy))
         elif callable(policy):
-            found.append(Contender.building(policy))
+            found.append(Candidate.building(policy))
         else:
             msg = (
                 f"{policy!r} cannot be compared: give a name, a policy class, or a function "
@@ -458,8 +467,8 @@ def contenders(
     return [one for place, one in enumerate(found) if one not in found[:place]]
 
 
-def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Contender:
-    if spec.name == Optimum.name:
-        return Contender.bound(Optimum.from_text(spec.options))
+def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Candidate:
+    if spec.name in Belady.names:
+        return Candidate.bound(Belady.from_text(spec.options))
     defaults = {} if seed is None else {"seed": seed}
-    return Contender.building(partial(plugins.build, "eviction", spec, defaults))
+    return Candidate.building(partial(plugins.build, "eviction", spec, defaults))

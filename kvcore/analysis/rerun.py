@@ -1,4 +1,4 @@
-"""Two runs of the same requests: what each came to, and who fared differently."""
+"""What-if: the requests of a trace run again under other options, and compared."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 
 import attrs
 
-from kvcore.analysis._setting import Asked, Given, Setting
-from kvcore.analysis.compare import Progress, Tick
-from kvcore.analysis.replay import served
+from kvcore.analysis.comparison import Progress, Tick
+from kvcore.analysis.untimed import served
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
+from kvcore.config import RecordedParts
+from kvcore.config.values import PluginChoice
 from kvcore.errors import InputError, TraceError
 from kvcore.files import part_of
 from kvcore.plugins.manager import Plugins
@@ -28,8 +29,8 @@ from kvcore.serving.simulate import serve
 from kvcore.serving.stats import Distribution, distribution
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import advanced
-from kvcore.trace.events import EVENTS
-from kvcore.trace.reader import Line, TraceReader, read_request
+from kvcore.trace.fields import read_request
+from kvcore.trace.reader import Line, TraceReader
 from kvcore.trace.writer import version
 from kvcore.units import NS_PER_S, PS_PER_NS
 
@@ -37,8 +38,8 @@ SECOND = NS_PER_S * PS_PER_NS
 
 
 @attrs.frozen(kw_only=True)
-class Figures:
-    """What a run came to, as far as a trace can tell. Times are None without a clock.
+class RunSummary:
+    """Summary of a run as far as a trace records it. Times are None without a clock.
 
     Attributes:
         config: what it was run with: `blocks`, `block_size`, plugins by kind, and with a
@@ -82,8 +83,8 @@ class Figures:
         evicted: int,
         *,
         timed: bool,
-    ) -> Figures:
-        """Count up a run. O(n log n) in its requests."""
+    ) -> RunSummary:
+        """Summarise a run from its log. O(n log n) in its requests."""
         begin, end = min(log.arrival, default=0), max((*log.arrival, *log.finish), default=0)
         seconds = (end - begin) / NS_PER_S if timed else 0
         generated = sum(log.output) - sum(log.output[row] for row in log.reasons)
@@ -116,8 +117,8 @@ class Figures:
 
 
 @attrs.frozen
-class Fate:
-    """What became of a request in one run.
+class RequestOutcome:
+    """Outcome of a request in one run.
 
     Attributes:
         hit_tokens: prompt tokens that hit at first admission.
@@ -132,7 +133,7 @@ class Fate:
 
 @attrs.frozen
 class Change:
-    """A request that fared differently.
+    """A request whose outcome differs between the two runs.
 
     Attributes:
         request: its id.
@@ -142,22 +143,22 @@ class Change:
 
     request: int | str
     prompt: int
-    recorded: Fate
-    rerun: Fate
+    recorded: RequestOutcome
+    rerun: RequestOutcome
 
     @property
     def tokens(self) -> int:
-        """Hit tokens it gained; below 0: lost."""
+        """Hit tokens gained in the second run; negative if lost."""
         return self.rerun.hit_tokens - self.recorded.hit_tokens
 
     @property
     def ttft(self) -> int:
-        """Nanoseconds by which its first token comes later; 0 where one of the two is none."""
+        """Delay of the first token in ns, second run minus first; 0 if either has none."""
         before, after = self.recorded.ttft, self.rerun.ttft
         return 0 if before is None or after is None else after - before
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fields as a JSON object."""
         recorded, rerun = (
             {
                 "hit_tokens": fate.hit_tokens,
@@ -170,23 +171,23 @@ class Change:
 
 
 def changes(recorded: RunLog, rerun: RunLog) -> Iterator[Change]:
-    """Yield the requests that fared differently, in the order in which they ended. O(n)."""
-    fates = dict(_fates(rerun))
+    """Yield the requests whose outcomes differ, in the order in which they ended. O(n)."""
+    fates = dict(_outcomes(rerun))
     prompts = dict(zip(recorded.ids, recorded.prompt, strict=True))
-    for name, fate in _fates(recorded):
+    for name, fate in _outcomes(recorded):
         if fates[name] != fate:
             yield Change(name, prompts[name], fate, fates[name])
 
 
-def _fates(log: RunLog) -> Iterator[tuple[int | str, Fate]]:
+def _outcomes(log: RunLog) -> Iterator[tuple[int | str, RequestOutcome]]:
     columns = zip(log.ids, log.hit, log.arrival, log.first_token, strict=True)
     for row, (name, hit, arrival, first) in enumerate(columns):
         ttft = None if first < 0 else first - arrival
-        yield name, Fate(hit, ttft, rejected=row in log.reasons)
+        yield name, RequestOutcome(hit, ttft, rejected=row in log.reasons)
 
 
 def _times(begin: Iterable[int], end: Iterable[int]) -> Distribution | None:
-    """Return the distribution of the times to each end there is."""
+    """Return the distribution of the times to the ends that are known."""
     return distribution([b - a for a, b in zip(begin, end, strict=True) if b >= 0], NS_PER_S)
 
 
@@ -197,7 +198,7 @@ BY_HAND = (
 
 
 class Recorded:
-    """The requests of a trace, line by line, as a run would have logged them.
+    """Rebuilds the request log of a run from the lines of its trace.
 
     Args:
         reader: of the trace; named in errors.
@@ -215,16 +216,20 @@ class Recorded:
         self.evicted = 0
         self._reader = reader
         self._timed = header["mode"] != "untimed"
-        self._geometry = BlockLayout(header["count"], header["block_size"], header["key_tokens"])
+        self._geometry = BlockLayout(
+            header["count"], header["block_size"], header["key_tokens"]
+        )
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
         self._steps = DecodeSteps()
         self._serial = 0
+        from kvcore.trace.events import EVENTS  # noqa: PLC0415  (imports msgspec)
+
         events = (name for name in EVENTS if hasattr(self, f"_{name.lower()}"))
         self._take = {name: getattr(self, f"_{name.lower()}") for name in events}
 
     def take(self, line: Line) -> None:
-        """Take in a line after HEADER. O(1), or O(keys) of a request.
+        """Apply a line after HEADER. O(1), or O(keys) of a request.
 
         Raises:
             InputError: it is of no run that can be made again.
@@ -311,7 +316,7 @@ Told = Mapping[int | str, Sequence[Key]]
 
 
 class TellingExecutor(SimulatedExecutor):
-    """Computes nothing, and names the blocks that texts fill when their tokens would be known.
+    """Simulates steps and replays the recorded keys of generated blocks as they fill.
 
     Each step is run by itself, as on tensors.
 
@@ -330,7 +335,7 @@ class TellingExecutor(SimulatedExecutor):
     def run(
         self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
     ) -> int:
-        """Return the picoseconds the step takes; `named` has the keys it tells."""
+        """Return the step's time in ps; `named` receives the keys that become known."""
         self.named.clear()
         for job, tokens in chunks:
             if job.computed + tokens == job.target:
@@ -340,7 +345,7 @@ class TellingExecutor(SimulatedExecutor):
         return super().run(batch, chunks, decoders)
 
     def _tell(self, job: Job) -> None:
-        """Name the blocks of `job` that are full with the token that this step generates."""
+        """Append the keys of blocks that the token of this step fills."""
         request = job.request
         if request.id not in self._told:
             return
@@ -354,7 +359,7 @@ class TellingExecutor(SimulatedExecutor):
 
 
 def as_text(request: Request) -> TextRequest:
-    """Return a request whose generated keys are not known yet, but will be told."""
+    """Return `request` as one whose generated keys become known while it runs."""
     fields = {name: getattr(request, name) for name in _FIELDS}
     return TextRequest(**fields, tokens=(), publish=True)
 
@@ -370,7 +375,7 @@ _STEPS = 256
 
 @attrs.frozen(kw_only=True)
 class WhatIf:
-    """A recorded run, and the same requests run again.
+    """The result of `whatif`: a recorded run, and the same requests run again.
 
     Attributes:
         file: the trace.
@@ -387,28 +392,28 @@ class WhatIf:
     here: str
     workload: str
     timed: bool
-    recorded: Figures
-    rerun: Figures
+    recorded: RunSummary
+    rerun: RunSummary
     changes: list[Change]
 
     def gained(self, most: int = 5) -> list[Change]:
-        """Return those that gained most hit tokens, the most first."""
+        """Return the requests that gained most hit tokens, largest gain first."""
         return _first(self.changes, most, lambda change: -change.tokens)
 
     def lost(self, most: int = 5) -> list[Change]:
-        """Return those that lost most hit tokens, the most first."""
+        """Return the requests that lost most hit tokens, largest loss first."""
         return _first(self.changes, most, lambda change: change.tokens)
 
     def sooner(self, most: int = 5) -> list[Change]:
-        """Return those whose first token comes earlier, the most so first."""
+        """Return the requests whose first token comes earlier, largest change first."""
         return _first(self.changes, most, lambda change: change.ttft)
 
     def later(self, most: int = 5) -> list[Change]:
-        """Return those whose first token comes later, the most so first."""
+        """Return the requests whose first token comes later, largest change first."""
         return _first(self.changes, most, lambda change: -change.ttft)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fields as a JSON object."""
         return {
             "schema": SCHEMA,
             "file": self.file,
@@ -424,11 +429,11 @@ class WhatIf:
 def whatif(
     file: str | os.PathLike[str],
     *,
-    eviction: Given = None,
-    prefix: Given = None,
-    retention: Given = None,
-    scheduler: Given = None,
-    latency: Given = None,
+    eviction: PluginChoice | None = None,
+    prefix: PluginChoice | None = None,
+    retention: PluginChoice | None = None,
+    scheduler: PluginChoice | None = None,
+    latency: PluginChoice | None = None,
     blocks: int | None = None,
     block_size: int | None = None,
     batching: Batching | Mapping[str, Any] | None = None,
@@ -438,7 +443,7 @@ def whatif(
     plugins: Plugins | None = None,
     progress: Progress | None = None,
 ) -> WhatIf:
-    """Check a trace, run its requests again with something different, and compare.
+    """Check a trace, run its requests again with other options, and compare the runs.
 
     All that is not given is as the header has it, so that with nothing given the new run is
     the recorded one, line by line. Requests of a session come when the one before has ended
@@ -470,46 +475,44 @@ def whatif(
         PolicyError: a plugin failed.
         TraceError: the trace is damaged, or cut.
     """
-    asked = Asked(
-        eviction=eviction,
-        prefix=prefix,
-        retention=retention,
-        scheduler=scheduler,
-        latency=latency,
-        blocks=blocks,
-        block_size=block_size,
-        batching=batching,
-        slo=slo,
-        rate_scale=rate_scale,
-    )
+    changes_asked = {
+        "eviction": eviction,
+        "prefix": prefix,
+        "retention": retention,
+        "scheduler": scheduler,
+        "latency": latency,
+        "blocks": blocks,
+        "block_size": block_size,
+        "batching": batching,
+        "slo": slo,
+        "rate_scale": rate_scale,
+    }
     workload = TraceWorkload(file)
-    header = workload.header
-    setting = Setting(workload.file, header, asked, plugins or Plugins())
+    parts = RecordedParts(workload.file, workload.header, workload, changes_asked, plugins)
     if export is not None:
         _spare(workload.file, Path(export))
     with ExitStack() as stack:
         trace = None
         if export is not None:
-            run = {name: header[name] for name in ("mode", "workload", "seed")}
-            trace = stack.enter_context(Trace(export, **run, **setting.extras()))
-        rerun = _Rerun(setting, setting.cache(trace), workload)
-        recorded = _verified(workload.file, header, setting.slo)
+            trace = stack.enter_context(Trace(export, **parts.header()))
+        rerun = _Rerun(parts, parts.cache(trace), workload)
+        recorded = _verified(workload.file, workload.header, parts.slo)
         steps = progress or _untold
         count = len(recorded.log.ids)
         rerun.tick = stack.enter_context(steps(f"running {workload.name} again", count))
         rerun.run()
     return WhatIf(
         file=str(workload.file),
-        kvcore=header["kvcore"],
+        kvcore=workload.header["kvcore"],
         here=version(),
         workload=workload.name,
-        timed=setting.timed,
-        recorded=Figures.of(
-            setting.recorded_config(),
+        timed=parts.timed,
+        recorded=RunSummary.of(
+            parts.recorded(),
             recorded.log,
             recorded.stats,
             recorded.evicted,
-            timed=setting.timed,
+            timed=parts.timed,
         ),
         rerun=rerun.figures(),
         changes=list(changes(recorded.log, rerun.log)),
@@ -519,34 +522,34 @@ def whatif(
 class _Rerun:
     """Runs the requests of a trace again."""
 
-    def __init__(self, setting: Setting, cache: KVCache, workload: TraceWorkload) -> None:
-        """Build the other parts."""
+    def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
+        """Build the cache, scheduler and latency model of the second run."""
         self.tick: Tick = _unseen
         self.log = RunLog(cache.pool.blocks)
-        self._setting, self._cache, self._workload = setting, cache, workload
-        self._server = (setting.scheduler(), setting.latency()) if setting.timed else None
+        self._parts, self._cache, self._workload = parts, cache, workload
+        self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
 
     def run(self) -> None:
-        """Run them all."""
+        """Serve every request."""
         if self._server is None:
             self._replay()
         else:
             self._serve(*self._server)
 
-    def figures(self) -> Figures:
-        """Return what it came to."""
+    def figures(self) -> RunSummary:
+        """Return the summary of the second run."""
         cache, prefix = self._cache, self._cache.prefix
         plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()))
-        return Figures.of(
-            self._setting.config(filter(None, plugins)),
+        return RunSummary.of(
+            self._parts.rerun(filter(None, plugins)),
             self.log,
             cache.stats,
             cache.tree.evicted_blocks + cache.tree.expired_blocks,
-            timed=self._setting.timed,
+            timed=self._parts.timed,
         )
 
     def _replay(self) -> None:
-        """Open, commit and close one after another."""
+        """Replay the requests serially, without a clock."""
         steps, size = DecodeSteps(), self._cache.geometry.block_size
         for serial, seq in enumerate(served(self._requests(), self._cache), 1):
             request = seq.request
@@ -555,24 +558,24 @@ class _Rerun:
             self.log.ended(job, request.arrival)
 
     def _serve(self, scheduler: Scheduler, latency: LatencyModel) -> None:
-        """Serve them under the model's clock."""
-        told = self._workload.told
+        """Serve the requests in the loop under the latency model's clock."""
+        told = self._workload.recorded_keys
         latency.bind()
         loop, _ = serve(
             self._requests(),
             self._cache,
             scheduler,
             TellingExecutor(latency, told) if told else SimulatedExecutor(latency),
-            self._setting.batching,
-            slo=self._setting.slo,
-            rate_scale=self._setting.rate_scale,
+            self._parts.batching,
+            slo=self._parts.slo,
+            rate_scale=self._parts.config.rate_scale,
             residency=False,
         )
         self.log = loop.log
 
     def _requests(self) -> Iterator[Request]:
-        """Yield the requests, telling now and then how many there were."""
-        told, fresh = self._workload.told, 0
+        """Yield the requests and report progress every few hundred."""
+        told, fresh = self._workload.recorded_keys, 0
         for request in self._workload:
             yield as_text(request) if request.id in told else request
             fresh += 1
@@ -583,7 +586,7 @@ class _Rerun:
 
 
 def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
-    """Check every line of a trace; return what became of its requests.
+    """Check every line of a trace; return the log of its requests.
 
     Raises:
         InputError, TraceError: as `whatif` does.
@@ -603,7 +606,7 @@ def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
 
 
 def _spare(file: Path, export: Path) -> None:
-    """Refuse to write over the trace that is read."""
+    """Refuse an output file that is the trace being read."""
     for written in (export, part_of(export)):
         if written.exists() and file.exists() and written.samefile(file):
             msg = f"cannot write {export}: that is the trace that is read; name another file"
@@ -611,7 +614,7 @@ def _spare(file: Path, export: Path) -> None:
 
 
 def _first(changed: list[Change], most: int, key: Callable[[Change], int]) -> list[Change]:
-    """Return at most so many of those with a `key` below 0, the lowest first."""
+    """Return at most `most` changes whose `key` is below 0, the lowest first."""
     return sorted((change for change in changed if key(change) < 0), key=key)[:most]
 
 

@@ -4,7 +4,7 @@ import pytest
 from helpers.traces import ask, lines, seal, serve, write
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore.trace import replay
+from kvcore.trace import check_trace
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 
@@ -18,7 +18,7 @@ def trace(tmp_path):
 def told(path):
     """Return what replay tells of the first line that cannot be."""
     with pytest.raises(TraceError) as caught:
-        replay(path)
+        check_trace(path)
     return str(caught.value).removeprefix(f"{path}:")
 
 
@@ -31,21 +31,21 @@ def forged(trace, n, event, **fields):
 
 def test_a_run_with_a_clock_replays_clean(trace):
     """What a server does to requests contradicts itself nowhere; the report counts it."""
-    report = replay(trace)
+    report = check_trace(trace)
     assert (report.lines, report.requests, report.finished, report.rejected) == (37, 4, 3, 1)
     assert report.preemptions == {"pause": 1, "recompute": 1}
 
 
 def test_the_counts_at_a_time_are_those_until_then(trace):
     """Asked for a moment, the report has the ends and preemptions up to it."""
-    report = replay(trace, 3)
+    report = check_trace(trace, 3)
     assert (report.requests, report.finished, report.rejected) == (3, 1, 1)
     assert report.preemptions == {"pause": 1, "recompute": 0}
 
 
 def test_a_trace_without_clock_has_no_ends(tmp_path):
     """Where no line tells of ends and preemptions there are none."""
-    report = replay(write(tmp_path / "trace.jsonl", ask("a", "a")))
+    report = check_trace(write(tmp_path / "trace.jsonl", ask("a", "a")))
     assert (report.finished, report.rejected) == (0, 0)
     assert report.preemptions == {"pause": 0, "recompute": 0}
 
@@ -158,7 +158,7 @@ def test_a_paused_request_may_lose_its_blocks(tmp_path):
         trace.line("PREEMPT", 0, request="r", seq=1, how="recompute", **{"for": "r"})
         cache.close(seq)
         finish(trace, cache, cache.open(ask("r", "a"), resumed=True))
-    assert replay(path).preemptions == {"pause": 1, "recompute": 1}
+    assert check_trace(path).preemptions == {"pause": 1, "recompute": 1}
 
 
 def test_an_admission_again_follows_a_recompute(tmp_path):
@@ -176,7 +176,7 @@ def test_without_a_clock_not_all_is_told(tmp_path):
     with serving(path, "untimed") as (_, cache):
         cache.close(cache.open(ask("r", "a")))
         cache.open(ask("r", "a"), resumed=True)
-    assert replay(path).finished == 0
+    assert check_trace(path).finished == 0
 
 
 @pytest.mark.parametrize(("cut", "stage"), [(4, "waiting"), (8, "running"), (22, "preempted")])
@@ -203,7 +203,7 @@ def test_a_fork_closes_for_no_reason(tmp_path):
         seq = cache.open(ask("r", "a"))
         cache.close(cache.fork(seq))
         finish(trace, cache, seq)
-    assert replay(path).finished == 1
+    assert check_trace(path).finished == 1
 
 
 def test_a_model_may_stop_early(tmp_path):
@@ -214,7 +214,7 @@ def test_a_model_may_stop_early(tmp_path):
         trace.line("FIRST_TOKEN", 0, request="r", seq=1)
         finish(trace, cache, seq, 3)
         finish(trace, cache, cache.open(ask("silent", "a", output_tokens=5)))
-    assert replay(path).finished == 2
+    assert check_trace(path).finished == 2
 
 
 def test_a_finish_without_its_close_is_told(trace):

@@ -1,17 +1,22 @@
-"""The WORKLOAD argument of verbs: a plugin in text, or a file of any known format."""
+"""Find what an option names: a workload among plugins and files, a model likewise."""
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 from kvcore.errors import InputError
 from kvcore.files import refusal
+from kvcore.models.catalogue import MODELS, find_model
+from kvcore.models.huggingface import read_config
+from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import nearest, takes_path
 from kvcore.workloads import Workload
 from kvcore.workloads.files import recognise
 
 BUNDLED = "mooncake"
+"""The workload that comes with kvcore."""
 
 
 def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -> Workload:
@@ -49,3 +54,27 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
         )
         raise InputError(msg) from None
     return recognise(path, [plugins.get("workload", known) for known in names])
+
+
+def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
+    """Return the well-known model called `text`, or the one that the file at `text` describes.
+
+    A file or folder that exists is read, as is whatever looks like a path; a name of the
+    catalogue means the catalogue all the same.
+
+    Args:
+        text: a name, the path of a Hugging Face `config.json`, or the folder it lies in.
+        weights_dtype: number format of the weights; None: as released.
+
+    Raises:
+        InputError: neither a known name nor a file that can be used.
+    """
+    is_path = text.endswith(".json") or os.sep in text
+    if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
+        return read_config(text, weights_dtype)
+    try:
+        model = find_model(text)
+    except InputError as error:
+        msg = f"{error}; or give the path of a model's config.json"
+        raise InputError(msg) from None
+    return model.with_weights(weights_dtype) if weights_dtype else model

@@ -1,0 +1,179 @@
+"""Tasks on worker processes, which may die: what is missing then is run again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import wait as wait_for_process
+from multiprocessing.process import BaseProcess
+from threading import Thread
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import attrs
+
+ATTEMPTS = 3
+"""How often a task is begun whose worker dies: killed, or out of memory."""
+
+TaskT = TypeVar("TaskT")
+
+OutcomeT = TypeVar("OutcomeT")
+
+Work: TypeAlias = Callable[[], Callable[[TaskT], OutcomeT]]
+"""A function of a module, called once in each worker, that returns what does its tasks."""
+
+
+@attrs.frozen
+class WorkerDied:
+    """The outcome of a task whose workers died; as text, why that may be.
+
+    Attributes:
+        ended: how the last worker ended: a signal or an exit code.
+    """
+
+    ended: str
+
+    def __str__(self) -> str:
+        """Return it as a reason."""
+        return (
+            f"its worker died {ATTEMPTS} times, at last by {self.ended}: a crash, or more "
+            "memory than there is (fewer --jobs need less)"
+        )
+
+
+def work_all(
+    work: Work[TaskT, OutcomeT], tasks: Iterable[TaskT], jobs: int
+) -> Generator[tuple[TaskT, OutcomeT | WorkerDied]]:
+    """Yield each of `tasks` with its outcome, as they come.
+
+    When a worker dies, the tasks that were running are run again, each alone, so that the
+    one that kills is known; after a few deaths its outcome is `WorkerDied`. No process
+    outlives the generator, or its parent.
+
+    Args:
+        work: what the workers do.
+        tasks: what can be sent to them.
+        jobs: how many processes there are at a time, at most.
+    """
+    waiting = deque(enumerate(tasks))
+    suspects: deque[tuple[int, TaskT]] = deque()
+    deaths: Counter[int] = Counter()
+    while waiting or suspects:
+        queue, width = (deque([suspects.popleft()]), 1) if suspects else (waiting, jobs)
+        with closing(_Pool(work, min(width, len(queue)))) as pool:
+            for number, task, outcome in pool.run(queue):
+                if not isinstance(outcome, WorkerDied):
+                    yield task, outcome
+                    continue
+                deaths[number] += 1
+                if deaths[number] < ATTEMPTS:
+                    suspects.append((number, task))
+                else:
+                    yield task, outcome
+
+
+def cpus() -> int:
+    """Return how many CPUs this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+class _Pool(Generic[TaskT, OutcomeT]):
+    """Worker processes up to the death of one of them."""
+
+    def __init__(self, work: Work[TaskT, OutcomeT], jobs: int) -> None:
+        self._jobs = jobs
+        self._processes: set[BaseProcess] = set()
+        self._executor = ProcessPoolExecutor(
+            jobs, get_context("spawn"), initializer=_begin, initargs=(work,)
+        )
+
+    def run(
+        self, waiting: deque[tuple[int, TaskT]]
+    ) -> Iterator[tuple[int, TaskT, OutcomeT | WorkerDied]]:
+        """Yield (number, task, outcome) until no task waits, or a worker has died.
+
+        The outcome of all tasks that were running then is `WorkerDied`.
+        """
+        running: dict[Future[OutcomeT], tuple[int, TaskT]] = {}
+        alive = True
+        while running or (alive and waiting):
+            while alive and waiting and len(running) < self._jobs:
+                try:
+                    future = self._submit(waiting[0][1])
+                except BrokenProcessPool:  # a worker has died since it was last looked at
+                    alive = False
+                else:
+                    running[future] = waiting.popleft()
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                number, task = running.pop(future)
+                try:
+                    yield number, task, future.result()
+                except BrokenProcessPool:
+                    alive = False
+                    yield number, task, WorkerDied(self._ended())
+
+    def close(self) -> None:
+        """End all processes, whatever they are at."""
+        for process in self._processes:
+            process.kill()
+        self._executor.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.join()
+
+    def _submit(self, task: TaskT) -> Future[OutcomeT]:
+        before = set(active_children())
+        # Ctrl-C is for the parent alone: workers are born with the signal blocked.
+        with _interrupts_blocked():
+            future: Future[OutcomeT] = self._executor.submit(_attempt, task)
+        self._processes |= set(active_children()) - before
+        return future
+
+    def _ended(self) -> str:
+        """Return how the first worker ended that was not ended by its pool."""
+        for process in self._processes:
+            process.join()
+        codes = [process.exitcode or 0 for process in self._processes]
+        # The pool terminates the others when one has died.
+        code = next((code for code in codes if code != -signal.SIGTERM), codes[0])
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_attempts: list[Callable[[Any], Any]] = []
+"""What this process does with a task, if it is a worker."""
+
+
+def _begin(work: Work[Any, Any]) -> None:
+    """Make this process a worker."""
+    Thread(target=_die_with_parent, daemon=True).start()
+    # What a plugin prints is no part of the parent's results.
+    os.dup2(2, 1)
+    _attempts.append(work())
+
+
+def _attempt(task: Any) -> Any:
+    return _attempts[0](task)
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait_for_process([parent.sentinel])
+        os._exit(1)

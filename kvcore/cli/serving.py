@@ -1,0 +1,104 @@
+"""What `simulate` and `run` have in common: the files they write, and remedies for overload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from decimal import ROUND_FLOOR, Context
+from pathlib import Path
+
+import attrs
+
+from kvcore.config import RunParts
+from kvcore.errors import InputError
+from kvcore.serving import LatencyModel, Result
+from kvcore.serving.result import REQUESTS, SUMMARY, offered_load
+from kvcore.trace import Trace
+from kvcore.workloads.files import spare
+
+TRACE = "trace.jsonl.gz"
+"""The name of the trace in a directory of results."""
+
+DOUBLINGS = 5
+"""How often a pool or a number of GPUs is doubled, at most, to find one that is enough."""
+
+
+@contextmanager
+def outputs(parts: RunParts, trace: Path | None, out: Path | None) -> Iterator[Trace | None]:
+    """Open the trace to write, if any, and before it the directory that it goes to.
+
+    If the body raises, no file is left of it, nor a directory that was made for it.
+    """
+    path, others = trace, []
+    if out is not None:
+        path, *others = (out / name for name in (TRACE, SUMMARY, REQUESTS))
+        if parts.config.allocation == "contiguous":
+            path = None
+    for written in filter(None, (path, *others)):
+        spare(parts.workload, written)
+    with ExitStack() as stack:
+        if out is not None:
+            stack.enter_context(_directory(out))
+        yield None if path is None else stack.enter_context(Trace(path, **parts.header()))
+
+
+@contextmanager
+def _directory(path: Path) -> Iterator[None]:
+    """Make a directory, if need be, which is removed if the body raises."""
+    made = not path.exists()
+    make_directory(path)
+    try:
+        yield
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def make_directory(path: Path) -> None:
+    """Make the directory that `--out` names, and those above it.
+
+    Raises:
+        InputError: it cannot be made; says why.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        msg = f"--out {path}: cannot be made a directory: {reason}; name another one"
+        raise InputError(msg) from error
+
+
+def remedies(parts: RunParts, result: Result) -> Iterator[str]:
+    """Yield options with which the workload would not be too much for the run.
+
+    Each is tried on the work that the run came to: a larger pool where its size was
+    given, more GPUs, fewer requests.
+    """
+    size, devices = parts.geometry.block_size, parts.deployment.devices
+
+    def carries(latency: LatencyModel, blocks: int) -> bool:
+        load = offered_load(result.log, parts.batching, latency, blocks * size)
+        return load is not None and load <= 1
+
+    if parts.sized:
+        larger = (parts.blocks << doubling for doubling in range(1, DOUBLINGS))
+        enough = next((b for b in larger if carries(result.latency, b)), None)
+        if enough:
+            yield f"--blocks {enough}"
+    for more in (devices << doubling for doubling in range(1, DOUBLINGS)):
+        blocks = parts.blocks
+        if not parts.sized:
+            blocks = attrs.evolve(parts.deployment, devices=more).blocks()
+        if carries(parts.latency(more), blocks):
+            yield f"--tensor-parallel {more}"
+            break
+    load = result.summary()["offered_load"]
+    yield f"--rate-scale {_below(parts.config.rate_scale / load)}"
+
+
+def _below(number: float) -> str:
+    """Return a number with two digits, rounded down."""
+    rounded = Context(prec=2, rounding=ROUND_FLOOR).create_decimal(number)
+    return f"{rounded.normalize():f}"

@@ -1,0 +1,22 @@
+"""The configuration of a run: its options, how they are read, and the parts they make."""
+
+from kvcore.config.files import read_toml
+from kvcore.config.lookup import find_workload, load_model
+from kvcore.config.parts import EngineParts, RunParts
+from kvcore.config.recorded import RecordedParts
+from kvcore.config.run_config import MODES, Mode, RunConfig
+from kvcore.config.values import read_plugin, read_slo
+
+__all__ = [
+    "MODES",
+    "EngineParts",
+    "Mode",
+    "RecordedParts",
+    "RunConfig",
+    "RunParts",
+    "find_workload",
+    "load_model",
+    "read_plugin",
+    "read_slo",
+    "read_toml",
+]

@@ -1,0 +1,164 @@
+"""Read options from TOML: keys, tables, lists, and paths relative to the file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import attrs
+
+from kvcore.config.run_config import option_names, option_type, read_option
+from kvcore.config.values import EXPECTATIONS, convert, read_plugin, shown
+from kvcore.errors import InputError
+from kvcore.files import refusal
+from kvcore.models.catalogue import MODELS
+from kvcore.plugins.manager import KINDS, Plugins
+from kvcore.plugins.options import Spec, nearest, takes_path
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "batching": ("max_tokens", "max_seqs", "chunked", "steps", "watermark"),
+    "slo": EXPECTATIONS,
+}
+"""Tables besides those of plugins: options that may be written together, parts of one."""
+
+RENAMED: Mapping[str, str] = {"count": "accounting"}
+"""Keys of earlier releases, and what they are called now."""
+
+
+def read_toml(
+    path: Path, options: Mapping[str, Any] | None = None, *, lists: bool = False
+) -> dict[str, Any]:
+    """Return the options that a TOML file gives, by name, as their types have them.
+
+    A key is the name of an option, with `-` or `_` in it. A plugin is text, or a table of
+    its name and options. Paths are relative to the file.
+
+    Args:
+        path: the file.
+        options: the types of the options that the file may give; None: those of
+            `RunConfig`.
+        lists: whether an option may have a list of values; all are tuples then.
+
+    Raises:
+        InputError: no such file, no TOML, an unknown key, or a value that its option cannot
+            have; names the file and the key.
+    """
+    known = {name: option_type(name) for name in option_names() if name != "mode"}
+    file = _ConfigFile(path, known if options is None else options, lists)
+    try:
+        return file.options()
+    except InputError as error:
+        msg = f"{path}: {error}"
+        raise InputError(msg) from error
+
+
+@attrs.frozen
+class _ConfigFile:
+    path: Path
+    types: Mapping[str, Any]
+    lists: bool
+
+    def options(self) -> dict[str, Any]:
+        """Return the options by name."""
+        found: dict[str, Any] = {}
+        for key, value in self._entries():
+            name = RENAMED.get(key, key)
+            _check(name, self.types, "there is no option")
+            if name in found:
+                msg = f"{key!r} is given twice"
+                raise InputError(msg)
+            found[name] = self._values(name, value) if self.lists else self._value(name, value)
+        return found
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        """Yield keys and values, those of the table `batching` as if they stood above it."""
+        for key, value in _entries_of(self._document()):
+            if key == "batching" and isinstance(value, dict):
+                yield from _group(key, value)
+            else:
+                yield key, value
+
+    def _document(self) -> dict[str, Any]:
+        try:
+            return tomllib.loads(self.path.read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            msg = f"is not TOML: {error}"
+            raise InputError(msg) from error
+        except OSError as error:
+            msg = f"cannot be read: {refusal(self.path, error)}"
+            raise InputError(msg) from error
+
+    def _values(self, name: str, value: Any) -> tuple[Any, ...]:
+        values = value if isinstance(value, list) else [value]
+        return tuple(self._value(name, each) for each in values)
+
+    def _value(self, name: str, value: Any) -> Any:
+        if name == "slo" and isinstance(value, dict):
+            value = dict(_group(name, value))
+        kind = self.types[name]
+        if isinstance(value, int) and _marker(kind) == "bytes":
+            value = shown(value)  # in a file a size has its unit
+        if name in option_names():
+            return self._placed(name, read_option(name, value))
+        try:
+            found = convert(value, kind)
+        except InputError as error:
+            msg = f"{name}: {error}"
+            raise InputError(msg) from error
+        return self.path.parent / found if isinstance(found, Path) else found
+
+    def _placed(self, name: str, value: Any) -> Any:
+        """Return a value with its paths as seen from the working directory."""
+        if name in KINDS:
+            return self._placed_plugin(name, value)
+        # A name of the catalogue goes before a file of that name.
+        if name == "model" and isinstance(value, str) and value not in MODELS:
+            path = self.path.parent / value
+            return str(path) if path.exists() else value
+        return value
+
+    def _placed_plugin(self, kind: str, value: Any) -> Any:
+        plugins = Plugins()
+        if isinstance(value, str):  # a workload: a plugin, or else a file
+            if value.partition(":")[0].strip() not in plugins.names(kind):
+                return str(self.path.parent / value) if value else value
+            if "=" not in value and ":" in value:
+                name, _, path = value.partition(":")
+                return f"{name}:{self.path.parent / path.strip()}"
+            value = read_plugin(value)
+        if not isinstance(value, Spec) or value.name not in plugins.names(kind):
+            return value
+        cls = plugins.get(kind, value.name)
+        placed = {
+            option: str(self.path.parent / text) if text and takes_path(cls, option) else text
+            for option, text in value.options.items()
+        }
+        return Spec(value.name, placed)
+
+
+def _marker(kind: Any) -> str | None:
+    """Return the mark of an annotated type, or of one that may be None besides."""
+    for each in (kind, *get_args(kind)):
+        if get_origin(each) is Annotated:
+            return str(get_args(each)[1])
+    return None
+
+
+def _entries_of(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((key.replace("-", "_"), value) for key, value in table.items())
+
+
+def _group(name: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of one of `GROUPS`, which has no others."""
+    for key, value in _entries_of(table):
+        _check(key, dict.fromkeys(GROUPS[name]), f"[{name}] has no key")
+        yield key, value
+
+
+def _check(key: str, names: Mapping[str, Any], complaint: str) -> None:
+    if key not in names:
+        known = ", ".join(sorted(names))
+        msg = f"{complaint} {key!r}{nearest(key, names)}. There are: {known}"
+        raise InputError(msg)

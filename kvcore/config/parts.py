@@ -1,0 +1,393 @@
+"""Build what a configuration asks for: workload, pool, cache, scheduler, latency, header."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+
+from kvcore.cache import KVCache, Recorder
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.pool import CountingPool
+from kvcore.config.lookup import find_workload, load_model
+from kvcore.config.run_config import MEMORY, RunConfig
+from kvcore.engine import Backend, Generator
+from kvcore.engine.executor import tensor_layout
+from kvcore.errors import InputError, PluginError
+from kvcore.models.catalogue import DEVICES, MODELS, find_device
+from kvcore.models.cost import PrefillCost, cost_fields
+from kvcore.models.memory import Deployment, KVLayout
+from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
+from kvcore.plugins import Plugin, Plugins, resolve
+from kvcore.plugins.options import Spec, takes_path
+from kvcore.request import SLO, TextRequest, text_request
+from kvcore.serving import LatencyModel, Scheduler
+from kvcore.serving.arrivals import Arrivals
+from kvcore.trace.fields import plain
+from kvcore.units import format_bytes
+from kvcore.workloads import Texts, Workload
+from kvcore.workloads.sample import Excerpt
+
+BLOCK_SIZE = 16
+"""Tokens of a block under a clock, where no block size is given: what most servers have."""
+
+LIMIT, MAX_OUTPUT = 20, 16
+"""Requests of a workload, and tokens for a text, where a run on tensors is not told."""
+
+
+class RunParts:
+    """The parts of a run, of which those that serve one run alone are built for each.
+
+    Args:
+        config: what was asked for.
+        plugins: where names are looked up; None: what is installed.
+        workload: the workload, if it is open already.
+        naming: what errors about an option begin with; None: its name.
+
+    Attributes:
+        config, plugins: as given.
+        workload: where the requests come from.
+        geometry: how the workload's keys lie in blocks.
+        blocks: of the pool.
+        recompute: the seconds it costs to compute a block again.
+        batching: the caps of a step.
+        slo: what is expected for requests that bring no SLO; None: nothing.
+        ids: whether blocks have ids without a trace as well.
+
+    Raises:
+        InputError: a part that cannot be as asked for, or does not fit another one.
+        PluginError: a plugin that cannot work here.
+    """
+
+    ids = False
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plugins: Plugins | None = None,
+        *,
+        workload: Workload | None = None,
+        naming: Callable[[str], str] | None = None,
+    ) -> None:
+        """Build what can be used again, and check the rest."""
+        self.config = config
+        self.plugins = plugins or Plugins()
+        self._naming = naming or "{}: ".format
+        self.recompute = self._recompute()
+        with self._about("workload"):
+            self.workload = self._source() if workload is None else workload
+        with self._about("block_size", f"workload {config.workload}: "):
+            self.geometry = self._geometry()
+        self._check_deployment()
+        self.blocks = self._blocks()
+        self.batching = config.batching
+        Arrivals((), config.rate_scale)
+        self.slo = None if config.slo == SLO() else cast("SLO", config.slo)
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        """The model that is served."""
+        with self._about("model"):
+            return self._served()
+
+    @cached_property
+    def device(self) -> DeviceSpec:
+        """The GPU that the model is served on."""
+        with self._about("device"):
+            given = self.config.device
+            return given if isinstance(given, DeviceSpec) else find_device(given)
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """The model on its devices, with its K/V in blocks."""
+        with self._about("kv_dtype"):
+            layout = KVLayout(self.model, self.kv_dtype, self.geometry.block_size)
+        with self._about("tensor_parallel"):
+            devices = self.config.tensor_parallel if self.config.timed else 1
+            return Deployment(layout, self.device, devices)
+
+    def cache(self, trace: Recorder | None = None) -> KVCache:
+        """Build a cache for one run."""
+        return KVCache(
+            self.blocks,
+            self.geometry.block_size,
+            eviction=self.built("eviction"),
+            prefix=self.built("prefix"),
+            retention=None if self.config.retention is None else self.built("retention"),
+            accounting=self.geometry.accounting,
+            key_tokens=self.workload.key_tokens,
+            trace=trace,
+            ids=self.ids,
+            recompute=self.recompute,
+        )
+
+    def scheduler(self) -> Scheduler:
+        """Build a scheduler for one run."""
+        scheduler: Scheduler = self.built("scheduler")
+        return scheduler
+
+    def latency(self, devices: int | None = None) -> LatencyModel:
+        """Build a latency model for one run: of this deployment, unless it says otherwise.
+
+        `devices` is how many GPUs share the model; None: as many as asked for.
+        """
+        latency: LatencyModel = self.built("latency", **self._timing(devices))
+        return latency
+
+    def built(self, kind: str, **defaults: Any) -> Any:
+        """Build the plugin of a kind; an instance that was given is returned as it is.
+
+        `defaults` are values of options that its text leaves out, besides the seed.
+        """
+        value = getattr(self.config, kind)
+        with self._about(kind):
+            if isinstance(value, Spec):
+                return self.plugins.build(kind, value, self._defaults() | defaults)
+            is_plugin = isinstance(value, Plugin | type)
+            return resolve(kind, value if is_plugin else value())
+
+    def header(self) -> dict[str, Any]:
+        """Return what the header of a trace has besides what the run itself writes there."""
+        return {
+            "workload": self.workload,
+            "seed": self.config.seed,
+            "model": {"name": self.model.name, "kv_dtype": self.kv_dtype},
+            "device": {"name": self.device.name, "count": self.deployment.devices},
+            "recompute": cost_fields(PrefillCost.of(self.model, self.device)),
+        }
+
+    def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
+        """Return what was run, and the plugins that ran it, as JSON has it; None is none."""
+        source = self.workload
+        return {
+            "workload": {
+                "name": source.name,
+                "digest": source.digest,
+                "key_tokens": source.key_tokens,
+                "options": plain(source.options()),
+            },
+            "model": self.model.name,
+            "device": self.device.name,
+            "tensor_parallel": self.deployment.devices,
+            "kv_dtype": self.kv_dtype,
+            "bytes_per_block": self.deployment.bytes_per_block,
+            "plugins": {
+                plugin.kind: {"name": plugin.name, "options": plain(plugin.options())}
+                for plugin in plugins
+                if plugin is not None
+            },
+            "batching": attrs.asdict(self.batching),
+            "allocation": self.config.allocation,
+            "rate_scale": self.config.rate_scale,
+            "seed": self.config.seed,
+        }
+
+    @property
+    def kv_dtype(self) -> str:
+        """The number format of K/V that sizes the pool and times its reads."""
+        return self.config.kv_dtype
+
+    @property
+    def sized(self) -> bool:
+        """Whether the size of the pool was given."""
+        return self.config.blocks is not None or self.config.memory is not None
+
+    def _recompute(self) -> PrefillCost | None:
+        return PrefillCost.of(self.model, self.device)
+
+    def _served(self) -> ModelSpec:
+        given = self.config.model
+        if given is None:
+            msg = "no model is given: name one, such as llama-3-8b"
+            raise InputError(msg)
+        return given if isinstance(given, ModelSpec) else load_model(given)
+
+    def _source(self) -> Workload:
+        given = self.config.workload
+        if isinstance(given, Workload):
+            return given
+        if isinstance(given, Spec):
+            workload: Workload = self.plugins.build("workload", given, self._defaults())
+            return workload
+        # A path is a file, whatever plugin has its name.
+        text = str(given.absolute()) if isinstance(given, Path) else given
+        return find_workload(text, self.plugins, self.config.seed)
+
+    def _geometry(self) -> BlockLayout:
+        config, keys = self.config, self.workload.key_tokens
+        size = config.block_size
+        if size is None:
+            size = BLOCK_SIZE if config.timed else keys
+        accounting = "tokens" if config.timed else config.accounting or "keys"
+        return BlockLayout(accounting, size, keys)
+
+    def _check_deployment(self) -> None:
+        """Refuse a deployment that cannot be, also where nothing is sized by it."""
+        _ = self.deployment
+
+    def _blocks(self) -> int:
+        """Return the blocks of the pool: as given, or what fits into memory."""
+        blocks, memory = self.config.blocks, cast("int | None", self.config.memory)
+        if blocks is not None and memory is not None:
+            msg = "blocks and memory both say how large the pool is: give one of them"
+            raise InputError(msg)
+        if blocks is None and memory is None:
+            deployment = self.deployment
+            with self._about("tensor_parallel"):
+                return deployment.blocks()
+        with self._about("blocks" if memory is None else "memory"):
+            if memory is not None:
+                blocks = self._blocks_in(memory)
+            CountingPool(cast("int", blocks))
+        return cast("int", blocks)
+
+    def _blocks_in(self, memory: int) -> int:
+        blocks = self.deployment.blocks_in(memory)
+        if not blocks:
+            block = format_bytes(self.deployment.bytes_per_block)
+            msg = f"{format_bytes(memory)} is less than a block, which takes {block}"
+            raise InputError(msg)
+        return blocks
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return values of options of plugins that their texts leave out."""
+        return {} if self.config.seed is None else {"seed": self.config.seed}
+
+    def _timing(self, devices: int | None) -> dict[str, Any]:
+        """Return the options of the deployment that a latency model may have."""
+        model, device = self.model, self.device
+        return {
+            # A model from a file has no name that plugins know.
+            "model": model.name if model == MODELS.get(model.name) else model,
+            "device": device.name if device == DEVICES.get(device.name) else device,
+            "tensor_parallel": devices or self.deployment.devices,
+            "kv_dtype": self.kv_dtype,
+        }
+
+    @contextmanager
+    def _about(self, option: str, more: str = "") -> Iterator[None]:
+        """Let an error begin with what names the option that it is about."""
+        try:
+            yield
+        except (InputError, PluginError) as error:
+            about = self._naming(option)
+            if not about:
+                raise
+            msg = f"{about}{more}{error}"
+            raise type(error)(msg) from error
+
+
+class EngineParts(RunParts):
+    """The parts of a run on tensors.
+
+    Args:
+        config: what was asked for, in mode `run`.
+        plugins, naming: as for `RunParts`.
+        prompts: texts to be continued, in place of a workload.
+        max_output: tokens to generate for each text; None: 16.
+
+    Attributes:
+        generator, backend: what computes, for one run.
+        texts: the requests of the prompts; empty: there are none.
+    """
+
+    ids = True
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plugins: Plugins | None = None,
+        *,
+        prompts: Sequence[str] = (),
+        max_output: int | None = None,
+        naming: Callable[[str], str] | None = None,
+    ) -> None:
+        self._prompts = prompts
+        self._max_output = MAX_OUTPUT if max_output is None else max_output
+        super().__init__(config, plugins, naming=naming)
+
+    def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
+        """Return what was run as for a simulation, with what computed it."""
+        config = self.config
+        timed = {"device": self.backend.name, "tensor_parallel": 1}
+        return (
+            super().describe(*plugins, self.generator, self.backend)
+            | {"kv_dtype": config.dtype, "bytes_per_block": self._block_bytes()}
+            | {"clock": config.clock, "stop_at_eos": config.stop_at_eos}
+            | (timed if config.clock == "wall" else {})
+        )
+
+    def header(self) -> dict[str, Any]:
+        """Return what the header of a trace has besides what the run itself writes there."""
+        header = super().header()
+        return header | {"model": header["model"] | {"kv_dtype": self.config.dtype}}
+
+    @property
+    def kv_dtype(self) -> str:
+        """The number format that a latency model times: fp64 is read as fp32."""
+        dtype = self.config.dtype
+        return dtype if dtype in KV_DTYPES else "fp32"
+
+    def _served(self) -> ModelSpec:
+        """Build the generator and the backend; return the model that the generator is."""
+        named: dict[str, Any] = {}
+        model, choice = self.config.model, self.config.generator
+        if model is not None and isinstance(choice, Spec):
+            cls = self.plugins.get("generator", choice.name)
+            as_given = isinstance(model, ModelSpec) or takes_path(cls, "model")
+            named["model"] = model if as_given else load_model(cast("str", model))
+        self.generator: Generator = self.built("generator", **named)
+        if model is not None and "model" not in self.generator.options():
+            msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
+            raise InputError(msg)
+        self.backend: Backend = self.built("backend")
+        spec: ModelSpec = self.generator.spec
+        return spec
+
+    def _source(self) -> Workload:
+        """Return the workload: the prompts, or the first requests of the one that is named."""
+        size = BLOCK_SIZE if self.config.block_size is None else self.config.block_size
+        self.texts: list[TextRequest] = [
+            self._text(number, text, size) for number, text in enumerate(self._prompts)
+        ]
+        if self.texts:
+            return Texts(self.texts, size)
+        source = super()._source()
+        limit, shrink = self.config.limit, self.config.shrink
+        if shrink is None:
+            ratio, rest = divmod(source.key_tokens, size)
+            shrink = 1 if rest else ratio
+        return Excerpt(source, LIMIT if limit is None else limit or None, shrink)
+
+    def _text(self, number: int, text: str, block_size: int) -> TextRequest:
+        tokens = self.generator.encode(text)
+        if not tokens:
+            msg = f"prompt {text!r} has no tokens: give a text"
+            raise InputError(msg)
+        return text_request(
+            number, tokens, output=self._max_output, block_size=block_size, publish=True
+        )
+
+    def _blocks(self) -> int:
+        """Return the blocks of the pool: as given, or what fits into memory."""
+        return super()._blocks() if self.sized else self._blocks_in(MEMORY)
+
+    def _blocks_in(self, memory: int) -> int:
+        size = self._block_bytes()
+        if memory < size:
+            msg = (
+                f"{format_bytes(memory)} is less than a block of {self.config.dtype}, which "
+                f"takes {format_bytes(size)}"
+            )
+            raise InputError(msg)
+        return memory // size
+
+    def _block_bytes(self) -> int:
+        """Return the bytes of a block of tensors."""
+        layout = tensor_layout(self.model, 1, self.geometry.block_size, self.config.dtype)
+        size: int = layout.bytes
+        return size

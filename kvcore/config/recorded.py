@@ -1,0 +1,331 @@
+"""Build the parts of a recorded run again, from the header of its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvcore.cache import KVCache, Recorder
+from kvcore.config.parts import RunParts
+from kvcore.config.run_config import RunConfig
+from kvcore.errors import InputError, KvcoreError, PluginError
+from kvcore.models.cost import PrefillCost, read_cost
+from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.plugins import Plugin, Plugins
+from kvcore.plugins.options import Spec
+from kvcore.request import SLO
+from kvcore.serving import Batching, LatencyModel
+from kvcore.trace.fields import plain, slo_field
+from kvcore.trace.reader import Line
+from kvcore.workloads import Workload
+
+OF_CACHES = ("eviction", "prefix", "retention")
+
+OF_SERVERS = ("scheduler", "latency")
+
+TIMED = (*OF_SERVERS, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
+"""Options that only a run with a clock has."""
+
+
+def recorded_config(
+    file: Path, header: Line, workload: Workload, plugins: Plugins
+) -> RunConfig:
+    """Return the configuration of the run that wrote the header of a trace.
+
+    Args:
+        file: the trace, named in errors.
+        header: its first line.
+        workload: the requests of the trace.
+        plugins: where the recorded plugins are looked up, when they are built.
+
+    Raises:
+        InputError: the header does not say enough, or what no run can have.
+    """
+    timed = header["mode"] != "untimed"
+    _check_header(file, header, timed=timed)
+    recorded: dict[str, Any] = {
+        kind: partial(_rebuilt, file, kind, recorded, plugins)
+        for kind, recorded in header["plugins"].items()
+        if kind in (*OF_CACHES, *OF_SERVERS)
+    }
+    try:
+        caps = attrs.asdict(Batching(**header.get("batching", {})))
+    except TypeError as error:
+        raise _no_batching(file, header["batching"], error) from error
+    return RunConfig(
+        mode="simulate" if timed else "compare",
+        workload=workload,
+        accounting=header["count"],
+        block_size=header["block_size"],
+        blocks=header["blocks"],
+        slo=SLO(**header["slo"]) if header.get("slo") else SLO(),
+        rate_scale=header.get("rate_scale", 1),
+        seed=header["seed"],
+        **_deployment(header),
+        **caps,
+        **recorded,
+    )
+
+
+def _deployment(header: Line) -> dict[str, Any]:
+    """Return what a header says of the deployment, by option."""
+    model, device = (_fields(header.get(name)) for name in ("model", "device"))
+    recorded = header["plugins"].get("latency", {}).get("options", {})
+    found = {
+        "model": _value(recorded.get("model", model.get("name"))),
+        "kv_dtype": model.get("kv_dtype"),
+        "device": device.get("name"),
+        "tensor_parallel": device.get("count"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _check_header(file: Path, header: Line, *, timed: bool) -> None:
+    """Refuse a header that does not say enough to make the run again."""
+    if header["mode"] == "wall":
+        msg = (
+            f"{file} was recorded by the wall clock, which nothing can run again, so there "
+            "is nothing to put beside it. Its requests can be run under the model's: "
+            "`kvcore simulate trace:FILE`, with and without what is to be different"
+        )
+        raise InputError(msg)
+    if not timed:
+        return
+    needed = [name for name in ("batching", "latency") if name not in header]
+    needed += [kind for kind in OF_SERVERS if kind not in header["plugins"]]
+    if needed:
+        msg = (
+            f"{file}: the header says nothing of the {needed[0]}, so the run cannot be "
+            "made again; traces of `kvcore simulate` and `run` do"
+        )
+        raise InputError(msg)
+
+
+def _no_batching(file: Path, caps: Mapping[str, Any], error: Exception) -> InputError:
+    known = ", ".join(attrs.fields_dict(Batching))
+    return InputError(f"{file}: batching {caps} cannot be: {error}. There are: {known}")
+
+
+def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:
+    """Build the plugin of `kind` that a header names, with the options it had."""
+    name, options = recorded["name"], recorded["options"]
+    if name not in plugins.names(kind):
+        known = ", ".join(plugins.names(kind))
+        msg = (
+            f"{file} was recorded with {kind} plugin {name!r}, which is not "
+            "installed here: install the distribution that has it, or take another: "
+            f"--{kind} NAME. There are: {known}"
+        )
+        raise PluginError(msg)
+    # Text is read as the command line is, which knows paths and infinities.
+    texts = {key: value for key, value in options.items() if isinstance(value, str)}
+    others = {key: _value(options[key]) for key in options.keys() - texts}
+    try:
+        plugin: Plugin = plugins.build(kind, Spec(name, texts), others)
+    except PluginError:
+        raise
+    except KvcoreError as error:
+        msg = f"{file}: {kind} plugin {name!r} cannot be built as recorded: {error}"
+        raise InputError(msg) from error
+    if plain(plugin.options()) != options:
+        msg = (
+            f"{file}: {kind} plugin {name!r} was recorded with options {options}, of "
+            f"which this version makes {plain(plugin.options())}. Give it anew: --{kind} "
+            f"{name}:option=value"
+        )
+        raise InputError(msg)
+    return plugin
+
+
+class RecordedParts(RunParts):
+    """The parts of a recorded run that is made again, some of them different.
+
+    Args:
+        file: the trace, named in errors.
+        header: its first line.
+        workload: the requests of the trace.
+        changes: options of `RunConfig` that are to be different. A block size without a
+            number of blocks keeps the memory of the pool. `batching` is a `Batching`, or
+            those of its caps that differ.
+        plugins: where names are looked up; None: what is installed.
+
+    Attributes:
+        config: the configuration with the changes.
+        timed: whether the run has a clock.
+
+    Raises:
+        InputError: what cannot be different, or the header does not say enough.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        header: Line,
+        workload: Workload,
+        changes: Mapping[str, Any],
+        plugins: Plugins | None = None,
+    ) -> None:
+        """Put the changes into the recorded configuration."""
+        self._file, self._header = file, header
+        self.timed = header["mode"] != "untimed"
+        changes = {name: value for name, value in changes.items() if value is not None}
+        self._check_changes(changes)
+        self._changed = changes.keys()
+        plugins = plugins or Plugins()
+        recorded = recorded_config(file, header, workload, plugins)
+        config = self._changed_config(recorded, changes)
+        super().__init__(config, plugins, workload=workload, naming=lambda _: "")
+        if "slo" in header and "slo" not in changes:
+            self.slo = SLO(**header["slo"])
+
+    def cache(self, trace: Recorder | None = None) -> KVCache:
+        """Build the cache, with the plugins that were recorded or are given.
+
+        Raises:
+            InputError, PluginError: a plugin that cannot be built as it was.
+        """
+        kinds = [
+            kind
+            for kind in OF_CACHES
+            if (kind in self._header["plugins"] or kind in self._changed)
+            and getattr(self.config, kind) is not None
+        ]
+        return KVCache(
+            self.blocks,
+            self.geometry.block_size,
+            accounting=self.geometry.accounting,
+            key_tokens=self.geometry.key_tokens,
+            trace=trace,
+            recompute=self.recompute,
+            **{kind: self.built(kind) for kind in kinds},
+        )
+
+    def latency(self, devices: int | None = None) -> LatencyModel:
+        """Build the latency model.
+
+        Raises:
+            InputError, PluginError: as `cache`, or it computes with other numbers than it did.
+        """
+        latency = super().latency(devices)
+        recorded = self._header.get("latency")
+        if "latency" not in self._changed and plain(latency.coefficients()) != recorded:
+            msg = (
+                f"{self._file}: latency model {latency.name!r} had other coefficients when "
+                "this was recorded: a file that it reads has changed, or its version. Give "
+                f"one: --latency {latency.name}"
+            )
+            raise InputError(msg)
+        return latency
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the configuration in which the trace was recorded, as JSON has it."""
+        header = self._header
+        names = ("batching", "slo", "rate_scale") if self.timed else ()
+        kinds = (*OF_CACHES, *OF_SERVERS)
+        return {
+            "blocks": header["blocks"],
+            "block_size": header["block_size"],
+            **{kind: header["plugins"][kind] for kind in kinds if kind in header["plugins"]},
+            **{name: header.get(name) for name in names},
+        }
+
+    def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
+        """Return the configuration of the new run in the same form; these plugins ran it."""
+        served = {
+            "batching": attrs.asdict(self.batching),
+            "slo": None if self.slo is None else slo_field(self.slo),
+            "rate_scale": self.config.rate_scale,
+        }
+        return {
+            "blocks": self.blocks,
+            "block_size": self.geometry.block_size,
+            **{
+                plugin.kind: {"name": plugin.name, "options": plain(plugin.options())}
+                for plugin in plugins
+            },
+            **(served if self.timed else {}),
+        }
+
+    def header(self) -> dict[str, Any]:
+        """Return the optional fields of the new header, in their order."""
+        required = ("n", "t", "event", "schema", "kvcore", "mode", "count", "block_size")
+        known = (*required, "key_tokens", "blocks", "plugins", "workload", "seed")
+        fields = {name: value for name, value in self._header.items() if name not in known}
+        if self.slo is None:
+            fields.pop("slo", None)
+        run = {name: self._header[name] for name in ("mode", "workload", "seed")}
+        return run | fields
+
+    def _check_changes(self, changes: Mapping[str, Any]) -> None:
+        """Refuse to change what only a clock has, where there is none."""
+        timed = [name for name in TIMED if name in changes]
+        if timed and not self.timed:
+            msg = (
+                f"{self._file} was recorded without a clock: it has no {timed[0]}. "
+                "`kvcore simulate trace:FILE` serves its requests under one"
+            )
+            raise InputError(msg)
+
+    def _changed_config(self, recorded: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+        changes = dict(changes)
+        caps = changes.pop("batching", {})
+        if isinstance(caps, Batching):
+            caps = attrs.asdict(caps)
+        unknown = caps.keys() - attrs.fields_dict(Batching).keys()
+        if unknown:
+            raise _no_batching(self._file, caps, KeyError(*unknown))
+        if "block_size" in changes and "blocks" not in changes:
+            changes["blocks"] = self._blocks_of(changes["block_size"])
+        return attrs.evolve(recorded, **caps, **changes)
+
+    def _blocks_of(self, block_size: int) -> int:
+        """Return how many blocks of another size take the memory of the recorded pool."""
+        recorded, size = int(self._header["blocks"]), int(self._header["block_size"])
+        if block_size < 1:
+            return recorded
+        blocks = recorded * size // block_size
+        if not blocks:
+            msg = (
+                f"{self._file}: a pool of {recorded} blocks of {size} tokens is less than a "
+                f"block of {block_size}; give the blocks too: --blocks N"
+            )
+            raise InputError(msg)
+        return blocks
+
+    def _recompute(self) -> PrefillCost | None:
+        if "recompute" not in self._header:
+            return None
+        try:
+            return read_cost(self._header["recompute"])
+        except InputError as error:
+            msg = f"{self._file}: {error}"
+            raise InputError(msg) from error
+
+    def _check_deployment(self) -> None:
+        """Nothing is sized by a deployment here, and the header need not name one."""
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return what the run was recorded with, for plugins that leave it out."""
+        return {"seed": self._header["seed"]} | _deployment(self._header)
+
+    def _timing(self, devices: int | None) -> dict[str, Any]:
+        return {} if devices is None else {"tensor_parallel": devices}
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _value(written: Any) -> Any:
+    """Return an option from JSON: lists are tuples, and a model or a device what it was."""
+    if isinstance(written, list):
+        return tuple(map(_value, written))
+    if isinstance(written, dict):
+        for cls in (ModelSpec, DeviceSpec):
+            if written.keys() == attrs.fields_dict(cls).keys():
+                return cls(**{key: _value(value) for key, value in written.items()})
+    return written

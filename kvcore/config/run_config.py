@@ -1,0 +1,295 @@
+"""`RunConfig`: every option of a run, declared once for Python, commands, TOML and sweeps."""
+
+# ruff: noqa: RUF009 - `_option` makes fields
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias
+
+import attrs
+
+from kvcore.config.values import (
+    ByteSize,
+    DeviceChoice,
+    ModelChoice,
+    PluginChoice,
+    SLOChoice,
+    WorkloadChoice,
+    convert,
+)
+from kvcore.engine.backend import TENSOR_DTYPES
+from kvcore.errors import InputError
+from kvcore.models.spec import KV_DTYPES
+from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import Spec, nearest
+from kvcore.request import SLO
+from kvcore.serving import Batching
+from kvcore.trace import TraceWorkload
+from kvcore.units import NS_PER_S
+
+Mode: TypeAlias = Literal["simulate", "compare", "run"]
+
+MODES: tuple[Mode, ...] = ("simulate", "compare", "run")
+
+BUNDLED = "mooncake"
+"""The workload that comes with kvcore."""
+
+EXPECTED = SLO(ttft=30 * NS_PER_S, tpot=NS_PER_S // 10)
+"""What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a
+KVCache-centric disaggregated architecture for LLM serving", 2024, on real workloads."""
+
+CAPS = Batching()
+
+MEMORY = 256 << 20
+"""Bytes of the pool of a run on tensors whose size is not given."""
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "simulate": {},
+    "compare": {"tensor_parallel": 1},
+    "run": {"model": None, "tensor_parallel": 1},
+}
+"""Defaults by mode, where they differ from those of the fields."""
+
+
+def _option(default: Any, text: str, *choices: str) -> Any:
+    """Return a field with its default, its help text and the values it may have."""
+    return attrs.field(default=default, metadata={"help": text, "choices": choices})
+
+
+def _reading(_: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+    """Give every field a converter, so that whatever builds a configuration is checked."""
+    return [field.evolve(converter=_reader(field.name)) for field in fields]
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    return lambda value: read_option(name, value)
+
+
+@attrs.frozen(kw_only=True, field_transformer=_reading)
+class RunConfig:
+    """The options of a run: what was asked for, nothing of it opened or built.
+
+    The fields are the options of `kvcore simulate`, `compare` and `run`, the keys of
+    configuration files and the axes of sweeps. Values are converted when they are stored:
+    text such as `40GiB`, `ttft=30,tpot=0.1` or `lfu:half_life=300` is read. Plugins are
+    names with options, instances, classes, or functions that build one.
+
+    Attributes:
+        mode: `simulate`: served in the time of a latency model; `compare`: replayed serially
+            and untimed; `run`: computed on tensors.
+        workload: where the requests come from; a plugin or the path of a file.
+        model, device, tensor_parallel, kv_dtype: what is served on what. They size the
+            pool, price a block, and time steps. In mode `run` a `model` of None is the
+            generator's own.
+        accounting: how blocks are counted, `keys` or `tokens`; None: `tokens` under a clock,
+            `keys` without one. A run under a clock knows `tokens` alone.
+        block_size: tokens in a block; None: 16 under a clock, else as many as in a key.
+        blocks, memory: the pool, in blocks, or in bytes of K/V; None: what fits beside the
+            weights, and in mode `run` 256 MiB.
+        eviction, prefix, retention, scheduler, latency, generator, backend: plugins.
+            `retention` None: running sequences keep all their blocks.
+        max_tokens, max_seqs, steps, chunked, watermark: as in `Batching`.
+        allocation: `paged`, or `contiguous` as before paging.
+        rate_scale: how many times as fast as recorded open-loop requests arrive.
+        slo: what is expected for requests that bring no SLO; `SLO()`: nothing.
+        seed: of plugins with an option `seed` that is not set; None: their own default.
+        dtype: in which a run on tensors computes and keeps K/V.
+        clock: by which a run on tensors is timed: `model` or `wall`.
+        limit, shrink: in mode `run` the number of first requests that are served (0: all),
+            and what their lengths are divided by. None: 20, and what makes a key a block.
+        stop_at_eos: whether a text may end before its output is complete.
+
+    Raises:
+        InputError: a value that an option cannot have; begins with the option's name.
+    """
+
+    mode: Mode = _option("simulate", "How requests are served.")
+    workload: WorkloadChoice = _option(
+        BUNDLED, "Workload: a plugin with its options, or the path of a file."
+    )
+    model: ModelChoice | None = _option(
+        "llama-3-8b",
+        "Model that is served: a name that `kvcore size --help` lists, or a config.json.",
+    )
+    device: DeviceChoice = _option(
+        "h100", "GPU that the model is served on; `kvcore size --help` lists all."
+    )
+    tensor_parallel: int = _option(4, "Number of GPUs that share the model.")
+    kv_dtype: str = _option("fp16", "Number format in which K/V is kept.", *KV_DTYPES)
+    accounting: Literal["keys", "tokens"] | None = _option(
+        None, "Count blocks by whole keys of the workload, or by tokens."
+    )
+    block_size: int | None = _option(None, "Number of tokens in a KV block.")
+    blocks: int | None = _option(None, "Number of KV blocks in the pool.")
+    memory: ByteSize | None = _option(
+        None, "Bytes of K/V in the pool, such as 40GiB, in place of a number of blocks."
+    )
+    prefix: PluginChoice = _option(
+        Spec("radix"), "Prefix cache: which cached blocks a prompt can reuse."
+    )
+    retention: PluginChoice | None = _option(
+        None, "Retention policy: which of its blocks a running sequence drops."
+    )
+    latency: PluginChoice = _option(
+        Spec("roofline"), "Latency model: how many seconds a step takes."
+    )
+    max_tokens: int = _option(CAPS.max_tokens, "Largest number of tokens in a step.")
+    max_seqs: int = _option(CAPS.max_seqs, "Largest number of sequences in a step.")
+    steps: Literal["mixed", "prefill-first"] = _option(
+        CAPS.steps, "Steps that prefill and decode together, or prefill before they decode."
+    )
+    chunked: bool = _option(CAPS.chunked, "Prefill a long prompt over several steps.")
+    watermark: float = _option(
+        CAPS.watermark, "Share of the blocks that an admission leaves for running sequences."
+    )
+    rate_scale: float = _option(1.0, "Factor on the rate at which recorded requests arrive.")
+    slo: SLOChoice = _option(
+        EXPECTED,
+        "Expected latency in seconds, by ttft, tpot and deadline; `none` expects nothing.",
+    )
+    seed: int | None = _option(0, "Seed of plugins that draw random numbers.")
+    scheduler: PluginChoice = _option(
+        Spec("fcfs"), "Scheduler: which requests run in the next step."
+    )
+    eviction: PluginChoice = _option(
+        Spec("lru"), "Eviction policy: which cached blocks leave a full pool."
+    )
+    allocation: Literal["paged", "contiguous"] = _option(
+        "paged", "Allocate K/V in blocks, or beside that in one piece a request."
+    )
+    generator: PluginChoice = _option(
+        Spec("transformer"), "Generator: the model that computes K/V and next tokens."
+    )
+    backend: PluginChoice = _option(
+        Spec("torch-cpu"), "Backend: the device memory that holds K/V as tensors."
+    )
+    dtype: str = _option("fp32", "Number format in which the model computes.", *TENSOR_DTYPES)
+    clock: Literal["model", "wall"] = _option(
+        "model", "Time a step by the latency model, or by the wall clock."
+    )
+    limit: int | None = _option(None, "Number of first requests to serve; 0 serves all.")
+    shrink: int | None = _option(None, "Divisor of all lengths of the workload.")
+    stop_at_eos: bool = _option(
+        default=False, text="End a text at its end-of-sequence token; wall clock only."
+    )
+
+    @classmethod
+    def of(cls, mode: Mode = "simulate", **options: Any) -> Self:
+        """Return the configuration of a mode, with that mode's defaults.
+
+        Raises:
+            InputError: an option that there is not, or a value that it cannot have.
+        """
+        check_names(options, option_names())
+        return cls(**{"mode": mode, **DEFAULTS[mode], **options})
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], mode: Mode = "simulate") -> Self:
+        """Return the configuration that a TOML file gives; what it leaves out is default.
+
+        Paths in the file are relative to it.
+
+        Raises:
+            InputError: no such file, no TOML, an unknown key, or a value that its option
+                cannot have; names the file and the key.
+        """
+        from kvcore.config.files import read_toml  # noqa: PLC0415 - it is made of these options
+
+        return cls.of(mode, **read_toml(Path(path)))
+
+    @classmethod
+    def from_trace(
+        cls, path: str | os.PathLike[str], plugins: Plugins | None = None
+    ) -> RunConfig:
+        """Return the configuration of the run that wrote a trace.
+
+        Its plugins are functions that build what was recorded, looked up in `plugins`
+        (None: what is installed) when they are called.
+
+        Raises:
+            InputError: the header does not say enough, or what no run can have.
+            TraceError: the file is no trace.
+        """
+        from kvcore.config.recorded import recorded_config  # noqa: PLC0415 - as above
+
+        trace = TraceWorkload(path)
+        return recorded_config(trace.file, trace.header, trace, plugins or Plugins())
+
+    @property
+    def timed(self) -> bool:
+        """Whether the run has a clock."""
+        return self.mode != "compare"
+
+    @property
+    def batching(self) -> Batching:
+        """The caps of a step.
+
+        Raises:
+            InputError: caps that let nothing run.
+        """
+        names = attrs.fields_dict(Batching)
+        return Batching(**{name: getattr(self, name) for name in names})
+
+
+def option_names() -> list[str]:
+    """Return the names of all options, in the order of the fields."""
+    return list(_fields())
+
+
+def option_type(name: str) -> Any:
+    """Return the type of an option."""
+    return _fields()[name].type
+
+
+def option_help(name: str) -> str:
+    """Return the help text of an option."""
+    return str(_fields()[name].metadata["help"])
+
+
+def option_choices(name: str) -> tuple[str, ...]:
+    """Return the values that an option may have, where there are only a few; else nothing."""
+    choices: tuple[str, ...] = _fields()[name].metadata["choices"]
+    return choices
+
+
+def option_default(name: str, mode: Mode = "simulate") -> Any:
+    """Return the default of an option in a mode."""
+    return DEFAULTS[mode].get(name, _fields()[name].default)
+
+
+def read_option(name: str, value: Any) -> Any:
+    """Return a value as the option `name` has it.
+
+    Raises:
+        InputError: a value that the option cannot have; begins with the option's name.
+    """
+    if name == "retention" and value in ("none", Spec("none")):
+        return None
+    choices = option_choices(name)
+    try:
+        return convert(value, Literal[choices] if choices else option_type(name))
+    except InputError as error:
+        msg = f"{name}: {error}"
+        raise InputError(msg) from error
+
+
+def check_names(given: Mapping[str, Any], known: list[str]) -> None:
+    """Refuse a name that is not one of `known`.
+
+    Raises:
+        InputError: names the nearest one, and all that there are.
+    """
+    for name in given:
+        if name not in known:
+            names = ", ".join(sorted(known))
+            msg = f"there is no option {name!r}{nearest(name, known)}. There are: {names}"
+            raise InputError(msg)
+
+
+@cache
+def _fields() -> Mapping[str, attrs.Attribute[Any]]:
+    return attrs.fields_dict(attrs.resolve_types(RunConfig, globals()))

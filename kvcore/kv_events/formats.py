@@ -1,0 +1,154 @@
+"""Payloads of KV events: read in every format, which their bytes tell, and written again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+
+from kvcore.errors import InputError, TraceError
+from kvcore.kv_events import dynamo, mooncake, tensorrt_llm, vllm
+from kvcore.kv_events.model import DecodeError, EventBatch, brief
+
+READERS = {
+    "msgpack": vllm.read_batch,
+    "mooncake": mooncake.read_batch,
+    "trtllm": tensorrt_llm.read_batch,
+    "dynamo": dynamo.read_batch,
+}
+WRITERS = {"msgpack": vllm.write_batch, "dynamo": dynamo.write_batch}
+FORMATS = tuple(READERS)
+
+LARGEST_PAYLOAD = 1 << 26
+DEEPEST = 24
+"""How deep lists and maps of a payload may be nested."""
+
+_PACKED = ("msgpack", "mooncake")
+# First bytes of arrays and maps in msgpack; JSON begins with none of them.
+_CONTAINERS = frozenset((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
+_SCALARS = {type(None), bool, int, float, str, bytes}
+
+
+def decode(payload: bytes) -> EventBatch:
+    """Return the batch of a payload: one in msgpack, or one event in JSON. O(payload).
+
+    Events that cannot be parsed are kept as UnparsedEvent. Payloads above 64 MiB, or nested
+    deeper than 24 levels, are refused: neither memory nor the stack can be made to overflow.
+
+    Raises:
+        TraceError: it is no batch of any format; says why, with the field.
+    """
+    try:
+        value, format_ = unpack(payload)
+        return read_value(value, format_)
+    except DecodeError as error:
+        msg = f"payload: {error}"
+        raise TraceError(msg) from error
+
+
+def encode(batch: EventBatch) -> bytes:
+    """Return the payload of a batch: of a decoded one, the values that it was decoded from.
+
+    Raises:
+        InputError: the format cannot express what the batch holds.
+    """
+    try:
+        value = write_value(batch)
+        packed = batch.format in _PACKED
+        return msgspec.msgpack.encode(value) if packed else orjson.dumps(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        msg = f"the batch cannot be written as {batch.format}: {error}"
+        raise InputError(msg) from error
+
+
+def unpack(payload: bytes) -> tuple[Any, str]:
+    """Return what a payload unpacks to, and the name of its format.
+
+    Raises:
+        DecodeError: it is too large, neither msgpack nor JSON, or of no format.
+    """
+    if len(payload) > LARGEST_PAYLOAD:
+        msg = f"{len(payload):,} bytes; more than {LARGEST_PAYLOAD:,} are not read"
+        raise DecodeError(msg)
+    if payload and payload[0] in _CONTAINERS:
+        try:
+            value = msgspec.msgpack.decode(payload)
+        except (ValueError, RecursionError) as error:
+            msg = f"no msgpack: {error}"
+            raise DecodeError(msg) from error
+        return value, "mooncake" if mooncake.matches(value) else "msgpack"
+    try:
+        value = orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        msg = f"neither a msgpack array or map nor JSON: it begins {brief(payload)}"
+        raise DecodeError(msg) from error
+    name = json_format(value)
+    if name is None:
+        msg = f"must be an event with event_id and data, or worker_id and event: {brief(value)}"
+        raise DecodeError(msg)
+    return value, name
+
+
+def json_format(value: Any) -> str | None:
+    """Return the name of the format that a JSON value is an event of; None: of none."""
+    if tensorrt_llm.matches(value):
+        return "trtllm"
+    return "dynamo" if dynamo.matches(value) else None
+
+
+def read_value(value: Any, format: str) -> EventBatch:  # noqa: A002 - its name in a batch
+    """Return the batch that a payload of a format unpacks to.
+
+    Raises:
+        DecodeError: it is none, or holds what JSON cannot, bytes excepted.
+        InputError: there is no such format.
+    """
+    read = READERS[_known(format)]
+    _check_plain(value, "value")
+    return read(value).with_raw(value)
+
+
+def write_value(batch: EventBatch) -> Any:
+    """Return what the payload of a batch unpacks to.
+
+    Raises:
+        InputError: the format cannot express what the batch holds, or is only read.
+    """
+    name = _known(batch.format)
+    if batch.raw is not None:
+        return batch.raw
+    if name not in WRITERS:
+        msg = (
+            f"kvcore reads the format {name!r} but does not write it: only a decoded batch can "
+            f"be written, as it was; give another format: {', '.join(WRITERS)}"
+        )
+        raise InputError(msg)
+    return WRITERS[name](batch)
+
+
+def _known(name: str) -> str:
+    if name not in READERS:
+        msg = f"no format of KV events is called {name!r}; there are: {', '.join(FORMATS)}"
+        raise InputError(msg)
+    return name
+
+
+def _check_plain(value: Any, field: str, depth: int = 0) -> None:
+    """Raise DecodeError unless JSON can hold `value`, bytes excepted."""
+    if depth > DEEPEST:
+        msg = f"{field} is nested more than {DEEPEST} levels deep"
+        raise DecodeError(msg)
+    if type(value) is dict:
+        for name, item in value.items():
+            if type(name) is not str:
+                msg = f"{field} must have texts as names, not {brief(name)}"
+                raise DecodeError(msg)
+            _check_plain(item, f"{field}.{name}", depth + 1)
+    elif type(value) is list:
+        if not set(map(type, value)) <= _SCALARS:
+            for place, item in enumerate(value):
+                _check_plain(item, f"{field}[{place}]", depth + 1)
+    elif type(value) not in _SCALARS:
+        msg = f"{field} must be plain data, not {brief(value)}"
+        raise DecodeError(msg)

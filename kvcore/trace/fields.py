@@ -1,0 +1,302 @@
+"""Values of a trace as JSON has them, and back: block ids, keys, requests, options."""
+
+from __future__ import annotations
+
+import math
+import os
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention, TextRequest
+from kvcore.units import INT64_LIMIT
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
+
+SCHEMA = 1
+"""The schema this version writes, and the only one it reads."""
+
+MODES = ("untimed", "model", "wall")
+
+EXPECTATIONS = ("ttft", "tpot", "deadline")
+
+
+def told_keys(request: Request) -> dict[str, list[int | str]]:
+    """Return the field of FINISH for keys that only the run could tell; nothing if none."""
+    if isinstance(request, TextRequest) and request.output_keys:
+        return {"output_keys": key_fields(request.output_keys, request.id)}
+    return {}
+
+
+OPTIONAL = {
+    "salt": "salt",
+    "tenant": "tenant",
+    "priority": "priority",
+    "slo": "slo",
+    "predicted": "predicted_output_tokens",
+    "session": "session",
+    "after": "after",
+    "think": "think_time",
+    "retention": "retention",
+    "output_keys": "output_keys",
+}
+"""The fields of REQUEST that are left out at their default, and the attributes they hold."""
+
+DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL.values())
+
+_optional = attrgetter(*OPTIONAL.values())
+
+
+def request_fields(request: Request) -> dict[str, Any]:
+    """Return the fields of REQUEST, those at their default left out. O(keys) in C.
+
+    Raises:
+        InputError: a key that a trace cannot hold (see `key_fields`).
+    """
+    fields: dict[str, Any] = {
+        "id": request.id,
+        "prompt": request.prompt_tokens,
+        "output": request.output_tokens,
+        "keys": key_fields(request.keys, request.id),
+        "key_tokens": request.key_tokens,
+    }
+    values = _optional(request)
+    if values != DEFAULTS:
+        fields.update(_given(request, values))
+    return fields
+
+
+def slo_field(slo: SLO) -> dict[str, int]:
+    """Return what is expected, in ns; what is not is left out."""
+    return {name: ns for name in EXPECTATIONS if (ns := getattr(slo, name)) is not None}
+
+
+def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
+    """Return block keys as JSON has them: ints, or 32 hex digits for 16 bytes.
+
+    Raises:
+        InputError: a key is neither an int from 0 to 2**63 - 1, nor 16 bytes, nor a string
+            of 32 hex digits.
+    """
+    keys = list(keys)
+    try:
+        numbers = array("q", keys).tolist()
+    except (TypeError, OverflowError):
+        pass
+    else:
+        if not numbers or min(numbers) >= 0:
+            return numbers
+    return [_key_field(key, place, request) for place, key in enumerate(keys)]
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as JSON that equal runs have equal: for options in the header.
+
+    Infinities and NaN become strings; a path is its text, a model or a device an object of
+    its fields, any other object the name of its class, since its `repr` may hold an address.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, SLO):
+        value = slo_field(value)
+    if isinstance(value, (ModelSpec, DeviceSpec)):
+        value = attrs.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the optional fields of REQUEST that are not at their default."""
+    pairs = zip(OPTIONAL, values, DEFAULTS, strict=True)
+    given = {name: value for name, value, default in pairs if value not in (default, [])}
+    if "slo" in given:
+        given["slo"] = slo_field(given["slo"])
+    if "retention" in given:
+        given["retention"] = [
+            [hint.start, hint.end, hint.priority, hint.duration] for hint in request.retention
+        ]
+    if "output_keys" in given:
+        given["output_keys"] = key_fields(request.output_keys, request.id)
+    return given
+
+
+def _key_field(key: Any, place: int, request: int | str) -> int | str:
+    if isinstance(key, bytes) and len(key) == KEY_BYTES:
+        return key.hex()
+    if is_key(key):
+        return key  # type: ignore[no-any-return]
+    msg = (
+        f"request {request!r} has the block key {key!r} (place {place}); a trace holds ints "
+        "from 0 to 2**63 - 1, 16 bytes, and strings of 32 hex digits"
+    )
+    raise InputError(msg)
+
+
+Ids: TypeAlias = "array[int]"
+
+
+Runs: TypeAlias = list[tuple[int, int]]
+
+
+MOST_IDS = 2**31
+
+
+_ascending: Ids = array("i")
+
+
+def encode_runs(ids: Ids) -> Runs:
+    """Return distinct `ids` as runs: 9, 8, 7, 3 is `[(9, -3), (3, 1)]`.
+
+    From left to right every run is as long as it can be, so equal ids have equal runs.
+    Costs O(ids), in C where they form a single run.
+    """
+    count = len(ids)
+    if count < 2:  # noqa: PLR2004  (a run of one is the most frequent by far)
+        return [(ids[0], 1)] if count else []
+    first = last = ids[0]
+    end = ids[-1]
+    if end - first == count - 1 and ids == _from_to(first, end):
+        return [(first, count)]
+    if first - end == count - 1 and ids == _from_to(end, first)[::-1]:
+        return [(first, -count)]
+    runs: Runs = []
+    add = runs.append
+    step = 0
+    for block in ids[1:]:
+        delta = block - last
+        if delta != step:
+            if step:
+                add((first, last - first + step))
+                first = block
+                step = 0
+            elif delta == 1 or delta == -1:  # noqa: PLR1714  (hot)
+                step = delta
+            else:
+                add((first, 1))
+                first = block
+        last = block
+    add((first, last - first + step or 1))
+    return runs
+
+
+def decode_runs(runs: Sequence[Sequence[int]], limit: int = MOST_IDS) -> Ids:
+    """Return the ids that `runs` stand for, each at least 0 and below `limit`.
+
+    Raises:
+        ValueError: a run is empty or leaves the range, or could have been longer.
+    """
+    ids: Ids = array("i")
+    end = step = -1
+    for first, count in runs:
+        if not count or count == -1:
+            msg = f"run [{first}, {count}]: a single block is [{first}, 1], and none is no run"
+            raise ValueError(msg)
+        gap = first - end
+        if ids and (gap == step if step else abs(gap) == 1):
+            msg = f"the run before [{first}, {count}] could be longer: runs are maximal"
+            raise ValueError(msg)
+        way = 1 if count > 0 else -1
+        end = first + count - way
+        if not (0 <= first < limit and 0 <= end < limit):
+            msg = f"run [{first}, {count}] leaves the block ids, which are 0 to {limit - 1}"
+            raise ValueError(msg)
+        step = way if count != 1 else 0
+        ids.extend(range(first, first + count, way))
+    return ids
+
+
+def _from_to(first: int, last: int) -> Ids:
+    """Return the ids `first` to `last`: a slice of all ids, ten times faster than a range."""
+    if last >= len(_ascending):
+        _ascending.extend(range(len(_ascending), 2 * last + 1))
+    return _ascending[first : last + 1]
+
+
+_SAME = {
+    "id": "id",
+    "prompt": "prompt_tokens",
+    "output": "output_tokens",
+    "key_tokens": "key_tokens",
+}
+
+_AS_WRITTEN = {
+    "salt": "salt",
+    "tenant": "tenant",
+    "priority": "priority",
+    "predicted": "predicted_output_tokens",
+    "session": "session",
+    "after": "after",
+    "think": "think_time",
+}
+
+_DIGITS = 2 * KEY_BYTES
+
+
+def read_request(event: events.Request, arrival: int | None = None) -> Request:
+    """Return the request of a REQUEST line; written again, it is that line. O(keys).
+
+    It arrives at `arrival` (ns), or at the time of the line.
+
+    Raises:
+        InputError: a field with a value that no request has.
+    """
+    from msgspec import UNSET  # noqa: PLC0415 - it was imported with `event`
+
+    fields: dict[str, Any] = {name: getattr(event, field) for field, name in _SAME.items()}
+    for field, name in _AS_WRITTEN.items():
+        value = getattr(event, field)
+        if value is not UNSET:
+            fields[name] = value
+    if event.slo is not UNSET:
+        fields["slo"] = SLO(**event.slo)
+    if event.retention is not UNSET:
+        fields["retention"] = tuple(Retention(*hint) for hint in event.retention)
+    if event.output_keys is not UNSET:
+        fields["output_keys"] = read_keys(event.output_keys)
+    return Request(
+        arrival=event.t if arrival is None else arrival,
+        keys=read_keys(event.keys),
+        **fields,
+    )
+
+
+def read_keys(written: list[Any]) -> list[Key]:
+    """Return block keys from JSON: ints, and the 16 bytes that 32 lower-case digits are.
+
+    Other digits stay text, so that every key is written again as it was.
+    """
+    if all(type(key) is int for key in written):
+        return written
+    return [_key(key) for key in written]
+
+
+def is_key(value: object) -> bool:
+    """Say whether `value` is a block key in JSON: an int below 2**63, or 32 hex digits."""
+    if type(value) is int:
+        return 0 <= value < INT64_LIMIT
+    if type(value) is not str or len(value) != 2 * KEY_BYTES:
+        return False
+    try:
+        return len(bytes.fromhex(value)) == KEY_BYTES
+    except ValueError:
+        return False
+
+
+def _key(written: Any) -> Key:
+    if type(written) is str and len(written) == _DIGITS and written == written.lower():
+        return bytes.fromhex(written)
+    return cast("Key", written)

@@ -1,0 +1,397 @@
+r"""Sealed JSONL files: lines of JSON, and an END with the digest of all before it.
+
+A trace is one, and a recording of KV events. `SealedWriter` and `SealedReader` know the file:
+compression by name, the `.part` file, the digest, the numbers of lines, a cut. Their
+subclasses know what the lines are::
+
+    class Writer(SealedWriter):
+        def _write_end(self):
+            self._buffer.write(orjson.dumps({..., "digest": self._digest_so_far()}) + b"\n")
+
+    class Reader(SealedReader[Item]):
+        kind = "recording"
+
+        def _parse(self, raw):
+            line = ...  # decode and check; `self.fail(reason)` raises with file and line number
+            if line is END:
+                self._expect_end({...})  # its fields but the digest, as the writer orders them
+            return item
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Generic, NoReturn, Self, TypeVar
+
+import orjson
+
+from kvcore.errors import InputError, TraceError
+from kvcore.files import (
+    Compressor,
+    CutError,
+    DamageError,
+    WholeFile,
+    compressor,
+    decoded,
+    refusal,
+    storing,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from typing_extensions import Buffer
+
+DIGEST_BYTES = 16
+
+BUFFER_BYTES = 1 << 20
+
+_T = TypeVar("_T")
+_Item = TypeVar("_Item")
+
+
+class BackgroundFile(io.RawIOBase):
+    """The raw file below a write buffer, whose work is done by a thread.
+
+    The thread digests, compresses (`.gz`, `.zst`) and writes one buffer while the next one is
+    filled; an error it meets is raised by the next call. A path is written as an `WholeFile`,
+    a file object is written to as it is.
+
+    Args:
+        file: the path, or the file object.
+        kind: what errors call the file, before its name.
+
+    Raises:
+        InputError: the path cannot be opened for writing.
+        StorageError: a write failed (from `write`, `hexdigest` and `finish`).
+    """
+
+    def __init__(self, file: str | os.PathLike[str] | BinaryIO, *, kind: str) -> None:
+        """Open `file`, if it is a path."""
+        super().__init__()
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  (10 ms)
+
+        self._file: WholeFile | BinaryIO
+        self._compressor = None
+        if isinstance(file, (str, os.PathLike)):
+            self.name = os.fspath(file)
+            self._what = f"the {kind} {self.name}"
+            self._file = WholeFile(Path(file), self._what)
+            self._compressor = compressor(Path(file))
+        else:
+            self.name = str(getattr(file, "name", "a file object"))
+            self._what = f"the {kind} {self.name}"
+            self._file = file
+        self._digest = blake2b(digest_size=DIGEST_BYTES)
+        self._worker = ThreadPoolExecutor(1, "kvcore-trace")
+        self._job: Future[None] | None = None
+        self._discarded = False
+
+    def writable(self) -> bool:
+        """Return True: `io.BufferedWriter` asks."""
+        return True
+
+    def write(self, data: Buffer, /) -> int:
+        """Hand a write buffer to the thread; return its size."""
+        view = memoryview(data)
+        # A copy: the caller fills its buffer again while the thread works.
+        self._submit(self._put, bytes(view))
+        return len(view)
+
+    def sync(self) -> None:
+        """Write what the compressor holds, so that all up to here can be read from the file."""
+        if self._compressor is not None:
+            self._submit(self._flush_compressor, self._compressor)
+
+    def hexdigest(self) -> str:
+        """Return the BLAKE2b digest of all that was written so far."""
+        self._wait()
+        return self._digest.hexdigest()
+
+    def finish(self) -> None:
+        """Write what the compressor still holds, close, and give the file its name."""
+        self._wait()
+        self._worker.shutdown()
+        with storing(self._what):
+            if self._compressor is not None:
+                _write_all(self._file, self._compressor.finish())
+            if isinstance(self._file, WholeFile):
+                self._file.finish()
+            else:
+                self._file.flush()
+
+    def discard(self) -> None:
+        """Drop all later writes, and remove the unfinished file. Never raises."""
+        self._discarded = True
+        self._worker.shutdown()
+        if isinstance(self._file, WholeFile):
+            self._file.discard()
+
+    def _submit(self, job: Callable[[_T], None], argument: _T) -> None:
+        """Give the thread a job, once it is done with the one before."""
+        if self._discarded:
+            return
+        self._wait()
+        try:
+            self._job = self._worker.submit(job, argument)
+        except RuntimeError:
+            # The interpreter is going down, and its threads with it.
+            job(argument)
+
+    def _flush_compressor(self, compressor: Compressor) -> None:
+        """Write what the compressor holds (in the thread)."""
+        _write_all(self._file, compressor.sync())
+
+    def _put(self, data: bytes) -> None:
+        """Digest, compress and write `data` (in the thread)."""
+        self._digest.update(data)
+        if self._compressor is not None:
+            data = self._compressor.compress(data)
+        _write_all(self._file, data)
+
+    def _wait(self) -> None:
+        """Wait until the thread is done; raise the error it met."""
+        if self._job is not None:
+            with storing(self._what):
+                self._job.result()
+
+
+class SealedWriter(ABC):
+    """Writes lines through a buffer; the file gets its name once END is in it.
+
+    Args:
+        file: a path, or a binary file object (written to as it is, and left open).
+        kind: what errors call the file, before its name.
+        buffer_bytes: bytes held back before they are written.
+
+    Attributes:
+        name: of the file.
+
+    Raises:
+        InputError: the path cannot be opened for writing.
+        StorageError: the disk is full (from any method that writes).
+    """
+
+    def __init__(
+        self,
+        file: str | os.PathLike[str] | BinaryIO,
+        *,
+        kind: str,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        """Open the file."""
+        self._sink = BackgroundFile(file, kind=kind)
+        self._buffer = io.BufferedWriter(self._sink, buffer_bytes)
+        self._closed = False
+        self.name = self._sink.name
+
+    def flush(self) -> None:
+        """Write all that is held back, so that a process killed later leaves it readable.
+
+        Costs a compressed file some bytes.
+        """
+        self._buffer.flush()
+        self._sink.sync()
+
+    def close(self) -> None:
+        """Write END and give the file its name. A second call does nothing.
+
+        Raises:
+            InputError: there is nothing to keep.
+            StorageError: the disk is full. In both cases no file is left.
+        """
+        if self._closed:
+            return
+        try:
+            self._write_end()
+            self._buffer.flush()
+            self._sink.finish()
+        except BaseException:
+            self.discard()
+            raise
+        self._shut()
+
+    def discard(self) -> None:
+        """Remove the unfinished file. A second call does nothing."""
+        if not self._closed:
+            self._sink.discard()
+            self._shut()
+
+    def __enter__(self) -> Self:
+        """Return the writer."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """Close the file, or discard it if the block raised."""
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    @abstractmethod
+    def _write_end(self) -> None:
+        """Write END to the buffer, with `_digest_so_far` as its last field."""
+
+    def _digest_so_far(self) -> str:
+        """Return the digest of all lines written so far."""
+        self._buffer.flush()
+        return self._sink.hexdigest()
+
+    def _shut(self) -> None:
+        """Refuse all later lines."""
+        self._closed = True
+        self._buffer.close()
+
+
+class SealedReader(ABC, Generic[_Item]):
+    """Reads a sealed file once; `.gz` and `.zst` are recognised by their first bytes.
+
+    Iterating yields an item a line, checked by `_parse`, and at END the digest. A file without
+    END is *incomplete*: all items before the cut are yielded, then iteration just ends.
+
+    Attributes:
+        kind: what errors call the file, before its name.
+        file: the path, as given.
+        line: the file's line number, from 1, of the item yielded last.
+        complete: whether END was reached, and nothing is missing or follows.
+        cut_reason: where and how an incomplete file ends, once iteration is over.
+
+    Raises:
+        InputError: the file cannot be opened.
+        TraceError: a line is damaged; the message has file, line number and reason.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, file: str | os.PathLike[str]) -> None:
+        """Store the path; the file is opened when iteration starts."""
+        self.file = Path(file)
+        self.line = 0
+        self.complete = False
+        self.cut_reason: str | None = None
+        self._end: Mapping[str, Any] | None = None
+        self._digest = blake2b(digest_size=DIGEST_BYTES)
+
+    def __iter__(self) -> Iterator[_Item]:
+        """Yield the items."""
+        try:
+            with self.file.open("rb") as file:
+                yield from self._items(decoded(file))
+        except OSError as error:
+            reason = refusal(self.file, error)
+            msg = f"cannot read the {self.kind} {self.file}: {reason}"
+            raise InputError(msg) from error
+
+    def fail(self, reason: str) -> NoReturn:
+        """Raise TraceError for the line read last."""
+        msg = f"{self.file}:{self.line}: {reason}"
+        raise TraceError(msg)
+
+    @abstractmethod
+    def _parse(self, raw: bytes) -> _Item:
+        """Return the item of a line, whose number is `line`, after all checks of it alone.
+
+        Calls `fail` for a wrong line, and `_expect_end` for END.
+        """
+
+    def _expect_end(self, fields: Mapping[str, Any]) -> None:
+        """Note that the line just parsed is END, and its fields before the digest."""
+        self._end = fields
+
+    @property
+    def _sealed(self) -> bool:
+        """Whether the file must have an END, once its first line is read."""
+        return True
+
+    def _items(self, pieces: Iterable[bytes]) -> Iterator[_Item]:
+        rest, cut = b"", None
+        try:
+            for piece in pieces:
+                block, newline, tail = piece.rpartition(b"\n")
+                if newline:
+                    yield from self._block(rest + block)
+                    rest = tail
+                else:
+                    rest += tail
+        except CutError as error:
+            cut = str(error)
+        except DamageError as error:
+            self.line += 1
+            self.fail(str(error))
+        yield from self._tail(rest)
+        self.cut_reason = self.cut_reason or cut
+        self.complete = self.cut_reason is None
+
+    def _block(self, block: bytes) -> Iterator[_Item]:
+        """Yield the items of `block`, which lacks only its last newline."""
+        for raw in block.split(b"\n"):
+            item = self._next(raw)
+            if self._end is not None:
+                self._digest.update(block[: block.find(raw)])
+                self._check_end(raw, self._end)
+            yield item
+        # Once a block: an update a line would cost more than the line's check.
+        self._digest.update(block)
+        self._digest.update(b"\n")
+
+    def _tail(self, rest: bytes) -> Iterator[_Item]:
+        """Yield the item after the last newline if its line is whole; note the cut."""
+        ended = self._end is not None
+        if not rest:
+            if self._sealed and not ended:
+                where = f"ends after line {self.line}" if self.line else "is empty"
+                self.cut_reason = f"the file {where}, without END"
+            return
+        if not ended and not _is_json(rest):
+            self.cut_reason = f"the file ends inside line {self.line + 1}"
+            return
+        item = self._next(rest)
+        if self._end is not None:
+            self._check_end(rest, self._end)
+        if self._sealed:
+            self.cut_reason = f"the file ends before the newline of line {self.line}"
+        yield item
+
+    def _next(self, raw: bytes) -> _Item:
+        self.line += 1
+        if self._end is not None:
+            self.fail("a line follows END")
+        return self._parse(raw)
+
+    def _check_end(self, raw: bytes, fields: Mapping[str, Any]) -> None:
+        """Check END, which no digest covers: there is one way to write it."""
+        expected = {**fields, "digest": self._digest.hexdigest()}
+        line = orjson.loads(raw)
+        for field, value in expected.items():
+            if line.get(field) != value:
+                self.fail(
+                    f"END has {field} {line.get(field)!r}; the lines before it make {value!r}"
+                )
+        if raw != orjson.dumps(expected):
+            self.fail("END is not written as kvcore writes it")
+
+
+def _is_json(raw: bytes) -> bool:
+    try:
+        orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def _write_all(file: WholeFile | BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

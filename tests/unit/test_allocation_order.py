@@ -1,0 +1,75 @@
+from array import array
+
+import pytest
+
+from kvcore.trace.check import AllocationOrder
+from kvcore.trace.state import ViolationError
+
+
+def ids(*blocks):
+    """Return block ids as the cache holds them."""
+    return array("i", blocks)
+
+
+@pytest.fixture
+def order():
+    """Return the order of 6 blocks: 3 and 1 freed, in this order, 0 and 2 in use."""
+    order = AllocationOrder(6)
+    order.take(ids(0, 1, 2, 3), "r")
+    order.pool.free(ids(3, 1), 2)
+    return order
+
+
+def test_freed_blocks_come_before_new_ones_and_those_before_victims(order):
+    """Ids come last freed first, then unused ascending, then evicted in their order."""
+    order.evict(ids(2, 0), "r")
+    order.take(ids(1, 3, 4, 5, 2, 0), "r")
+    assert order.free == 0
+
+
+def test_another_order_is_a_violation(order):
+    """The error has what the pool gives and what was taken."""
+    with pytest.raises(ViolationError, match=r"the pool gives \[\(1, 1\), \(3, 2\)\], not"):
+        order.take(ids(3, 1, 4), "r")
+
+
+def test_more_than_is_free_is_a_violation(order):
+    """What is taken must be free, or evicted just before."""
+    with pytest.raises(ViolationError, match="5 blocks are taken; 4 are free"):
+        order.take(ids(1, 3, 4, 5, 6), "r")
+
+
+def test_none_is_evicted_while_there_are_enough(order):
+    """Who evicts takes all that was free and all that it evicted."""
+    order.evict(ids(2, 0), "r")
+    with pytest.raises(ViolationError, match="1 more blocks were evicted than were missing"):
+        order.take(ids(1, 3, 4, 5, 2), "r")
+
+
+def test_a_copy_leaves_victims_for_what_follows(order):
+    """COPY takes the first block of its call, ALLOC the others."""
+    order.evict(ids(2, 0), "r")
+    order.take(ids(1), "r", copy=True)
+    order.take(ids(3, 4, 5, 2, 0), "r")
+
+
+def test_a_copy_alone_leaves_no_victims(order):
+    """If only a copy was needed, only one block was missing."""
+    order.take(ids(1, 3, 4, 5), "r")
+    order.evict(ids(2, 0), "r")
+    order.take(ids(2), "r", copy=True)
+    with pytest.raises(ViolationError, match="1 more blocks were evicted than were missing"):
+        order.settle()
+
+
+def test_expired_blocks_are_free_at_once(order):
+    """What expired is the next to be taken, the last one first."""
+    order.expire(ids(2, 0))
+    order.take(ids(0, 2, 1), "r")
+
+
+def test_victims_of_a_failed_call_come_last_among_the_free(order):
+    """They are free as if the call had taken all it wanted and given it back."""
+    order.evict(ids(2, 0), "failed")
+    order.take(ids(1, 3, 4, 5, 2), "r")
+    assert order.free == 1
