@@ -47,3 +47,8 @@ class TraceError(KvcoreError):
     """A trace file that is damaged or contradicts itself."""
 
     exit_code = 1
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """Return `text` for a message, cut to `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EISDIR
 from pathlib import Path
@@ -256,3 +257,41 @@ def part_of(path: Path) -> Path:
     """Return where `path` is written until it is whole: in place if it is a device."""
     special = path.exists() and not path.is_file()
     return path if special else path.with_name(f"{path.name}.part")
+
+
+def refuse_overwrite(path: str | os.PathLike[str], sources: Iterable[object]) -> None:
+    """Refuse to write `path` if that would overwrite one of the files the requests come from.
+
+    Of `sources` the paths count; other values, such as options of a workload, are skipped.
+
+    Raises:
+        InputError: a source is this file, or the one that is written until it is whole.
+    """
+    target = Path(path)
+    for source in sources:
+        if isinstance(source, Path) and any(
+            _same(source, written) for written in (target, part_of(target))
+        ):
+            msg = f"cannot write {path}: the requests come from {source}; name another file"
+            raise InputError(msg)
+
+
+def make_directory(path: Path) -> None:
+    """Create the directory `path` and those above it, unless it exists.
+
+    Raises:
+        InputError: it cannot be created, or is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        msg = f"{path}: cannot be made a directory: {reason}; name another one"
+        raise InputError(msg) from error
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, TypeAlias
@@ -18,21 +17,15 @@ from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, parse
+from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
-from kvcore.workloads.files import spare
-
-Tick: TypeAlias = Callable[[int], None]
-
-
-Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Tick]]
-"""Given what is done and its number of steps (None: unknown), yields a step counter."""
-
 
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""
@@ -40,9 +33,6 @@ PARTS = (180, 60, 30, 18, 6)
 
 SHARING = "radix"
 """The prefix cache that the optimum is a bound for, and the default."""
-
-
-_STEPS = 256
 
 
 @attrs.frozen(kw_only=True)
@@ -175,7 +165,7 @@ def compare(
     )
     _check(candidates, sizes, accounting, make_prefix, trace)
     if trace is not None:
-        spare(workload, trace)
+        refuse_overwrite(trace, workload.options().values())
     key_tokens, digest = workload.key_tokens, workload.digest
     bench = _Runner(
         workload,
@@ -186,7 +176,7 @@ def compare(
     )
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if workload.size is None else workload.size * replays
-    with (progress or _untold)(f"comparing on {workload.name}", steps) as bench.tick:
+    with (progress or silent)(f"comparing on {workload.name}", steps) as bench.tick:
         bounded = any(policy.kind is Belady for policy in candidates)
         requests, infinite = bench.infinite(bounded=bounded)
         if sizes is None:
@@ -301,16 +291,9 @@ class _Runner:
             recompute=self.recompute,
         )
 
-    def _requests(self) -> Iterator[Request]:
-        """Yield the requests and report progress every few hundred."""
-        fresh = 0
-        for request in self.workload:
-            yield request
-            fresh += 1
-            if fresh == _STEPS:
-                self.tick(fresh)
-                fresh = 0
-        self.tick(fresh)
+    def _requests(self) -> Iterable[Request]:
+        """Return the requests, which report progress as they are read."""
+        return ticked(self.workload, self.tick)
 
 
 @attrs.define(slots=False, eq=False)
@@ -324,10 +307,6 @@ class _NoEviction(EvictionPolicy):
         del now
         msg = f"the workload has more than {MOST_BLOCKS} distinct blocks"
         raise LookupError(msg)
-
-
-def _untold(_: str, __: int | None) -> AbstractContextManager[Tick]:
-    return nullcontext(lambda _: None)
 
 
 def _sizes(blocks: int | Iterable[int]) -> list[int]:

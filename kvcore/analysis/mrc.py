@@ -6,14 +6,14 @@ import pickle
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
 from kvcore.analysis.belady import Belady
-from kvcore.analysis.comparison import Candidate, Policy, Progress, Source, Tick, candidates_of
+from kvcore.analysis.comparison import Candidate, Policy, Source, candidates_of
 from kvcore.analysis.untimed import replay
 from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy, KVCache
@@ -23,6 +23,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost, default_prefill_cost
 from kvcore.plugins.manager import Plugins
+from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
@@ -41,9 +42,6 @@ SMALLEST = 1000
 
 LRU = "lru"
 """The policy whose curve is known at every size, in `keys` counting."""
-
-
-_STEPS = 256
 
 
 @attrs.frozen
@@ -166,7 +164,7 @@ def curve(
             recompute or default_prefill_cost(),
         ),
         plugins,
-        progress or _untold,
+        progress or silent,
         jobs,
     )
     return bench.curves(
@@ -309,23 +307,16 @@ class _CurveMaker:
         }
 
     @contextmanager
-    def _reading(self) -> Iterator[Iterator[Request]]:
+    def _reading(self) -> Iterator[Iterable[Request]]:
         """Open the workload's requests, counted and reported as they are read."""
         workload = self.replays.workload
         with self.progress(f"reading {workload.name}", workload.size) as tick:
-            yield self._counted(tick)
 
-    def _counted(self, tick: Tick) -> Iterator[Request]:
-        fresh = 0
-        for request in self.replays.workload:
-            yield request
-            fresh += 1
-            if fresh == _STEPS:
-                tick(fresh)
-                self.requests += fresh
-                fresh = 0
-        tick(fresh)
-        self.requests += fresh
+            def count(done: int) -> None:
+                self.requests += done
+                tick(done)
+
+            yield ticked(workload, count)
 
 
 def _curve(
@@ -365,10 +356,6 @@ def _checked(blocks: Iterable[int]) -> list[int]:
         msg = "there is no pool to make a curve of: give at least one size"
         raise InputError(msg)
     return sizes
-
-
-def _untold(_: str, __: int | None) -> AbstractContextManager[Tick]:
-    return nullcontext(lambda _: None)
 
 
 Entry: TypeAlias = tuple[EvictionPolicy, int]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import attrs
 
-from kvcore.analysis.comparison import Progress, Tick
 from kvcore.analysis.untimed import served
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
@@ -18,8 +17,9 @@ from kvcore.cache.residency import CacheStats
 from kvcore.config import RecordedParts
 from kvcore.config.values import PluginChoice
 from kvcore.errors import InputError, TraceError
-from kvcore.files import part_of
+from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
+from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batch, Batching, DecodeSteps, Job, LatencyModel, Scheduler
 from kvcore.serving.decode_batch import Decoders
@@ -370,9 +370,6 @@ _FIELDS = tuple(field.name for field in attrs.fields(Request) if field.name != "
 SCHEMA = 1
 
 
-_STEPS = 256
-
-
 @attrs.frozen(kw_only=True)
 class WhatIf:
     """The result of `whatif`: a recorded run, and the same requests run again.
@@ -490,14 +487,14 @@ def whatif(
     workload = TraceWorkload(file)
     parts = RecordedParts(workload.file, workload.header, workload, changes_asked, plugins)
     if export is not None:
-        _spare(workload.file, Path(export))
+        refuse_overwrite(export, [workload.file])
     with ExitStack() as stack:
         trace = None
         if export is not None:
             trace = stack.enter_context(Trace(export, **parts.header()))
         rerun = _Rerun(parts, parts.cache(trace), workload)
         recorded = _verified(workload.file, workload.header, parts.slo)
-        steps = progress or _untold
+        steps = progress or silent
         count = len(recorded.log.ids)
         rerun.tick = stack.enter_context(steps(f"running {workload.name} again", count))
         rerun.run()
@@ -524,7 +521,7 @@ class _Rerun:
 
     def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
         """Build the cache, scheduler and latency model of the second run."""
-        self.tick: Tick = _unseen
+        self.tick: Tick = unseen
         self.log = RunLog(cache.pool.blocks)
         self._parts, self._cache, self._workload = parts, cache, workload
         self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
@@ -574,15 +571,10 @@ class _Rerun:
         self.log = loop.log
 
     def _requests(self) -> Iterator[Request]:
-        """Yield the requests and report progress every few hundred."""
-        told, fresh = self._workload.recorded_keys, 0
-        for request in self._workload:
+        """Yield the requests, which report progress as they are read."""
+        told = self._workload.recorded_keys
+        for request in ticked(self._workload, self.tick):
             yield as_text(request) if request.id in told else request
-            fresh += 1
-            if fresh == _STEPS:
-                self.tick(fresh)
-                fresh = 0
-        self.tick(fresh)
 
 
 def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
@@ -605,22 +597,6 @@ def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
     return recorded
 
 
-def _spare(file: Path, export: Path) -> None:
-    """Refuse an output file that is the trace being read."""
-    for written in (export, part_of(export)):
-        if written.exists() and file.exists() and written.samefile(file):
-            msg = f"cannot write {export}: that is the trace that is read; name another file"
-            raise InputError(msg)
-
-
 def _first(changed: list[Change], most: int, key: Callable[[Change], int]) -> list[Change]:
     """Return at most `most` changes whose `key` is below 0, the lowest first."""
     return sorted((change for change in changed if key(change) < 0), key=key)[:most]
-
-
-def _untold(_: str, __: int | None) -> nullcontext[Tick]:
-    return nullcontext(_unseen)
-
-
-def _unseen(_: int) -> None:
-    pass

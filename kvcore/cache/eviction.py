@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from heapq import heappop, heappush
-from typing import Any, ClassVar, TypeAlias
-
-import attrs
+from typing import Any, ClassVar, Self, TypeAlias
 
 from kvcore.cache.span import Span
 from kvcore.plugins.base import Plugin
 from kvcore.request import Request
 
 
-@attrs.define(slots=False, eq=False)
 class EvictionPolicy(Plugin):
     """Keeps an order of the evictable spans; the core asks it for one victim at a time.
 
@@ -34,10 +31,10 @@ class EvictionPolicy(Plugin):
     kind: ClassVar[str] = "eviction"
     expires_spans: ClassVar[bool] = False
 
-    blocks: int = attrs.field(init=False, default=0, repr=False)
-    block_size: int = attrs.field(init=False, default=0, repr=False)
-    requester: int | str | None = attrs.field(init=False, default=None, repr=False)
-    lookahead: int | None = attrs.field(init=False, default=0, repr=False)
+    blocks: int = 0
+    block_size: int = 0
+    requester: int | str | None = None
+    lookahead: int | None = 0
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Learn the pool's size in blocks and a block's in tokens. Called once."""
@@ -142,7 +139,6 @@ SLACK = 4
 """How many entries a heap may hold for each one that counts, before it is made anew."""
 
 
-@attrs.define(slots=False, eq=False)
 class ScoreEviction(EvictionPolicy):
     """Evicts the unpinned leaf with the lowest score.
 
@@ -160,12 +156,19 @@ class ScoreEviction(EvictionPolicy):
     drifts: ClassVar[bool] = False
     sample: ClassVar[int] = 32
 
-    _heap: list[Entry] = attrs.field(init=False, factory=list, repr=False)
-    _entries: dict[Span, Entry] = attrs.field(init=False, factory=dict, repr=False)
-    _timers: list[Timer] = attrs.field(init=False, factory=list, repr=False)
-    _due: dict[Span, int] = attrs.field(init=False, factory=dict, repr=False)
-    _answer: Span | None = attrs.field(init=False, default=None, repr=False)
-    _now: int = attrs.field(init=False, default=0, repr=False)
+    _heap: list[Entry]
+    _entries: dict[Span, Entry]
+    _timers: list[Timer]
+    _due: dict[Span, int]
+    _answer: Span | None = None
+    _now: int = 0
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Create an instance with an empty order, which no constructor has to make."""
+        policy = super().__new__(cls, *args, **kwargs)
+        policy._heap, policy._timers = [], []
+        policy._entries, policy._due = {}, {}
+        return policy
 
     @abstractmethod
     def score(self, span: Span, now: int) -> Any:

@@ -29,7 +29,7 @@ from kvcore.cli.output import (
 from kvcore.config import find_workload, load_model
 from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import refuse_overwrite, whole_file
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -42,8 +42,7 @@ from kvcore.report import (
     write_csv,
 )
 from kvcore.units import format_bytes, parse_bytes
-from kvcore.workloads import Workload
-from kvcore.workloads.files import checked, spare
+from kvcore.workloads import Workload, checked
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 LONGEST = len(str(MOST_BLOCKS))
@@ -281,7 +280,7 @@ def _refuse(
     if msg:
         raise InputError(msg)
     if csv is not None:
-        spare(source, csv)
+        refuse_overwrite(csv, source.options().values())
 
 
 def _candidates(accounting: str, prefix: str) -> str:

@@ -25,14 +25,13 @@ from kvcore.cli.output import (
 )
 from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import refuse_overwrite, whole_file
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.report import CurvesReport
 from kvcore.report.mrc import FORMS, matplotlib, plot
-from kvcore.workloads.files import spare
 
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000
@@ -98,7 +97,7 @@ def curve(
     source = find_workload(workload, plugins)
     kind = _kind(out)
     if out is not None:
-        spare(source, out)
+        refuse_overwrite(out, source.options().values())
     if kv_dtype is not None and model is None:
         msg = "--kv-dtype says what a token takes of the K/V of --model: give that too"
         raise InputError(msg)

@@ -16,7 +16,7 @@ from kvcore.demo import (
     OneHeadReport,
     with_and_without_cache,
 )
-from kvcore.plugins import Plugin
+from kvcore.plugins import Plugin, describe
 from kvcore.plugins.manager import Plugins
 from kvcore.trace.fields import plain
 
@@ -100,7 +100,8 @@ def cache(
 
 
 def _named(plugin: Plugin) -> dict[str, Any]:
-    return {"name": plugin.name, "options": plain(plugin.options())}
+    found: dict[str, Any] = plain(describe(plugin))
+    return found
 
 
 def _measured(generation: Generation) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option
-from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,9 +104,7 @@ def export(
     ZMQ, from the first subscriber's connection until the last subscriber leaves.
     """
     if out is not None and zmq is None and replay is None:
-        if out.exists() and trace.exists() and out.samefile(trace):
-            msg = f"cannot write {out}: it is the trace that is read; name another file"
-            raise InputError(msg)
+        refuse_overwrite(out, [trace])
         found = FORMATS[kind](trace, out)
     elif out is None and zmq is not None and kind == "vllm":
         found = _publish(trace, zmq, replay)

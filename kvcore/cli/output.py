@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 import orjson
@@ -25,23 +25,16 @@ from rich.progress import (
 from rich.table import Table
 
 from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import refuse_overwrite, whole_file
+from kvcore.progress import unseen
 from kvcore.workloads import Workload
-from kvcore.workloads.files import spare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 
-Item = TypeVar("Item")
-
-
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
-
-
-STRIDE = 256
-"""Items between two movements of a progress bar."""
 
 
 json_option = click.option(
@@ -107,32 +100,12 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     Yields a function to call with how many more of `total` are done (None: unknown).
     """
     if not sys.stderr.isatty():
-        yield _unseen
+        yield unseen
         return
 
     with progress_bar() as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
-
-
-def watched(items: Iterable[Item], tick: Callable[[int], None]) -> Iterable[Item]:
-    """Return `items`, whose number is given to `tick` now and then if a bar is shown."""
-    return items if tick is _unseen else _counted(items, tick)
-
-
-def _unseen(done: int) -> None:
-    del done
-
-
-def _counted(items: Iterable[Item], tick: Callable[[int], None]) -> Iterator[Item]:
-    fresh = 0
-    for item in items:
-        yield item
-        fresh += 1
-        if fresh == STRIDE:
-            tick(fresh)
-            fresh = 0
-    tick(fresh)
 
 
 STDOUT = Path("-")
@@ -174,7 +147,7 @@ def metrics_file(
     if path.resolve() in [other.resolve() for other in others if other is not None]:
         msg = f"--prometheus {path}: another option writes that file; name another one"
         raise InputError(msg)
-    spare(source, path)
+    refuse_overwrite(path, source.options().values())
     with whole_file(path) as file:
         yield file.write
 

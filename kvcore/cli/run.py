@@ -28,19 +28,18 @@ from kvcore.cli.output import (
     print_table,
     print_text,
     progress,
-    watched,
 )
 from kvcore.cli.serving import outputs, remedies
 from kvcore.config import EngineParts
 from kvcore.engine import RunResult
 from kvcore.engine import run as run_engine
 from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import refuse_overwrite, whole_file
+from kvcore.progress import ticked
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
 from kvcore.trace import Trace
 from kvcore.units import format_seconds
-from kvcore.workloads.files import spare
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")
@@ -121,7 +120,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     )
     step_times, out, prometheus = given["step_times"], given["out"], given["prometheus"]
     if step_times is not None:
-        spare(engine.workload, step_times)
+        refuse_overwrite(step_times, engine.workload.options().values())
     with ExitStack() as stack:
         trace = stack.enter_context(outputs(engine, given["trace"], out))
         write_metrics = stack.enter_context(
@@ -176,7 +175,7 @@ def _serve(engine: EngineParts, trace: Trace | None, *, residency: bool) -> RunR
     source, config = engine.workload, engine.config
     with progress(f"running {source.name}", source.size) as tick:
         return run_engine(
-            watched(source, tick),
+            ticked(source, tick),
             cache=engine.cache(trace),
             generator=engine.generator,
             backend=engine.backend,

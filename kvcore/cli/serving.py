@@ -10,11 +10,10 @@ from pathlib import Path
 import attrs
 
 from kvcore.config import RunParts
-from kvcore.errors import InputError
+from kvcore.files import make_directory, refuse_overwrite
 from kvcore.serving import LatencyModel, Result
 from kvcore.serving.result import REQUESTS, SUMMARY, offered_load
 from kvcore.trace import Trace
-from kvcore.workloads.files import spare
 
 TRACE = "trace.jsonl.gz"
 """The name of the trace in a directory of results."""
@@ -35,7 +34,7 @@ def outputs(parts: RunParts, trace: Path | None, out: Path | None) -> Iterator[T
         if parts.config.allocation == "contiguous":
             path = None
     for written in filter(None, (path, *others)):
-        spare(parts.workload, written)
+        refuse_overwrite(written, parts.workload.options().values())
     with ExitStack() as stack:
         if out is not None:
             stack.enter_context(_directory(out))
@@ -54,20 +53,6 @@ def _directory(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 path.rmdir()
         raise
-
-
-def make_directory(path: Path) -> None:
-    """Make the directory that `--out` names, and those above it.
-
-    Raises:
-        InputError: it cannot be made; says why.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        msg = f"--out {path}: cannot be made a directory: {reason}; name another one"
-        raise InputError(msg) from error
 
 
 def remedies(parts: RunParts, result: Result) -> Iterator[str]:

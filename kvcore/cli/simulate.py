@@ -25,10 +25,10 @@ from kvcore.cli.output import (
     print_table,
     print_text,
     progress,
-    watched,
 )
 from kvcore.cli.serving import outputs, remedies
 from kvcore.config import RunParts
+from kvcore.progress import ticked
 from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.contiguous import Allocation, ContiguousCache
@@ -103,7 +103,7 @@ def _run(
         longest = max((request.output_tokens for request in source), default=0)
     with progress(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
-            watched(source, tick),
+            ticked(source, tick),
             cache=parts.cache(trace),
             scheduler=scheduler,
             latency=parts.latency(),

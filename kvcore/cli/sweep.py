@@ -17,11 +17,10 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.cli.serving import make_directory
 from kvcore.errors import InputError, PluginError
+from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.report.sweep import WRITERS, SweepReport, check_table, sweep_document, write_table
-from kvcore.workloads.files import spare
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in a directory."""
@@ -72,7 +71,7 @@ def sweep(
     runner = executor_named(executor or source.executor or "local", jobs or source.jobs)
     journal, tables = _places(out or source.out or file.with_name(f"{file.stem}-results"))
     plan = _plan(file, source.grid)
-    _spare(plan.grid, [journal, *tables])
+    _refuse_overwrite(plan.grid, [journal, *tables])
     if journal.name == JOURNAL:
         make_directory(journal.parent)
     try:
@@ -112,13 +111,13 @@ def _places(out: Path) -> tuple[Path, list[Path]]:
     return out.with_name(f"{out.name}.journal"), [out]
 
 
-def _spare(grid: Grid, written: list[Path]) -> None:
-    """Refuse to write over the requests."""
+def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
+    """Refuse to write over the files that the workloads read."""
     plugins = Plugins()
     for spec in grid.axes.get("workload", ()):
         workload = plugins.build("workload", spec)
         for path in written:
-            spare(workload, path)
+            refuse_overwrite(path, workload.options().values())
 
 
 def _print(result: Sweep, tables: list[Path]) -> None:

@@ -12,8 +12,7 @@ from kvcore.models.huggingface import read_config
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import nearest, takes_path
-from kvcore.workloads import Workload
-from kvcore.workloads.files import recognise
+from kvcore.workloads import Workload, recognise
 
 BUNDLED = "mooncake"
 """The workload that comes with kvcore."""

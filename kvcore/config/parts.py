@@ -22,15 +22,14 @@ from kvcore.models.catalogue import DEVICES, MODELS, find_device
 from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
-from kvcore.plugins import Plugin, Plugins, resolve
+from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
 from kvcore.trace.fields import plain
 from kvcore.units import format_bytes
-from kvcore.workloads import Texts, Workload
-from kvcore.workloads.sample import Excerpt
+from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
 
 BLOCK_SIZE = 16
 """Tokens of a block under a clock, where no block size is given: what most servers have."""
@@ -176,9 +175,7 @@ class RunParts:
             "kv_dtype": self.kv_dtype,
             "bytes_per_block": self.deployment.bytes_per_block,
             "plugins": {
-                plugin.kind: {"name": plugin.name, "options": plain(plugin.options())}
-                for plugin in plugins
-                if plugin is not None
+                plugin.kind: plain(describe(plugin)) for plugin in plugins if plugin is not None
             },
             "batching": attrs.asdict(self.batching),
             "allocation": self.config.allocation,
@@ -355,13 +352,13 @@ class EngineParts(RunParts):
             self._text(number, text, size) for number, text in enumerate(self._prompts)
         ]
         if self.texts:
-            return Texts(self.texts, size)
+            return PromptWorkload(self.texts, size)
         source = super()._source()
         limit, shrink = self.config.limit, self.config.shrink
         if shrink is None:
             ratio, rest = divmod(source.key_tokens, size)
             shrink = 1 if rest else ratio
-        return Excerpt(source, LIMIT if limit is None else limit or None, shrink)
+        return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink)
 
     def _text(self, number: int, text: str, block_size: int) -> TextRequest:
         tokens = self.generator.encode(text)

@@ -15,7 +15,7 @@ from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.cost import PrefillCost, read_cost
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.plugins import Plugin, Plugins
+from kvcore.plugins import Plugin, Plugins, describe
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel
@@ -243,10 +243,7 @@ class RecordedParts(RunParts):
         return {
             "blocks": self.blocks,
             "block_size": self.geometry.block_size,
-            **{
-                plugin.kind: {"name": plugin.name, "options": plain(plugin.options())}
-                for plugin in plugins
-            },
+            **{plugin.kind: plain(describe(plugin)) for plugin in plugins},
             **(served if self.timed else {}),
         }
 

@@ -113,7 +113,6 @@ class DeviceMemory:
     total: int | None
 
 
-@attrs.define(slots=False, eq=False)
 class Backend(Plugin):
     """Keeps the K/V of a pool of blocks as tensors, and attends to it through block tables.
 
@@ -127,7 +126,7 @@ class Backend(Plugin):
 
     kind: ClassVar[str] = "backend"
 
-    layout: TensorLayout = attrs.field(init=False, default=None, repr=False)
+    layout: TensorLayout = None  # type: ignore[assignment]
 
     @abstractmethod
     def allocate(self, layout: TensorLayout) -> None:

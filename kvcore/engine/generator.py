@@ -60,7 +60,6 @@ class TokenStep:
     seeds: Sequence[int]
 
 
-@attrs.define(slots=False, eq=False)
 class Generator(Plugin):
     """Turns tokens into K/V and next tokens, layer by layer, through a paged cache.
 
@@ -74,8 +73,8 @@ class Generator(Plugin):
 
     kind: ClassVar[str] = "generator"
 
-    backend: Backend = attrs.field(init=False, default=None, repr=False)
-    dtype: str = attrs.field(init=False, default="fp32", repr=False)
+    backend: Backend
+    dtype: str = "fp32"
 
     @property
     @abstractmethod

@@ -18,7 +18,6 @@ from typing import (
     Optional,
     TypeVar,
     Union,
-    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -208,7 +207,7 @@ def _expected(kind: Any) -> str:
     Raises:
         KeyError: `kind` has no text form.
     """
-    if get_origin(kind) is Literal:
+    if _is_literal(kind):
         return " or ".join(map(as_text, get_args(kind)))
     if _is_union(kind):
         return " or ".join(_expected(member) for member in _members(kind))
@@ -216,8 +215,7 @@ def _expected(kind: Any) -> str:
 
 
 def _is_literal(kind: Any) -> bool:
-    """Return True if `kind` is a Literal of some values."""
-    return cast("object", get_origin(kind)) is Literal
+    return get_origin(kind) is Literal
 
 
 def _is_union(kind: Any) -> bool:
@@ -230,7 +228,7 @@ def _members(union: Any) -> list[Any]:
     Raises:
         KeyError: none has, but None.
     """
-    members = [m for m in get_args(union) if get_origin(m) is Literal or m in _WORDS]
+    members = [m for m in get_args(union) if _is_literal(m) or m in _WORDS]
     if members in ([], [NoneType]):
         raise KeyError(union)
     return members
@@ -271,8 +269,6 @@ def _converter() -> Converter:
     converter.register_structure_hook(bool, lambda text, _: _BOOLS[text])
     converter.register_structure_hook(float, number)
     converter.register_structure_hook(Path, lambda text, _: Path(text))
-    converter.register_structure_hook_factory(
-        lambda t: cast("object", get_origin(t)) is Literal, choice
-    )
+    converter.register_structure_hook_factory(_is_literal, choice)
     converter.register_structure_hook_factory(_is_union, first)
     return converter

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from itertools import combinations
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import attrs
 
@@ -21,9 +19,6 @@ NAMES = ("step", "prefill", "decode", "context")
 
 
 SECOND = NS_PER_S * PS_PER_NS
-
-
-Matrix = list[list[Fraction]]
 
 
 @attrs.frozen
@@ -114,16 +109,20 @@ def fit_linear(path: Path) -> Calibration:
     """Fit the four coefficients of `linear` to the measured steps of a CSV file.
 
     Least squares of the absolute errors, no coefficient negative (more work never takes
-    less time). Exact: the normal equations are solved in rationals for each of the 16 sets
-    of coefficients that may be above 0, and the best solution without a negative one is
-    taken (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23, gives a
-    search that is shorter for many coefficients). Then they are rounded to picoseconds, as
-    `linear` would; the residuals are those of the rounded ones. O(rows).
+    less time), by the algorithm of Lawson and Hanson ("Solving Least Squares Problems", 1974,
+    chapter 23). The coefficients above 0 are then refined with exact residuals and rounded to
+    picoseconds, as `linear` would; the residuals are those of the rounded ones. O(rows).
 
     Raises:
         InputError: the file cannot be used, has too few rows, or leaves a coefficient
-            undetermined: says which.
+            undetermined: says which. Or SciPy is missing.
     """
+    try:
+        import numpy as np  # noqa: PLC0415
+        from scipy.optimize import nnls  # type: ignore[import-untyped]  # noqa: PLC0415
+    except ImportError as error:
+        msg = f"a calibration needs numpy and scipy ({error}): pip install 'kvcore[lab]'"
+        raise InputError(msg) from error
     steps = read_steps(path)
     if len(steps) <= len(NAMES):
         msg = (
@@ -132,54 +131,54 @@ def fit_linear(path: Path) -> Calibration:
         )
         raise InputError(msg)
     rows = [(1, *step.counts) for step in steps]
-    columns, times = list(zip(*rows, strict=True)), [step.time for step in steps]
-    gram = [[Fraction(_product(one, other)) for other in columns] for one in columns]
-    _check_rank(path, gram, columns)
-    target = [Fraction(_product(column, times)) for column in columns]
-    best, held = _non_negative(gram, target)
-    rounded = list(map(round, best))
+    counts = np.array(rows, dtype=object)
+    times = np.array([step.time for step in steps], dtype=object)
+    # Each column from 0 to 1: counts of tokens and of sequences are orders apart.
+    scale = np.maximum(counts.max(axis=0), 1).astype(float)
+    scaled = counts.astype(float) / scale
+    _check_rank(path, scaled, steps)
+    found = nnls(scaled, times.astype(float))[0]
+    above = found > 0
+    fitted = np.array([round(each) for each in found / scale], dtype=object)
+    for _ in range(_REFINEMENTS):
+        residual = (times - counts @ fitted).astype(float)
+        change = np.linalg.lstsq(scaled[:, above], residual, rcond=None)[0] / scale[above]
+        fitted[above] += np.array([round(each) for each in change], dtype=object)
+    coefficients = dict(zip(NAMES, map(int, fitted), strict=True))
     return Calibration(
-        dict(zip(NAMES, rounded, strict=True)),
-        tuple(NAMES[place] for place in held),
-        [Residual(step, _product(rounded, row)) for step, row in zip(steps, rows, strict=True)],
+        coefficients,
+        tuple(name for name, positive in zip(NAMES, above, strict=True) if not positive),
+        [Residual(step, int(time)) for step, time in zip(steps, counts @ fitted, strict=True)],
     )
 
 
-def _product(one: Iterable[int], other: Iterable[int]) -> int:
-    return sum(a * b for a, b in zip(one, other, strict=True))
+_REFINEMENTS = 3
+"""Each divides the error of the one before it by about 10^10, so the second changes nothing
+but for counts and times many orders apart."""
+
+_DEPENDENT = 1e-9
+"""A scaled column that lies this close to others says nothing that these do not."""
 
 
-def _non_negative(gram: Matrix, target: list[Fraction]) -> tuple[list[Fraction], list[int]]:
-    """Return the best coefficients, and the places of those that are held at 0."""
-    places = range(len(target))
-    best, gain, held = [Fraction(0)] * len(target), Fraction(0), list(places)
-    for size in range(1, len(target) + 1):
-        for chosen in combinations(places, size):
-            rows = [[*(gram[i][j] for j in chosen), target[i]] for i in chosen]
-            _reduce(rows, size)
-            found = dict(zip(chosen, (row[-1] for row in rows), strict=True))
-            # By so much the squared error is less than with nothing but zeros.
-            reduction = sum((found[i] * target[i] for i in chosen), Fraction(0))
-            if min(found.values()) >= 0 and reduction > gain:
-                gain = reduction
-                best = [found.get(place, Fraction(0)) for place in places]
-                held = [place for place in places if place not in found]
-    return best, held
+def _check_rank(path: Path, scaled: Any, steps: Sequence[MeasuredStep]) -> None:
+    """Refuse columns that leave a coefficient undetermined, naming it."""
+    import numpy as np  # noqa: PLC0415
 
-
-def _check_rank(path: Path, gram: Matrix, columns: Sequence[Sequence[int]]) -> None:
-    """Refuse columns that leave a coefficient open, naming it."""
-    reduced = [list(row) for row in gram]
-    pivots = _reduce(reduced, len(NAMES))
-    for free in set(range(len(NAMES))).difference(pivots):
-        mixed = [pivot for row, pivot in enumerate(pivots) if reduced[row][free]]
-        names = _listed([NAMES[place] for place in [*mixed, free]])
-        column, values = COUNTS[free - 1], set(columns[free])
+    known = [0]
+    for place in range(1, len(NAMES)):
+        column = scaled[:, place]
+        weights = np.linalg.lstsq(scaled[:, known], column, rcond=None)[0]
+        if np.abs(column - scaled[:, known] @ weights).max() > _DEPENDENT:
+            known.append(place)
+            continue
+        mixed = [known[i] for i in np.flatnonzero(np.abs(weights) > _DEPENDENT)]
+        names = _listed([NAMES[each] for each in [*mixed, place]])
+        values = {step.counts[place - 1] for step in steps}
         if len(values) == 1:
-            why = f"{column} is {values.pop():,} in every row"
+            why = f"{COUNTS[place - 1]} is {values.pop():,} in every row"
         else:
-            others = _listed([COUNTS[place - 1] for place in mixed if place])
-            why = f"{column} follows from {others} in every row"
+            others = _listed([COUNTS[each - 1] for each in mixed if each])
+            why = f"{COUNTS[place - 1]} follows from {others} in every row"
         verdict = "cannot be told apart" if mixed else "cannot be known"
         msg = f"{path}: {names} {verdict}: {why}; measure steps in which it varies by itself"
         raise InputError(msg)
@@ -188,24 +187,6 @@ def _check_rank(path: Path, gram: Matrix, columns: Sequence[Sequence[int]]) -> N
 def _listed(names: list[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _reduce(rows: Matrix, columns: int) -> list[int]:
-    """Bring `rows` into reduced echelon form in place; return the columns of the pivots."""
-    pivots: list[int] = []
-    for column in range(columns):
-        top = len(pivots)
-        pivot = next((row for row in range(top, len(rows)) if rows[row][column]), None)
-        if pivot is None:
-            continue
-        rows[top], rows[pivot] = rows[pivot], rows[top]
-        rows[top] = [value / rows[top][column] for value in rows[top]]
-        for number, row in enumerate(rows):
-            if number != top and row[column]:
-                factor = row[column]
-                rows[number] = [a - factor * b for a, b in zip(row, rows[top], strict=True)]
-        pivots.append(column)
-    return pivots
 
 
 COUNTS = ("prefill_tokens", "decode_sequences", "context_tokens")

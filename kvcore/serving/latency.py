@@ -41,7 +41,6 @@ class Batch:
     context: tuple[int, ...] = (0,)
 
 
-@attrs.define(slots=False, eq=False)
 class LatencyModel(Plugin):
     """Says how long a step of a server takes.
 

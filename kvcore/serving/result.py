@@ -16,9 +16,9 @@ import attrs
 import orjson
 
 from kvcore.cache import KVCache, Recorder
-from kvcore.errors import InputError
-from kvcore.files import whole_file
+from kvcore.files import make_directory, whole_file
 from kvcore.models.cost import attended_pairs
+from kvcore.plugins import describe
 from kvcore.request import SLO, Request
 from kvcore.serving.batching import Batching
 from kvcore.serving.contiguous import Fragmentation
@@ -320,10 +320,7 @@ def record_run(
         mode=executor.mode,
         executor=executor.name,
         workload=workload if isinstance(workload, Workload) else None,
-        plugins={
-            plugin.kind: {"name": plugin.name, "options": plugin.options()}
-            for plugin in (scheduler, *executor.plugins)
-        },
+        plugins={plugin.kind: describe(plugin) for plugin in (scheduler, *executor.plugins)},
         batching=attrs.asdict(batching),
         latency=latency.coefficients(),
         rate_scale=rate_scale,
@@ -401,11 +398,7 @@ class Result:
             StorageError: the disk refused what was written.
         """
         directory = Path(directory)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            msg = f"cannot write to the directory {directory}: {error.strerror or error}"
-            raise InputError(msg) from error
+        make_directory(directory)
         with (
             whole_file(directory / SUMMARY) as document,
             whole_file(directory / REQUESTS) as lines,

@@ -179,7 +179,6 @@ class StepPlan:
     pause: Iterable[Job] = ()
 
 
-@attrs.define(slots=False, eq=False)
 class Scheduler(Plugin):
     """Orders the jobs of a server. The easy tier is one function, `priority`.
 
@@ -204,7 +203,7 @@ class Scheduler(Plugin):
     preemptive = False
     """Whether a job that has a seat may lose it to one that waits. May be an option."""
 
-    server: Server = attrs.field(init=False, default=None, repr=False)
+    server: Server
 
     def attach(self, server: Server) -> None:
         """Learn the server it works for. Called once."""

@@ -10,8 +10,7 @@ from weakref import finalize
 import pytest
 
 from kvcore.request import Request
-from kvcore.workloads import Workload
-from kvcore.workloads.files import checked
+from kvcore.workloads import Workload, checked
 
 _FEW = 4
 

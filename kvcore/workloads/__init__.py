@@ -1,9 +1,15 @@
-"""Workloads: the contract, the files they read, and samples of them."""
+"""Workloads: the contract, the files they read, and workloads made of others."""
 
-from kvcore.workloads.base import Workload
-from kvcore.workloads.sample import Texts
+from kvcore.workloads.base import Workload, checked, recognise
+from kvcore.workloads.files import file_digest, lines
+from kvcore.workloads.sample import PromptWorkload, WorkloadSample
 
 __all__ = [
-    "Texts",
+    "PromptWorkload",
     "Workload",
+    "WorkloadSample",
+    "checked",
+    "file_digest",
+    "lines",
+    "recognise",
 ]

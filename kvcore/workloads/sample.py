@@ -1,4 +1,4 @@
-"""A part of a workload, its lengths divided: what can be computed in a minute."""
+"""Workloads made of others: a sample with shorter requests, and prompts given as texts."""
 
 from __future__ import annotations
 
@@ -15,71 +15,71 @@ from kvcore.request import Request, Retention, TextRequest
 from kvcore.workloads.base import Workload
 
 
-@attrs.define(slots=False, eq=False)
-class Excerpt(Workload):
-    """The first requests of a workload, every length divided by `shrink`.
+@attrs.define(eq=False)
+class WorkloadSample(Workload):
+    """The first requests of a workload, every length divided by `scale`.
 
-    A key stands for `key_tokens / shrink` tokens, so what is shared is shared still, and
-    what hits, in blocks divided alike, as well. Prompts are rounded down and outputs up,
-    neither to nothing. Times stay as they are.
+    A key stands for `key_tokens / scale` tokens, so requests share what they shared before,
+    and hits, in blocks divided by the same number, stay as they were. Prompts are rounded
+    down and outputs up, neither to nothing. Times stay as they are.
 
     Attributes:
         source: the workload.
-        limit: how many of its requests; None: all.
-        shrink: how many of its tokens become one.
+        limit: number of requests to keep; None: all.
+        scale: number of tokens of the source that become one.
 
     Raises:
-        InputError: no request at all, or a `shrink` that does not divide a key's tokens.
+        InputError: there would be no request, or `scale` does not divide a key's tokens.
     """
 
     name: ClassVar[str] = "excerpt"
 
     source: Workload
     limit: int | None = None
-    shrink: int = 1
+    scale: int = 1
 
     def __attrs_post_init__(self) -> None:
-        """Check the numbers."""
+        """Check `limit` and `scale`."""
         msg, tokens = "", self.source.key_tokens
         if self.limit is not None and self.limit < 1:
             msg = f"the first {self.limit} requests of {self.source.name}: give 1 or more"
-        elif self.shrink < 1 or tokens % self.shrink:
+        elif self.scale < 1 or tokens % self.scale:
             msg = (
-                f"{self.source.name} shrunk {self.shrink} times: its keys of {tokens} tokens "
+                f"{self.source.name} shrunk {self.scale} times: its keys of {tokens} tokens "
                 f"can only be divided by {', '.join(map(str, _divisors(tokens)))}"
             )
         if msg:
             raise InputError(msg)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield requests as the source does."""
+        """Yield the requests in the order of the source."""
         requests = islice(self.source, self.limit)
-        return requests if self.shrink == 1 else map(self._shrunk, requests)
+        return requests if self.scale == 1 else map(self._scaled, requests)
 
     @property
     def key_tokens(self) -> int:
-        """Tokens that are left of a key."""
-        return self.source.key_tokens // self.shrink
+        """Tokens a key stands for after the division."""
+        return self.source.key_tokens // self.scale
 
     @property
     def digest(self) -> str:
-        """The digest of the source's, and of what is made of it."""
-        text = f"{self.source.digest} {self.limit} {self.shrink}"
+        """The digest of the source's digest, `limit` and `scale`."""
+        text = f"{self.source.digest} {self.limit} {self.scale}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def size(self) -> int | None:
-        """How many requests there are, where the source knows."""
+        """The number of requests, if the source knows its own."""
         known = self.source.size
         return known if self.limit is None or known is None else min(known, self.limit)
 
     def options(self) -> dict[str, Any]:
-        """Return those of the source, and what it is called."""
-        own = {"limit": self.limit, "shrink": self.shrink}
+        """Return the name and options of the source, `limit`, and `scale` as `shrink`."""
+        own = {"limit": self.limit, "shrink": self.scale}
         return {"workload": self.source.name, **self.source.options(), **own}
 
-    def _shrunk(self, request: Request) -> Request:
-        factor, size = self.shrink, self.key_tokens
+    def _scaled(self, request: Request) -> Request:
+        factor, size = self.scale, self.key_tokens
         prompt = max(request.prompt_tokens // factor, min(request.prompt_tokens, 1))
         predicted = request.predicted_output_tokens
         return attrs.evolve(
@@ -89,12 +89,12 @@ class Excerpt(Workload):
             keys=request.keys[: -(-prompt // size)],
             key_tokens=size,
             predicted_output_tokens=None if predicted is None else -(-predicted // factor),
-            retention=tuple(self._narrowed(hint) for hint in request.retention),
+            retention=tuple(self._scaled_hint(hint) for hint in request.retention),
         )
 
-    def _narrowed(self, hint: Retention) -> Retention:
-        end = None if hint.end is None else -(-hint.end // self.shrink)
-        return attrs.evolve(hint, start=hint.start // self.shrink, end=end)
+    def _scaled_hint(self, hint: Retention) -> Retention:
+        end = None if hint.end is None else -(-hint.end // self.scale)
+        return attrs.evolve(hint, start=hint.start // self.scale, end=end)
 
 
 def _divisors(number: int) -> list[int]:
@@ -102,11 +102,12 @@ def _divisors(number: int) -> list[int]:
 
 
 @attrs.define(eq=False)
-class Texts(Workload):
-    """Requests from texts, all of which arrive at once.
+class PromptWorkload(Workload):
+    """Requests made from texts, which all arrive at once.
 
     Attributes:
-        requests: made by `text_request`, for blocks of `key_tokens` tokens.
+        requests: requests of `text_request`, for blocks of `key_tokens` tokens.
+        key_tokens: tokens a key stands for.
     """
 
     name: ClassVar[str] = "prompts"
@@ -115,12 +116,12 @@ class Texts(Workload):
     key_tokens: int = 16
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield them."""
+        """Yield the requests."""
         return iter(self.requests)
 
     @property
     def digest(self) -> str:
-        """The digest of all tokens."""
+        """The digest of all ids, output lengths and tokens."""
         state = blake2b(digest_size=16)
         for request in self.requests:
             state.update(f"{request.id} {request.output_tokens}:".encode())
@@ -129,9 +130,9 @@ class Texts(Workload):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of requests."""
         return len(self.requests)
 
     def options(self) -> dict[str, int]:
-        """Return how many there are; their tokens are no option."""
+        """Return the number of requests; their tokens are no option."""
         return {"requests": len(self.requests)}

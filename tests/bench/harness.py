@@ -96,7 +96,7 @@ def cache_lru(
         key_tokens=KEY_TOKENS,
         ids=ids,
     )
-    prefix = cache.prefix
+    tree = cache.tree
     start, first = 0.0, -1
     for number, request in enumerate(requests):
         now = request.arrival

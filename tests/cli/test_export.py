@@ -107,7 +107,7 @@ def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
     ("arguments", "code", "message"),
     [
         (["missing", "--format", "vllm", "--out", "o"], 2, "cannot read the trace missing"),
-        (["{t}", "--format", "vllm", "--out", "{t}"], 2, "it is the trace that is read"),
+        (["{t}", "--format", "vllm", "--out", "{t}"], 2, "the requests come from"),
         (["{t}", "--format", "vllm", "--out", "/"], 2, "it is a directory"),
         (["{t}", "--format", "sglang", "--out", "o"], 2, "'sglang' is not one of 'vllm'"),
         (["{t}", "--format", "vllm"], 2, "--out"),

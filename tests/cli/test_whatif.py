@@ -122,7 +122,7 @@ def test_a_trace_is_a_workload(folder, verb):
         (["--block-size", "24"], 2, "block size 24 and the workload's keys of 16 tokens"),
         (["--blocks", "0"], 2, "0 blocks"),
         (["--blocks", "9", "--at", "1"], 2, "--at is for the recorded run alone"),
-        (["--export", "u.jsonl"], 2, "that is the trace that is read"),
+        (["--export", "u.jsonl"], 2, "the requests come from"),
         (["--export", "no/where.jsonl"], 2, "cannot write the trace no/where.jsonl"),
         (["--slo", "soon"], 2, "'soon' is no SLO"),
     ],

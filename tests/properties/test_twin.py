@@ -10,7 +10,7 @@ from helpers.serving import EVICTIONS, Bent, Server, servers
 from hypothesis import given, settings
 
 from kvcore.engine.tokens import TokenStream
-from kvcore.workloads.sample import Excerpt
+from kvcore.workloads import WorkloadSample
 from kvcore_plugins.workload import Mooncake
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
@@ -65,7 +65,7 @@ def server_rejects(result):
 @pytest.fixture(scope="module")
 def recorded():
     """Return 150 requests of a production trace, 64 times shorter."""
-    return list(islice(Excerpt(Mooncake(), limit=150, shrink=64), 150))
+    return list(islice(WorkloadSample(Mooncake(), limit=150, scale=64), 150))
 
 
 @pytest.mark.parametrize(

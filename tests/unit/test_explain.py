@@ -38,7 +38,7 @@ def served(
             BLOCK,
             eviction=LRU() if eviction is None else eviction,
             prefix=Radix() if prefix is None else prefix,
-            accounting=count,
+            accounting=accounting,
             trace=trace,
         )
         replay(requests, cache)

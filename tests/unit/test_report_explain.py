@@ -22,7 +22,7 @@ def explained(tmp_path):
             request.arrival = request.arrival or now
         with Trace(file) as trace:
             eviction = LRU() if eviction is None else eviction
-            cache = KVCache(blocks, BLOCK, eviction=eviction, accounting=count, trace=trace)
+            cache = KVCache(blocks, BLOCK, eviction=eviction, accounting=accounting, trace=trace)
             replay(requests, cache)
         return explain(file, source="run")
 

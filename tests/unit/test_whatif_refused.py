@@ -144,7 +144,7 @@ class TestRefused:
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         before = path.read_bytes()
         for name in ("trace.jsonl", "./trace.jsonl"):
-            with pytest.raises(InputError, match="that is the trace that is read"):
+            with pytest.raises(InputError, match="the requests come from"):
                 whatif(path, export=Path(tmp_path) / name)
         assert path.read_bytes() == before
 

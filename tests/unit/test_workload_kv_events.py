@@ -7,7 +7,7 @@ from helpers.kv_events import DYNAMO, batch, record, removed, stored, wire_paylo
 from kvcore import InputError
 from kvcore.kv_events import EventBatch, Page, PagesStored, RecordingWriter, decode
 from kvcore.request import block_keys
-from kvcore.workloads.files import checked, recognise
+from kvcore.workloads import checked, recognise
 from kvcore_plugins.workload import Jsonl, KvEvents, Mooncake
 
 SECOND = 10**9

@@ -4,7 +4,7 @@ import pytest
 
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
-from kvcore.workloads.files import recognise
+from kvcore.workloads import recognise
 from kvcore_plugins.workload import Azure, Lengths
 
 SERVEGEN = "request_id,timestamp,input_tokens,output_tokens"

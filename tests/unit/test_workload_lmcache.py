@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.workloads.files import checked, recognise
+from kvcore.workloads import checked, recognise
 from kvcore_plugins.workload import LMCache, Mooncake
 
 ROW = {

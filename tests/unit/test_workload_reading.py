@@ -6,9 +6,9 @@ import pytest
 import zstandard
 
 from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
 from kvcore.request import Request
-from kvcore.workloads import Workload
-from kvcore.workloads.files import checked, file_digest, lines, recognise, spare
+from kvcore.workloads import Workload, checked, file_digest, lines, recognise
 from kvcore_plugins.workload import Azure, Jsonl, Mooncake, Weka, Zipf
 
 BUILT_IN = [Azure, Jsonl, Mooncake, Weka, Zipf]
@@ -268,7 +268,7 @@ def test_a_file_that_is_read_is_not_written(tmp_path, monkeypatch, written):
     Path("rows").touch()
     Path("link").symlink_to("rows")
     with pytest.raises(InputError, match=r"cannot write .*: the requests come from rows; name"):
-        spare(Mooncake("rows"), written)
+        refuse_overwrite(written, Mooncake("rows").options().values())
 
 
 def test_a_file_that_would_be_overwritten_on_the_way_is_not_written(tmp_path):
@@ -276,15 +276,42 @@ def test_a_file_that_would_be_overwritten_on_the_way_is_not_written(tmp_path):
     part = tmp_path / "run.jsonl.part"
     part.touch()
     with pytest.raises(InputError, match=r"the requests come from .*run.jsonl.part"):
-        spare(Jsonl(part), tmp_path / "run.jsonl")
+        refuse_overwrite(tmp_path / "run.jsonl", Jsonl(part).options().values())
 
 
 def test_other_files_may_be_written(tmp_path):
     """A new file, another file, and any file beside a workload that reads none are fine."""
     rows, other = tmp_path / "rows", tmp_path / "other"
     rows.touch()
-    spare(Mooncake(rows), other)
+    refuse_overwrite(other, Mooncake(rows).options().values())
     other.touch()
-    spare(Mooncake(rows), other)
-    spare(Mooncake(), rows)
-    spare(Zipf(), rows)
+    refuse_overwrite(other, Mooncake(rows).options().values())
+    refuse_overwrite(rows, Mooncake().options().values())
+    refuse_overwrite(rows, Zipf().options().values())
+
+
+class Generated(Workload):
+    """A workload by a plain constructor, which keeps the digest of the contract."""
+
+    name = "generated"
+    key_tokens = 16
+
+    def __init__(self, requests: int = 3, path: Path | None = None) -> None:
+        """Store the options."""
+        self.requests = requests
+        self.path = path
+
+    def __iter__(self):
+        """Yield nothing."""
+        return iter(())
+
+
+def test_the_digest_is_that_of_the_options(tmp_path):
+    """Unless a workload says otherwise; of a path the content of the file counts."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("a")
+    two.write_text("a")
+    assert Generated(3).digest == Generated(3).digest != Generated(4).digest
+    assert Generated(path=one).digest == Generated(path=two).digest
+    two.write_text("b")
+    assert Generated(path=one).digest != Generated(path=two).digest

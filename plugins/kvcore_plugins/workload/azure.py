@@ -13,8 +13,8 @@ from attrs.validators import ge
 
 from kvcore import InputError, Request, Workload
 from kvcore.units import NS_PER_S
-from kvcore.workloads.files import file_digest, lines
-from kvcore_plugins.workload.rows import Row, shown
+from kvcore.workloads import file_digest, lines
+from kvcore_plugins.workload.rows import Row, as_json
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -60,7 +60,7 @@ class Azure(Workload):
         source = lines(self.path)
         number, line = next(source)
         if not self.recognises(line):
-            expected, got = _HEADER.decode(), shown(_text(line))
+            expected, got = _HEADER.decode(), as_json(_text(line))
             msg = f"{self.path}:{number}: expected the header {expected}, got {got}"
             raise InputError(msg)
         first, latest = None, 0
@@ -89,7 +89,7 @@ class Azure(Workload):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Say whether the line names the three columns."""
+        """Return True if the line names the three columns."""
         return first_line.strip() == _HEADER
 
     def _row(self, number: int, line: bytes) -> Row:

@@ -15,8 +15,8 @@ from kvcore import SLO, InputError, Request, Workload
 from kvcore.request import Retention
 from kvcore.trace import SCHEMA
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads.files import file_digest
-from kvcore_plugins.workload.rows import Row, names, rows
+from kvcore.workloads import file_digest
+from kvcore_plugins.workload.rows import Row, field_names, rows
 
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
@@ -69,8 +69,8 @@ class Jsonl(Workload):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Say whether the line is a trace's header or a REQUEST."""
-        found = names(first_line)
+        """Return True if the line is a trace's header or a REQUEST."""
+        found = field_names(first_line)
         return found >= {"event", "schema"} or found >= {"event", "id", "prompt"}
 
     def _told(self) -> dict[int | str, list[Any]]:

@@ -16,8 +16,8 @@ from attrs.validators import optional as if_given
 from kvcore import InputError, Request, Workload
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads.files import file_digest
-from kvcore_plugins.workload.rows import Row, names, rows
+from kvcore.workloads import file_digest
+from kvcore_plugins.workload.rows import Row, field_names, rows
 
 if TYPE_CHECKING:
     from kvcore.kv_events import BlockStored, Lost, PagesStored, Received, Restarted, Skipped
@@ -117,8 +117,8 @@ class KvEvents(Workload):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Return True for a line of a recording, or an event of TensorRT-LLM or Dynamo."""
-        found = names(first_line)
+        """Return True if the line is a recording's, or an event of TensorRT-LLM or Dynamo."""
+        found = field_names(first_line)
         kinds = ({"kind", "schema", "format"}, {"event_id", "data"}, {"worker_id", "event"})
         return any(kind <= found for kind in kinds)
 

@@ -16,7 +16,7 @@ from attrs.validators import ge, in_
 
 from kvcore import InputError, Request, Workload
 from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads.files import file_digest, lines
+from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workload.rows import Row
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
@@ -134,7 +134,7 @@ class Lengths(Workload):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Say whether the line names columns of times and both lengths, as usual."""
+        """Return True if the line names columns of times and both lengths, as usual."""
         try:
             header = _split(first_line, _delimiter(first_line))
         except csv.Error:

@@ -16,8 +16,8 @@ from attrs.validators import ge
 from kvcore import InputError, Request, Workload
 from kvcore.request import KEY_BYTES
 from kvcore.units import NS_PER_S
-from kvcore.workloads.files import file_digest
-from kvcore_plugins.workload.rows import Row, names, rows
+from kvcore.workloads import file_digest
+from kvcore_plugins.workload.rows import Row, field_names, rows
 
 _HASH = re.compile(r"-?0x[0-9a-fA-F]{1,128}")
 
@@ -41,8 +41,8 @@ class LMCache(Workload):
 
     Attributes:
         path: the file.
-        model: take only the rows of this `model_name`; None: of all.
-        output_tokens: that every request is said to generate; the log does not tell.
+        model: read only the rows of this `model_name`; None: all.
+        output_tokens: tokens that each request generates, which the log does not record.
     """
 
     name: ClassVar[str] = "lmcache"
@@ -90,8 +90,8 @@ class LMCache(Workload):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Say whether the line is an object with a lookup's fields."""
-        return names(first_line) >= {"chunk_size", "seq_len", "chunk_hashes"}
+        """Return True if the line is an object with a lookup's fields."""
+        return field_names(first_line) >= {"chunk_size", "seq_len", "chunk_hashes"}
 
     def _rows(self) -> Generator[Row, None, None]:
         empty = True
@@ -105,13 +105,13 @@ class LMCache(Workload):
 
 
 def _time(row: Row) -> int:
-    """Take the time in nanoseconds, without the error of a float product."""
+    """Return the time in nanoseconds, without the error of a float product."""
     row.nanoseconds("timestamp")
     return round(Fraction(row.fields["timestamp"]) * NS_PER_S)
 
 
 def _keys(row: Row, model: bytes, most: int) -> list[bytes]:
-    """Take the hashes of a prompt's full chunks, of which there are `most` or fewer."""
+    """Return keys of the hashes of a prompt's full chunks, at most `most` of them."""
     hashes = row.fields.get("chunk_hashes")
     if type(hashes) is not list:
         raise row.error(field="chunk_hashes", expected="a list of hexadecimal texts")

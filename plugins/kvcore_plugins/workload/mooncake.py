@@ -12,8 +12,8 @@ from attrs.converters import optional
 
 from kvcore import Request, Workload
 from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads.files import file_digest
-from kvcore_plugins.workload.rows import names, rows
+from kvcore.workloads import file_digest
+from kvcore_plugins.workload.rows import field_names, rows
 
 BUNDLED_REQUESTS = 12_031
 
@@ -71,8 +71,8 @@ class Mooncake(Workload):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Say whether the line is an object with Mooncake's fields."""
-        return names(first_line) >= {"timestamp", "input_length", "hash_ids"}
+        """Return True if the line is an object with Mooncake's fields."""
+        return field_names(first_line) >= {"timestamp", "input_length", "hash_ids"}
 
     @property
     def _file(self) -> Path:

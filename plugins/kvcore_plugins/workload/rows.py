@@ -1,4 +1,4 @@
-"""Rows of a workload file, and complaints that name file, line and field."""
+"""Rows of a workload file, and errors that name file, line and field."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import attrs
 import orjson
 
 from kvcore import InputError
+from kvcore.errors import shorten
 from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads.files import lines
+from kvcore.workloads import lines
 
 _T = TypeVar("_T")
 
@@ -29,14 +30,16 @@ _HEX = re.compile(r"[0-9a-fA-F]{32}")
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
 
-_SHOWN = 60
-
-
 @attrs.define(eq=False)
 class Row:
-    """The fields of one line, or of an object inside it, which `prefix` then leads to.
+    """The fields of one line, or of an object inside it.
 
-    Methods that take a field return its value or raise an InputError that names it.
+    Methods that return a field check it first, and raise an InputError that names it.
+
+    Attributes:
+        path, line: the file, and the number of the line, from 1.
+        fields: the values by name.
+        prefix: the place of an inner object in the line, such as `requests[0].`.
     """
 
     path: Path
@@ -45,14 +48,14 @@ class Row:
     prefix: str = ""
 
     def natural(self, name: str, least: int = 0, below: int = INT64_LIMIT) -> int:
-        """Take a whole number in `[least, below)`."""
+        """Return a field that must be a whole number in `[least, below)`."""
         value = self.fields.get(name)
         if type(value) is int and least <= value < below:
             return value
         raise self.error(field=name, expected=f"a whole number from {least} to {below - 1}")
 
     def nanoseconds(self, name: str) -> int:
-        """Take a number of seconds, at least 0, as nanoseconds."""
+        """Return a number of seconds, at least 0, as nanoseconds."""
         value: Any = self.fields.get(name)
         if type(value) in (int, float) and 0 <= value < _SECONDS_LIMIT:
             return round(float(value) * NS_PER_S)
@@ -60,18 +63,18 @@ class Row:
         raise self.error(field=name, expected=expected)
 
     def text(self, name: str) -> str:
-        """Take a text."""
+        """Return a field that must be a text."""
         value = self.fields.get(name)
         if type(value) is str:
             return value
         raise self.error(field=name, expected="a text")
 
-    def optional(self, take: Callable[[str], _T], name: str, default: _T) -> _T:
-        """Take a field by the method `take`, or `default` where it is missing or null."""
-        return default if self.fields.get(name) is None else take(name)
+    def optional(self, read: Callable[[str], _T], name: str, default: _T) -> _T:
+        """Return `read(name)`, or `default` if the field is missing or null."""
+        return default if self.fields.get(name) is None else read(name)
 
     def inner(self, name: str) -> list[Row]:
-        """Take a list of objects, each a row that knows its place."""
+        """Return a list of objects, as rows whose errors name the place in the list."""
         value = self.fields.get(name)
         if type(value) is not list:
             raise self.error(field=name, expected="a list of objects")
@@ -84,9 +87,9 @@ class Row:
         return rows
 
     def keys(self, name: str, below: int = INT64_LIMIT, *, digests: bool = False) -> list[Any]:
-        """Take a list of block keys: integers in `[0, below)`.
+        """Return a list of block keys: integers in `[0, below)`.
 
-        With `digests` also texts of 32 hexadecimal digits, which become the 16 bytes.
+        With `digests`, texts of 32 hexadecimal digits are keys as well, as their 16 bytes.
         """
         keys = self.fields.get(name)
         if type(keys) is not list:
@@ -111,7 +114,7 @@ class Row:
         *,
         digests: bool = False,
     ) -> list[Any]:
-        """Take the block keys of a prompt, no more of them than its tokens fill."""
+        """Return the block keys of a prompt: no more of them than its tokens fill."""
         keys = self.keys(name, below, digests=digests)
         if (len(keys) - 1) * key_tokens < prompt:
             return keys
@@ -120,9 +123,9 @@ class Row:
         raise self.error(field=name, expected=expected, got=len(keys))
 
     def error(self, *, field: str, expected: str, got: Any = _FIELD) -> InputError:
-        """Return the error that says that `field` (or `got`, a part of it) is wrong."""
+        """Return the error which reports that `field` (or `got`, a part of it) is wrong."""
         value = self.fields.get(field, _FIELD) if got is _FIELD else got
-        found = "nothing: the field is missing" if value is _FIELD else shown(value)
+        found = "nothing: the field is missing" if value is _FIELD else as_json(value)
         where = f"{self.path}:{self.line}: field '{self.prefix}{field}'"
         return InputError(f"{where}: expected {expected}, got {found}")
 
@@ -134,23 +137,27 @@ def rows(path: Path) -> Generator[Row, None, None]:
         InputError: the file cannot be read, or a line is not a JSON object.
     """
     for number, line in lines(path):
-        yield parse(path, number, line)
+        yield parse_row(path, number, line)
 
 
-def parse(path: Path, number: int, line: bytes) -> Row:
-    """Read line `number` of `path` as a JSON object. Raises InputError if it is none."""
+def parse_row(path: Path, number: int, line: bytes) -> Row:
+    """Return line `number` of `path`, which must be a JSON object.
+
+    Raises:
+        InputError: it is not.
+    """
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         msg = f"{path}:{number}: not JSON: {error.msg} (column {error.colno})"
         raise InputError(msg) from error
     if type(fields) is not dict:
-        msg = f"{path}:{number}: expected a JSON object, got {shown(fields)}"
+        msg = f"{path}:{number}: expected a JSON object, got {as_json(fields)}"
         raise InputError(msg)
     return Row(path, number, fields)
 
 
-def names(line: bytes) -> set[str]:
+def field_names(line: bytes) -> set[str]:
     """Return the field names of a line that is a JSON object; no names if it is not."""
     try:
         fields = orjson.loads(line)
@@ -159,7 +166,6 @@ def names(line: bytes) -> set[str]:
     return set(fields) if type(fields) is dict else set()
 
 
-def shown(value: Any) -> str:
-    """Return `value` as JSON, cut to what fits in a message."""
-    text = orjson.dumps(value).decode()
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+def as_json(value: Any) -> str:
+    """Return `value` as JSON, shortened for a message."""
+    return shorten(orjson.dumps(value).decode())

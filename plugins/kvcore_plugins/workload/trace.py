@@ -10,7 +10,7 @@ import attrs
 
 from kvcore import Request, Workload
 from kvcore.trace import TraceWorkload
-from kvcore.workloads.files import file_digest
+from kvcore.workloads import file_digest
 
 
 @attrs.define(slots=False, eq=False)

@@ -16,9 +16,9 @@ from attrs.validators import ge, lt
 
 from kvcore import Request, Workload
 from kvcore.units import NS_PER_S
-from kvcore.workloads.files import file_digest, lines
+from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workload.poisson import exponential
-from kvcore_plugins.workload.rows import Row, names, parse
+from kvcore_plugins.workload.rows import Row, field_names, parse_row
 
 _KEY_TOKENS = 64
 
@@ -65,7 +65,7 @@ class Weka(Workload):
         running: list[tuple[int, int, _Session]] = []
         for number, line in lines(self.path):
             yield from _before(start, running)
-            session = _session(parse(self.path, number, line), start, ids)
+            session = _session(parse_row(self.path, number, line), start, ids)
             heappush(running, (session.next_arrival, number, session))
             start += round(exponential(draw) * self.stagger * NS_PER_S)
         yield from _before(inf, running)
@@ -77,8 +77,8 @@ class Weka(Workload):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Say whether the line is an object with a session's fields."""
-        return names(first_line) >= {"id", "block_size", "requests"}
+        """Return True if the line is an object with a session's fields."""
+        return field_names(first_line) >= {"id", "block_size", "requests"}
 
 
 @attrs.frozen(eq=False)

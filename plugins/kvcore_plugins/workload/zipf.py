@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
-from hashlib import blake2b
 from itertools import accumulate, count, islice
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
-import orjson
 from attrs.validators import ge, in_, le
 
 from kvcore import InputError, Request, Workload
@@ -44,18 +42,18 @@ class Zipf(Workload):
     arithmetic and exact comparisons, so requests are equal on every machine.
 
     Attributes:
-        requests: how many.
+        requests: number of requests.
         arrivals: `poisson`; `bursty`, groups of `burst` at once with Poisson starts; or
             `uniform`, evenly spaced. The first request arrives at 0.
         rate: mean requests a second, whatever the arrivals.
         burst: requests in a burst.
-        prefixes: how many different ones.
+        prefixes: number of different prefixes.
         skew: exponent of the popularity; 0 makes all equally popular.
         prefix_tokens, suffix_tokens, output_tokens: lengths, the same for each request.
         levels, branching: shape of the prefix tree; `levels=1` shares nothing between
             prefixes.
         key_tokens: tokens a key stands for.
-        seed: of every random choice.
+        seed: seed of every random choice.
     """
 
     name: ClassVar[str] = "zipf"
@@ -100,20 +98,13 @@ class Zipf(Workload):
             )
 
     @property
-    def digest(self) -> str:
-        """The digest of the options."""
-        options: dict[str, Any] = {"workload": self.name, **self.options()}
-        text = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
-        return blake2b(text, digest_size=16).hexdigest()
-
-    @property
     def size(self) -> int:
         """The number of requests."""
         return self.requests
 
     @property
     def _shared_keys(self) -> int:
-        """How many keys of a prompt its prefix alone determines."""
+        """Number of keys of a prompt that its prefix alone determines."""
         whole, rest = divmod(self.prefix_tokens, self.key_tokens)
         return whole + (rest > 0 and self.suffix_tokens == 0)
 

@@ -88,7 +88,7 @@ class BlockCache:
         self.blocks = blocks
         self.block_size = block_size
         self.key_tokens = key_tokens
-        self.count = count
+        self.accounting = accounting
         self.policy = self.eviction = policy
         self.recompute = recompute
         self.pool = self.geometry = self
@@ -171,12 +171,12 @@ class BlockCache:
         self._allocate(table, need, now)
         for block in hit:
             block.last_access = now
-            if not again:
+            if not resumed:
                 block.hit_count += 1
                 block.last_hit_order = table.admission
                 block.history += (("hit", table.id),)
                 self.policy.on_access(block, now)
-        if not again:
+        if not resumed:
             self._raise_expiry(hit)
             self._promise(table, hit, now)
         return table

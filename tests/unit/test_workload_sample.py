@@ -10,7 +10,7 @@ from helpers.serving import ask
 from kvcore import InputError, KVCache, Request, Workload
 from kvcore.analysis.untimed import replay
 from kvcore.request import Retention
-from kvcore.workloads.sample import Excerpt
+from kvcore.workloads import WorkloadSample
 from kvcore_plugins.workload import Mooncake
 
 
@@ -33,34 +33,34 @@ class Given(Workload):
         return "0" * 32
 
 
-def shrunk(factor, **fields):
+def scaled(factor, **fields):
     """Return a request whose lengths are divided by `factor`."""
-    (request,) = Excerpt(Given([ask("a", key_tokens=8, **fields)]), shrink=factor)
+    (request,) = WorkloadSample(Given([ask("a", key_tokens=8, **fields)]), scale=factor)
     return request
 
 
 def test_prompts_are_rounded_down_and_outputs_up():
     """Neither becomes nothing; what was nothing stays so."""
-    request = shrunk(4, prompt=15, output=5, predicted_output_tokens=9)
+    request = scaled(4, prompt=15, output=5, predicted_output_tokens=9)
     assert (request.prompt_tokens, request.output_tokens, request.predicted_output_tokens) == (
         3,
         2,
         3,
     )
-    request = shrunk(8, prompt=7, output=1)
+    request = scaled(8, prompt=7, output=1)
     assert (request.prompt_tokens, request.output_tokens, request.predicted_output_tokens) == (
         1,
         1,
         None,
     )
-    request = shrunk(8, prompt=0, output=0)
+    request = scaled(8, prompt=0, output=0)
     assert (request.prompt_tokens, request.output_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("prompt", range(1, 40))
 def test_keys_fit_the_prompt(prompt):
     """There is a key for each whole part, and at most one for what is left."""
-    request = shrunk(4, prompt=prompt, keys=list(range(-(-prompt // 8))))
+    request = scaled(4, prompt=prompt, keys=list(range(-(-prompt // 8))))
     assert request.key_tokens == 2
     assert request.prompt_tokens // 2 == prompt // 8
     assert len(request.keys) == -(-request.prompt_tokens // 2)
@@ -69,7 +69,7 @@ def test_keys_fit_the_prompt(prompt):
 def test_hints_keep_their_tokens():
     """A hint covers whatever is left of what it covered."""
     hints = (Retention(3, 9, 80), Retention(8, None, 10))
-    assert shrunk(4, prompt=40, retention=hints).retention == (
+    assert scaled(4, prompt=40, retention=hints).retention == (
         Retention(0, 3, 80),
         Retention(2, None, 10),
     )
@@ -77,17 +77,21 @@ def test_hints_keep_their_tokens():
 
 def test_the_first_requests():
     """`limit` is how many there are at most, and how many are known to be there."""
-    assert len(list(Excerpt(Mooncake(), limit=7))) == Excerpt(Mooncake(), limit=7).size == 7
-    assert Excerpt(Mooncake()).size == Mooncake().size
-    assert Excerpt(Given([]), limit=7).size is None
-    assert [request.id for request in Excerpt(Given([ask("a")]), limit=7)] == ["a"]
+    assert (
+        len(list(WorkloadSample(Mooncake(), limit=7)))
+        == WorkloadSample(Mooncake(), limit=7).size
+        == 7
+    )
+    assert WorkloadSample(Mooncake()).size == Mooncake().size
+    assert WorkloadSample(Given([]), limit=7).size is None
+    assert [request.id for request in WorkloadSample(Given([ask("a")]), limit=7)] == ["a"]
 
 
 def test_what_hits_is_the_same():
     """In blocks divided alike, as many hit as at full length; but for rounding, none else."""
     full = replay(islice(Mooncake(), 500), KVCache(2000, 512, accounting="keys"))
     small = replay(
-        Excerpt(Mooncake(), limit=500, shrink=32), KVCache(2000, 16, accounting="keys")
+        WorkloadSample(Mooncake(), limit=500, scale=32), KVCache(2000, 16, accounting="keys")
     )
     assert small.lookup_blocks <= full.lookup_blocks < small.lookup_blocks * 1.05
     assert small.hit_blocks <= full.hit_blocks < small.hit_blocks * 1.05
@@ -96,12 +100,12 @@ def test_what_hits_is_the_same():
 def test_the_digest_depends_on_all():
     """Other requests have another digest."""
     made = [(None, 1), (5, 1), (None, 2), (5, 2), (6, 2)]
-    assert len({Excerpt(Mooncake(), *options).digest for options in made}) == len(made)
+    assert len({WorkloadSample(Mooncake(), *options).digest for options in made}) == len(made)
 
 
 def test_the_options_are_those_of_the_source():
     """A header tells what to make it of again."""
-    options = Excerpt(Mooncake(), limit=5, shrink=32).options()
+    options = WorkloadSample(Mooncake(), limit=5, scale=32).options()
     assert options == {"workload": "mooncake", "path": None, "limit": 5, "shrink": 32}
 
 
@@ -109,11 +113,11 @@ def test_the_options_are_those_of_the_source():
     ("options", "message"),
     [
         ({"limit": 0}, "the first 0 requests of given: give 1 or more"),
-        ({"shrink": 3}, "keys of 8 tokens can only be divided by 1, 2, 4, 8"),
-        ({"shrink": 0}, "given shrunk 0 times"),
+        ({"scale": 3}, "keys of 8 tokens can only be divided by 1, 2, 4, 8"),
+        ({"scale": 0}, "given shrunk 0 times"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(options, message):
     """The error says what would do."""
     with pytest.raises(InputError, match=message):
-        Excerpt(Given([]), **options)
+        WorkloadSample(Given([]), **options)

@@ -1,0 +1,273 @@
+"""Plugin classes as people write them: plain, as dataclasses, with attrs, and half-way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import ClassVar, Literal
+
+import attrs
+import pytest
+
+from kvcore import KVCache, Plugins, Request, ScoreEviction, hookimpl
+from kvcore.errors import InputError, PluginError
+from kvcore.plugins import describe, options_of, resolve
+from kvcore.plugins.base import COMPUTED, REQUIRED, Plugin
+from kvcore.plugins.manager import KINDS, base_of
+from kvcore.plugins.options import instantiate, summary
+
+BY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def contract(kind):
+    """Return a base class of that kind that defines all it must, but options."""
+    base = base_of(kind)
+    must = dict.fromkeys(base.__abstractmethods__)
+    return type("Contract", (base,), must | {"name": f"some-{kind}", "__module__": "m"})
+
+
+def plain(kind):
+    """Return a class with a constructor of its own, which does not call the base's."""
+
+    class Plain(contract(kind)):
+        def __init__(self, width: int = 4, unit: Literal["s", "ms"] = "s") -> None:
+            self.width = width
+            self.unit = unit
+
+    return Plain
+
+
+def data(kind):
+    """Return a dataclass."""
+
+    @dataclass
+    class Data(contract(kind)):
+        width: int = 4
+        unit: Literal["s", "ms"] = "s"
+        _seen: list = field(default_factory=list, init=False, repr=False)
+
+    return Data
+
+
+def checked(kind):
+    """Return a class by attrs, in slots."""
+
+    @attrs.define
+    class Checked(contract(kind)):
+        width: int = attrs.field(default=4, validator=attrs.validators.ge(1))
+        unit: Literal["s", "ms"] = "s"
+        _seen: list = attrs.field(factory=list, init=False)
+
+    return Checked
+
+
+BY_STYLE = pytest.mark.parametrize("style", [plain, data, checked])
+
+
+@BY_KIND
+@BY_STYLE
+def test_options_are_the_parameters_of_the_constructor(kind, style):
+    """By name, in text and in a description, whatever makes the constructor."""
+    cls = style(kind)
+    built = instantiate(cls, {"width": "8"})
+    assert (built.width, built.unit) == (8, "s")
+    assert describe(built) == {
+        "name": f"some-{kind}",
+        "options": {"width": 8, "unit": "s"},
+    }
+    assert summary(cls) == "Its options: width=4, unit=s."
+    with pytest.raises(InputError, match="takes an integer, not 'wide'"):
+        instantiate(cls, {"width": "wide"})
+    with pytest.raises(InputError, match=r"has no option 'wdith'.*did you mean 'width'"):
+        instantiate(cls, {"wdith": "8"})
+
+
+@BY_KIND
+@BY_STYLE
+def test_an_instance_can_be_claimed_once(kind, style):
+    """Although its constructor has set nothing of the base class."""
+    built = style(kind)()
+    built.bind()
+    with pytest.raises(InputError, match="is in use already"):
+        built.bind()
+    style(kind)().bind()
+
+
+@BY_KIND
+def test_an_annotation_without_a_decorator_is_refused(kind):
+    """However the class is used, with the line to add."""
+    base = contract(kind)
+
+    class Bare(base):
+        width: int = 4
+
+    says = (
+        r"test_plugins_classes\..*Bare, which annotates 'width' but has no decorator that "
+        r"makes it an option: write `@attrs.define\(eq=False\)` above `class Bare`"
+    )
+    for make in (Bare, lambda: Bare(width=8), lambda: resolve(kind, Bare)):
+        with pytest.raises(PluginError, match=says):
+            make()
+
+    @hookimpl
+    def hook():
+        return [Bare]
+
+    plugins = Plugins([SimpleNamespace(**{KINDS[kind]: hook})], entry_points=())
+    with pytest.raises(PluginError, match=says):
+        plugins.names(kind)
+
+
+def test_annotations_that_are_no_options_are_allowed():
+    """Class variables, private names, names of the contract, and those of a constructor."""
+
+    class Base(Plugin):
+        kind = "eviction"
+        pool: int = 0
+
+    class Fine(Base):
+        name: str = "fine"
+        pool: int = 8
+        table: ClassVar[dict] = {}
+        _heap: list = []  # noqa: RUF012
+
+    class Own(Base):
+        name = "own"
+        width: int
+
+        def __init__(self, width: int = 4) -> None:
+            self.width = width
+
+    assert Fine().options() == {}
+    assert Own(5).options() == {"width": 5}
+
+
+def test_defaults_that_cannot_be_shown():
+    """One that is required, and those that are made for each instance."""
+
+    @dataclass
+    class Data(contract("eviction")):
+        path: str
+        table: dict = field(default_factory=dict)
+
+    @attrs.define
+    class Checked(contract("eviction")):
+        path: str
+        table: dict = attrs.Factory(dict)
+
+    for cls in (Data, Checked):
+        assert [option.default for option in options_of(cls)] == [REQUIRED, COMPUTED]
+        assert summary(cls) == "Its options: path (required), table (computed)."
+
+
+def test_parameters_that_collect_are_no_options():
+    """Nor private ones; a parameter without an annotation is text."""
+
+    class Plain(contract("eviction")):
+        def __init__(self, label, *rest, _hidden=1, **more):
+            self.label = label
+
+    assert [option.name for option in options_of(Plain)] == ["label"]
+    assert instantiate(Plain, {"label": "12"}).label == "12"
+
+
+def test_an_option_that_is_not_kept_is_named():
+    """A trace could not say what the plugin was built with."""
+
+    class Forgets(contract("eviction")):
+        def __init__(self, width=4):
+            self._width = width
+
+    with pytest.raises(PluginError, match=r"does not keep its option 'width'.*self.width = w"):
+        Forgets().options()
+
+
+def test_a_class_without_a_constructor_takes_no_arguments():
+    """As Python says it."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
+        contract("eviction")(width=4)
+
+
+def test_the_text_of_an_instance_has_its_options():
+    """Error messages show it."""
+    assert repr(plain("eviction")(width=5)) == "Plain(width=5, unit='s')"
+
+
+@pytest.mark.parametrize("kind", ["eviction", "scheduler", "latency"])
+def test_resolve(kind):
+    """A name, a class, an instance, or nothing."""
+    name = {"eviction": "lru", "scheduler": "fcfs", "latency": "roofline"}[kind]
+    cls = Plugins().get(kind, name)
+    instance = cls()
+    assert type(resolve(kind, None, name)) is cls
+    assert type(resolve(kind, name)) is cls
+    assert type(resolve(kind, cls)) is cls
+    assert resolve(kind, instance) is instance
+    assert resolve(kind, None) is None
+    with pytest.raises(InputError, match=f"{kind}=8 is no {kind} plugin: give a name such as"):
+        resolve(kind, 8, name)
+
+
+def test_resolve_refuses_what_cannot_be_built():
+    """An abstract class, and one that needs an option."""
+    with pytest.raises(PluginError, match="which does not define victim"):
+        resolve("eviction", type("Unfinished", (base_of("eviction"),), {"name": "x"}))
+    with pytest.raises(InputError, match="needs a value for option 'path'"):
+        resolve("latency", Plugins().get("latency", "table"))
+
+
+def test_resolve_looks_in_the_plugins_it_is_given():
+    """Not only in those that are installed."""
+    cls = plain("eviction")
+
+    @hookimpl
+    def hook():
+        return [cls]
+
+    plugins = Plugins([SimpleNamespace(kvcore_eviction_policies=hook)], entry_points=())
+    found = resolve("eviction", "some-eviction:width=6", plugins=plugins)
+    assert (type(found), found.width) == (cls, 6)
+
+
+class PlainNewest(ScoreEviction):
+    """Evicts what was used last; its constructor does not call the base's."""
+
+    name = "newest"
+
+    def __init__(self, width=4):
+        """Store the option."""
+        self.width = width
+
+    def score(self, span, now):
+        """Return less for what was used later."""
+        return -now
+
+
+@dataclass
+class DataNewest(PlainNewest):
+    """The same, whose constructor is a dataclass's."""
+
+    width: int = 4
+
+
+@attrs.define
+class CheckedNewest(PlainNewest):
+    """The same, whose constructor is attrs', in slots."""
+
+    width: int = 4
+
+
+@pytest.mark.parametrize("cls", [PlainNewest, DataNewest, CheckedNewest])
+def test_a_policy_of_any_style_works(cls):
+    """In a cache that has to evict."""
+    policy = cls(width=8)
+    cache = KVCache(blocks=8, block_size=16, eviction=policy)
+    for number in range(6):
+        keys = [(number, block) for block in range(4)]
+        request = Request(id=number, prompt_tokens=64, keys=keys, key_tokens=16)
+        sequence = cache.open(request, now=number)
+        cache.commit(sequence, sequence.tokens - sequence.computed, now=number)
+        cache.close(sequence, now=number)
+    cache.check_integrity()
+    assert cache.tree.evicted_blocks == 16
+    assert policy.options() == {"width": 8}
