@@ -3,7 +3,7 @@
 from kvcore.cache import (
     EvictionPolicy,
     KVCache,
-    PrefixCache,
+    PrefixIndex,
     RetentionPolicy,
     ScoreEviction,
     Span,
@@ -39,7 +39,7 @@ __all__ = [
     "PluginError",
     "Plugins",
     "PolicyError",
-    "PrefixCache",
+    "PrefixIndex",
     "Request",
     "RetentionPolicy",
     "Scheduler",

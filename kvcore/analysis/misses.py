@@ -120,7 +120,6 @@ class MissClassifier:
             "REQUEST": self._request,
             "COMMIT": self._commit,
             "SPLIT": self._split,
-            "JOIN": self._join,
             "HIT": self._hit,
             "MISS": self._admission,
             "KEYS": self._keys,
@@ -216,9 +215,6 @@ class MissClassifier:
 
     def _split(self, event: events.Split) -> None:
         self._users[event.upper] = self._users[event.span]
-
-    def _join(self, event: events.Join) -> None:
-        del self._users[event.upper]
 
     def _hit(self, event: events.Hit) -> None:
         for span in path(self.state.spans[event.span]):
@@ -364,7 +360,7 @@ class MissClassifier:
             stop = min(reach, other.cacheable)
             if (
                 seq.id == reasons.seq
-                or seq.gaps
+                or seq.holes
                 or stop <= furthest
                 or other.keys[low] != keys[low]
             ):

@@ -12,7 +12,7 @@ import attrs
 
 from kvcore.analysis.untimed import served
 from kvcore.cache import KVCache
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config import RecordedParts
 from kvcore.config.values import PluginChoice
@@ -107,7 +107,7 @@ class RunSummary:
                 "ratio": stats.ratios(),
             },
             evicted_blocks=evicted,
-            forgotten_blocks=stats.forgotten_blocks,
+            forgotten_blocks=stats.dropped_blocks,
             preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
             ttft_s=_times(log.arrival, log.first_token) if timed else None,
             tpot_s=distribution([t for t in log.tpot() if t >= 0], SECOND) if timed else None,
@@ -220,7 +220,7 @@ class Recorded:
         self.evicted = 0
         self._reader = reader
         self._timed = header.mode != "untimed"
-        self._geometry = Geometry(header.count, header.block_size, header.key_tokens)
+        self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
         self._steps = DecodeSteps()
@@ -277,13 +277,13 @@ class Recorded:
         self._open[event.seq] = job
         _, tokens, _, _, lookup, _ = self._geometry.prompt(job.request)
         hit_tokens = hit * self._geometry.block_size
-        self.stats.admitted(lookup, hit, tokens, hit_tokens, again=again)
+        self.stats.admitted(lookup, hit, tokens, hit_tokens, resumed=again)
         if not again:
             job.admitted, job.hit = event.t, hit_tokens
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "sequence":
-            self.stats.forgotten_blocks += event.blocks
+            self.stats.dropped_blocks += event.blocks
         else:
             self.evicted += sum(abs(count) for _, count in event.runs)
 
@@ -553,7 +553,7 @@ class _Rerun:
             self._parts.rerun(filter(None, plugins)),
             self.log,
             cache.stats,
-            prefix.evicted + prefix.expired_blocks,
+            cache.tree.evicted_blocks + cache.tree.expired_blocks,
             timed=self._parts.timed,
         )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvcore.cache.span import Span, SpanGeometry
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.span import Span
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
@@ -66,7 +67,7 @@ class GhostTree:
 
     def __init__(self, tokens: int) -> None:
         """Remember nothing yet, and at most `tokens` tokens."""
-        self._geometry: SpanGeometry | None = None
+        self._geometry: BlockLayout | None = None
         self._clear()
         self.resize(tokens)
 

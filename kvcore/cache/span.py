@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
+from kvcore.cache.layout import BlockLayout
 from kvcore.request import DEFAULT_PRIORITY, Key
-
-
-@attrs.define(eq=False)
-class SpanGeometry:
-    """What every span of one tree shares: block size, keys per block, cost of a block.
-
-    `ratio` is blocks per key. `recompute(context, tokens)` gives the seconds it takes to
-    compute `tokens` tokens after `context` tokens of cached context.
-    """
-
-    block_size: int
-    ratio: int
-    recompute: Callable[[int, int], float]
 
 
 @attrs.define(eq=False, repr=False)
@@ -67,7 +55,7 @@ class Span:
     expires: int | None
     tenant: str | None
     data: Any
-    geometry: SpanGeometry
+    geometry: BlockLayout
     path_keys: Sequence[Key]
     ids: array[int] | None
     creator: object | None
@@ -96,7 +84,7 @@ class Span:
     def recompute_seconds(self) -> float:
         """Seconds to compute its tail block again, all before it being cached."""
         size = self.geometry.block_size
-        return self.geometry.recompute((self.end - 1) * size, size)
+        return self.geometry.recompute_seconds((self.end - 1) * size, size)
 
     def priority_at(self, now: int) -> int:
         """Return the retention priority that holds at `now`: 35 once a duration is over."""
@@ -112,11 +100,3 @@ class Span:
     def __repr__(self) -> str:
         """Show id, place and pins."""
         return f"<Span {self.id}: blocks {self.start}-{self.end}, pins {self.ref_count}>"
-
-
-def root_span(geometry: SpanGeometry) -> Span:
-    """Return the empty span at which every prompt begins. It is never evicted."""
-    return Span(
-        0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None, None,
-        geometry, (), None, None,
-    )  # fmt: skip

@@ -149,7 +149,7 @@ def compare(
             [_candidates(accounting, prefix_cache) if eviction is None else eviction],
             sizes,
             block_size=block_size,
-            count=accounting,
+            accounting=accounting,
             prefix=prefix_cache,
             recompute=recompute,
             seed=seed,

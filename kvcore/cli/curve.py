@@ -115,7 +115,7 @@ def curve(
             blocks,
             points=points,
             block_size=block_size,
-            count=accounting,
+            accounting=accounting,
             recompute=PrefillCost.of(spec, find_device(DEVICE)),
             seed=seed,
             jobs=cpus() if jobs is None else jobs,

@@ -196,7 +196,7 @@ class RecordedParts(RunParts):
         return KVCache(
             self.blocks,
             self.geometry.block_size,
-            count=self.geometry.count,
+            accounting=self.geometry.accounting,
             key_tokens=self.geometry.key_tokens,
             trace=trace,
             recompute=self.recompute,

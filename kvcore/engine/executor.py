@@ -271,7 +271,7 @@ class Step:
         is attended to alike wherever it lies.
         """
         assert job.seq is not None
-        kept = context - job.seq.forgotten_tokens
+        kept = context - job.seq.dropped_tokens
         end = context + len(tokens)
         self.jobs.append(job)
         self.streams.append(stream)

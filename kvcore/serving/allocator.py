@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvcore.cache import KVCache, Sequence
-from kvcore.cache.lockstep import grows_by_count, reserve, settle
 from kvcore.request import Request
 from kvcore.serving.decode_batch import Decoders
 from kvcore.serving.latency import StepTimes
@@ -29,7 +28,7 @@ class Growth:
         """Take the cache and the jobs that grow."""
         self._cache = cache
         self._decoders = decoders
-        self._by_count = grows_by_count(cache)
+        self._by_count = cache.counts_only
         self._size = cache.geometry.block_size
         self.slots = cache.pool.blocks * self._size
         self.measured = False
@@ -37,8 +36,8 @@ class Growth:
 
     def held(self) -> tuple[int, int]:
         """Return the slots that open requests hold, and those only the prefix cache does."""
-        cached = self._cache.prefix.unpinned * self._size
-        return self.slots - self._cache.pool.free * self._size - cached, cached
+        cached = self._cache.tree.unpinned_blocks * self._size
+        return self.slots - self._cache.pool.free_blocks * self._size - cached, cached
 
     def unfit(self, request: Request) -> str:
         """Say why `request` can never have all its slots; nothing if it can."""
@@ -49,9 +48,10 @@ class Growth:
     def fits(self, job: Job, now: int, spare: int) -> bool:
         """Say whether `job` could be opened, with `spare` blocks left. Pure."""
         cache = self._cache
-        keys, _, _, _, _, limit = cache.geometry.prompt(job.request)
-        _, hit, reserved, _ = cache.prefix.probe(keys, limit, now)
-        return -(-job.target // self._size) - hit <= cache.room - reserved - spare
+        prompt = cache.geometry.prompt(job.request)
+        match = cache.tree.match(prompt.keys, prompt.limit, now)
+        room = cache.available_blocks - match.unpinned_blocks - spare
+        return -(-job.target // self._size) - match.blocks <= room
 
     def splintered(self, request: Request) -> bool:
         """Say whether enough is free for `request`, but in pieces: blocks may lie anywhere."""
@@ -72,7 +72,7 @@ class Growth:
 
     def room_for(self, seq: Sequence) -> bool:
         """Say whether `seq` can get a slot more."""
-        return seq.tokens < seq.blocks * self._size or self._cache.room > 0
+        return seq.tokens < seq.blocks * self._size or self._cache.available_blocks > 0
 
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
@@ -92,7 +92,7 @@ class Growth:
         if decoders.grown <= step:
             jobs = decoders.growing(step)
             if jobs is not None:
-                if len(jobs) > self._cache.room:
+                if len(jobs) > self._cache.available_blocks:
                     return False
                 self._grow(jobs, 0, now)
             decoders.grown = step + 1
@@ -108,14 +108,14 @@ class Growth:
         first, end = start + 1, start + steps
         if self._by_count:
             need = decoders.growth_between(first, end)
-            if need <= cache.pool.free:
-                reserve(cache, need)
+            if need <= cache.pool.free_blocks:
+                cache.reserve_blocks(need)
                 self.idle += need * self._size
                 decoders.grown = end
                 return steps
         for step in decoders.growing_between(first, end):
             jobs = decoders.growing(step) or []
-            if len(jobs) > cache.room:
+            if len(jobs) > cache.available_blocks:
                 end = step
                 break
             now = (clock + times.total(step - start)) // PS_PER_NS
@@ -126,17 +126,17 @@ class Growth:
     def settle(self, job: Job) -> None:
         """Tell the cache how many tokens a generating job has, with the slot of its next."""
         assert job.seq is not None
-        settle(job.seq, job.length + (not self.pending))
+        self._cache.settle(job.seq, job.length + (not self.pending))
 
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
         self.idle += len(jobs) * self._size
-        if self._by_count and len(jobs) <= self._cache.pool.free:
-            reserve(self._cache, len(jobs))
+        if self._by_count and len(jobs) <= self._cache.pool.free_blocks:
+            self._cache.reserve_blocks(len(jobs))
             return
         for job in jobs:
             assert job.seq is not None
-            settle(job.seq, job.length + ahead)
+            self._cache.settle(job.seq, job.length + ahead)
             self._cache.extend(job.seq, 1, now)
 
     def _slots(self, seq: Sequence) -> int:

@@ -61,7 +61,7 @@ class Preemptions:
             msg = (
                 f"livelock at {now} ns: {self.barren} preemptions without a new token, the "
                 f"last of request {job.request.id!r}; {jobs} requests run or wait for "
-                f"{pool.blocks} blocks, of which {pool.free} are free. Scheduler "
+                f"{pool.blocks} blocks, of which {pool.free_blocks} are free. Scheduler "
                 f"{self._scheduler.name!r} orders them differently every time it is asked: a "
                 "running job's priority may only improve"
             )
@@ -225,7 +225,7 @@ class Seats:
             self.waiting,
             list(self.running),
             self._batching.max_seqs - len(self.running),
-            self._cache.room,
+            self._cache.available_blocks,
             self._server,
         )
         plan: StepPlan = self._call("plan", self._scheduler.plan, state)
@@ -319,7 +319,7 @@ class Seats:
         first = self._to_prefill(job, now) if again else None
         spare = self._spare if self.running or self.paused else 0
         try:
-            seq = cache.open(request, first, now, again=again, spare=spare)
+            seq = cache.open(request, first, now, resumed=again, reserve=spare)
         except OutOfBlocks:
             return False
         job.seq = seq

@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 import attrs
 
 from kvcore.cache import KVCache, Sequence
-from kvcore.cache.refusals import refuse_stranger
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
@@ -125,19 +124,19 @@ class ContiguousCache(KVCache):
         first_tokens: int | None = None,
         now: int | None = None,
         *,
-        again: bool = False,
-        spare: int = 0,
+        resumed: bool = False,
+        reserve: int = 0,
     ) -> Sequence:
         """Admit `request` if a hole is long enough for all it may need.
 
-        `first_tokens` is as for a paged cache; the piece is the same. `spare` means nothing
+        `first_tokens` is as for a paged cache; the piece is the same. `reserve` means nothing
         here: those that run have all they will need.
 
         Raises:
             InputError: the request's keys are not those the cache was made for.
             OutOfBlocks: no hole is long enough; nothing has changed.
         """
-        del spare
+        del reserve
         keys, tokens, _, _, lookup, _ = self.geometry.prompt(request)
         self._at(now)
         length = self.needs(request)
@@ -146,19 +145,19 @@ class ContiguousCache(KVCache):
         except OutOfBlocks as error:
             msg = f"request {request.id}: {error}"
             raise OutOfBlocks(msg) from error
-        self._serial += 1
+        self._last_id += 1
         self._admissions += 1
         allocated = tokens if first_tokens is None else first_tokens
         blocks = -(-allocated // self.geometry.block_size)
-        root = self.prefix.probe((), 0, self.now)[0]
+        root = self.tree.root
         seq = Sequence(
-            self._serial, self._admissions, request, keys, 0, lookup, 0, allocated, 0, blocks,
+            self._last_id, self._admissions, request, keys, 0, lookup, 0, allocated, 0, blocks,
             root,
         )  # fmt: skip
         self.sequences[seq.id] = seq
         self._pieces[seq.id] = start, length
         self._recount()
-        self.stats.admitted(lookup, 0, tokens, 0, again=again)
+        self.stats.admitted(lookup, 0, tokens, 0, resumed=resumed)
         return seq
 
     def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
@@ -168,7 +167,7 @@ class ContiguousCache(KVCache):
             InputError: it has not so many.
         """
         if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
+            self._refuse(seq)
         self._at(now)
         length = self.piece(seq)[1]
         if not 0 <= tokens <= length - seq.tokens:
@@ -183,7 +182,7 @@ class ContiguousCache(KVCache):
     def close(self, seq: Sequence, now: int | None = None) -> None:
         """Take the piece of `seq` back."""
         if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
+            self._refuse(seq)
         self._at(now)
         seq.is_open = False
         del self.sequences[seq.id]
@@ -230,7 +229,7 @@ class ContiguousCache(KVCache):
             raise AssertionError(msg)
 
     def _recount(self) -> None:
-        self.pool.free = self.space.free // self.geometry.block_size
+        self.pool.free_blocks = self.space.free // self.geometry.block_size
 
 
 class Reserved(Growth):

@@ -87,7 +87,7 @@ class Decoders:
         _put(self._classes, residue, job, seq.admission)
         if request.publishes or self._forgetting:
             _put(self.committing, residue, job, seq.admission)
-        attended = length + 1 - seq.forgotten * self._size
+        attended = length + 1 - seq.dropped * self._size
         if self._plain:
             self.context[0] += attended
             self.growth[0] += 1
@@ -107,7 +107,7 @@ class Decoders:
         if job.request.publishes or self._forgetting:
             _drop(self.committing, residue, job)
         assert job.seq is not None
-        attended = job.request.prompt_tokens + job.leave() - job.seq.forgotten * self._size
+        attended = job.request.prompt_tokens + job.leave() - job.seq.dropped * self._size
         if self._plain:
             self.context[0] -= attended
             self.growth[0] -= 1
@@ -120,7 +120,7 @@ class Decoders:
         if self._plain:
             self.context[0] -= tokens
         else:
-            attended = job.length + 1 - job.seq.forgotten * self._size
+            attended = job.length + 1 - job.seq.dropped * self._size
             self._forget(job, attended + tokens)
             self._attend(job, attended, job.seq.admission)
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import attrs
 
 from kvcore.cache import KVCache
-from kvcore.cache.lockstep import name_blocks, settle
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Request
@@ -96,13 +95,13 @@ class ServingLoop:
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
         seats, decoders, timeline = self.seats, self.decoders, self.log.pool
-        pool, prefix = self._cache.pool, self._cache.prefix
+        pool, tree = self._cache.pool, self._cache.tree
         while True:
             now = self.clock // PS_PER_NS
             if self._arrivals.next_at <= now:
                 self._take_arrivals(now)
             if seats.plan(now):
-                timeline.add(now, pool.free, prefix.unpinned)
+                timeline.add(now, pool.free_blocks, tree.unpinned_blocks)
                 if self.occupancy is not None:
                     self.occupancy.event(len(seats.running), seats.refused)
             if seats.chunks:
@@ -119,8 +118,7 @@ class ServingLoop:
             self._serial += 1
             slo = request.slo or self.log.slo
             job = Job(request, self._serial, at, self.steps, request.prompt_tokens, slo)
-            if self._cache.trace is not None:
-                self._cache.trace.request(request, at)
+            self._cache.announce(request, at)
             why = self._unfit(request)
             if why:
                 self._reject(job, why, at)
@@ -247,7 +245,7 @@ class ServingLoop:
         """Give generated blocks the keys that have become known."""
         for job, keys in self._executor.named:
             assert job.seq is not None
-            name_blocks(job.seq, keys)
+            self._cache.append_keys(job.seq, keys)
             known = [*job.request.output_keys, *keys]
             job.request = attrs.evolve(job.request, output_keys=known)
             if self._cache.trace is not None:
@@ -287,11 +285,11 @@ class ServingLoop:
         for job in self.decoders.committers():
             seq = job.seq
             assert seq is not None
-            settle(seq, job.length)
-            before = seq.forgotten_tokens
+            self._cache.settle(seq, job.length)
+            before = seq.dropped_tokens
             self._cache.commit(seq, job.length - seq.computed, now)
-            if seq.forgotten_tokens > before:
-                self.decoders.forgot(job, seq.forgotten_tokens - before)
+            if seq.dropped_tokens > before:
+                self.decoders.forgot(job, seq.dropped_tokens - before)
             self.seats.computed()
 
     def _prefill_done(self, job: Job, now: int) -> bool:
@@ -324,7 +322,7 @@ class ServingLoop:
             assert seq is not None
             if job.stage == DECODE:
                 self.decoders.remove(job)
-                settle(seq, request.prompt_tokens + request.output_tokens - 1)
+                self._cache.settle(seq, request.prompt_tokens + request.output_tokens - 1)
             job.stage = DONE
             if cache.trace is not None:
                 told = told_keys(request)
@@ -347,4 +345,4 @@ class ServingLoop:
 def _context(job: Job) -> int:
     """Return how many tokens the next one of a prefill attends to, besides its own."""
     assert job.seq is not None
-    return job.computed - job.seq.forgotten_tokens
+    return job.computed - job.seq.dropped_tokens

@@ -241,7 +241,7 @@ def summary(
     log: RunLog, cache: KVCache, batching: Batching, latency: LatencyModel, wall_s: float
 ) -> dict[str, Any]:
     """Return the numbers of a run, as docs/reference/simulate-result.md explains them."""
-    stats, prefix, geometry = cache.stats, cache.prefix, cache.geometry
+    stats, tree, geometry = cache.stats, cache.tree, cache.geometry
     tokens = cache.pool.blocks * geometry.block_size
     first, end = simulated(log)
     span = end - first
@@ -251,7 +251,7 @@ def summary(
     met = log.verdict.count(MET)
     return {
         "schema": SCHEMA,
-        "count": geometry.count,
+        "count": geometry.accounting,
         "requests": len(log.ids),
         "completed": len(log.ids) - len(log.reasons),
         "rejected": len(log.reasons),
@@ -269,8 +269,8 @@ def summary(
         "slo": _slo(log.slo or SLO())
         | {"own": log.own_slos, "met": met / judged if judged else None},
         "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
-        "forgotten_blocks": stats.forgotten_blocks,
-        "evicted_blocks": prefix.evicted + prefix.expired_blocks,
+        "forgotten_blocks": stats.dropped_blocks,
+        "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
         "hit": {
             "lookup_blocks": stats.lookup_blocks,
             "hit_blocks": stats.hit_blocks,
@@ -280,7 +280,7 @@ def summary(
             "ratio": stats.ratios(),
         },
         "lost_tokens": stats.lost_tokens,
-        "residency": None if prefix.residency is None else prefix.residency.by_tier(),
+        "residency": None if tree.residency is None else tree.residency.by_tier(),
         "pool": {"block_size": geometry.block_size} | log.pool.summary(first, end),
     }
 

@@ -183,13 +183,6 @@ class Split(Event, tag="SPLIT"):
     at: Size
 
 
-class Join(Event, tag="JOIN"):
-    """A split was taken back, since the call that made it failed."""
-
-    span: Count
-    upper: Count
-
-
 class Alloc(Event, tag="ALLOC"):
     """A sequence got private blocks."""
 
@@ -318,7 +311,7 @@ class End(Event, tag="END"):
 
 
 _TAGGED = (
-    Header | Request | Hit | Miss | Split | Join | Alloc | Commit | Evict | Free | Fork | Copy
+    Header | Request | Hit | Miss | Split | Alloc | Commit | Evict | Free | Fork | Copy
     | FirstToken | Preempt | Resume | Keys | Finish | Reject | End
 )  # fmt: skip
 

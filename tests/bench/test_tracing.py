@@ -73,7 +73,7 @@ def test_tracing(ratio: int, tmp_path: Path) -> None:
             KEY_TOKENS // ratio,
             eviction=LRU(),
             prefix=Radix(),
-            count="keys",
+            accounting="keys",
             key_tokens=KEY_TOKENS,
             trace=trace,
             ids=ids,

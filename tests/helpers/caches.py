@@ -68,7 +68,7 @@ def spell(span):
 
 def spans(cache):
     """Return the spans of `cache` by their text."""
-    return {spell(span): span for span in cache.prefix.spans()}
+    return {spell(span): span for span in cache.tree.spans()}
 
 
 def pins(cache):
@@ -130,7 +130,7 @@ class Mortal(LRU):
         span.expires = now + 10
 
 
-@attrs.define(eq=False)
+@attrs.define(slots=False, eq=False)
 class Lines(Recorder):
     """A trace in memory: the lines, as (event, fields)."""
 
@@ -152,9 +152,10 @@ class Lines(Recorder):
     def write(self, line):
         """Note an event."""
         # Arrays are the cache's own and go on changing: written down is what they are now.
-        kept = line.keys() - {"n", "t", "event"}
-        fields = {name: deepcopy(line[name]) for name in line if name in kept}
-        self.lines.append((line["event"], fields))
+        fields = {name: deepcopy(field) for name, field in line.items()}
+        event = fields.pop("event")
+        del fields["n"], fields["t"]
+        self.lines.append((event, fields))
 
     def events(self):
         """Return the names of the events, HEADER and REQUEST left out."""

@@ -86,7 +86,7 @@ def drive(cache):
     last = cache.open(ask("last", "qrstuv", 25), None, 19)
     cache.commit(last, 24, 20)
     cache.close(last, 21)
-    again = cache.open(ask("first", "abc", 13), None, 22, again=True)
+    again = cache.open(ask("first", "abc", 13), None, 22, resumed=True)
     cache.close(again, 23)
 
 
@@ -139,7 +139,7 @@ def serve(path):
         cache.commit(silent, 4, 5)
         trace.line("FINISH", 5, request="silent", seq=3, output=0)
         cache.close(silent, 5)
-        seq = cache.open(long, None, 5, again=True)
+        seq = cache.open(long, None, 5, resumed=True)
         cache.extend(seq, 5, 5)
         cache.commit(seq, 9, 6)
         trace.line("FINISH", 9, request="long", seq=4, output=6)

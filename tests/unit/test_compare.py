@@ -93,7 +93,7 @@ def test_empty_prompts_are_compared(tmp_path):
     line = '{"event":"REQUEST","id":%d,"t":0,"prompt":0,"output":1,"keys":[],"key_tokens":16}\n'
     path.write_text(line % 1 + line % 2)
     for policies, count in (("lru,optimum", "keys"), ("lru", "tokens")):
-        for row in compare(Jsonl(path), policies, 5, count=count).rows:
+        for row in compare(Jsonl(path), policies, 5, accounting=count).rows:
             assert (row.requests, row.lookup_blocks) == (2, 0)
 
 

@@ -100,7 +100,7 @@ def test_pieces_and_holes_tile_the_space(turns):
         cache.check_integrity()
         held = sum(cache.piece(seq)[1] for seq in cache.sequences.values())
         assert cache.space.free == 100 - held
-        assert cache.pool.free == cache.space.free // BLOCK
+        assert cache.pool.free_blocks == cache.space.free // BLOCK
 
 
 def test_a_request_reserves_the_longest_output():
