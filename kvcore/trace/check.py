@@ -406,7 +406,7 @@ class TraceChecker:
         cached = min(self._cached_keys.match(prompt.keys), prompt.limit)
         if hit != cached:
             violated(f"{hit} blocks hit; {cached} are cached and may hit")
-        self.lifecycles.admit(prompt.id, event.seq, resumed=again)
+        self.lifecycles.admit(prompt.id, event.seq, again=again)
         self._must_open(event.seq)
         return prompt
 
