@@ -6,14 +6,11 @@ from abc import abstractmethod
 from collections.abc import Sequence as Keys
 from typing import ClassVar
 
-import attrs
-
 from kvcore.cache.span import Span
 from kvcore.plugins.base import Plugin
 from kvcore.request import Key
 
 
-@attrs.define(slots=False, eq=False)
 class PrefixIndex(Plugin):
     """Finds the cached spans that a prompt begins with.
 

@@ -7,15 +7,12 @@ from collections.abc import Iterable, Iterator
 from operator import index
 from typing import ClassVar
 
-import attrs
-
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.sequence import Hole, Sequence, merge_holes
 from kvcore.plugins.base import Plugin
 
 
-@attrs.define(slots=False, eq=False)
 class RetentionPolicy(Plugin):
     """Decides which tokens of an open sequence need no K/V any longer.
 

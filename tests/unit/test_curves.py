@@ -205,8 +205,8 @@ def test_keys_of_another_size_are_refused():
         ({"policies": "lru", "points": 1}, "a curve through 1 sizes"),
         ({"policies": "lru", "jobs": 0}, "0 jobs"),
         ({"policies": "lru", "block_size": 5}, "block size 5"),
-        ({"policies": "optimum", "count": "tokens"}, "`keys` counting alone"),
-        ({"policies": "lru", "count": "bytes"}, "counting 'bytes'"),
+        ({"policies": "optimum", "accounting": "tokens"}, "`keys` accounting alone"),
+        ({"policies": "lru", "accounting": "bytes"}, "accounting 'bytes'"),
     ],
 )
 def test_what_makes_no_curve_is_refused(options, message):

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Keys
 from typing import ClassVar
 
-import attrs
-
 from kvcore import PrefixIndex, Span
 from kvcore.request import Key
 
 
-@attrs.define(slots=False, eq=False)
 class Radix(PrefixIndex):
     """Walk down the tree of spans, from child to child.
 

@@ -103,7 +103,7 @@ class BlockCache:
 
     def length(self, request):
         """Return the tokens of the prompt."""
-        if self.count == "keys":
+        if self.accounting == "keys":
             return len(request.keys) * self.key_tokens
         return request.prompt_tokens
 
@@ -121,7 +121,7 @@ class BlockCache:
 
     def limit(self, request):
         """Return how many blocks may hit; in `tokens` counting the last token may not."""
-        if self.count == "keys":
+        if self.accounting == "keys":
             return self.cacheable(request)
         return min(self.cacheable(request), (request.prompt_tokens - 1) // self.block_size)
 
