@@ -5,7 +5,7 @@ import pytest
 import zstandard
 from helpers.traces import CACHE, lines, record, seal, write
 
-from kvcore import InputError, Trace, TraceError
+from kvcore import InputError, Request, Trace, TraceError
 from kvcore.trace import read_events
 
 
@@ -210,7 +210,7 @@ def test_long_lines_are_read_whole(tmp_path):
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         trace.begin(**CACHE)
-        trace.line("REQUEST", 0, id=1, prompt=4, output=0, keys=keys, key_tokens=4)
+        trace.request(Request(id=1, prompt_tokens=4, keys=keys, key_tokens=4), 0)
     assert lines(path)[1]["keys"] == keys
 
 
