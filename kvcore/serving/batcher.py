@@ -343,7 +343,7 @@ class Batcher:
             self.waiting,
             list(self.running),
             self._batching.max_seqs - len(self.running),
-            self._cache.room,
+            self._cache.available_blocks,
             self._server,
         )
         plan: StepPlan = self._call("plan", self._scheduler.plan, state)
@@ -545,7 +545,7 @@ class Batcher:
             msg = (
                 f"livelock at {now} ns: {self.without_progress} preemptions without a new "
                 f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "
-                f"for {pool.blocks} blocks, of which {pool.free} are free. Scheduler "
+                f"for {pool.blocks} blocks, of which {pool.free_blocks} are free. Scheduler "
                 f"{self._scheduler.name!r} orders them differently every time it is asked: a "
                 "running job's priority may only improve"
             )

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from kvcore.cache import KVCache
-from kvcore.cache.lockstep import name_blocks, settle
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key
@@ -123,7 +122,7 @@ class ServingLoop:
     def _planned(self, now: int) -> None:
         """Record the state of the pool after a plan that changed something."""
         events = self.log.pool.pending
-        events.append((now, self._cache.pool.free, self._cache.prefix.unpinned))
+        events.append((now, self._cache.pool.free_blocks, self._cache.tree.unpinned_blocks))
         if len(events) > PENDING_EVENTS:
             self.log.pool.settle()
 
@@ -284,7 +283,7 @@ class ServingLoop:
         trace = self._cache.trace
         for job, keys in named:
             assert job.seq is not None
-            name_blocks(job.seq, keys)
+            self._cache.append_keys(job.seq, keys)
             job.named_keys += tuple(keys)
             if trace is not None:
                 name = job.request.id
@@ -296,7 +295,7 @@ class ServingLoop:
         contexts = []
         for job, tokens in chunks:
             assert job.seq is not None
-            context = job.computed - job.seq.forgotten * self._block_size
+            context = job.computed - job.seq.dropped * self._block_size
             contexts.append(context)
             total += tokens
             # n tokens after a context of c attend to c + 1, ..., c + n tokens.
@@ -317,11 +316,11 @@ class ServingLoop:
         for job in self.batch.committers():
             seq = job.seq
             assert seq is not None
-            settle(seq, job.length)
-            before = seq.forgotten_tokens
+            self._cache.settle(seq, job.length)
+            before = seq.dropped_tokens
             self._cache.commit(seq, job.length - seq.computed, now)
-            if seq.forgotten_tokens > before:
-                self.batch.forgot(job, seq.forgotten_tokens - before)
+            if seq.dropped_tokens > before:
+                self.batch.forgot(job, seq.dropped_tokens - before)
             self.batcher.computed()
 
     def _prefill_done(self, job: Job, now: int) -> bool:

@@ -17,7 +17,7 @@ import orjson
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.errors import PluginError
-from kvcore.files import make_directory, whole_file
+from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
@@ -394,11 +394,11 @@ class Result:
         Costs O(n log n) for n requests, and O(m) for m events.
         """
         log, cache, slo = self.log, self.cache, self.log.slo or SLO()
-        stats, prefix, geometry = cache.stats, cache.prefix, cache.geometry
+        stats, tree, geometry = cache.stats, cache.tree, cache.geometry
         measured = self.fragmentation
         return {
             "schema": SCHEMA,
-            "count": geometry.count,
+            "count": geometry.accounting,
             "requests": len(log.ids),
             "completed": len(log.ids) - len(log.reasons),
             "rejected": len(log.reasons),
@@ -421,8 +421,8 @@ class Result:
                 "met": self.slo_attainment,
             },
             "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
-            "forgotten_blocks": stats.forgotten_blocks,
-            "evicted_blocks": prefix.evicted + prefix.expired_blocks,
+            "forgotten_blocks": stats.dropped_blocks,
+            "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
             "hit": {
                 "lookup_blocks": stats.lookup_blocks,
                 "hit_blocks": stats.hit_blocks,
@@ -432,7 +432,7 @@ class Result:
                 "ratio": attrs.asdict(self.hit_ratio),
             },
             "lost_tokens": stats.lost_tokens,
-            "residency": None if prefix.residency is None else prefix.residency.by_tier(),
+            "residency": None if tree.residency is None else tree.residency.by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
             "fragmentation": None if measured is None else attrs.asdict(measured),
         }
@@ -467,8 +467,8 @@ class Result:
         directory = Path(directory)
         make_directory(directory)
         with (
-            whole_file(directory / SUMMARY) as document,
-            whole_file(directory / REQUESTS) as lines,
+            atomic_file(directory / SUMMARY) as document,
+            atomic_file(directory / REQUESTS) as lines,
         ):
             names = list(self.requests)
             for row in zip(*self.requests.values(), strict=True):
