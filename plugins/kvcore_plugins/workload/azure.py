@@ -34,7 +34,6 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:\+00:00
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)
 
 
-# In slots: only a slot overrides the contract's read-only `key_tokens` with an option.
 @attrs.define(eq=False)
 class Azure(Workload):
     """Arrival times and lengths of a production service; its requests have no keys.

@@ -21,7 +21,7 @@ from kvcore_plugins.workload.rows import Row, field_names, rows
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class Jsonl(Workload):
     """The requests of a kvcore trace, to be run again under other policies.
 

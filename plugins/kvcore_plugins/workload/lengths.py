@@ -54,7 +54,6 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
 
-# In slots: only a slot overrides the contract's read-only `key_tokens` with an option.
 @attrs.define(eq=False)
 class Lengths(Workload):
     """Arrival times and lengths out of a table, CSV or TSV; its requests share nothing.

@@ -22,7 +22,7 @@ from kvcore_plugins.workload.rows import Row, field_names, rows
 _HASH = re.compile(r"-?0x[0-9a-fA-F]{1,128}")
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class LMCache(Workload):
     """Requests as an LMCache server looked them up, with a key for every full chunk.
 

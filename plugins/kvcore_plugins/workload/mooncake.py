@@ -21,7 +21,7 @@ BUNDLED_REQUESTS = 12_031
 _MILLISECOND = NS_PER_S // 1000
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class Mooncake(Workload):
     """Requests of a deployed chat service, with one key for every 512 prompt tokens.
 

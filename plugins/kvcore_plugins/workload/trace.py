@@ -13,7 +13,7 @@ from kvcore.trace import TraceWorkload
 from kvcore.workloads import file_digest
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class Recording(Workload):
     """The requests of a kvcore trace that is whole, every line of which is checked.
 

@@ -26,7 +26,7 @@ _KEY_TOKENS = 64
 _KEY_BITS = 32
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class Weka(Workload):
     """Sessions of coding agents, subagents included, merged into one stream.
 

@@ -28,7 +28,6 @@ _WEIGHT = 2**60
 _MANY = 10_000_000
 
 
-# In slots: only a slot overrides the contract's read-only `key_tokens` with an option.
 @attrs.define(eq=False)
 class Zipf(Workload):
     """Prompts of a Zipf-popular prefix and a suffix of their own.
