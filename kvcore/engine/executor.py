@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
 from typing import Any, Literal, NoReturn, Unpack
 
@@ -14,10 +14,9 @@ from kvcore.errors import InputError, KvcoreError, PolicyError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import policy_error
 from kvcore.request import Key
-from kvcore.serving import Batch, Job, LatencyModel
+from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
-from kvcore.serving.decode_batch import Decoders
-from kvcore.serving.executor import SimulatedExecutor
+from kvcore.serving.latency import SimulatedExecutor
 from kvcore.units import PS_PER_NS
 
 Clock = Literal["model", "wall"]
@@ -63,8 +62,6 @@ class TensorExecutor:
         self.latency = latency
         self._timed = SimulatedExecutor(latency)
         self.plugins = (latency, generator, backend)
-        self.ended: list[tuple[Job, int]] = []
-        self.named: list[tuple[Job, Sequence[Key]]] = []
         self.streams: dict[int | str, TokenStream] = {}
         self.measured: list[MeasuredStep] = []
         self._cache = cache
@@ -79,28 +76,30 @@ class TensorExecutor:
         backend.allocate(tensor_layout(generator.spec, cache.pool.blocks, self._size, dtype))
 
     def run(
-        self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
-    ) -> int:
-        """Compute one step; return the picoseconds it took, by the clock of the run."""
+        self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Compute one step; return its time by the clock of the run, and what it ended."""
         began = perf_counter_ns()
-        self.ended.clear()
-        self.named.clear()
         step = Step(self._size)
         for job, tokens in chunks:
-            draws = job.computed + tokens == job.target and job.request.output_tokens
+            draws = job.computed + tokens == job.target and job.output_tokens
             self._add(step, job, job.computed, tokens, job.generated if draws else None)
-        for job in decoders or ():
+        for job in decoding:
             self._add(step, job, job.length, 1, job.generated)
-        self._take(step, self._forward(step))
+        ended, named = self._take(step, self._forward(step))
         if not self._wall:
-            return self._timed.run(batch, chunks, decoders)
-        self._backend.synchronize()
-        took = (perf_counter_ns() - began) * PS_PER_NS
-        self._measure(step, batch, took)
-        return took
+            took_ps = self._timed.run(work, chunks, decoding).took_ps
+        else:
+            self._backend.synchronize()
+            took_ps = (perf_counter_ns() - began) * PS_PER_NS
+            self._measure(step, work, took_ps)
+        return StepResult(took_ps, ended, named)
 
-    def lines(self, jobs: int) -> NoReturn:
+    def decode_times(
+        self, jobs: int, context: Sequence[int], growth: Sequence[int]
+    ) -> NoReturn:
         """Refuse: every step has to be run."""
+        del context, growth
         msg = f"steps of {jobs} jobs are computed, not foreseen: run them one by one"
         raise InputError(msg)
 
@@ -155,8 +154,12 @@ class TensorExecutor:
         except Exception as error:
             raise policy_error(self._backend, method, error) from error
 
-    def _take(self, step: Step, drawn: Sequence[int | None]) -> None:
-        """Give the new tokens to their jobs, and say what follows from them."""
+    def _take(
+        self, step: Step, drawn: Sequence[int | None]
+    ) -> tuple[list[tuple[Job, int]], list[tuple[Job, Sequence[Key]]]]:
+        """Add the new tokens to their streams; return jobs that ended, and new keys."""
+        ended: list[tuple[Job, int]] = []
+        named: list[tuple[Job, Sequence[Key]]] = []
         wanted = [draw is not None for draw in step.draws]
         if [token is not None for token in drawn] != wanted:
             name, count = self._generator.name, len(step.draws)
@@ -170,19 +173,20 @@ class TensorExecutor:
             if token is None:
                 continue
             token = stream.add(token)  # noqa: PLW2901 - what is known already counts
-            output = job.request.output_tokens
+            output = job.output_tokens
             if token in self._ends and len(stream.output) < output:
                 output = len(stream.output)
-                self.ended.append((job, output))
+                ended.append((job, output))
             keys = stream.new_keys(output)
             if keys:
-                self.named.append((job, keys))
+                named.append((job, keys))
+        return ended, named
 
-    def _measure(self, step: Step, batch: Batch, took: int) -> None:
-        decoding = step.contexts[len(step.contexts) - batch.decode :]
-        context = sum(decoding) + batch.decode
+    def _measure(self, step: Step, work: StepWork, took_ps: int) -> None:
+        decoding = step.contexts[len(step.contexts) - work.decode :]
+        context = sum(decoding) + work.decode
         line = len(self.measured) + 2
-        self.measured.append(MeasuredStep(line, batch.prefill, batch.decode, context, took))
+        self.measured.append(MeasuredStep(line, work.prefill, work.decode, context, took_ps))
 
 
 def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:

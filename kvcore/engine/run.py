@@ -12,8 +12,7 @@ from kvcore.engine.executor import Clock, TensorExecutor
 from kvcore.engine.generator import Generator
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
-from kvcore.serving import LatencyModel, Scheduler
-from kvcore.serving.batching import Batching
+from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve
@@ -113,7 +112,7 @@ def run(
         cache=cache,
         batching=batching,
         latency=latency,
-        fragmentation=None if loop.occupancy is None else loop.occupancy.summary(),
+        fragmentation=loop.fragmentation(),
         wall_s=took,
         outputs={name: stream.output for name, stream in executor.streams.items()},
         steps=executor.measured,
