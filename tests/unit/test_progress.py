@@ -1,4 +1,4 @@
-"""Progress that may be absent: who asked for it is told of every item, now and then."""
+"""Progress that may be absent: items are counted in strides, if the count is shown."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class Azure(Workload):
     Source: Patel et al., Splitwise, ISCA'24.
 
     Attributes:
-        path: the file.
-        key_tokens: tokens a key would stand for; what a cache takes as its block size.
+        path: path of the file.
+        key_tokens: tokens a key would stand for; the block size of a cache that serves it.
     """
 
     name: ClassVar[str] = "azure"
@@ -55,7 +55,7 @@ class Azure(Workload):
     key_tokens: int = attrs.field(default=16, validator=ge(1))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a row. Holds one row at a time."""
+        """Yield one request for each row. Keeps one row in memory."""
         source = lines(self.path)
         number, line = next(source)
         if not self.recognises(line):

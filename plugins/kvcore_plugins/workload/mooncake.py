@@ -40,7 +40,7 @@ class Mooncake(Workload):
     path: Path | None = attrs.field(default=None, converter=optional(Path))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a row. Holds one row at a time."""
+        """Yield one request for each row. Keeps one row in memory."""
         earliest = 0
         for row in rows(self._file):
             arrival = row.natural("timestamp", below=INT64_LIMIT // _MILLISECOND)

@@ -78,7 +78,7 @@ class Zipf(Workload):
             raise InputError(msg)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests. Holds one number a prefix."""
+        """Yield the requests. Keeps one number for each prefix in memory."""
         prompt = self.prefix_tokens + self.suffix_tokens
         own = -(-prompt // self.key_tokens) - self._shared_keys
         fresh = self.prefixes * self._shared_keys
