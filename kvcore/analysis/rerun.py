@@ -39,9 +39,7 @@ from kvcore.trace.check import advanced
 from kvcore.trace.fields import read_request
 from kvcore.trace.reader import Line, TraceReader
 from kvcore.trace.writer import version
-from kvcore.units import NS_PER_S, PS_PER_NS
-
-SECOND = NS_PER_S * PS_PER_NS
+from kvcore.units import NS_PER_S, PS_PER_S
 
 
 @attrs.frozen(kw_only=True)
@@ -113,7 +111,7 @@ class RunSummary:
             forgotten_blocks=stats.forgotten_blocks,
             preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
             ttft_s=_times(log.arrival, log.first_token) if timed else None,
-            tpot_s=_spread([t for t in log.tpot() if t >= 0], SECOND) if timed else None,
+            tpot_s=_spread([t for t in log.tpot() if t >= 0], PS_PER_S) if timed else None,
             e2e_s=_times(log.arrival, log.finish) if timed else None,
             queue_s=_times(log.arrival, log.admitted) if timed else None,
             simulated_s=seconds if timed else None,

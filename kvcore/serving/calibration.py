@@ -11,14 +11,11 @@ from typing import Any, TextIO
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, picoseconds
+from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, PS_PER_S, picoseconds
 from kvcore.workloads.files import lines
 
 NAMES = ("step", "prefill", "decode", "context")
 """The coefficients: the time of an empty step, and of one of each of `COUNTS`."""
-
-
-SECOND = NS_PER_S * PS_PER_NS
 
 
 @attrs.frozen
@@ -61,23 +58,23 @@ class Calibration:
     @property
     def spec(self) -> str:
         """The latency model as the command line takes it."""
-        options = (f"{name}={ps / SECOND!r}" for name, ps in self.coefficients.items())
+        options = (f"{name}={ps / PS_PER_S!r}" for name, ps in self.coefficients.items())
         return f"linear:{','.join(options)}"
 
     @property
     def rms(self) -> float:
         """Root of the mean squared error, in seconds."""
-        return sqrt(self._squares / len(self.residuals)) / SECOND
+        return sqrt(self._squares / len(self.residuals)) / PS_PER_S
 
     @property
     def mean(self) -> float:
         """Mean absolute error, in seconds."""
-        return sum(abs(r.error) for r in self.residuals) / len(self.residuals) / SECOND
+        return sum(abs(r.error) for r in self.residuals) / len(self.residuals) / PS_PER_S
 
     @property
     def largest(self) -> float:
         """Largest absolute error, in seconds."""
-        return max(abs(r.error) for r in self.residuals) / SECOND
+        return max(abs(r.error) for r in self.residuals) / PS_PER_S
 
     @property
     def mean_relative(self) -> float:
