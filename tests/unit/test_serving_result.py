@@ -358,12 +358,9 @@ def test_what_is_no_cap_and_no_slo_is_refused(options, message):
 
 
 def test_the_public_names():
-    """What a simulation takes is found where the cache is."""
-    assert (kvcore.simulate, kvcore.serving.Batching, kvcore.serving.Result) == (
-        simulate,
-        Batching,
-        Result,
-    )
+    """The loop, its options and its result are public names of their room."""
+    names = kvcore.serving.simulate, kvcore.serving.Batching, kvcore.serving.Result
+    assert names == (simulate, Batching, Result)
 
 
 def test_nobody_has_to_measure_how_long_blocks_rest():
