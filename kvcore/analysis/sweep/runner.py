@@ -164,7 +164,7 @@ class CellRun:
         self.parts = parts = known.parts(cell)
         self.eviction: EvictionPolicy | Belady
         self.cache: KVCache | None = None
-        if not cell.timed and cast("Spec", cell.eviction).name == Belady.name:
+        if not cell.timed and cast("Spec", cell.eviction).name in Belady.names:
             self.eviction = _optimum(parts)
         else:
             self.cache = parts.cache()
@@ -318,7 +318,8 @@ def _optimum(parts: RunParts) -> Belady:
         msg = f"eviction: {error}"
         raise InputError(msg) from error
     if parts.geometry.accounting != "keys":
-        msg = f"accounting: the optimum is known in `keys` alone, not in {parts.geometry.accounting!r}"
+        given = parts.geometry.accounting
+        msg = f"accounting: the optimum is known in `keys` alone, not in {given!r}"
         raise InputError(msg)
     prefix = parts.built("prefix").name
     if prefix != SHARING:
