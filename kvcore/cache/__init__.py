@@ -1,6 +1,6 @@
 """Blocks, block tables, pins: the mechanics of the KV cache."""
 
-from kvcore.cache.eviction import EvictionPolicy, ScoreEviction
+from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.ghost import GhostTree
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
@@ -9,7 +9,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.span import Span, SpanGeometry, root_span
+from kvcore.cache.span import Span, SpanGeometry, common_prefix, root_span
 
 __all__ = [
     "BlockPool",
@@ -18,6 +18,7 @@ __all__ = [
     "GhostTree",
     "Ids",
     "KVCache",
+    "LazyHeap",
     "Match",
     "PrefixCache",
     "Recorder",
@@ -27,5 +28,6 @@ __all__ = [
     "Sequence",
     "Span",
     "SpanGeometry",
+    "common_prefix",
     "root_span",
 ]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.cache.span import Span
+from kvcore.cache.span import Span, common_prefix
 from kvcore.histogram import Histogram
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
@@ -92,7 +92,7 @@ class Refaults:
             if run is None:
                 return
             first, last, path, clock = run
-            stop = max(first, _agreement(path, keys, first, min(last, end), ratio))
+            stop = max(first, common_prefix(path, keys, first, min(last, end), ratio))
             if clock >= oldest:
                 self.blocks += stop - first
             if stop < last:
@@ -112,20 +112,6 @@ class Refaults:
         """Forget the run that begins in `key`, and return it."""
         found = self._young.pop(key, None)
         return self._old.pop(key, None) if found is None else found
-
-
-def _agreement(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:
-    """Return where, from `start` to `end`, two paths part whose keys at `start` are equal."""
-    low, high = start // ratio, (end - 1) // ratio
-    if high <= low or one[high] == other[high]:
-        return end
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[middle] == other[middle]:
-            low = middle
-        else:
-            high = middle
-    return high * ratio
 
 
 Rested: TypeAlias = tuple[int, int, int]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Keys
 from typing import Any
 
 import attrs
@@ -13,10 +14,13 @@ from kvcore.request import DEFAULT_PRIORITY, Key
 
 @attrs.define(eq=False)
 class SpanGeometry:
-    """What every span of one tree shares: block size, keys per block, cost of a block.
+    """The constants that all spans of one tree share.
 
-    `ratio` is blocks per key. `recompute(context, tokens)` gives the seconds it takes to
-    compute `tokens` tokens after `context` tokens of cached context.
+    Attributes:
+        block_size: tokens in a block.
+        ratio: blocks for which one key stands.
+        recompute: function (context, tokens) that returns the seconds to compute `tokens`
+            tokens after `context` tokens of cached context.
     """
 
     block_size: int
@@ -68,7 +72,7 @@ class Span:
     tenant: str | None
     data: Any
     geometry: SpanGeometry
-    path_keys: Sequence[Key]
+    path_keys: Keys[Key]
     ids: array[int] | None
     creator: object | None
 
@@ -120,3 +124,22 @@ def root_span(geometry: SpanGeometry) -> Span:
         0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None, None,
         geometry, (), None, None,
     )  # fmt: skip
+
+
+def common_prefix(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:
+    """Return the position, at most `end`, up to which two paths have equal keys.
+
+    The paths are equal up to and including the key at block position `start`, and a key
+    stands for `ratio` blocks. Keys are chained, so equal keys mean equal paths before them,
+    and bisection finds the first difference: O(log keys).
+    """
+    low, high = start // ratio, (end - 1) // ratio
+    if high <= low or one[high] == other[high]:
+        return end
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[middle] == other[middle]:
+            low = middle
+        else:
+            high = middle
+    return high * ratio

@@ -9,7 +9,13 @@ import pytest
 from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, Span
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.request import Request
-from kvcore.testing.fake_policies import LIFETIME, Failing, Ledger, Mortal, Oldest
+from kvcore.testing.fake_policies import (
+    LIFETIME_NS,
+    BookkeepingPolicy,
+    ExpiringPolicy,
+    FailingPolicy,
+    Oldest,
+)
 from kvcore.testing.harness import Driver, Traffic, random_steps, snapshot
 
 if TYPE_CHECKING:
@@ -229,7 +235,7 @@ class PrefixCacheTests:
     def test_undoes_what_a_policy_fails(self, wrong: Any) -> None:
         """An admission without a victim is taken back, and the policy named."""
         self._needs("shares", "splits")
-        policy = Failing(wrong=wrong)
+        policy = FailingPolicy(wrong=wrong)
         cache = self._cache(8, policy)
         _serve(cache, "abcd")
         held = _start(cache, "lm")
@@ -246,12 +252,12 @@ class PrefixCacheTests:
     def test_expired_spans_do_not_match(self) -> None:
         """They end the match; an admission drops them, a probe does not."""
         self._needs("shares", "expires")
-        cache = self._cache(8, Mortal())
+        cache = self._cache(8, ExpiringPolicy())
         _serve(cache, "abc")
         before = snapshot(cache)
-        found = [cache.probe(_ask("abcd"), now) for now in (LIFETIME - 1, LIFETIME)]
+        found = [cache.probe(_ask("abcd"), now) for now in (LIFETIME_NS - 1, LIFETIME_NS)]
         assert (found, snapshot(cache)) == ([3, 0], before)
-        cache.open(_ask("abcd"), now=LIFETIME)
+        cache.open(_ask("abcd"), now=LIFETIME_NS)
         cache.check_integrity()
         assert (cache.prefix.cached, cache.prefix.expired_blocks) == (0, 3)
 
@@ -276,14 +282,14 @@ class PrefixCacheTests:
     @pytest.mark.parametrize("seed", range(4))
     def test_tells_the_policy_of_every_change(self, seed: int) -> None:
         """Spans, their sizes and pins can be kept from the policy's callbacks alone."""
-        ledger = Ledger()
-        cache = self._cache(14, ledger, key_tokens=2 * BLOCK)
+        books = BookkeepingPolicy()
+        cache = self._cache(14, books, key_tokens=2 * BLOCK)
         driver = Driver(cache)
         for step in random_steps(seed, 80, _TRAFFIC):
             driver.step(step)
             spans = list(cache.prefix.spans())
-            assert ledger.sizes == {span: span.blocks for span in spans}
-            assert ledger.held & set(spans) == {span for span in spans if span.ref_count}
+            assert books.sizes == {span: span.blocks for span in spans}
+            assert books.pinned & set(spans) == {span for span in spans if span.ref_count}
 
     @pytest.mark.parametrize("seed", range(4))
     def test_decides_alike_without_ids(self, seed: int) -> None:

@@ -16,7 +16,7 @@ from kvcore import (
 )
 from kvcore.analysis import compare
 from kvcore.request import Retention
-from kvcore_plugins.eviction import LFU, LRU, SLRU, TTL
+from kvcore_plugins.eviction import LFU, LRU, TTL
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf
 
@@ -157,34 +157,6 @@ def test_forks_are_no_admissions():
         serve(cache, "b")
         weights.append(spans(cache)["|b"].data)
     assert weights[0] == weights[1]
-
-
-def unlucky(base):
-    """Return an instance of a subclass of `base` that raises at one miss."""
-
-    class Unlucky(base):
-        name = "unlucky"
-        fails = False
-
-        def on_miss(self, request, hit_blocks, now):
-            if self.fails:
-                raise RuntimeError
-
-    return Unlucky()
-
-
-@pytest.mark.parametrize("base", [LRU, TTL, SLRU, LFU])
-def test_a_failed_open_leaves_the_order(base):
-    """After an admission that the policy failed, its order is what it was before."""
-    policy = unlucky(base)
-    cache = make(16, policy, count="keys")
-    serve(cache, "ab", "cd", "ab", "ef", "gh")
-    before = policy.state()
-    policy.fails = True
-    with pytest.raises(PolicyError, match=r"raised RuntimeError in on_miss\(\)"):
-        cache.open(ask("abx"))
-    assert policy.state() == before
-    cache.check_integrity()
 
 
 class Numberless(ScoreEviction):

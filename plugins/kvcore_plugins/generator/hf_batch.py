@@ -86,8 +86,8 @@ class PagedBatch(Paged):
         self,
         layer: int,
         queries: Tensor,
-        keys: Tensor,  # noqa: ARG002 - stored already
-        values: Tensor,  # noqa: ARG002
+        keys: Tensor,
+        values: Tensor,
         **options: Any,
     ) -> Tensor:
         """Attend to what is stored; a hidden token gets zeros."""
@@ -98,7 +98,7 @@ class PagedBatch(Paged):
             out = spread.index_copy_(0, self._rows, out)
         return out.unflatten(0, (batch, columns))  # type: ignore[no-any-return]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - one for all layers
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns so far, padding included, as transformers counts them."""
         return self._columns
 

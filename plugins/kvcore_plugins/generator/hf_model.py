@@ -74,7 +74,7 @@ class Packed(Paged):
         self,
         key_states: Tensor,
         value_states: Tensor,
-        layer_idx: int,  # noqa: ARG002 - a parameter of the contract
+        layer_idx: int,
         *_: Any,
         **__: Any,
     ) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ class Packed(Paged):
         out: Tensor = self._attend(layer, *rows, **options)
         return out.unsqueeze(0)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - likewise
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: every token comes with its position, none is counted from here."""
         return 0
 

@@ -9,7 +9,7 @@ import attrs
 from kvcore import Generator, InputError
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.models.catalogue import find_model
-from kvcore.models.spec import MOST_LAYERS, ModelSpec
+from kvcore.models.spec import MAX_LAYERS, ModelSpec
 
 
 def resized(
@@ -48,7 +48,7 @@ def resized(
         head_dim=spec.head_dim if head_dim is None else head_dim,
         value_dim=spec.value_dim if head_dim is None else head_dim,
         hidden_size=spec.hidden_size if hidden is None else hidden,
-        windows=tuple(islice(cycle(spec.windows), max(0, min(layers, MOST_LAYERS)))),
+        windows=tuple(islice(cycle(spec.windows), max(0, min(layers, MAX_LAYERS)))),
     )
 
 

@@ -358,10 +358,6 @@ class Radix(SpanTree):
             span.ref_count -= 1
             if not span.ref_count:
                 self.unpinned += span.blocks
-                expires = span.expires
-                with suppress(PolicyError):
-                    self._call("unpinned", self.eviction.unpinned, span, self._now)
-                span.expires = expires
             span = span.parent  # type: ignore[assignment]
 
     def _tell_accessed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Keys
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import attrs
@@ -52,7 +51,6 @@ class SpanTree(PrefixCache):
         self._on_access = find_override(eviction, "on_access")
         self._on_extend = find_override(eviction, "on_extend")
         self._on_split = find_override(eviction, "on_split")
-        self._on_joined = find_override(eviction, "joined")
         self._on_pin = find_override(eviction, "on_pin")
         self._on_release = find_override(eviction, "on_release")
         self._on_leaf = find_override(eviction, "on_leaf")
@@ -152,9 +150,6 @@ class SpanTree(PrefixCache):
         upper.parent = None
         if self.trace is not None:
             self.trace.line("JOIN", self._now, span=lower.id, upper=upper.id)
-        if self._on_joined is not None:
-            with suppress(PolicyError):
-                self._call("joined", self._on_joined, upper, lower)
 
     def join_all(self, uppers: list[Span]) -> None:
         """Take splits back, the latest first."""
@@ -191,7 +186,7 @@ class SpanTree(PrefixCache):
             cls = type(self.eviction)
             msg = (
                 f"eviction plugin {cls.name!r} ({cls.__module__}.{cls.__qualname__}) answered "
-                f"tail() of {span!r} with {count!r}: give 1 to {blocks}"
+                f"evictable_blocks() of {span!r} with {count!r}: give 1 to {blocks}"
             )
             raise PolicyError(msg)
         return count
