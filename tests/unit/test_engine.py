@@ -288,7 +288,7 @@ def test_stand_ins_notice():
     class Forgetful(Slots):
         def store(self, layer, plan, keys, values):
             super().store(layer, plan, keys, values)
-            self.fill(0, [plan.tables[0][0]])
+            self.fill(0, [plan.block_tables[0][0]])
 
     with pytest.raises(PolicyError, match=r"backend plugin .* raised TypeError in attend"):
         compute([text("a")], backend=Forgetful())
@@ -313,7 +313,7 @@ def test_what_a_backend_raises_is_its_own():
 class Endless(Exact):
     """Has no token that ends a text."""
 
-    ends = frozenset()
+    eos_token_ids = frozenset()
 
 
 def parts(**given):
