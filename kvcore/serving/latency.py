@@ -17,6 +17,7 @@ from kvcore.serving.batching import Batching
 from kvcore.units import PS_PER_NS
 
 Windows: TypeAlias = tuple[int | None, ...]
+"""Attention windows in tokens, None for attention without a window."""
 
 
 Line: TypeAlias = tuple[int, ...]
