@@ -16,7 +16,7 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.engine import RunResult
-from kvcore.engine.run import run as run_engine
+from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.models.spec import DeviceSpec, ModelSpec
