@@ -48,7 +48,7 @@ class Writer:
                 dtype="fp64",
             )
         )
-        self.cache = KVCache(blocks, BLOCK, ids=True, copied=self._copied)
+        self.cache = KVCache(blocks, BLOCK, ids=True, on_copy=self._copied)
         self.copies = 0
 
     def read(self, text: str) -> Branch:

@@ -4,7 +4,7 @@ from kvcore.api import compare, run, simulate
 from kvcore.cache import (
     EvictionPolicy,
     KVCache,
-    PrefixCache,
+    PrefixIndex,
     RetentionPolicy,
     ScoreEviction,
     Span,
@@ -40,7 +40,7 @@ __all__ = [
     "PluginError",
     "Plugins",
     "PolicyError",
-    "PrefixCache",
+    "PrefixIndex",
     "Request",
     "RetentionPolicy",
     "Scheduler",

@@ -31,7 +31,7 @@ from kvcore.workloads import Workload
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
     from kvcore.analysis.comparison import Policy
-    from kvcore.cache import PrefixCache
+    from kvcore.cache import PrefixIndex
     from kvcore.config import EngineParts, RunParts
     from kvcore.config.values import PluginChoice
     from kvcore.models.cost import PrefillCost
@@ -301,13 +301,13 @@ def compare(
             raise InputError(msg)
         sizes = [memory] if isinstance(memory, int | str) else memory
         blocks = [parts.blocks_in(size) for size in sizes]
-    make: str | type[PrefixCache] = str(prefix) if isinstance(prefix, Spec) else prefix  # type: ignore[assignment]
+    make: str | type[PrefixIndex] = str(prefix) if isinstance(prefix, Spec) else prefix  # type: ignore[assignment]
     return compare_policies(
         parts.workload,
         policies,
         blocks,
         block_size=parts.geometry.block_size,
-        count=accounting,
+        accounting=accounting,
         prefix=make,
         recompute=recompute or parts.recompute,
         seed=seed,

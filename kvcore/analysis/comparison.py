@@ -12,8 +12,8 @@ import attrs
 
 from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.untimed import replay
-from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, Residency, Span
-from kvcore.cache.layout import Geometry
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
@@ -100,7 +100,7 @@ class Comparison:
     """The result of `compare`: one row a policy and size, in the order asked for."""
 
     workload: Source
-    count: str
+    accounting: str
     rows: list[Row]
     infinite: Infinite
 
@@ -134,8 +134,8 @@ def compare(
     blocks: int | Iterable[int] | None = None,
     *,
     block_size: int | None = None,
-    count: str = "keys",
-    prefix: str | Callable[[], PrefixCache] = SHARING,
+    accounting: str = "keys",
+    prefix: str | Callable[[], PrefixIndex] = SHARING,
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -155,7 +155,7 @@ def compare(
             its name.
         blocks: pool sizes, or one; None: a few parts of the workload's distinct blocks.
         block_size: tokens a block holds; None: as many as a key of the workload.
-        count: `keys` or `tokens`, the two countings.
+        accounting: `keys` or `tokens`, the two accountings.
         prefix: the prefix cache, as a name with options, a class, or a function.
         recompute: what it costs to compute a block again, for policies that weigh that;
             None: Llama 3 8B on an H100.
@@ -186,13 +186,13 @@ def compare(
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
-    _check(candidates, sizes, count, make_prefix, trace)
+    _check(candidates, sizes, accounting, make_prefix, trace)
     if trace is not None:
         refuse_overwrite(trace, workload.options().values())
     key_tokens, digest = workload.key_tokens, workload.digest
     bench = _Runner(
         workload,
-        Geometry(count, key_tokens if block_size is None else block_size, key_tokens),
+        BlockLayout(accounting, key_tokens if block_size is None else block_size, key_tokens),
         make_prefix,
         recompute or default_prefill_cost(),
         residency,
@@ -216,7 +216,7 @@ def compare(
             key_tokens=key_tokens,
             options=plain(workload.options()),
         ),
-        count=count,
+        accounting=accounting,
         rows=_with_shares(rows),
         infinite=infinite,
     )
@@ -233,8 +233,8 @@ class _Runner:
     """Replays one workload once a row."""
 
     workload: Workload
-    geometry: Geometry
-    make_prefix: Callable[[], PrefixCache]
+    geometry: BlockLayout
+    make_prefix: Callable[[], PrefixIndex]
     recompute: PrefillCost
     residency: bool
     tick: Tick = attrs.field(init=False)
@@ -253,7 +253,7 @@ class _Runner:
         else:
             cache = self._cache(MOST_BLOCKS, _NoEviction())
             stats = replay(self._requests(), cache)
-            distinct = cache.prefix.cached
+            distinct = cache.tree.cached_blocks
         return stats.requests, Infinite(
             distinct_blocks=distinct,
             lookup_blocks=stats.lookup_blocks,
@@ -270,9 +270,9 @@ class _Runner:
         else:
             cache = self._cache(blocks, policy.make(), trace)
             if self.residency:
-                seen = cache.prefix.residency = Residency(blocks)
+                seen = cache.tree.residency = Residency(blocks)
             stats = replay(self._requests(), cache)
-            evicted = cache.prefix.evicted + cache.prefix.expired_blocks
+            evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(
             eviction=policy.name,
             options=policy.options,
@@ -308,7 +308,7 @@ class _Runner:
             self.geometry.block_size,
             eviction=eviction,
             prefix=self.make_prefix(),
-            count=self.geometry.count,
+            accounting=self.geometry.accounting,
             key_tokens=self.geometry.key_tokens,
             trace=trace,
             recompute=self.recompute,
@@ -349,14 +349,17 @@ def _sizes(blocks: int | Iterable[int]) -> list[int]:
 def _check(
     candidates: list[Candidate],
     sizes: list[int] | None,
-    count: str,
-    make_prefix: Callable[[], PrefixCache],
+    accounting: str,
+    make_prefix: Callable[[], PrefixIndex],
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse combinations of arguments that have no meaning."""
     optimum = any(policy.name == Belady.name for policy in candidates)
-    if optimum and count != "keys":
-        msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
+    if optimum and accounting != "keys":
+        msg = (
+            f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it "
+            "out"
+        )
         raise InputError(msg)
     prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
     if prefix != SHARING:

@@ -17,7 +17,7 @@ from kvcore.analysis.comparison import Candidate, Policy, Source, candidates_of
 from kvcore.analysis.untimed import replay
 from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy, KVCache
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
@@ -88,7 +88,7 @@ class Curves:
 
     Attributes:
         workload: whose curves these are.
-        count, block_size: how blocks were counted, and a block's tokens.
+        accounting, block_size: how blocks were counted, and a block's tokens.
         lookup_blocks: blocks looked up.
         distinct_blocks: the footprint: what a cache holds in the end that never evicts.
         hit_blocks: what that cache hits: the bound for all sizes.
@@ -96,7 +96,7 @@ class Curves:
     """
 
     workload: Source
-    count: str
+    accounting: str
     block_size: int
     lookup_blocks: int
     distinct_blocks: int
@@ -115,7 +115,7 @@ def curve(
     *,
     points: int = POINTS,
     block_size: int | None = None,
-    count: str = "keys",
+    accounting: str = "keys",
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     jobs: int = 1,
@@ -136,7 +136,7 @@ def curve(
         blocks: pool sizes; None: `points` of them.
         points: how many sizes, at even ratios from a thousandth of the footprint to all.
         block_size: tokens a block holds; None: as many as a key of the workload.
-        count: `keys` or `tokens`, the two countings.
+        accounting: `keys` or `tokens`, the two accountings.
         recompute: what it costs to compute a block again, as for `compare`.
         seed: of the named policies that have an option `seed` and do not set it.
         jobs: processes that replay; the result does not depend on it.
@@ -159,7 +159,7 @@ def curve(
     bench = _CurveMaker(
         Replays(
             workload,
-            count,
+            accounting,
             workload.key_tokens if block_size is None else block_size,
             recompute or default_prefill_cost(),
         ),
@@ -209,10 +209,11 @@ class _CurveMaker:
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
     ) -> Curves:
         """Return one curve for each of `candidates`."""
-        workload, count = self.replays.workload, self.replays.count
-        if count != "keys" and any(policy.kind is Belady for policy in candidates):
+        workload, accounting = self.replays.workload, self.replays.accounting
+        if accounting != "keys" and any(policy.kind is Belady for policy in candidates):
             msg = (
-                f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
+                f"the optimum is known in `keys` accounting alone, not in {accounting!r}: "
+                "leave it out"
             )
             raise InputError(msg)
         if sizes is None:
@@ -234,7 +235,7 @@ class _CurveMaker:
                 key_tokens=workload.key_tokens,
                 options=plain(workload.options()),
             ),
-            count=count,
+            accounting=accounting,
             block_size=self.replays.block_size,
             lookup_blocks=bounds[0],
             distinct_blocks=bounds[1],
@@ -244,7 +245,7 @@ class _CurveMaker:
 
     def _in_one_pass(self, policy: Candidate) -> bool:
         """Return True if one pass over the workload gives the whole curve of `policy`."""
-        if self.replays.count != "keys":
+        if self.replays.accounting != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
             return policy.kind is Belady
@@ -263,7 +264,7 @@ class _CurveMaker:
         cache = self.replays.cache(None, MOST_BLOCKS)
         with self._reading() as requests:
             stats = replay(requests, cache)
-        return stats.lookup_blocks, cache.prefix.cached, stats.hit_blocks
+        return stats.lookup_blocks, cache.tree.cached_blocks, stats.hit_blocks
 
     def _exact(
         self, candidates: list[Candidate], sizes: list[int], reuse: Reuse | None
@@ -374,19 +375,19 @@ class Replays:
 
     Attributes:
         workload: where the requests come from.
-        count, block_size: how blocks are counted, and a block's tokens.
+        accounting, block_size: how blocks are counted, and a block's tokens.
         recompute: what it costs to compute a block again.
     """
 
     workload: Workload
-    count: str
+    accounting: str
     block_size: int
     recompute: PrefillCost
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> BlockLayout:
         """Layout of requests in blocks."""
-        return Geometry(self.count, self.block_size, self.workload.key_tokens)
+        return BlockLayout(self.accounting, self.block_size, self.workload.key_tokens)
 
     def cache(self, policy: EvictionPolicy | None, blocks: int) -> KVCache:
         """Return a cache that shares prefixes; `policy` None means LRU."""
@@ -394,7 +395,7 @@ class Replays:
             blocks,
             self.block_size,
             eviction=policy,
-            count=self.count,
+            accounting=self.accounting,
             key_tokens=self.workload.key_tokens,
             recompute=self.recompute,
         )

@@ -14,17 +14,17 @@ from kvcore.histogram import Histogram
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
 
-Gone: TypeAlias = tuple[int, int, Keys[Key], int]
+EvictedRun: TypeAlias = tuple[int, int, Keys[Key], int]
 """Blocks `[start, end)` of the path with these keys, and blocks evicted up to then."""
 
 
-Move: TypeAlias = tuple[Any, ...]
+Transition: TypeAlias = tuple[Any, ...]
 """(keys, first, end, ratio): the blocks `[first, end)` of the path with these keys, each of
 which stands for `ratio`, were stored. With more behind it, they left."""
 
 
 ENTRY = 4
-"""The length of a `Move` that says what was stored."""
+"""The length of a `Transition` that says what was stored."""
 
 
 class Refaults:
@@ -50,11 +50,11 @@ class Refaults:
         self.blocks = self._clock = 0
         self._window = window
         # What left in this window of evictions, and in the one before: no more is needed.
-        self._young: dict[Key, Gone] = {}
-        self._old: dict[Key, Gone] = {}
+        self._young: dict[Key, EvictedRun] = {}
+        self._old: dict[Key, EvictedRun] = {}
         self._turn = window
 
-    def follow(self, moves: Iterable[Move]) -> None:
+    def record(self, moves: Iterable[Transition]) -> None:
         """Take in what was stored and what left, in order."""
         path: Keys[Key] | None = None
         start = upto = of = 0
@@ -101,20 +101,20 @@ class Refaults:
                 return
             start = stop
 
-    def _remember(self, key: Key, run: Gone) -> None:
+    def _remember(self, key: Key, run: EvictedRun) -> None:
         """Remember a run, and what has left after its end and began in the same key."""
         after = self._taken(key)
         if after is not None and after[0] == run[1]:
             run = run[0], after[1], after[2], run[3]
         self._young[key] = run
 
-    def _taken(self, key: Key) -> Gone | None:
+    def _taken(self, key: Key) -> EvictedRun | None:
         """Forget the run that begins in `key`, and return it."""
         found = self._young.pop(key, None)
         return self._old.pop(key, None) if found is None else found
 
 
-Rested: TypeAlias = tuple[int, int, int]
+BlockStats: TypeAlias = tuple[int, int, int]
 """Of blocks that leave: ns since the last access, ns since they were stored, hits."""
 
 
@@ -189,10 +189,10 @@ class Residency:
         # Noted and not yet counted: (age, blocks) of hits; what was stored and what left
         # for room, in order; what expired.
         self._ages: list[tuple[int, int]] = []
-        self._moves: list[Move] = []
-        self._expired: list[Move] = []
+        self._moves: list[Transition] = []
+        self._expired: list[Transition] = []
 
-    def hit(self, span: Span, now: int) -> None:
+    def on_hit(self, span: Span, now: int) -> None:
         """Take in a hit of `span` and all before it, which is not written down in them yet."""
         ages = self._ages
         while span.parent is not None:
@@ -201,11 +201,11 @@ class Residency:
         if len(ages) > BATCH:
             self.settle()
 
-    def stored(self, span: Span, blocks: int) -> None:
+    def on_store(self, span: Span, blocks: int) -> None:
         """Take in that the last `blocks` blocks of `span` were stored just now."""
-        self.entered(span.path_keys, span.end - blocks, span.end, span.geometry.ratio)
+        self.record_store(span.path_keys, span.end - blocks, span.end, span.geometry.ratio)
 
-    def evicted(self, span: Span, blocks: int, now: int, reason: str) -> None:
+    def on_evict(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Take in that the last `blocks` blocks of `span` are about to leave."""
         end, notes = span.end, self._moves if reason == "capacity" else self._expired
         notes.append((
@@ -215,22 +215,22 @@ class Residency:
         if len(notes) > BATCH:
             self.settle()
 
-    def aged(self, age: int, blocks: int) -> None:
+    def record_hit(self, age: int, blocks: int) -> None:
         """Take in a hit of `blocks` blocks that were `age` old."""
         self._ages.append((age, blocks))
 
-    def entered(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
+    def record_store(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
         """Take in that the blocks `[first, end)` of a path were stored; a key has `ratio`."""
         self._moves.append((keys, first, end, ratio))
         if len(self._moves) > BATCH:
             self.settle()
 
-    def left(
-        self, keys: Keys[Key], first: int, end: int, ratio: int, rested: Rested, reason: str
+    def record_evict(
+        self, keys: Keys[Key], first: int, end: int, ratio: int, stats: BlockStats, reason: str
     ) -> None:
         """Take in that such blocks leave, and how they had rested."""
         notes = self._moves if reason == "capacity" else self._expired
-        notes.append((keys, first, end, ratio, *rested))
+        notes.append((keys, first, end, ratio, *stats))
         if len(notes) > BATCH:
             self.settle()
 
@@ -243,9 +243,9 @@ class Residency:
         self._count("expired", expired)
         self._count("capacity", [move for move in moves if len(move) > ENTRY])
         self.stored_blocks += sum(move[2] - move[1] for move in moves if len(move) == ENTRY)
-        self.refaults.follow(moves)
+        self.refaults.record(moves)
 
-    def _count(self, reason: str, gone: list[Move]) -> None:
+    def _count(self, reason: str, gone: list[Transition]) -> None:
         """Count blocks that left, by how they had rested."""
         if not gone:
             return
@@ -329,7 +329,7 @@ class CacheStats:
         lookup_blocks, hit_blocks: blocks looked up, and hit from the first on.
         lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
         self_hit_blocks: blocks that preempted requests found of their own.
-        forgotten_blocks: blocks that open sequences have forgotten.
+        dropped_blocks: blocks that open sequences have dropped.
         lost_tokens: tokens that whole blocks kept from hitting, at most: what is left of a
             prompt, but for its last token, after every full block of it has hit.
         looked_up: requests with at least one lookup block.
@@ -342,16 +342,16 @@ class CacheStats:
     lookup_tokens: int = 0
     hit_tokens: int = 0
     self_hit_blocks: int = 0
-    forgotten_blocks: int = 0
+    dropped_blocks: int = 0
     lost_tokens: int = 0
     looked_up: int = 0
     ratio_sum: float = 0.0
 
     def admitted(
-        self, lookup: int, hit: int, tokens: int, hit_tokens: int, *, again: bool
+        self, lookup: int, hit: int, tokens: int, hit_tokens: int, *, resumed: bool
     ) -> None:
         """Count an admission that hit `hit` of `lookup` blocks of `tokens` tokens."""
-        if again:
+        if resumed:
             self.self_hit_blocks += hit
             return
         self.requests += 1

@@ -25,7 +25,7 @@ from kvcore.cli.output import (
 )
 from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
-from kvcore.files import refuse_overwrite, whole_file
+from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -108,14 +108,14 @@ def curve(
     if kind in FORMS:
         matplotlib()
     with ExitStack() as stack:
-        file = None if out is None else stack.enter_context(whole_file(out))
+        file = None if out is None else stack.enter_context(atomic_file(out))
         curves = make_curves(
             source,
             _candidates(accounting) if eviction is None else eviction,
             blocks,
             points=points,
             block_size=block_size,
-            count=accounting,
+            accounting=accounting,
             recompute=PrefillCost.of(spec, find_device(DEVICE)),
             seed=seed,
             jobs=cpus() if jobs is None else jobs,

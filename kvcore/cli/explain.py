@@ -184,7 +184,7 @@ def _replayed(
             eviction,
             blocks,
             block_size=block_size,
-            count=accounting,
+            accounting=accounting,
             prefix=prefix,
             seed=seed,
             trace=trace,

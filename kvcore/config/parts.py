@@ -11,7 +11,7 @@ from typing import Any, cast
 import attrs
 
 from kvcore.cache import KVCache, Recorder
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.lookup import find_workload, load_model
 from kvcore.config.run_config import MEMORY, RunConfig, read_option
@@ -117,7 +117,7 @@ class RunParts:
             eviction=self.built("eviction"),
             prefix=self.built("prefix"),
             retention=None if self.config.retention is None else self.built("retention"),
-            count=self.geometry.count,
+            accounting=self.geometry.accounting,
             key_tokens=self.workload.key_tokens,
             trace=trace,
             ids=self.ids,
@@ -214,13 +214,13 @@ class RunParts:
         text = str(given.absolute()) if isinstance(given, Path) else given
         return find_workload(text, self.plugins, self.config.seed)
 
-    def _geometry(self) -> Geometry:
+    def _geometry(self) -> BlockLayout:
         config, keys = self.config, self.workload.key_tokens
         size = config.block_size
         if size is None:
             size = BLOCK_SIZE if config.timed else keys
         accounting = "tokens" if config.timed else config.accounting or "keys"
-        return Geometry(accounting, size, keys)
+        return BlockLayout(accounting, size, keys)
 
     def _check_deployment(self) -> None:
         """Refuse a deployment that cannot be, also where nothing is sized by it."""

@@ -148,7 +148,7 @@ class TensorExecutor:
             self.streams[request.id] = stream
         # The table is without the blocks that a retention policy has dropped. K/V carries
         # its position, so it is attended to alike wherever in the table it lies.
-        context = position - seq.forgotten_tokens
+        context = position - seq.dropped_tokens
         blocks = -(-(context + tokens) // self._cache.geometry.block_size)
         return _ScheduledSequence(
             job,

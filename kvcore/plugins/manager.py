@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KINDS = {
     "eviction": "kvcore_eviction_policies",
-    "prefix": "kvcore_prefix_caches",
+    "prefix": "kvcore_prefix_indexes",
     "retention": "kvcore_retention_policies",
     "scheduler": "kvcore_schedulers",
     "latency": "kvcore_latency_models",

@@ -190,7 +190,7 @@ def _name(axis: Axis, low: float, high: float, label: str, sign: str) -> None:
 
 def _title(report: CurvesReport) -> str:
     curves, source = report.curves, report.curves.workload
-    return f"{source.name}, {counted(source.requests, 'request')}, {curves.count} counting"
+    return f"{source.name}, {counted(source.requests, 'request')}, {curves.accounting} counting"
 
 
 def _dense(low: int, high: int) -> list[int]:
@@ -239,7 +239,7 @@ class CurvesReport:
         look = "looks" if source.requests == 1 else "look"
         return (
             f"{source.name}: {requests} {look} up {counted(curves.lookup_blocks, 'block')} of "
-            f"{counted(curves.block_size, 'token')} ({curves.count} counting).\n"
+            f"{counted(curves.block_size, 'token')} ({curves.accounting} counting).\n"
             "The share of these that hit, by the size of the pool."
         )
 
@@ -294,7 +294,7 @@ class CurvesReport:
         curves = self.curves
         document = {
             "workload": attrs.asdict(curves.workload),
-            "count": curves.count,
+            "count": curves.accounting,
             "block_size": curves.block_size,
             "weighting": "block",
             "lookup_blocks": curves.lookup_blocks,
@@ -341,7 +341,7 @@ class CurvesReport:
                 writer.writerow(
                     [
                         curves.workload.name,
-                        curves.count,
+                        curves.accounting,
                         curves.block_size,
                         curve.eviction,
                         json.dumps(curve.options),

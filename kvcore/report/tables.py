@@ -69,7 +69,7 @@ class ComparisonReport:
         brackets = "; in brackets, the share of the optimum's hits" if ranked else ""
         return (
             f"{source.name}: {requests} {look} up {blocks} of {tokens} "
-            f"({self.comparison.count} counting).\n"
+            f"({self.comparison.accounting} counting).\n"
             f"The share of these that hit, by {by}{brackets}."
         )
 
@@ -113,7 +113,7 @@ class ComparisonReport:
 
     def _nothing(self) -> str:
         keys = "The requests have no keys"
-        if self.comparison.count != "keys":
+        if self.comparison.accounting != "keys":
             keys += ", or none that fills a block"
         return f"{keys}: there is nothing to look up."
 
@@ -184,7 +184,7 @@ def write_csv(comparison: Comparison, file: TextIO) -> None:
     writer.writeheader()
     for row in comparison.rows:
         fields: dict[str, Any] = {name: getattr(row, name, None) for name in CSV_COLUMNS}
-        fields |= {"workload": comparison.workload.name, "count": comparison.count}
+        fields |= {"workload": comparison.workload.name, "count": comparison.accounting}
         fields |= {f"hit_ratio_{kind}": ratio for kind, ratio in row.hit_ratio.items()}
         writer.writerow(fields | {"options": json.dumps(row.options)})
 

@@ -6,7 +6,6 @@ from bisect import bisect
 from collections.abc import Iterable
 
 from kvcore.cache import KVCache, Sequence
-from kvcore.cache.lockstep import settle
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
@@ -148,9 +147,9 @@ class ContiguousAllocator(MeasuredAllocator):
             return None
         # No blocks are allocated: the sequence has its slots already.
         again = job.admitted is not None
-        seq = self._cache.open(job.known_request(), 0, now, again=again)
+        seq = self._cache.open(job.known_request(), 0, now, resumed=again)
         self._pieces[seq.id] = start, length
-        settle(seq, job.target if first_tokens is None else first_tokens)
+        self._cache.settle(seq, job.target if first_tokens is None else first_tokens)
         self._count_blocks()
         self.idle += length
         self.uncomputed += seq.tokens
@@ -165,7 +164,7 @@ class ContiguousAllocator(MeasuredAllocator):
         self.idle -= self.slots_of(seq) - (job.computed if left else job.length)
         self.uncomputed -= left
         self.space.give(*self._pieces.pop(seq.id))
-        settle(seq, 0)
+        self._cache.settle(seq, 0)
         self._cache.close(seq, now)
         self._count_blocks()
 
@@ -177,7 +176,7 @@ class ContiguousAllocator(MeasuredAllocator):
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Use `tokens` more slots of the piece of `seq`."""
         del now
-        settle(seq, seq.tokens + tokens)
+        self._cache.settle(seq, seq.tokens + tokens)
 
     def next_step(self, now: int) -> bool:
         """Count the next step as allocated."""
@@ -218,11 +217,11 @@ class ContiguousAllocator(MeasuredAllocator):
     def _count_blocks(self) -> None:
         """Make the pool count as many free blocks as free slots are."""
         pool = self._cache.pool
-        more = pool.free - self.space.free // self._block_size
+        more = pool.free_blocks - self.space.free // self._block_size
         if more > 0:
-            pool.take(more)
+            pool.allocate(more)
         else:
-            pool.give(None, -more)
+            pool.free(None, -more)
 
 
 def longest_output(workload: Iterable[Request], max_output: int | None) -> int:

@@ -23,7 +23,6 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from kvcore.cache import KVCache, Sequence
-from kvcore.cache.lockstep import grows_by_count, reserve, settle
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request
 from kvcore.serving.latency import StepTimes, Windows
@@ -118,7 +117,7 @@ class DecodeBatch:
         _put(self._classes, residue, job, seq.admission)
         if self._forgetting or request.publishes:
             _put(self.committing, residue, job, seq.admission)
-        attended = length + 1 - seq.forgotten * self._block_size
+        attended = length + 1 - seq.dropped * self._block_size
         if self._is_plain:
             self.context[0] += attended
             self.growth[0] += 1
@@ -138,9 +137,7 @@ class DecodeBatch:
         if self.committing and job in self.committing.get(residue, ()):
             _drop(self.committing, residue, job)
         assert job.seq is not None
-        attended = (
-            job.request.prompt_tokens + job.leave() - job.seq.forgotten * self._block_size
-        )
+        attended = job.request.prompt_tokens + job.leave() - job.seq.dropped * self._block_size
         if self._is_plain:
             self.context[0] -= attended
             self.growth[0] -= 1
@@ -153,7 +150,7 @@ class DecodeBatch:
         if self._is_plain:
             self.context[0] -= tokens
         else:
-            attended = job.length + 1 - job.seq.forgotten * self._block_size
+            attended = job.length + 1 - job.seq.dropped * self._block_size
             self._unattend(job, attended + tokens)
             self._attend(job, attended, job.seq.admission)
 
@@ -344,7 +341,7 @@ class DecodeAllocator:
         self.allocated_until = 0
         self._cache = cache
         self._batch = batch
-        self._by_count = grows_by_count(cache)
+        self._by_count = cache.counts_only
         self._block_size = cache.geometry.block_size
 
     def never_fits(self, request: Request) -> str:
@@ -362,9 +359,10 @@ class DecodeAllocator:
             reserve: blocks that must stay free or evictable.
         """
         cache = self._cache
-        keys, _, _, _, _, limit = cache.geometry.prompt(job.known_request())
-        _, hit, reserved, _ = cache.prefix.probe(keys, limit, now)
-        return -(-job.target // self._block_size) - hit <= cache.room - reserved - reserve
+        prompt = cache.geometry.prompt(job.known_request())
+        match = cache.tree.match(prompt.keys, prompt.limit, now)
+        available = cache.available_blocks - match.unpinned_blocks - reserve
+        return -(-job.target // self._block_size) - match.blocks <= available
 
     def is_fragmented(self, request: Request) -> bool:
         """Return True if enough is free for `request` in sum, but not where it could lie."""
@@ -385,7 +383,7 @@ class DecodeAllocator:
         again = job.admitted is not None
         request = job.known_request() if again else job.request
         try:
-            return self._cache.open(request, first_tokens, now, again=again, spare=reserve)
+            return self._cache.open(request, first_tokens, now, resumed=again, reserve=reserve)
         except OutOfBlocks:
             return None
 
@@ -396,12 +394,12 @@ class DecodeAllocator:
         """
         assert job.seq is not None
         if tokens is not None:
-            settle(job.seq, tokens)
+            self._cache.settle(job.seq, tokens)
         self._cache.close(job.seq, now)
 
     def can_extend(self, seq: Sequence) -> bool:
         """Return True if `seq` can get a slot more."""
-        return seq.tokens < seq.blocks * self._block_size or self._cache.room > 0
+        return seq.tokens < seq.blocks * self._block_size or self._cache.available_blocks > 0
 
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
@@ -413,7 +411,8 @@ class DecodeAllocator:
         The slot of its next token counts if it is allocated.
         """
         assert job.seq is not None
-        settle(job.seq, job.length + (self.allocated_until > self._batch.steps.count))
+        allocated = self.allocated_until > self._batch.steps.count
+        self._cache.settle(job.seq, job.length + allocated)
 
     def next_step(self, now: int) -> bool:
         """Allocate for the next step, unless that is done; return False if there is no room."""
@@ -422,7 +421,7 @@ class DecodeAllocator:
         if self.allocated_until <= step:
             jobs = batch.growing(step)
             if jobs is not None:
-                if len(jobs) > self._cache.room:
+                if len(jobs) > self._cache.available_blocks:
                     return False
                 self._grow(jobs, 0, now)
             self.allocated_until = step + 1
@@ -450,13 +449,13 @@ class DecodeAllocator:
         first, end = start + 1, start + steps
         if self._by_count:
             need = batch.growth_between(first, end)
-            if need <= cache.pool.free:
+            if need <= cache.pool.free_blocks:
                 self._grow_by_count(need)
                 self.allocated_until = end
                 return steps
         for step in batch.growing_between(first, end):
             jobs = batch.growing(step) or []
-            if len(jobs) > cache.room:
+            if len(jobs) > cache.available_blocks:
                 end = step
                 break
             now = (clock_ps + times.total(step - start)) // PS_PER_NS
@@ -467,14 +466,14 @@ class DecodeAllocator:
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
         cache = self._cache
-        if self._by_count and len(jobs) <= cache.pool.free:
-            reserve(cache, len(jobs))
+        if self._by_count and len(jobs) <= cache.pool.free_blocks:
+            cache.reserve_blocks(len(jobs))
             return
         for job in jobs:
             assert job.seq is not None
-            settle(job.seq, job.length + ahead)
+            self._cache.settle(job.seq, job.length + ahead)
             cache.extend(job.seq, 1, now)
 
     def _grow_by_count(self, blocks: int) -> None:
         """Take free blocks for jobs of the batch, without saying for which."""
-        reserve(self._cache, blocks)
+        self._cache.reserve_blocks(blocks)

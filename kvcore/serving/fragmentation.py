@@ -9,7 +9,6 @@ from collections.abc import Sequence as Named
 from typing import Any
 
 from kvcore.cache import KVCache, Sequence
-from kvcore.cache.lockstep import settle
 from kvcore.request import Key
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.loop import ServingLoop
@@ -34,8 +33,8 @@ class MeasuredAllocator(DecodeAllocator):
 
     def held(self) -> tuple[int, int]:
         """Return the slots that open requests hold, and those only the prefix cache holds."""
-        cached = self._cache.prefix.unpinned * self._block_size
-        return self.slots - self._cache.pool.free * self._block_size - cached, cached
+        cached = self._cache.tree.unpinned_blocks * self._block_size
+        return self.slots - self._cache.pool.free_blocks * self._block_size - cached, cached
 
     def slots_of(self, seq: Sequence) -> int:
         """Return how many slots `seq` has."""
@@ -60,7 +59,7 @@ class MeasuredAllocator(DecodeAllocator):
         """Give the blocks of `job` back."""
         assert job.seq is not None
         if tokens is not None:
-            settle(job.seq, tokens)
+            self._cache.settle(job.seq, tokens)
         left = job.prefill_left
         self.idle -= self.slots_of(job.seq) - (job.computed if left else job.length)
         self.uncomputed -= left

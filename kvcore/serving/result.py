@@ -17,7 +17,7 @@ import orjson
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.errors import PluginError
-from kvcore.files import make_directory, whole_file
+from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
@@ -25,7 +25,7 @@ from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import Executor, LatencyModel, StepWork
 from kvcore.serving.scheduler import Job, Scheduler
 from kvcore.serving.stats import Fragmentation, Percentiles, PoolTimeline, TokenGaps
-from kvcore.units import NS_PER_S, PS_PER_NS
+from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
 from kvcore.workloads import Workload
 
 
@@ -203,8 +203,6 @@ def _verdict(job: Job, slo: SLO, now: int) -> int:
 
 SCHEMA = 1
 
-_PS_PER_S = NS_PER_S * PS_PER_NS
-
 
 def _between(begin: Sequence[int], end: Sequence[int]) -> list[int]:
     """Return the times from `begin` to `end`, where there is an end."""
@@ -293,7 +291,7 @@ class Result:
     @cached_property
     def tpot(self) -> Percentiles | None:
         """Mean times of the tokens after the first, by request; None without any."""
-        return Percentiles.of([time for time in self.log.tpot() if time >= 0], _PS_PER_S)
+        return Percentiles.of([time for time in self.log.tpot() if time >= 0], PS_PER_S)
 
     @cached_property
     def itl(self) -> Percentiles | None:
@@ -301,7 +299,7 @@ class Result:
 
         The mean is exact; percentiles are at most 1 % too large.
         """
-        return self.log.itl.percentiles(_PS_PER_S)
+        return self.log.itl.percentiles(PS_PER_S)
 
     @cached_property
     def e2e(self) -> Percentiles | None:
@@ -378,7 +376,7 @@ class Result:
             "finish_s": _seconds(log.finish),
             "queue_s": _seconds(_since(log.arrival, log.admitted)),
             "ttft_s": _seconds(_since(log.arrival, log.first_token)),
-            "tpot_s": _seconds(log.tpot(), _PS_PER_S),
+            "tpot_s": _seconds(log.tpot(), PS_PER_S),
             "e2e_s": _seconds(_since(log.arrival, log.finish)),
             "prompt": log.prompt.tolist(),
             "output": log.output.tolist(),
@@ -394,11 +392,11 @@ class Result:
         Costs O(n log n) for n requests, and O(m) for m events.
         """
         log, cache, slo = self.log, self.cache, self.log.slo or SLO()
-        stats, prefix, geometry = cache.stats, cache.prefix, cache.geometry
+        stats, tree, geometry = cache.stats, cache.tree, cache.geometry
         measured = self.fragmentation
         return {
             "schema": SCHEMA,
-            "count": geometry.count,
+            "count": geometry.accounting,
             "requests": len(log.ids),
             "completed": len(log.ids) - len(log.reasons),
             "rejected": len(log.reasons),
@@ -421,8 +419,8 @@ class Result:
                 "met": self.slo_attainment,
             },
             "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
-            "forgotten_blocks": stats.forgotten_blocks,
-            "evicted_blocks": prefix.evicted + prefix.expired_blocks,
+            "forgotten_blocks": stats.dropped_blocks,
+            "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
             "hit": {
                 "lookup_blocks": stats.lookup_blocks,
                 "hit_blocks": stats.hit_blocks,
@@ -432,7 +430,7 @@ class Result:
                 "ratio": attrs.asdict(self.hit_ratio),
             },
             "lost_tokens": stats.lost_tokens,
-            "residency": None if prefix.residency is None else prefix.residency.by_tier(),
+            "residency": None if tree.residency is None else tree.residency.by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
             "fragmentation": None if measured is None else attrs.asdict(measured),
         }
@@ -467,8 +465,8 @@ class Result:
         directory = Path(directory)
         make_directory(directory)
         with (
-            whole_file(directory / SUMMARY) as document,
-            whole_file(directory / REQUESTS) as lines,
+            atomic_file(directory / SUMMARY) as document,
+            atomic_file(directory / REQUESTS) as lines,
         ):
             names = list(self.requests)
             for row in zip(*self.requests.values(), strict=True):

@@ -7,7 +7,7 @@ from functools import partial
 from time import perf_counter
 from typing import Literal
 
-from kvcore.cache import KVCache, Residency
+from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
@@ -112,10 +112,10 @@ def simulate(
 
 def check_cache(cache: KVCache, verb: str) -> None:
     """Raise InputError if `cache` cannot serve a run under a clock, or has served one."""
-    if cache.geometry.count != "tokens":
+    if cache.geometry.accounting != "tokens":
         msg = (
-            f"{verb} with a cache in {cache.geometry.count!r} counting: under a clock tokens "
-            "count; make it with KVCache(..., count='tokens')"
+            f"{verb} with a cache in {cache.geometry.accounting!r} accounting: under a clock "
+            "tokens count; make it with KVCache(..., accounting='tokens')"
         )
         raise InputError(msg)
     if cache.sequences or cache.stats.requests:
@@ -190,7 +190,7 @@ def serve(
             slo=slo,
         )
     if residency:
-        cache.prefix.residency = Residency(cache.pool.blocks)
+        cache.record_residency()
     start = perf_counter()
     loop.run()
     return loop, perf_counter() - start

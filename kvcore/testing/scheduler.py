@@ -488,7 +488,7 @@ class SchedulerTests(ABC):
         if server == "toy":
             ToyServer(scheduler, _MAX_SEQS, tokens).run(requests)
             return calls
-        cache = KVCache(tokens // _KEY, _KEY, count="tokens", key_tokens=_KEY)
+        cache = KVCache(tokens // _KEY, _KEY, accounting="tokens", key_tokens=_KEY)
         simulate(
             requests,
             cache=cache,

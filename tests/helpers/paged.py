@@ -53,7 +53,7 @@ class Paged:
             prefix=Radix(),
             retention=retention,
             ids=True,
-            copied=self._copied,
+            on_copy=self._copied,
         )
         self.texts = {}
         self.copies = []
@@ -73,7 +73,7 @@ class Paged:
         text = self.texts[seq]
         self.close(seq)
         text.computed = 0
-        return self._admitted(self.cache.open(seq.request, again=True), text)
+        return self._admitted(self.cache.open(seq.request, resumed=True), text)
 
     def fork(self, seq, seed):
         """Return a child that draws from another seed."""
@@ -96,7 +96,7 @@ class Paged:
         if not counts:
             return {}
         texts = [self.texts[seq] for seq in counts]
-        contexts = [self.texts[seq].computed - seq.forgotten_tokens for seq in counts]
+        contexts = [self.texts[seq].computed - seq.dropped_tokens for seq in counts]
         tables = [
             self.cache.block_table(seq)[: self._blocks(context + n)]
             for (seq, n), context in zip(counts.items(), contexts, strict=True)
@@ -146,7 +146,7 @@ class Paged:
             self.cache.extend(seq, missing)
         except OutOfBlocks:
             return False
-        self._poison(self.cache.block_table(seq)[before - seq.forgotten :])
+        self._poison(self.cache.block_table(seq)[before - seq.dropped :])
         return True
 
     def _blocks(self, tokens):

@@ -162,7 +162,7 @@ def serve(
         block_size,
         eviction=LRU() if eviction is None else eviction,
         retention=retention,
-        count="tokens",
+        accounting="tokens",
         key_tokens=block_size if key_tokens is None else key_tokens,
         trace=writer,
     )
@@ -179,7 +179,7 @@ def serve(
         writer.close()
     cache.check_integrity()
     assert not cache.sequences
-    assert cache.pool.free + cache.prefix.cached == blocks
+    assert cache.pool.free_blocks + cache.tree.cached_blocks == blocks
     log = result.log
     columns = [getattr(log, column) for column in COLUMNS]
     rows = {

@@ -95,7 +95,7 @@ def test_a_trace_can_be_replayed(tmp_path_factory, server, window):
     run = simulated(server, "urgent", window)
     report = replayed(run.trace, tmp_path_factory.mktemp("trace") / "run.jsonl")
     assert (report.complete, report.pool["private"]) == (True, 0)
-    assert report.pool["cached"] == run.result.cache.prefix.cached
+    assert report.pool["cached"] == run.result.cache.tree.cached_blocks
 
 
 @schedulers

@@ -36,7 +36,7 @@ class Model:
         """Return what the next step, or one `after` steps later, attends to."""
         return [
             sum(
-                min(length - job.seq.forgotten * self.size + after + 1, window or 10**9)
+                min(length - job.seq.dropped * self.size + after + 1, window or 10**9)
                 for job, length in self.lengths.items()
             )
             for window in WINDOWS
@@ -117,8 +117,8 @@ def _remove(model, batch, job):
 
 
 def _forget(model, batch, job, most):
-    blocks = min(model.lengths[job] // model.size - job.seq.forgotten, most)
-    job.seq.forgotten += blocks
+    blocks = min(model.lengths[job] // model.size - job.seq.dropped, most)
+    job.seq.dropped += blocks
     batch.forgot(job, blocks * model.size)
     model.removed = True
 

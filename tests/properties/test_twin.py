@@ -81,7 +81,7 @@ def test_twins_on_recorded_requests(recorded, eviction, scheduler):
     run = computed(server, scheduler)
     assert decided(run.trace) == decided(simulated.trace)
     assert simulated.of("FINISH")
-    assert simulated.result.cache.prefix.evicted
+    assert simulated.result.cache.tree.evicted_blocks
 
 
 def test_every_policy_is_in_the_list():

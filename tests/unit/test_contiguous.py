@@ -114,7 +114,7 @@ def test_pieces_and_holes_tile_the_space(turns):
         allocator.check_integrity()
         held = sum(allocator.piece(job.seq)[1] for job in jobs)
         assert allocator.space.free == 100 - held
-        assert cache.pool.free == allocator.space.free // BLOCK
+        assert cache.pool.free_blocks == allocator.space.free // BLOCK
         assert len(cache.sequences) == len(jobs)
 
 
@@ -250,7 +250,7 @@ def test_every_request_ends_once(server, scheduler):
         for request in server.requests
         if not 0 < request.prompt_tokens <= blocks * size - result.max_output
     }
-    assert cache.pool.free == blocks
+    assert cache.pool.free_blocks == blocks
     cache.check_integrity()
 
 

@@ -123,7 +123,7 @@ def test_generated_blocks_are_shared():
 def test_a_text_that_publishes_nothing():
     """Without `publish` generated blocks stay private, and no keys are told."""
     run = compute([text("a", 10, 12)])
-    assert run.result.cache.prefix.cached == 2
+    assert run.result.cache.tree.cached_blocks == 2
     assert not [line for line in run.lines if "output_keys" in line or line["event"] == "KEYS"]
 
 
@@ -202,7 +202,7 @@ def test_an_early_end_shares_what_is_computed(output, shared):
     )
     (told,) = [line for line in run.lines if line["event"] == "FINISH"]
     assert told["output"] == output
-    assert len(told.get("output_keys", ())) == shared == run.result.cache.prefix.cached - 1
+    assert len(told.get("output_keys", ())) == shared == run.result.cache.tree.cached_blocks - 1
 
 
 def test_a_request_is_not_changed_by_a_run():
@@ -326,7 +326,7 @@ def parts(**given):
     ("given", "message"),
     [
         ({"cache": KVCache(9, 4)}, "only counts blocks: make it with ids=True"),
-        ({"cache": KVCache(9, 4, count="keys", ids=True)}, "count='tokens'"),
+        ({"cache": KVCache(9, 4, accounting="keys", ids=True)}, "accounting='tokens'"),
         ({"clock": "sun"}, "clock='sun' is not known; there are: model, wall"),
         ({"stop_at_eos": True}, "take clock='wall'"),
         (

@@ -251,14 +251,14 @@ def test_attention_windows():
 
 def test_a_cache_that_counts_keys_is_refused():
     """Under a clock tokens count."""
-    cache = KVCache(9, 4, eviction=LRU(), count="keys", key_tokens=4)
-    with pytest.raises(InputError, match="'keys' counting: under a clock tokens count"):
+    cache = KVCache(9, 4, eviction=LRU(), accounting="keys", key_tokens=4)
+    with pytest.raises(InputError, match="'keys' accounting: under a clock tokens count"):
         simulate([], cache=cache, latency=Even())
 
 
 def test_a_cache_that_has_served_is_refused():
     """Each run begins with an empty cache."""
-    cache = KVCache(9, 4, eviction=LRU(), count="tokens", key_tokens=4)
+    cache = KVCache(9, 4, eviction=LRU(), accounting="tokens", key_tokens=4)
     simulate([ask("a")], cache=cache, latency=Even())
     with pytest.raises(InputError, match="served before: make a new KVCache for each run"):
         simulate([ask("a")], cache=cache, latency=Even())

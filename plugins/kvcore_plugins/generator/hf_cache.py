@@ -60,7 +60,7 @@ class PagedCache:
         geometry = self.cache.geometry
         if (
             not isinstance(self.cache.pool, BlockPool)
-            or geometry.count != "tokens"
+            or geometry.accounting != "tokens"
             or geometry.key_tokens != geometry.block_size
         ):
             msg = (
@@ -140,7 +140,7 @@ class PagedCache:
             dtype=dtype_of(model),
         )
         self.backend.allocate(layout)
-        self.cache.copied = lambda source, target: self.backend.copy_blocks([(source, target)])
+        self.cache.on_copy = lambda source, target: self.backend.copy_blocks([(source, target)])
         self._model = model
 
     def _before(
