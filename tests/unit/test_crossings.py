@@ -5,8 +5,8 @@ from __future__ import annotations
 from helpers.crossings import SMALL, way_of_command, way_of_request
 
 FILES_OF_SIMULATE = 56
-CALLS_OF_A_REQUEST = 99
-CROSSINGS_OF_A_REQUEST = 98
+CALLS_OF_A_REQUEST = 100
+CROSSINGS_OF_A_REQUEST = 100
 FILES_OF_A_REQUEST = 19
 
 
