@@ -101,8 +101,9 @@ class Plugins:
 
     Making it imports what the entry points of the group `kvcore` name, in order of
     (distribution, name), and registers `extra` after them: more modules or objects with
-    hooks. The hook of a kind is called at the first look-up of that kind, once. Entry points named in the environment
-    variable KVCORE_DISABLE_PLUGINS, as `name` or `distribution:name`, are skipped.
+    hooks. The hook of a kind is called at the first look-up of that kind, once. Entry points
+    named in the environment variable KVCORE_DISABLE_PLUGINS, as `name` or
+    `distribution:name`, are skipped.
     `entry_points` replaces those that are installed.
 
     Raises:
