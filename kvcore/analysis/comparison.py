@@ -16,11 +16,11 @@ from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
-from kvcore.errors import InputError
+from kvcore.errors import InputError, PluginError
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.plugins.manager import Plugins, check_name
-from kvcore.plugins.options import Spec, parse
+from kvcore.plugins.options import Spec, as_text, parse
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import Request
 from kvcore.trace import Trace
@@ -103,6 +103,29 @@ class Comparison:
     accounting: str
     rows: list[Row]
     infinite: Infinite
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the rows, with hit ratios in columns of their own.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        try:
+            import polars as pl  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            msg = (
+                f"to_frame needs polars, which cannot be imported ({error}): "
+                "pip install 'kvcore[lab]', or make a frame of `comparison.rows` yourself"
+            )
+            raise PluginError(msg) from error
+        left_out = attrs.filters.exclude("options", "hit_ratio", "residency")
+        rows = [
+            attrs.asdict(row, filter=left_out)
+            | {"options": ",".join(f"{k}={as_text(v)}" for k, v in row.options.items())}
+            | {f"hit_ratio_{unit}": ratio for unit, ratio in row.hit_ratio.items()}
+            for row in self.rows
+        ]
+        return pl.DataFrame(rows, infer_schema_length=None)
 
 
 def compare(

@@ -21,12 +21,19 @@ from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import SLO, Key, Request, TextRequest
-from kvcore.serving import Batch, Batching, DecodeSteps, Job, LatencyModel, Scheduler
-from kvcore.serving.decode_batch import Decoders
-from kvcore.serving.executor import SimulatedExecutor
+from kvcore.serving import (
+    Batching,
+    DecodeSteps,
+    Job,
+    LatencyModel,
+    Scheduler,
+    StepResult,
+    StepWork,
+)
+from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.result import MET, UNJUDGED, RunLog
 from kvcore.serving.simulate import serve
-from kvcore.serving.stats import Distribution, distribution
+from kvcore.serving.stats import Percentiles
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import advanced
 from kvcore.trace.fields import read_request
@@ -65,10 +72,10 @@ class RunSummary:
     evicted_blocks: int
     forgotten_blocks: int
     preemptions: dict[str, int]
-    ttft_s: Distribution | None
-    tpot_s: Distribution | None
-    e2e_s: Distribution | None
-    queue_s: Distribution | None
+    ttft_s: dict[str, float] | None
+    tpot_s: dict[str, float] | None
+    e2e_s: dict[str, float] | None
+    queue_s: dict[str, float] | None
     simulated_s: float | None
     throughput_tokens_s: float | None
     goodput: float | None
@@ -106,7 +113,7 @@ class RunSummary:
             forgotten_blocks=stats.dropped_blocks,
             preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
             ttft_s=_times(log.arrival, log.first_token) if timed else None,
-            tpot_s=distribution([t for t in log.tpot() if t >= 0], SECOND) if timed else None,
+            tpot_s=_spread([t for t in log.tpot() if t >= 0], SECOND) if timed else None,
             e2e_s=_times(log.arrival, log.finish) if timed else None,
             queue_s=_times(log.arrival, log.admitted) if timed else None,
             simulated_s=seconds if timed else None,
@@ -186,9 +193,14 @@ def _outcomes(log: RunLog) -> Iterator[tuple[int | str, RequestOutcome]]:
         yield name, RequestOutcome(hit, ttft, rejected=row in log.reasons)
 
 
-def _times(begin: Iterable[int], end: Iterable[int]) -> Distribution | None:
-    """Return the distribution of the times to the ends that are known."""
-    return distribution([b - a for a, b in zip(begin, end, strict=True) if b >= 0], NS_PER_S)
+def _times(begin: Iterable[int], end: Iterable[int]) -> dict[str, float] | None:
+    """Return the distribution of the times to each end there is."""
+    return _spread([b - a for a, b in zip(begin, end, strict=True) if b >= 0], NS_PER_S)
+
+
+def _spread(samples: list[int], second: int) -> dict[str, float] | None:
+    percentiles = Percentiles.of(samples, second)
+    return None if percentiles is None else percentiles.as_dict()
 
 
 BY_HAND = (
@@ -328,34 +340,29 @@ class TellingExecutor(SimulatedExecutor):
     def __init__(self, latency: LatencyModel, told: Told) -> None:
         super().__init__(latency)
         self.jumps = False
-        self.named: list[tuple[Job, Sequence[Key]]] = []
         self._told = told
         self._count = dict.fromkeys(told, 0)
 
     def run(
-        self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
-    ) -> int:
-        """Return the step's time in ps; `named` receives the keys that become known."""
-        self.named.clear()
-        for job, tokens in chunks:
-            if job.computed + tokens == job.target:
-                self._tell(job)
-        for job in decoders or ():
-            self._tell(job)
-        return super().run(batch, chunks, decoders)
+        self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Return the time of the step, and the keys that become known with it."""
+        done = [job for job, tokens in chunks if job.computed + tokens == job.target]
+        named = [(job, keys) for job in (*done, *decoding) if (keys := self._keys_of_next(job))]
+        return super().run(work, chunks, decoding)._replace(named=named)
 
-    def _tell(self, job: Job) -> None:
-        """Append the keys of blocks that the token of this step fills."""
+    def _keys_of_next(self, job: Job) -> Sequence[Key]:
+        """Return the keys of the blocks that are full with the next token of `job`."""
         request = job.request
         if request.id not in self._told:
-            return
+            return ()
         # The K/V of the last token is never computed.
         known = request.prompt_tokens + min(job.generated + 1, request.output_tokens - 1)
         full = known // request.key_tokens - request.prompt_tokens // request.key_tokens
         keys = self._told[request.id][self._count[request.id] : full]
         if keys:
             self._count[request.id] = full
-            self.named.append((job, keys))
+        return keys
 
 
 def as_text(request: Request) -> TextRequest:

@@ -1,6 +1,6 @@
 """Blocks, block tables, pins, eviction: the mechanics of the KV cache."""
 
-from kvcore.cache.eviction import EvictionPolicy, ScoreEviction
+from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.ghost import GhostTree
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.layout import BlockLayout, PromptBlocks
@@ -10,7 +10,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.span import Span
+from kvcore.cache.span import Span, common_prefix
 from kvcore.cache.tree import PrefixMatch, SpanTree
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "GhostTree",
     "Ids",
     "KVCache",
+    "LazyHeap",
     "PrefixIndex",
     "PrefixMatch",
     "PromptBlocks",
@@ -31,4 +32,5 @@ __all__ = [
     "Sequence",
     "Span",
     "SpanTree",
+    "common_prefix",
 ]

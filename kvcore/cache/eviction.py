@@ -1,10 +1,11 @@
-"""The eviction contract: which unpinned leaf leaves when blocks are missing."""
+"""The eviction contract: which unpinned leaf leaves the cache when blocks are missing."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Generic, TypeVar
 
 from kvcore.cache.span import Span
 from kvcore.plugins.base import Plugin
@@ -12,20 +13,25 @@ from kvcore.request import Request
 
 
 class EvictionPolicy(Plugin):
-    """Keeps an order of the evictable spans; the core asks it for one victim at a time.
+    """Orders the evictable spans; the cache asks it for one victim at a time.
 
-    Every method but `victim` does nothing here: override what the policy needs to know.
-    What is not overridden is never called, so it costs nothing. `now` is in nanoseconds
-    and never decreases. Spans are told apart by identity.
+    `victim` is the only method that a policy must have. The callbacks, whose names start
+    with `on_`, do nothing here. A callback that a policy does not override is never called,
+    so it costs nothing. `now` is in nanoseconds and never decreases. Spans compare by
+    identity.
 
-    One instance serves one cache.
+    A policy keeps its options in `__init__` and creates its state in `attach`, which every
+    override calls on `super()` as well. One instance serves one cache. After an exception in
+    any method the cache refuses every further call, so a policy needs no code that repairs
+    its state.
 
     Attributes:
         expires_spans: whether the policy ever sets `span.expires`.
-        blocks, block_size: the pool it serves, set by `attach`.
-        requester: id of the request for whom victims are being asked.
-        lookahead: how many requests to come untimed replay tells it of (None: all of them),
-            since nothing waits there; see `on_queued`. Set it before the cache is made.
+        blocks, block_size: size of the pool in blocks and of a block in tokens, set by
+            `attach`.
+        requester: id of the request that needs the blocks of the next victim.
+        lookahead: number of following requests that untimed replay announces by
+            `on_queued`, where no queue exists (None: all of them). Set in `__init__`.
     """
 
     kind: ClassVar[str] = "eviction"
@@ -37,187 +43,235 @@ class EvictionPolicy(Plugin):
     lookahead: int | None = 0
 
     def attach(self, blocks: int, block_size: int) -> None:
-        """Learn the pool's size in blocks and a block's in tokens. Called once."""
+        """Store the size of the pool; called once, before any other method."""
         self.blocks = blocks
         self.block_size = block_size
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Learn that `span` was committed as a new span. It is pinned."""
+        """Called when computed blocks were committed as a new span, `span`. It is pinned."""
 
     def on_access(self, span: Span, now: int) -> None:
-        """Learn that another request's admission hit `span`. It is pinned."""
+        """Called when the first admission of another request hit `span`. It is pinned.
+
+        The blocks that this admission needed have been evicted before.
+        """
 
     def on_extend(self, span: Span, blocks: int) -> None:
-        """Learn that its creator appended `blocks` blocks to `span`. It is pinned."""
+        """Called when the creator of `span` appended `blocks` blocks to it. It is pinned."""
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Learn that `lower` lost its head to the new span `upper`, its parent now.
+        """Called when the head of `lower` became the new span `upper`, its parent.
 
-        `lower` keeps its place and its `data`. `upper` starts pinned, with copied
-        statistics and no data: copy `lower.data` here if the policy uses it.
+        `lower` keeps its `id`, its place in the order and its `data`. `upper` is pinned and
+        has the statistics of `lower`, but no `data`: copy `lower.data` if the policy uses it.
         """
-
-    def joined(self, upper: Span, lower: Span) -> None:
-        """Learn that a split was taken back (a later step of the same call failed)."""
 
     def on_pin(self, span: Span) -> None:
-        """Learn that the pins of `span` rose from 0: it may not be a victim now."""
+        """Called when `span.ref_count` rose from 0: it is not evictable any more."""
 
     def on_release(self, span: Span, now: int) -> None:
-        """Learn that the pins of `span` fell to 0.
+        """Called when `span.ref_count` fell to 0.
 
-        Called along a path from leaf to root, so for inner spans as well.
+        A path is released from its deepest span up to the root, so the callback also comes
+        for inner spans, which are not evictable before `on_leaf`.
         """
-
-    def unpinned(self, span: Span, now: int) -> None:
-        """Learn that a pin was taken back (a later step of the same call failed).
-
-        The pins of `span` are 0 again, its recency is what it was, and it belongs where
-        it stood before `on_pin`. Unless overridden this is `on_release`.
-        """
-        self.on_release(span, now)
 
     def on_leaf(self, span: Span) -> None:
-        """Learn that an unpinned span lost its last child."""
+        """Called when an unpinned span lost its last child: it is evictable now."""
 
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Learn that the last `blocks` blocks of `span` were evicted; the rest stays."""
+        """Called when the last `blocks` blocks of a victim were evicted; the rest stays."""
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Learn that `span` leaves the cache (`capacity` or `expired`).
+        """Called when the whole of `span` leaves the cache (`capacity` or `expired`).
 
-        `span.keys()` and `span.parent` can still be read.
+        Its parent's `children` do not contain it any more, but `span.keys()`, `span.parent`
+        and `span.data` can be read for the last time. `on_leaf` of the parent may follow.
         """
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
-        """Learn that a first admission hit only `hit_blocks` blocks of its prompt."""
+        """Called when a first admission hit fewer blocks of its prompt than it could have.
+
+        No block has been evicted for this admission yet.
+        """
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
-        """Learn that `request` waits to be served: it arrived, or was preempted.
+        """Called when `request` enters the waiting queue: it arrived or was preempted.
 
-        It goes behind those that wait already, or with `front` before them: the order in
-        which they queued up, not the scheduler's.
+        The order is that of entry, not the scheduler's: behind the requests that wait
+        already, or before them with `front`.
         """
 
     def on_dequeued(self, request: Request, now: int) -> None:
-        """Learn that `request` waits no longer: it has a seat, or is about to wait anew."""
+        """Called when `request` leaves the waiting queue: it runs, or is queued once more."""
 
     @abstractmethod
     def victim(self, now: int) -> Span:
-        """Return the unpinned leaf to evict next, without forgetting it.
+        """Return the unpinned leaf to evict next, and keep it.
 
-        The core evicts from its tail as much as it misses, and says so by `on_trim` or
-        `on_remove`. Asked only while an unpinned leaf exists.
+        The cache evicts as many blocks of it as are missing, last block first, and calls
+        `on_trim` or `on_remove`. Without such a call in between the answer stays the same.
+        `victim` is called only while an unpinned leaf exists.
         """
 
     def evictable_blocks(self, span: Span) -> int:
-        """Return how many blocks, 1 or more, at the end of a victim may leave at once.
+        """Return how many blocks, 1 or more, at the end of the victim `span` may leave.
 
-        Before more of it goes, `victim` is asked again: for policies to which not all
-        blocks of a span are worth the same. Unless overridden, all of them.
+        `victim` is called again before more of it leaves: for policies to which the blocks
+        of one span differ in value. The default is all blocks of the span.
         """
         return span.end - span.start
 
-    def state(self) -> Any:
-        """Return a value that two policies which decide alike compare equal by.
 
-        It may refer to spans. `restore` brings it back while those spans are cached.
+Item = TypeVar("Item")
+
+
+class LazyHeap(Generic[Item]):
+    """A priority queue from which any item can be removed in O(1).
+
+    An entry is a tuple that ends with its item; the elements before the item order the
+    entries and must differ between items. Removing an item, or pushing it again with another
+    order, leaves its old entry in the heap as garbage. Garbage is dropped when it comes to
+    the top, and all at once when it is most of the heap: `push` and `first` cost O(log items)
+    amortised, and the memory is O(items).
+    """
+
+    __slots__ = ("_entries", "_heap")
+
+    def __init__(self) -> None:
+        """Create an empty queue."""
+        self._entries: dict[Item, tuple[Any, ...]] = {}
+        self._heap: list[tuple[Any, ...]] = []
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self._entries)
+
+    def __contains__(self, item: object) -> bool:
+        """Return True if `item` is in the queue."""
+        return item in self._entries
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the items in no particular order."""
+        return iter(self._entries)
+
+    def push(self, entry: tuple[Any, ...]) -> None:
+        """Insert the item that `entry` ends with, ordered by the elements before it.
+
+        An item that is in the queue moves.
         """
-        return None
+        entries, heap = self._entries, self._heap
+        entries[entry[-1]] = entry
+        heappush(heap, entry)
+        if len(heap) > _GARBAGE * (len(entries) + _GARBAGE):
+            self._heap = sorted(entries.values())
 
-    def restore(self, state: Any) -> None:
-        """Go back to what `state()` returned."""
+    def discard(self, item: Item) -> None:
+        """Remove `item` if it is in the queue."""
+        self._entries.pop(item, None)
+
+    def first_entry(self) -> tuple[Any, ...]:
+        """Return the lowest entry.
+
+        Raises:
+            LookupError: the queue is empty.
+        """
+        heap, entries = self._heap, self._entries
+        while heap:
+            entry = heap[0]
+            if entries.get(entry[-1]) is entry:
+                return entry
+            heappop(heap)
+        msg = "the queue is empty"
+        raise LookupError(msg)
+
+    def first(self) -> Item:
+        """Return the item of the lowest entry. Raises LookupError if there is none."""
+        item: Item = self.first_entry()[-1]
+        return item
+
+    def pop(self) -> Item:
+        """Remove the item of the lowest entry and return it."""
+        item = self.first()
+        heappop(self._heap)
+        del self._entries[item]
+        return item
 
 
-Entry: TypeAlias = tuple[Any, int, int, int, Span]
-
-
-Timer: TypeAlias = tuple[int, int, Span]
-
-
-SLACK = 4
-"""How many entries a heap may hold for each one that counts, before it is made anew."""
+_GARBAGE = 4
+"""Entries that a lazy heap may hold for each item before it is rebuilt."""
 
 
 class ScoreEviction(EvictionPolicy):
-    """Evicts the unpinned leaf with the lowest score.
+    """Evicts the unpinned leaf with the lowest score; `score` is all that must be written.
 
-    Ties go to the lower recency, then the deeper span, then the lower id. Scores are
-    kept in a heap and computed when a span becomes evictable or is trimmed, which is
-    right for scores that change only on access: O(log leaves) per event.
+    Ties go to the lower `released_order`, then to the deeper span, then to the lower `id`.
+    A score is computed when a span becomes evictable, is trimmed, or is cut by a split, and
+    kept in a heap. That is right for scores that change only when a span is used. A score
+    that changes by itself at a known time (a priority that ends) overrides `changes_at`.
+    With `drifts`, for scores that change all the time, the `sample` lowest leaves are scored
+    again whenever a victim is needed.
 
-    A score that changes by itself says so in one of two ways. `changes_at` gives the
-    moment of the next step of a score that moves in steps; it is then computed again
-    exactly then. `drifts = True` is for scores that move all the time relative to one
-    another: the `sample` lowest are scored anew whenever a victim is asked for, a bound
-    on the work and an approximation.
+    O(log leaves) per event. The callbacks that this class overrides must be called on
+    `super()` by an override in a subclass.
+
+    Attributes:
+        drifts: whether scores change with time.
+        sample: number of leaves that are scored again for each victim, if they do.
     """
 
     drifts: ClassVar[bool] = False
     sample: ClassVar[int] = 32
 
-    _heap: list[Entry]
-    _entries: dict[Span, Entry]
-    _timers: list[Timer]
-    _due: dict[Span, int]
+    _now = 0
     _answer: Span | None = None
-    _now: int = 0
 
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Create an instance with an empty order, which no constructor has to make."""
-        policy = super().__new__(cls, *args, **kwargs)
-        policy._heap, policy._timers = [], []
-        policy._entries, policy._due = {}, {}
-        return policy
+    def attach(self, blocks: int, block_size: int) -> None:
+        """Store the size of the pool and create the empty order."""
+        super().attach(blocks, block_size)
+        self._leaves: LazyHeap[Span] = LazyHeap()
+        self._timers: LazyHeap[Span] = LazyHeap()
 
     @abstractmethod
     def score(self, span: Span, now: int) -> Any:
-        """Return what orders the victims, any comparable value: the lowest goes first."""
+        """Return the score of `span`, any comparable value but NaN: the lowest leaves first."""
 
     def changes_at(self, span: Span, now: int) -> int | None:
-        """Return when (ns) the score of `span` will change by itself; None: it won't."""
-        del span, now
+        """Return the time in ns at which the score of `span` changes by itself, or None."""
         return None
 
     def rescore(self, span: Span) -> None:
-        """Score `span` anew, if it is evictable, because what its score is made of changed.
+        """Compute the score of `span` again if it is evictable. O(log leaves).
 
-        To be called by the policy itself. O(log leaves).
+        For subclasses to call when something changed that the score depends on.
         """
-        if span in self._entries:
+        if span in self._leaves:
             self._enter(span, self._now)
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Score the lower half anew: it is shorter now, and begins deeper."""
-        del upper
+        """Rescore the lower half: it is shorter now and begins deeper."""
         self.rescore(lower)
 
-    def joined(self, upper: Span, lower: Span) -> None:
-        """Score the lower half as the whole that it is again."""
-        self.on_split(upper, lower)
-
     def on_pin(self, span: Span) -> None:
-        """Take `span` out of the order."""
+        """Remove `span` from the order."""
         self._leave(span)
 
     def on_release(self, span: Span, now: int) -> None:
-        """Enter `span` if it is a leaf; an inner span enters with `on_leaf`."""
+        """Insert `span` if it is a leaf; an inner span is inserted by `on_leaf`."""
         self._now = now
         if not span.children:
             self._enter(span, now)
 
     def on_leaf(self, span: Span) -> None:
-        """Enter a span that has become a leaf."""
+        """Insert a span that has become a leaf."""
         self._enter(span, self._now)
 
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Score what is left of `span`."""
-        del blocks
+        """Rescore the rest of `span`."""
         self._enter(span, self._now)
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Forget `span`."""
-        del reason
+        """Remove `span` from the order."""
         self._leave(span)
 
     def victim(self, now: int) -> Span:
@@ -225,66 +279,37 @@ class ScoreEviction(EvictionPolicy):
         if self.drifts and self._answer is not None and now == self._now:
             return self._answer
         self._now = now
-        while self._timers and self._timers[0][0] <= now:
-            due, _, span = heappop(self._timers)
-            if self._due.get(span) == due:
-                self._enter(span, now)
+        timers = self._timers
+        while timers and timers.first_entry()[0] <= now:
+            self._enter(timers.pop(), now)
         if self.drifts:
-            self._answer = self._rescored(now)
+            self._answer = self._lowest_of_sample(now)
             return self._answer
-        heap, entries = self._heap, self._entries
-        while heap:
-            entry = heap[0]
-            if entries.get(entry[4]) is entry:
-                return entry[4]
-            heappop(heap)
-        msg = "no span is evictable"
-        raise LookupError(msg)
+        return self._leaves.first()
 
-    def state(self) -> Any:
-        """Return the evictable spans in order, with all that later scores depend on."""
-        timers = sorted((due, span.id, span) for span, due in self._due.items())
-        return sorted(self._entries.values()), timers, self._now, self._answer
-
-    def restore(self, state: Any) -> None:
-        """Rebuild the heaps from `state`."""
-        entries, timers, self._now, self._answer = state
-        self._heap, self._timers = list(entries), list(timers)
-        self._entries = {entry[4]: entry for entry in entries}
-        self._due = {span: due for due, _, span in timers}
-
-    def _enter(self, span: Span, now: int) -> None:
+    def _enter(self, span: Span, now: int) -> tuple[Any, ...]:
         self._answer = None
         score = self.score(span, now)
-        if score != score:  # noqa: PLR0124  (not a number: it would be below nothing)
+        if score != score:  # noqa: PLR0124  (NaN is not below, equal to or above any score)
             msg = f"score() of {span!r} is {score!r}, which has no place in an order"
             raise ValueError(msg)
         entry = (score, span.released_order, -span.start, span.id, span)
-        self._entries[span] = entry
-        heap = self._heap
-        heappush(heap, entry)
-        if len(heap) > SLACK * (len(self._entries) + SLACK):
-            self._heap = sorted(self._entries.values())
+        self._leaves.push(entry)
         due = self.changes_at(span, now)
-        if due is None:
-            self._due.pop(span, None)
-        elif self._due.get(span) != due:
-            self._due[span] = due
-            heappush(self._timers, (due, span.id, span))
-            if len(self._timers) > SLACK * (len(self._due) + SLACK):
-                self._timers = sorted((due, span.id, span) for span, due in self._due.items())
+        if due is not None and due > now:
+            self._timers.push((due, span.id, span))
+        else:
+            self._timers.discard(span)
+        return entry
 
     def _leave(self, span: Span) -> None:
         self._answer = None
-        self._entries.pop(span, None)
-        self._due.pop(span, None)
+        self._leaves.discard(span)
+        self._timers.discard(span)
 
-    def _rescored(self, now: int) -> Span:
-        lowest: list[Span] = []
-        while self._heap and len(lowest) < self.sample:
-            entry = heappop(self._heap)
-            if self._entries.get(entry[4]) is entry:
-                lowest.append(entry[4])
-        for span in lowest:
-            self._enter(span, now)
-        return min(self._entries[span] for span in lowest)[4]
+    def _lowest_of_sample(self, now: int) -> Span:
+        """Score the `sample` lowest leaves again and return the lowest of them."""
+        count = min(self.sample, len(self._leaves))
+        lowest = [self._leaves.pop() for _ in range(count)]
+        victim: Span = min(self._enter(span, now) for span in lowest)[-1]
+        return victim

@@ -1,23 +1,23 @@
-"""Ghosts: which keys have left the cache lately, remembered without their blocks."""
+"""Ghosts: the keys of blocks that were evicted lately, remembered without their blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Keys
-from typing import Any
 
 import attrs
 
 from kvcore.cache.layout import BlockLayout
-from kvcore.cache.span import Span
+from kvcore.cache.span import Span, common_prefix
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
 
 @attrs.define(eq=False, repr=False)
 class _Run:
-    """A run of consecutive positions of one path: remembered, or what runs hang from.
+    """Block positions `[start, end)` of one path: remembered, or an inner node of the tree.
 
-    Those remembered form a ring in the order in which they were added.
+    The runs that are remembered form a doubly linked ring in the order in which they were
+    added; an inner node has neither `older` nor `newer`.
     """
 
     start: int
@@ -29,14 +29,14 @@ class _Run:
     newer: _Run | None = None
 
     def link(self, older: _Run) -> None:
-        """Enter the ring just after `older`."""
+        """Insert this run into the ring just after `older`."""
         newer = older.newer
         assert newer is not None
         self.older, self.newer = older, newer
         older.newer = newer.older = self
 
     def unlink(self) -> None:
-        """Leave the ring."""
+        """Remove this run from the ring."""
         assert self.older is not None
         assert self.newer is not None
         self.older.newer, self.newer.older = self.newer, self.older
@@ -44,14 +44,17 @@ class _Run:
 
 
 class GhostTree:
-    """Remembers up to `capacity` tokens of what was evicted: a radix tree without blocks.
+    """Remembers up to `capacity` tokens of evicted spans: a radix tree without blocks.
 
-    Over capacity the least recently added run leaves, tail first. Room is counted in whole
-    keys, so that what is remembered does not depend on how many blocks a key has.
+    Over capacity the least recently added run is dropped, tail first. The capacity is rounded
+    down to whole keys, so that the content does not depend on how many blocks a key has.
 
     Every call costs O(runs on the path it is about), `add` and `resize` besides O(runs
-    that leave). Memory is proportional to the runs remembered; keys are kept by reference,
+    dropped). Memory is proportional to the runs remembered; keys are kept by reference,
     as spans keep them.
+
+    Args:
+        tokens: the capacity in tokens.
 
     Raises:
         InputError: the capacity is below 0.
@@ -60,36 +63,42 @@ class GhostTree:
     __slots__ = ("_geometry", "_ring", "capacity", "tokens")
 
     capacity: int
-    """How many tokens it may remember; change it by `resize`."""
+    """The most tokens that are remembered; changed by `resize`."""
 
     tokens: int
-    """How many tokens it remembers."""
+    """The number of tokens remembered."""
 
     def __init__(self, tokens: int) -> None:
-        """Remember nothing yet, and at most `tokens` tokens."""
+        """Create an empty tree with a capacity of `tokens` tokens."""
         self._geometry: BlockLayout | None = None
-        self._clear()
+        self.tokens = 0
+        self._ring = _Run(0, 0, ())
+        self._ring.older = self._ring.newer = self._ring
         self.resize(tokens)
 
     def add(self, span: Span, blocks: int) -> None:
         """Remember the last `blocks` blocks of `span`, which were evicted just now.
 
-        To be called from the policy's `on_trim(span, blocks)`, where those blocks are cut
-        off already, and from its `on_remove`, with `span.blocks`. The tail is older than
-        what comes before it. What was remembered before is the most recent now.
+        For a policy to call in its `on_trim(span, blocks)`, and in its `on_remove` with
+        `span.blocks`. The blocks become the most recent content, the tail the oldest of
+        them, whether they were remembered before or not.
         """
         geometry = self._geometry = span.geometry
         end = span.end
+        # In on_trim the blocks are cut off from the span, which its parent still has.
         siblings = span.parent.children if span.parent is not None else None
-        if siblings and siblings.get(span.path_keys[span.start // geometry.ratio]) is span:
+        cached = (
+            siblings.get(span.path_keys[span.start // geometry.ratio]) if siblings else None
+        )
+        if cached is not None and cached.id == span.id:
             end += blocks
         self._remember(span.path_keys, end - blocks, end)
-        self._shed()
+        self._shrink()
 
     def match(self, request: Request) -> int:
         """Return how many tokens of the prompt of `request` are remembered. Pure.
 
-        They need not begin at its start: what comes before may be cached.
+        They need not begin at its start: the blocks before may be cached.
         """
         geometry = self._geometry
         if geometry is None:
@@ -104,7 +113,8 @@ class GhostTree:
             child = run.children.get(keys[run.end // ratio])
             if child is None:
                 break
-            run, stop = child, _agreement(child, keys, end, ratio)
+            run = child
+            stop = common_prefix(run.keys, keys, run.start, min(run.end, end), ratio)
             if run.newer is not None:
                 found += stop - run.start
             if stop < run.end:
@@ -112,21 +122,21 @@ class GhostTree:
         return found * geometry.block_size
 
     def forget(self, span: Span) -> int:
-        """Forget the blocks of `span`; return how many tokens of it were remembered.
+        """Drop the blocks of `span`, and return how many of its tokens were remembered.
 
-        To be called from the policy's `on_insert` and `on_extend`: it is cached again.
+        For a policy to call in its `on_insert` and `on_extend`: the span is cached again.
         """
         if not self.tokens:
             return 0
-        runs, deepest = self._tile(span.path_keys, span.start, span.end, grow=False)
+        runs, deepest = self._runs_of(span.path_keys, span.start, span.end, create=False)
         before = self.tokens
         for run in runs:
             self._drop(run)
-        self._tidy(deepest)
+        self._prune(deepest)
         return before - self.tokens
 
     def resize(self, tokens: int) -> None:
-        """Remember at most `tokens` tokens from now on.
+        """Change the capacity to `tokens` tokens, and drop what exceeds it.
 
         Raises:
             InputError: fewer than 0.
@@ -135,39 +145,11 @@ class GhostTree:
             msg = f"a ghost of {tokens} tokens: give 0 or more"
             raise InputError(msg)
         self.capacity = tokens
-        self._shed()
-
-    def state(self) -> Any:
-        """Return a value that trees which remember alike compare equal by. O(keys)."""
-        runs: list[tuple[int, int, tuple[Key, ...]]] = []
-        run, geometry = self._ring.newer, self._geometry
-        while run is not self._ring:
-            assert run is not None
-            assert geometry is not None
-            if run.older is not None and run.older.parent is run:
-                # One run, though cut: what lay between the two in the order has gone.
-                _, end, path = runs.pop()
-            else:
-                end, path = run.end, tuple(run.keys[: (run.end - 1) // geometry.ratio + 1])
-            runs.append((run.start, end, path))
-            run = run.newer
-        return self.capacity, geometry, tuple(runs)
-
-    def restore(self, state: Any) -> None:
-        """Remember what `state` says, and nothing else."""
-        self.capacity, self._geometry, runs = state
-        self._clear()
-        for start, end, keys in runs:
-            self._remember(keys, start, end)
-
-    def _clear(self) -> None:
-        self.tokens = 0
-        self._ring = _Run(0, 0, ())
-        self._ring.older = self._ring.newer = self._ring
+        self._shrink()
 
     def _remember(self, keys: Keys[Key], start: int, end: int) -> None:
-        """Make `[start, end)` the most recent, its tail the oldest of it."""
-        runs, deepest = self._tile(keys, start, end, grow=True)
+        """Make `[start, end)` the most recent content, its tail the oldest of it."""
+        runs, deepest = self._runs_of(keys, start, end, create=True)
         for run in reversed(runs):
             if run.newer is None:
                 assert self._geometry is not None
@@ -176,15 +158,15 @@ class GhostTree:
                 run.unlink()
             assert self._ring.older is not None
             run.link(self._ring.older)
-        self._tidy(deepest)
+        self._prune(deepest)
 
-    def _tile(
-        self, keys: Keys[Key], start: int, end: int, *, grow: bool
+    def _runs_of(
+        self, keys: Keys[Key], start: int, end: int, *, create: bool
     ) -> tuple[list[_Run], _Run]:
-        """Return the runs that cover `[start, end)` exactly, and the deepest one met.
+        """Return the runs that cover `[start, end)` exactly, and the deepest one visited.
 
-        Runs are cut at both ends and where `keys` leave them. What is in no run is put
-        into new ones if `grow`, and left out if not.
+        Runs are cut at both ends, and where `keys` diverge from them. Positions in no run
+        are put into new ones with `create`, and left out otherwise.
         """
         assert self._geometry is not None
         ratio = self._geometry.ratio
@@ -192,13 +174,13 @@ class GhostTree:
         while at.end < end:
             child = at.children.get(keys[at.end // ratio])
             if child is None:
-                if not grow:
+                if not create:
                     break
                 stop = start if at.end < start else end
                 child = _Run(at.end, stop, keys, at)
                 at.children[keys[at.end // ratio]] = child
             else:
-                stop = _agreement(child, keys, end, ratio)
+                stop = common_prefix(child.keys, keys, child.start, min(child.end, end), ratio)
                 if child.start < start < stop:
                     stop = start
                 if stop < child.end:
@@ -221,56 +203,42 @@ class GhostTree:
         return upper
 
     def _drop(self, run: _Run) -> None:
-        """Forget `run`; it stays in the tree until that is tidied."""
+        """Drop the content of `run`, which stays in the tree until that is pruned."""
         if run.newer is not None:
             assert self._geometry is not None
             self.tokens -= (run.end - run.start) * self._geometry.block_size
             run.unlink()
 
-    def _shed(self) -> None:
-        """Forget the oldest, tail first, until the rest has room."""
+    def _shrink(self) -> None:
+        """Drop the oldest content, tail first, until the rest fits into the capacity."""
         if self._geometry is None:
             return
-        size = self._geometry.block_size
-        room = self.capacity // (size * self._geometry.ratio) * self._geometry.ratio
-        while (excess := self.tokens // size - room) > 0:
+        size, ratio = self._geometry.block_size, self._geometry.ratio
+        most = self.capacity // (size * ratio) * ratio
+        while (excess := self.tokens // size - most) > 0:
             oldest = self._ring.newer
             assert oldest is not None
             if excess < oldest.end - oldest.start:
                 self._cut(oldest, oldest.end - excess)
             self._drop(oldest)
-            self._tidy(oldest)
+            self._prune(oldest)
 
-    def _tidy(self, run: _Run) -> None:
-        """Take out, from `run` up, what nothing hangs from; join what is one run again."""
+    def _prune(self, run: _Run) -> None:
+        """Remove, from `run` up, nodes without content below; join runs that were cut."""
         assert self._geometry is not None
         ratio = self._geometry.ratio
         while run is not self._ring:
             parent = run.parent
             assert parent is not None
-            place = run.keys[run.start // ratio]
+            key = run.keys[run.start // ratio]
             if not run.children and run.newer is None:
-                del parent.children[place]
+                del parent.children[key]
             elif len(run.children) == 1:
                 (child,) = run.children.values()
+                # Adjacent in the ring, or both without content: one run again.
                 if run.older is child or run.newer is child.newer is None:
                     child.start, child.parent = run.start, parent
-                    parent.children[place] = child
+                    parent.children[key] = child
                     if run.newer is not None:
                         run.unlink()
             run = parent
-
-
-def _agreement(run: _Run, keys: Keys[Key], end: int, ratio: int) -> int:
-    """Return where `keys`, as far as `end`, leave `run`. Its first key is known to match."""
-    stop = min(run.end, end)
-    low, high = run.start // ratio, (stop - 1) // ratio
-    if keys[high] == run.keys[high]:
-        return stop
-    while high - low > 1:
-        middle = (low + high) // 2
-        if keys[middle] == run.keys[middle]:
-            low = middle
-        else:
-            high = middle
-    return high * ratio

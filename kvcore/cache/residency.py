@@ -2,131 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from collections.abc import Sequence as Keys
-from functools import cache
-from itertools import accumulate, repeat
-from operator import mul, sub
+from operator import sub
 from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.cache.span import Span
+from kvcore.cache.span import Span, common_prefix
+from kvcore.histogram import Histogram
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
-
-PERCENTS = (50, 90, 95, 99)
-
-
-EXACT = 200
-"""Values up to here have a bucket each: the first two decades, and a fifth of the third."""
-
-
-LARGEST = 2**63
-"""The last bucket ends here, or later: no time in nanoseconds is longer."""
-
-
-@cache
-def borders() -> list[int]:
-    """Return the largest value of each bucket, ascending: some 6,000.
-
-    In each decade they are 0.01, 0.02 and 0.05 of it apart, between 1, 2, 5 and 10 of it. So
-    they are round numbers, and those of the series 1, 2, 5, 10, ... are among them.
-    """
-    found, decade = list(range(EXACT)), EXACT // 2
-    while found[-1] < LARGEST:
-        step = decade // 100
-        for first, after, wide in ((2, 5, 2), (5, 10, 5), (10, 20, 10)):
-            found.extend(range(first * decade, after * decade, wide * step))
-        decade *= 10
-    return found
-
-
-class Histogram:
-    """A multiset of integers from 0 on, each with a weight, in buckets of about 1 %.
-
-    Weight, sum and maximum are exact. A bucket is at most 1 % as wide as what it holds, and
-    up to 200 it holds one value: a percentile is the largest value of its bucket, at most the
-    maximum, hence never too small and at most 1 % too large. How many samples are at most a
-    border, such as 1, 2 or 5 with any number of zeros, is exact.
-
-    A sample costs O(1): a bisection among `borders()`. Memory is a number a bucket in use, of
-    which there are some 6,000 at most, however much is added.
-
-    Source: fixed buckets of bounded relative error are those of HdrHistogram (Tene) and
-    DDSketch (Masson, Rim and Lee, 2019); theirs are powers of 2, or of a base, rather than
-    round numbers.
-
-    Attributes:
-        weight, total: of all samples: the sum of the weights, and of values times weights.
-        high: the largest sample.
-    """
-
-    __slots__ = ("_borders", "_weights", "high", "total", "weight")
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.weight = self.total = self.high = 0
-        self._borders = borders()
-        self._weights: defaultdict[int, int] = defaultdict(int)
-
-    def extend(self, values: Sequence[int], weights: Sequence[int]) -> None:
-        """Put in each value as often as its weight says."""
-        self.weight += sum(weights)
-        self.total += sum(map(mul, values, weights))
-        self.high = max(self.high, *values)
-        # Much falls into few buckets at a time.
-        low = bisect_left(self._borders, min(values))
-        high = bisect_left(self._borders, max(values), low)
-        ends = repeat(low), repeat(high)
-        counts, places = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
-        for place, weight in zip(places, weights, strict=True):
-            counts[place] += weight
-
-    def at_most(self, bounds: Iterable[int]) -> list[int]:
-        """Return how many samples are at most each of `bounds`, exact for borders.
-
-        For other bounds, those in the bucket that one cuts are left out.
-        """
-        places = sorted(self._weights)
-        upto = list(accumulate((self._weights[place] for place in places), initial=0))
-        ends = (bisect_right(self._borders, bound) for bound in bounds)
-        return [upto[bisect_left(places, end)] for end in ends]
-
-    def percentiles(self) -> dict[str, int] | None:
-        """Return `p50`, `p90`, `p95` and `p99`, by nearest rank; None without samples."""
-        if not self.weight:
-            return None
-        places = sorted(self._weights)
-        upto = list(accumulate(self._weights[place] for place in places))
-        found = {}
-        for percent in PERCENTS:
-            rank = -(-percent * self.weight // 100)
-            border = self._borders[places[bisect_left(upto, rank)]]
-            found[f"p{percent}"] = min(border, self.high)
-        return found
-
-    def as_dict(self, unit: int, bounds: Iterable[int]) -> dict[str, Any] | None:
-        """Return what JSON says of it, in units of `unit`; None without samples.
-
-        `blocks` is the weight, since all that is counted here is weighted so; `buckets` says
-        how many of them are at most each of `bounds`, by the bound in units.
-        """
-        percentiles = self.percentiles()
-        if percentiles is None:
-            return None
-        bounds = list(bounds)
-        names = (f"{bound / unit:.15g}" for bound in bounds)
-        return {
-            "blocks": self.weight,
-            "sum": self.total / unit,
-            "mean": self.total / (self.weight * unit),
-            **{name: value / unit for name, value in percentiles.items()},
-            "buckets": dict(zip(names, self.at_most(bounds), strict=True)),
-        }
-
 
 EvictedRun: TypeAlias = tuple[int, int, Keys[Key], int]
 """Blocks `[start, end)` of the path with these keys, and blocks evicted up to then."""
@@ -206,7 +92,7 @@ class Refaults:
             if run is None:
                 return
             first, last, path, clock = run
-            stop = max(first, _agreement(path, keys, first, min(last, end), ratio))
+            stop = max(first, common_prefix(path, keys, first, min(last, end), ratio))
             if clock >= oldest:
                 self.blocks += stop - first
             if stop < last:
@@ -226,20 +112,6 @@ class Refaults:
         """Forget the run that begins in `key`, and return it."""
         found = self._young.pop(key, None)
         return self._old.pop(key, None) if found is None else found
-
-
-def _agreement(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:
-    """Return where, from `start` to `end`, two paths part whose keys at `start` are equal."""
-    low, high = start // ratio, (end - 1) // ratio
-    if high <= low or one[high] == other[high]:
-        return end
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[middle] == other[middle]:
-            low = middle
-        else:
-            high = middle
-    return high * ratio
 
 
 BlockStats: TypeAlias = tuple[int, int, int]

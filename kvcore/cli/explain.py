@@ -136,7 +136,7 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
 
 
 def _is_trace(source: str, plugins: Plugins) -> bool:
-    """Say whether `source` is a file that begins as a trace; a workload plugin comes first."""
+    """Return True if `source` is a file that begins as a trace, and names no plugin."""
     path = Path(source)
     name = source.partition(":")[0].strip()
     if name in plugins.names("workload") or not path.is_file():

@@ -76,17 +76,17 @@ FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "--out",
     metavar="FILE",
     callback=file_path,
-    help="Write to this file; .gz and .zst compress it.",
+    help="File to write; compressed if its name ends in .gz or .zst.",
 )
 @click.option(
     "--zmq",
     metavar="ADDRESS",
-    help="Publish at this address instead, as vLLM does, such as tcp://*:5557.",
+    help="Address to publish at over ZMQ, as vLLM does, in place of a file.",
 )
 @click.option(
     "--replay",
     metavar="ADDRESS",
-    help="With --zmq: send batches again at this address, such as tcp://*:5558.",
+    help="Address at which batches are sent again on request, with --zmq.",
 )
 @json_option
 def export(

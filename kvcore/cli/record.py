@@ -44,49 +44,51 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     "address",
     required=True,
     metavar="ADDRESS",
-    help="Listen to this address of a publisher, such as tcp://127.0.0.1:5557.",
+    help="Address of a publisher to listen to, such as tcp://127.0.0.1:5557.",
 )
 @click.option(
     "--replay",
     metavar="ADDRESS",
-    help="Ask this address of the publisher for batches that are missing.",
+    help="Address at which the publisher sends missing batches again.",
 )
 @click.option(
     "--topic",
     default="",
     show_default=False,
     metavar="PREFIX",
-    help="Subscribe to topics with this prefix; all by default.",
+    help="Prefix of the topics to subscribe to; all by default.",
 )
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
     default=1,
-    help="Number of data-parallel ranks; each publishes at the next port.",
+    help="Number of data-parallel ranks, which publish at consecutive ports.",
 )
 @click.option(
     "--for",
     "during",
     callback=seconds,
     metavar="SECONDS",
-    help="Stop after this time.",
+    help="Time after which the recording ends.",
 )
 @click.option(
-    "--batches", type=click.IntRange(min=1), help="Stop after this number of batches."
+    "--batches",
+    type=click.IntRange(min=1),
+    help="Number of batches after which the recording ends.",
 )
 @click.option(
     "--replay-timeout",
     callback=seconds,
     default="5",
     metavar="SECONDS",
-    help="Wait this long for each batch of a replay.",
+    help="Time to wait for each batch of a replay.",
 )
 @click.option(
     "--reconnect",
     callback=seconds,
     default="5",
     metavar="SECONDS",
-    help="Wait at most this long between two tries to connect again.",
+    help="Longest time between two tries to connect again.",
 )
 @click.option(
     "-o",
@@ -94,7 +96,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     required=True,
     callback=file_path,
     metavar="FILE",
-    help="Write the recording to this file; .gz and .zst compress it.",
+    help="File to write; compressed if its name ends in .gz or .zst.",
 )
 @json_option
 def record(

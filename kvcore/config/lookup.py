@@ -1,4 +1,4 @@
-"""Find what an option names: a workload among plugins and files, a model likewise."""
+"""Find a workload among plugins and files, and a model in the catalogue or in a file."""
 
 from __future__ import annotations
 

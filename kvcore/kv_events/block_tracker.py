@@ -83,7 +83,7 @@ class Anomaly:
 
 @attrs.define
 class _Progress:
-    """How far the stream of a publisher has been applied."""
+    """The next number of a publisher's stream, and the latest time in it."""
 
     next: int | None = None
     time: int | None = None
@@ -307,7 +307,7 @@ TELLS = (
 
 @attrs.frozen
 class RecordingReport:
-    """What a recording holds, up to its end or where it is cut.
+    """The contents of a recording, up to its end or where it is cut.
 
     Attributes:
         file: the path, as given.
@@ -321,7 +321,8 @@ class RecordingReport:
             were no batch.
         gaps: publisher, first number and count of what is missing; `missing` batches in all.
         anomalies: how many by kind; `examples` are the first of them.
-        tells: what such a stream can and cannot tell, and where this one is unsure.
+        tells: sentences on what such a stream can and cannot show, and where this one may be
+            wrong.
     """
 
     file: str
@@ -365,9 +366,9 @@ def check_recording(file: str | os.PathLike[str], *, full: bool = False) -> Reco
         match item:
             case Received(batch, seq, publisher):
                 tracker.apply(batch, seq, publisher)
-            case Lost(publisher, first, count):
+            case Lost(publisher=publisher, first=first, count=count):
                 tracker.record_gap(publisher, first, count)
-            case Restarted(publisher):
+            case Restarted(publisher=publisher):
                 tracker.restart(publisher)
             case Skipped():
                 invalid += 1

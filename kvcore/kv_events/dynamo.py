@@ -28,13 +28,13 @@ from kvcore.kv_events.model import (
 )
 
 
-class _Event(msgspec.Struct, kw_only=True):
+class _Event(msgspec.Struct):
     event_id: Count
     data: Any = None
     dp_rank: Count | None = None
 
 
-class _Line(msgspec.Struct, kw_only=True):
+class _Line(msgspec.Struct):
     worker_id: Count
     event: _Event
     storage_tier: str | None = None
@@ -45,10 +45,10 @@ class _Block(msgspec.Struct):
     tokens_hash: int
 
 
-class _Stored(msgspec.Struct, kw_only=True):
+class _Stored(msgspec.Struct):
+    blocks: list[_Block]
     parent_hash: int | None = None
     start_position: Count | None = None
-    blocks: list[_Block]
 
 
 class _Removed(msgspec.Struct):

@@ -22,7 +22,7 @@ FORMATS = tuple(READERS)
 
 LARGEST_PAYLOAD = 1 << 26
 DEEPEST = 24
-"""How deep lists and maps of a payload may be nested."""
+"""Most levels of lists and maps in a payload."""
 
 _PACKED = ("msgpack", "mooncake")
 # First bytes of arrays and maps in msgpack; JSON begins with none of them.
@@ -106,7 +106,7 @@ def read_value(value: Any, format: str) -> EventBatch:  # noqa: A002 - its name 
     """
     read = READERS[_known(format)]
     _check_plain(value, "value")
-    return read(value).with_raw(value)
+    return read(value).keep_raw(value)
 
 
 def write_value(batch: EventBatch) -> Any:

@@ -1,8 +1,7 @@
 """The msgpack batches of the Mooncake store: `[timestamp in ms, events, dp_rank]`.
 
 `mooncake-store/src/kv_event/kv_event_publisher.cpp` writes them. An event names the object that
-is stored (`object_key`); its lists of hashes are empty as long as nobody fills them. They are
-read, not written.
+is stored (`object_key`); its lists of hashes may be empty. The format is read, not written.
 """
 
 from __future__ import annotations
@@ -18,30 +17,37 @@ from kvcore.kv_events.model import (
     BlockStored,
     Event,
     EventBatch,
-    Hash,
     Size,
     Token,
     WireHash,
     check_tokens,
     other_fields,
-    parse,
+    parse_tagged,
 )
 from kvcore.kv_events.vllm import read_events
 
+_NAMES = {
+    "hashes": "seq_hashes",
+    "contents": "block_hashes",
+    "parent": "parent_hash",
+    "tokens": "token_ids",
+}
+"""By attribute of an event: the name of its field here, where that is another."""
 
-class _Stored(msgspec.Struct, kw_only=True, tag="stored", tag_field="event_type"):
-    seq_hashes: tuple[WireHash, ...]
-    block_hashes: tuple[int, ...] | None = None
-    parent_hash: WireHash | None = None
-    token_ids: tuple[Token, ...] | None = None
+
+class _Stored(msgspec.Struct, rename=_NAMES, tag="stored", tag_field="event_type"):
+    hashes: tuple[WireHash, ...]
+    contents: tuple[int, ...] | None = None
+    parent: WireHash | None = None
+    tokens: tuple[Token, ...] | None = None
     block_size: Size | None = None
     lora_name: str | None = None
     medium: str | None = None
     object_key: str | None = None
 
 
-class _Removed(msgspec.Struct, kw_only=True, tag="removed", tag_field="event_type"):
-    seq_hashes: tuple[WireHash, ...]
+class _Removed(msgspec.Struct, rename=_NAMES, tag="removed", tag_field="event_type"):
+    hashes: tuple[WireHash, ...]
     medium: str | None = None
     object_key: str | None = None
 
@@ -50,7 +56,7 @@ class _Cleared(msgspec.Struct, tag="cleared", tag_field="event_type"):
     pass
 
 
-_EVENTS: Any = _Stored | _Removed | _Cleared
+_EVENTS = (_Stored, _Removed, _Cleared)
 
 
 def matches(value: Any) -> bool:
@@ -71,25 +77,17 @@ def read_batch(value: Any) -> EventBatch:
 
 
 def _read(value: Any, field: str) -> Event:
-    event = parse(value, _EVENTS, field)
-    more = other_fields(value, type(event))
-    if isinstance(event, _Cleared):
+    parsed = parse_tagged(value, _EVENTS, field)
+    more = other_fields(value, type(parsed))
+    if isinstance(parsed, _Cleared):
         return AllBlocksCleared(more=more)
-    hashes: tuple[Hash, ...] = event.seq_hashes
-    if event.object_key is not None:
-        if hashes:
-            more["object_key"] = event.object_key
-        hashes = hashes or (event.object_key,)
-    if isinstance(event, _Removed):
-        return BlockRemoved(hashes=hashes, medium=event.medium, more=more)
-    check_tokens(event.token_ids or (), f"{field}.token_ids")
-    return BlockStored(
-        hashes=hashes,
-        parent=event.parent_hash,
-        tokens=event.token_ids,
-        block_size=event.block_size,
-        contents=event.block_hashes,
-        medium=event.medium,
-        lora_name=event.lora_name,
-        more=more,
-    )
+    fields = msgspec.structs.asdict(parsed)
+    if (name := fields.pop("object_key")) is not None:
+        if parsed.hashes:
+            more["object_key"] = name
+        else:
+            fields["hashes"] = (name,)
+    if isinstance(parsed, _Removed):
+        return BlockRemoved(**fields, more=more)
+    check_tokens(parsed.tokens or (), f"{field}.token_ids")
+    return BlockStored(**fields, more=more)

@@ -55,7 +55,7 @@ SCHEMA = 1
 BUFFER_BYTES = 1 << 16
 
 FLUSH_SECONDS = 1.0
-"""How often a live recording is flushed, for the case that the process is killed."""
+"""Seconds between two flushes of a live recording, in case the process is killed."""
 
 NO_RECORDING = (
     "no recording of KV events: its first line is neither RECORDING, nor an event of "
@@ -72,71 +72,50 @@ class Received:
     publisher: int | None
 
 
-@attrs.frozen
-class Lost:
-    """A gap: `count` batches from number `first` on are lost."""
-
-    publisher: int | None
-    first: int
-    count: int
-    why: str | None
-
-
-@attrs.frozen
-class Restarted:
-    """A publisher has restarted."""
-
-    publisher: int | None
-
-
-@attrs.frozen
-class Skipped:
-    """A message that was no batch was skipped."""
-
-    publisher: int | None
-    why: str
-
-
-RecordedItem: TypeAlias = Received | Lost | Restarted | Skipped
-
-
-class _Line(msgspec.Struct, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
-    n: Count
+class _Line(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True
+):
     publisher: Count | None = None
 
 
-class _BatchLine(_Line, tag="BATCH", kw_only=True):
-    value: list[Any] | dict[str, Any]
-    seq: Count | None = None
-    format: str | None = None
+class Lost(_Line, frozen=True, kw_only=True, tag="GAP"):
+    """`count` batches from number `first` on are lost."""
 
-
-class _GapLine(_Line, tag="GAP", kw_only=True):
     first: Count
     count: Count
     why: str | None = None
 
 
-class _RestartLine(_Line, tag="RESTART"):
-    pass
+class Restarted(_Line, frozen=True, tag="RESTART"):
+    """A publisher has restarted."""
 
 
-class _InvalidLine(_Line, tag="GARBAGE", kw_only=True):
+class Skipped(_Line, frozen=True, kw_only=True, tag="GARBAGE"):
+    """A message that was no batch was skipped."""
+
     why: str
 
 
-class _EndLine(_Line, tag="END", kw_only=True):
+class _Batch(_Line, frozen=True, kw_only=True, tag="BATCH"):
+    value: list[Any] | dict[str, Any]
+    seq: Count | None = None
+    format: str | None = None
+
+
+class _End(_Line, frozen=True, kw_only=True, tag="END"):
     lines: dict[str, int]
     digest: str
 
 
 _LINES: dict[str, type[_Line]] = {
-    "BATCH": _BatchLine,
-    "GAP": _GapLine,
-    "RESTART": _RestartLine,
-    "GARBAGE": _InvalidLine,
-    "END": _EndLine,
+    "BATCH": _Batch,
+    "GAP": Lost,
+    "RESTART": Restarted,
+    "GARBAGE": Skipped,
+    "END": _End,
 }
+
+RecordedItem: TypeAlias = Received | Lost | Restarted | Skipped
 
 
 class RecordingWriter(SealedWriter):
@@ -284,27 +263,23 @@ class RecordingReader(SealedReader["RecordedItem | None"]):
     def _item(self, value: dict[str, Any]) -> RecordedItem | None:
         if not self._sealed:
             return Received(self._batch(value, self.header["format"]), None, None)
-        line = self._line(value)
-        match line:
-            case _BatchLine(publisher=publisher, seq=seq):
+        match line := self._line(value):
+            case _Batch():
                 batch = self._batch(line.value, line.format or self.header["format"])
-                return Received(batch, seq, publisher)
-            case _GapLine(publisher=publisher):
-                return Lost(publisher, line.first, line.count, line.why)
-            case _RestartLine(publisher=publisher):
-                return Restarted(publisher)
-            case _InvalidLine(publisher=publisher):
-                return Skipped(publisher, line.why)
-        self._expect_end({"n": line.n, "kind": "END", "lines": self._kinds})
+                return Received(batch, line.seq, line.publisher)
+            case Lost() | Restarted() | Skipped():
+                return line
+        self._expect_end({"n": self.line - 1, "kind": "END", "lines": self._kinds})
         return None
 
     def _line(self, value: dict[str, Any]) -> _Line:
-        """Return a line by its kind, after checking its fields, number and place."""
+        """Return a line by its kind, after checking its fields and its number."""
         kind = value.get("kind")
         if type(kind) is not str or kind not in _LINES:
             self.fail(f"unknown kind of line {kind!r}; there are: {', '.join(_LINES)}")
-        if value.get("n") != self.line - 1:
-            self.fail(f"this line has n = {value.get('n')}; {self.line - 1} stand before it")
+        number = value.pop("n", None)
+        if number != self.line - 1:
+            self.fail(f"this line has n = {number}; {self.line - 1} stand before it")
         try:
             line = parse(value, _LINES[kind], kind)
         except DecodeError as error:

@@ -97,7 +97,7 @@ class InvalidMessage:
 
 
 StreamItem: TypeAlias = Delivery | Gap | Restart | InvalidMessage
-"""What a subscriber yields."""
+"""An item that a subscriber yields."""
 
 Replay: TypeAlias = Callable[[int], Generator[tuple[int, bytes | None], None, None]]
 """Yields (number, payload) of the batches that a publisher keeps, from a number on.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import msgspec
 
 from kvcore.kv_events.model import (
@@ -24,18 +23,30 @@ from kvcore.kv_events.model import (
     UnparsedEvent,
     other_fields,
     parse,
+    parse_tagged,
 )
 
 
-class _Event(msgspec.Struct, kw_only=True):
+class _Event(msgspec.Struct):
     event_id: Count
     data: Any = None
     window_size: Count | None = None
     attention_dp_rank: Count | None = None
 
 
-class _Created(msgspec.Struct, tag="created", tag_field="type"):
-    num_blocks_per_cache_level: tuple[Count, ...]
+_NAMES = {
+    "hash": "block_hash",
+    "hashes": "block_hashes",
+    "level": "cache_level",
+    "levels": "num_blocks_per_cache_level",
+    "pages": "blocks",
+    "parent": "parent_hash",
+}
+"""By attribute of an event: the name of its field here, where that is another."""
+
+
+class _Created(msgspec.Struct, rename=_NAMES, tag="created", tag_field="type"):
+    levels: tuple[Count, ...]
 
 
 class _Token(msgspec.Struct):
@@ -43,34 +54,35 @@ class _Token(msgspec.Struct):
     token_extra_id: Count
 
 
-class _Page(msgspec.Struct, tag="stored_block", tag_field="type"):
-    block_hash: int
+class _Page(msgspec.Struct, rename=_NAMES):
+    hash: int
     tokens: list[_Token]
-    cache_level: Count
+    level: Count
     priority: int
+    type: str | None = None
 
 
-class _Stored(msgspec.Struct, kw_only=True, tag="stored", tag_field="type"):
-    parent_hash: int | None = None
-    blocks: list[_Page]
+class _Stored(msgspec.Struct, rename=_NAMES, tag="stored", tag_field="type"):
+    pages: list[_Page]
+    parent: int | None = None
 
 
-class _Removed(msgspec.Struct, tag="removed", tag_field="type"):
-    block_hashes: tuple[int, ...]
+class _Removed(msgspec.Struct, rename=_NAMES, tag="removed", tag_field="type"):
+    hashes: tuple[int, ...]
 
 
 class _Change(msgspec.Struct):
-    new_value: int
     old_value: int
+    new_value: int
 
 
-class _Updated(msgspec.Struct, tag="updated", tag_field="type"):
-    block_hash: int
-    cache_level: _Change | None = None
+class _Updated(msgspec.Struct, rename=_NAMES, tag="updated", tag_field="type"):
+    hash: int
+    level: _Change | None = None
     priority: _Change | None = None
 
 
-_DATA: Any = _Created | _Stored | _Removed | _Updated
+_DATA = (_Created, _Stored, _Removed, _Updated)
 
 
 def matches(value: Any) -> bool:
@@ -88,7 +100,7 @@ def read_batch(value: Any) -> EventBatch:
     more = other_fields(value, _Event)
     event: Event
     try:
-        event = attrs.evolve(_read(around.data, "event.data"), group=around.window_size)
+        event = _read(around.data, around.window_size, "event.data")
     except DecodeError as error:
         event = UnparsedEvent(around.data, str(error))
         if around.window_size is not None:
@@ -103,32 +115,28 @@ def read_batch(value: Any) -> EventBatch:
     )
 
 
-def _read(data: Any, field: str) -> PoolCreated | PagesStored | BlockRemoved | BlockUpdated:
-    event = parse(data, _DATA, field)
-    more = other_fields(data, type(event))
-    match event:
+def _read(data: Any, group: int | None, field: str) -> Event:
+    parsed = parse_tagged(data, _DATA, field)
+    more = other_fields(data, type(parsed))
+    match parsed:
         case _Created():
-            return PoolCreated(levels=event.num_blocks_per_cache_level, more=more)
+            return PoolCreated(levels=parsed.levels, group=group, more=more)
         case _Stored():
-            pages = zip(event.blocks, data["blocks"], strict=True)
-            return PagesStored(
-                pages=tuple(_page(page, raw) for page, raw in pages),
-                parent=event.parent_hash,
-                more=more,
-            )
+            pages = tuple(map(_page, parsed.pages, data["blocks"]))
+            return PagesStored(pages=pages, parent=parsed.parent, group=group, more=more)
         case _Removed():
-            return BlockRemoved(hashes=event.block_hashes, more=more)
-    level, priority = _pair(event.cache_level), _pair(event.priority)
-    return BlockUpdated(hash=event.block_hash, level=level, priority=priority, more=more)
+            return BlockRemoved(hashes=parsed.hashes, group=group, more=more)
+    level, priority = _pair(parsed.level), _pair(parsed.priority)
+    return BlockUpdated(
+        hash=parsed.hash, level=level, priority=priority, group=group, more=more
+    )
 
 
 def _page(page: _Page, raw: dict[str, Any]) -> Page:
+    tokens = tuple((token.token_id, token.token_extra_id) for token in page.tokens)
+    more = other_fields(raw, _Page)
     return Page(
-        hash=page.block_hash,
-        tokens=tuple((token.token_id, token.token_extra_id) for token in page.tokens),
-        level=page.cache_level,
-        priority=page.priority,
-        more=other_fields(raw, _Page),
+        hash=page.hash, tokens=tokens, level=page.level, priority=page.priority, more=more
     )
 
 

@@ -31,35 +31,53 @@ from kvcore.kv_events.model import (
     check_tokens,
     other_fields,
     parse,
+    parse_tagged,
     unsupported,
 )
 
 LARGEST_TIME = 2**63
 
 
-class _Stored(msgspec.Struct, kw_only=True, tag="BlockStored", tag_field="type"):
-    block_hashes: tuple[WireHash, ...]
-    parent_block_hash: WireHash | None = None
-    token_ids: tuple[Token, ...]
+_NAMES = {
+    "hashes": "block_hashes",
+    "parent": "parent_block_hash",
+    "tokens": "token_ids",
+    "group": "group_idx",
+}
+"""By attribute of an event: the name of its field here, where that is another."""
+
+_OPTIONAL = ("extra_keys", "group_idx")
+"""Fields that vLLM leaves out where they are null."""
+
+
+class _Stored(msgspec.Struct, kw_only=True, rename=_NAMES, tag="BlockStored", tag_field="type"):
+    hashes: tuple[WireHash, ...]
+    parent: WireHash | None = None
+    tokens: tuple[Token, ...]
     block_size: Size
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
-    group_idx: Count | None = None
+    group: Count | None = None
 
 
-class _Removed(msgspec.Struct, kw_only=True, tag="BlockRemoved", tag_field="type"):
-    block_hashes: tuple[WireHash, ...]
+class _Removed(msgspec.Struct, rename=_NAMES, tag="BlockRemoved", tag_field="type"):
+    hashes: tuple[WireHash, ...]
     medium: str | None = None
-    group_idx: Count | None = None
+    group: Count | None = None
 
 
 class _Cleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
     pass
 
 
-_EVENTS: Any = _Stored | _Removed | _Cleared
+_STRUCTS: dict[type[Any], type[msgspec.Struct]] = {
+    BlockStored: _Stored,
+    BlockRemoved: _Removed,
+    AllBlocksCleared: _Cleared,
+}
+_CLASSES = {struct: cls for cls, struct in _STRUCTS.items()}
 
 
 class _Batch(msgspec.Struct):
@@ -70,8 +88,8 @@ class _Batch(msgspec.Struct):
 
 # The fields of events that are arrays, in their order.
 _TAIL = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-_STORED = _Stored.__struct_fields__[: -len(("group_idx",))]
-_REMOVED = ("block_hashes", "medium", *_TAIL)
+_STORED = _Stored.__struct_encode_fields__[:-1]
+_REMOVED = (*_Removed.__struct_encode_fields__[:-1], *_TAIL)
 
 
 def read_batch(value: Any) -> EventBatch:
@@ -128,27 +146,12 @@ def write_batch(batch: EventBatch) -> list[Any] | dict[str, Any]:
 
 def _read(value: Any, field: str) -> Event:
     named = _event_by_name(value) if type(value) is list else value
-    event = parse(named, _EVENTS, field)
-    more = other_fields(named, type(event))
-    match event:
-        case _Stored():
-            check_tokens(event.token_ids, f"{field}.token_ids")
-            return BlockStored(
-                hashes=event.block_hashes,
-                parent=event.parent_block_hash,
-                tokens=event.token_ids,
-                block_size=event.block_size,
-                medium=event.medium,
-                lora_id=event.lora_id,
-                lora_name=event.lora_name,
-                extra_keys=event.extra_keys,
-                group=event.group_idx,
-                more=more,
-            )
-        case _Removed():
-            hashes, medium, group = event.block_hashes, event.medium, event.group_idx
-            return BlockRemoved(hashes=hashes, medium=medium, group=group, more=more)
-    return AllBlocksCleared(more=more)
+    parsed = parse_tagged(named, tuple(_CLASSES), field)
+    if isinstance(parsed, _Stored):
+        check_tokens(parsed.tokens, f"{field}.token_ids")
+    more = other_fields(named, type(parsed))
+    event: Event = _CLASSES[type(parsed)](**msgspec.structs.asdict(parsed), more=more)
+    return event
 
 
 def _event_by_name(value: list[Any]) -> dict[str, Any]:
@@ -177,31 +180,15 @@ def _by_name(names: tuple[str, ...], items: list[Any], first: int = 0) -> dict[s
 
 
 def _write(event: Event) -> Any:
-    match event:
-        case UnparsedEvent():
-            return event.value
-        case BlockStored():
-            required = {
-                "type": "BlockStored",
-                "block_hashes": event.hashes,
-                "parent_block_hash": event.parent,
-                "token_ids": event.tokens,
-                "block_size": event.block_size,
-                "lora_id": event.lora_id,
-                "medium": event.medium,
-                "lora_name": event.lora_name,
-            }
-            optional = {"extra_keys": event.extra_keys, "group_idx": event.group}
-        case BlockRemoved():
-            required = {
-                "type": "BlockRemoved",
-                "block_hashes": event.hashes,
-                "medium": event.medium,
-            }
-            optional = {"group_idx": event.group}
-        case AllBlocksCleared():
-            required, optional = {"type": "AllBlocksCleared"}, {}
-        case _:
-            raise unsupported(event, "the events of vLLM")
-    given = {name: value for name, value in optional.items() if value is not None}
-    return {**required, **given, **event.more}
+    if isinstance(event, UnparsedEvent):
+        return event.value
+    struct = _STRUCTS.get(type(event))
+    if struct is None:
+        raise unsupported(event, "the events of vLLM")
+    values = {name: getattr(event, name) for name in struct.__struct_fields__}
+    fields = msgspec.to_builtins(struct(**values), builtin_types=(bytes,))
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None or name not in _OPTIONAL
+    } | dict(event.more)

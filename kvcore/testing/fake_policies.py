@@ -1,108 +1,104 @@
-"""Eviction policies to test prefix caches with: each watches or disturbs them in one way."""
+"""Eviction policies for the tests of prefix caches: each checks or disturbs them in one way."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any, ClassVar
 
-import attrs
-
 from kvcore.cache import ScoreEviction, Span
 
-LIFETIME = 10
+LIFETIME_NS = 10
 
 
-@attrs.define(slots=False, eq=False)
 class Oldest(ScoreEviction):
-    """Evicts what was released first."""
+    """Evicts the span that was released first."""
 
     name: ClassVar[str] = "oldest"
 
     def score(self, span: Span, now: int) -> int:
-        """Return when it was released."""
-        del now
+        """Return the serial number of its release."""
         return span.released_order
 
 
-@attrs.define(slots=False, eq=False)
-class Mortal(Oldest):
-    """Lets spans expire `LIFETIME` ns after they were stored or hit."""
+class ExpiringPolicy(Oldest):
+    """Lets spans expire `LIFETIME_NS` after they were stored or hit."""
 
-    name: ClassVar[str] = "mortal"
+    name: ClassVar[str] = "expiring"
     expires_spans: ClassVar[bool] = True
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Start its time."""
-        span.expires = now + LIFETIME
+        """Start the lifetime of `span`."""
+        span.expires = now + LIFETIME_NS
 
     def on_access(self, span: Span, now: int) -> None:
-        """Start its time again."""
-        span.expires = now + LIFETIME
+        """Restart the lifetime of `span`."""
+        span.expires = now + LIFETIME_NS
 
 
-@attrs.define(slots=False, eq=False)
-class Failing(Oldest):
-    """Answers `wrong`, or raises it, when asked for a victim."""
+class FailingPolicy(Oldest):
+    """Returns `wrong` as the victim, or raises it if it is an exception."""
 
     name: ClassVar[str] = "failing"
 
-    wrong: Any = None
+    def __init__(self, wrong: Any = None) -> None:
+        """Store the wrong answer."""
+        self.wrong = wrong
 
     def victim(self, now: int) -> Span:
-        """Answer wrongly."""
-        del now
+        """Return or raise the wrong answer."""
         if isinstance(self.wrong, Exception):
             raise self.wrong
         answer: Span = self.wrong
         return answer
 
 
-@attrs.define(slots=False, eq=False)
-class Ledger(Oldest):
-    """Keeps the spans, their sizes and whether they are pinned from what it is told alone."""
+class BookkeepingPolicy(Oldest):
+    """Derives the spans, their sizes and which of them are pinned from its callbacks alone.
 
-    name: ClassVar[str] = "ledger"
+    Attributes:
+        sizes: the blocks of each span.
+        pinned: the spans that are pinned.
+    """
 
-    sizes: Counter[Span] = attrs.field(init=False, factory=Counter)
-    held: set[Span] = attrs.field(init=False, factory=set)
+    name: ClassVar[str] = "bookkeeping"
+
+    def attach(self, blocks: int, block_size: int) -> None:
+        """Create empty books."""
+        super().attach(blocks, block_size)
+        self.sizes: Counter[Span] = Counter()
+        self.pinned: set[Span] = set()
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Write down a new span, which is pinned."""
-        del now
+        """Record a new span, which is pinned."""
         self.sizes[span] = span.blocks
-        self.held.add(span)
+        self.pinned.add(span)
 
     def on_extend(self, span: Span, blocks: int) -> None:
-        """Add what was appended."""
+        """Add the blocks that were appended."""
         self.sizes[span] += blocks
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Move the head of `lower` to `upper`, which is pinned."""
         self.sizes[upper] = upper.blocks
         self.sizes[lower] -= upper.blocks
-        self.held.add(upper)
-
-    def joined(self, upper: Span, lower: Span) -> None:
-        """Move it back."""
-        self.sizes[lower] += self.sizes.pop(upper)
-        self.held.remove(upper)
+        self.pinned.add(upper)
 
     def on_pin(self, span: Span) -> None:
-        """Write down that it is held."""
+        """Record that `span` is pinned."""
         super().on_pin(span)
-        self.held.add(span)
+        self.pinned.add(span)
 
     def on_release(self, span: Span, now: int) -> None:
-        """Write down that it is not held any more."""
+        """Record that `span` is not pinned any more."""
         super().on_release(span, now)
-        self.held.remove(span)
+        self.pinned.remove(span)
 
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Take off what was evicted."""
+        """Subtract the blocks that were evicted."""
         super().on_trim(span, blocks)
         self.sizes[span] -= blocks
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Strike it out."""
+        """Delete the record of `span`."""
         super().on_remove(span, reason)
         del self.sizes[span]

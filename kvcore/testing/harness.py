@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from random import Random
 from typing import Any, TypeAlias, TypeVar
@@ -32,7 +32,7 @@ FORKS = {"open": 2, "commit": 4, "close": 2, "serve": 1, "extend": 1, "fork": 3,
 
 @attrs.frozen(kw_only=True)
 class Traffic:
-    """What random requests look like: each prompt walks down one trie of block keys.
+    """The distribution of random requests: each prompt is a path in one trie of block keys.
 
     Attributes:
         key_tokens: tokens a key stands for.
@@ -224,14 +224,14 @@ Gone: TypeAlias = tuple[str, Key, int]
 
 @attrs.frozen
 class Decision:
-    """What a cache decided in one step.
+    """The decision of a cache in one step.
 
     Attributes:
         action: the step's; `idle` if there was no sequence to do it to.
         refused: name of the error that it raised, if it raised one that is no fault.
         hit: blocks hit by an `open` or a `serve`.
         free: blocks free afterwards.
-        evicted: blocks that left: the expired, sorted, then those that made room, in order.
+        evicted: blocks that left: the expired, sorted, then the victims, in order.
     """
 
     action: str
@@ -241,32 +241,33 @@ class Decision:
     evicted: tuple[Gone, ...]
 
 
-@attrs.define(slots=False, eq=False)
-class Witness(EvictionPolicy):
-    """Passes every call on to `policy`, checks its answers, and writes evictions down.
+class RecordingPolicy(EvictionPolicy):
+    """Passes every call to another policy, checks its answers, and records the evictions.
 
-    Raises AssertionError in `victim`, hence PolicyError in the cache, if asking twice gives
-    two answers or an answer is no unpinned leaf of the cache; likewise if a span expires that
-    should not. Errors name the policy: the class of a witness goes by the names of its class.
+    `victim` raises AssertionError, which the cache turns into PolicyError, if two calls give
+    two answers or the answer is no unpinned leaf of the cache; the callbacks do if they set
+    `span.expires` undeclared. Errors name the wrapped policy: the instance has a class with
+    the names of that policy's class.
+
+    Args:
+        policy: the policy that decides.
 
     Attributes:
-        policy: may be exchanged for another one in the same state.
         evicted: the blocks that left, deepest first for each victim.
-        gone: the spans that have left and that something still refers to.
+        removed: the spans that left and that something still refers to.
     """
 
-    name = "witness"
+    name = "recording"
 
-    policy: EvictionPolicy
-    evicted: list[Gone] = attrs.field(init=False, factory=list)
-    gone: WeakSet[Span] = attrs.field(init=False, factory=WeakSet)
-
-    def __attrs_post_init__(self) -> None:
-        """Go by the names of the policy's class."""
-        cls = type(self.policy)
+    def __init__(self, policy: EvictionPolicy) -> None:
+        """Store the policy, and take over the names of its class."""
+        self.policy = policy
+        self.evicted: list[Gone] = []
+        self.removed: WeakSet[Span] = WeakSet()
+        cls = type(policy)
         names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
         self.__class__ = type(cls.__name__, (type(self),), names)
-        self.lookahead = self.policy.lookahead
+        self.lookahead = policy.lookahead
 
     @property
     def expires_spans(self) -> bool:  # type: ignore[override]
@@ -274,74 +275,66 @@ class Witness(EvictionPolicy):
         return self.policy.expires_spans
 
     def attach(self, blocks: int, block_size: int) -> None:
-        """Pass it on."""
+        """Attach the policy."""
         super().attach(blocks, block_size)
         self.policy.attach(blocks, block_size)
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Pass it on."""
+        """Call the policy, and check the expiry."""
         self.policy.on_insert(span, now)
         self._check_expiry(span)
 
     def on_access(self, span: Span, now: int) -> None:
-        """Pass it on."""
+        """Call the policy, and check the expiry."""
         self.policy.on_access(span, now)
         self._check_expiry(span)
 
     def on_extend(self, span: Span, blocks: int) -> None:
-        """Pass it on."""
+        """Call the policy."""
         self.policy.on_extend(span, blocks)
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Pass it on."""
+        """Call the policy."""
         self.policy.on_split(upper, lower)
 
-    def joined(self, upper: Span, lower: Span) -> None:
-        """Pass it on."""
-        self.policy.joined(upper, lower)
-
     def on_pin(self, span: Span) -> None:
-        """Pass it on."""
+        """Call the policy."""
         self.policy.on_pin(span)
 
     def on_release(self, span: Span, now: int) -> None:
-        """Pass it on."""
+        """Call the policy, and check the expiry."""
         self.policy.on_release(span, now)
         self._check_expiry(span)
 
-    def unpinned(self, span: Span, now: int) -> None:
-        """Pass it on."""
-        self.policy.unpinned(span, now)
-
     def on_leaf(self, span: Span) -> None:
-        """Pass it on."""
+        """Call the policy."""
         self.policy.on_leaf(span)
 
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Write the blocks down and pass it on."""
-        self._write(span, span.end, span.end + blocks, "capacity")
+        """Record the blocks, and call the policy."""
+        self._record(span, span.end, span.end + blocks, "capacity")
         self.policy.on_trim(span, blocks)
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Write the blocks down and pass it on."""
-        self._write(span, span.start, span.end, reason)
-        self.gone.add(span)
+        """Record the blocks, and call the policy."""
+        self._record(span, span.start, span.end, reason)
+        self.removed.add(span)
         self.policy.on_remove(span, reason)
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
-        """Pass it on."""
+        """Call the policy."""
         self.policy.on_miss(request, hit_blocks, now)
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
-        """Pass it on."""
+        """Call the policy."""
         self.policy.on_queued(request, now, front=front)
 
     def on_dequeued(self, request: Request, now: int) -> None:
-        """Pass it on."""
+        """Call the policy."""
         self.policy.on_dequeued(request, now)
 
     def victim(self, now: int) -> Span:
-        """Ask twice, and check the answer."""
+        """Call the policy twice, and check the answer."""
         self.policy.requester = self.requester
         span = self.policy.victim(now)
         again = self.policy.victim(now)
@@ -354,26 +347,21 @@ class Witness(EvictionPolicy):
         return span
 
     def evictable_blocks(self, span: Span) -> int:
-        """Ask twice, and check that asking changes nothing."""
+        """Call the policy twice, and check that the answer is the same."""
         blocks = self.policy.evictable_blocks(span)
         again = self.policy.evictable_blocks(span)
-        assert again == blocks, f"asked twice for a tail, it answered {blocks}, then {again}"
+        assert again == blocks, (
+            f"asked twice for the evictable blocks of {span!r}, it answered {blocks}, then "
+            f"{again}"
+        )
         return blocks
-
-    def state(self) -> Any:
-        """Return the policy's."""
-        return self.policy.state()
-
-    def restore(self, state: Any) -> None:
-        """Pass it on."""
-        self.policy.restore(state)
 
     def _check_expiry(self, span: Span) -> None:
         assert self.policy.expires_spans or span.expires is None, (
             "it sets span.expires, and does not declare expires_spans = True"
         )
 
-    def _write(self, span: Span, start: int, end: int, reason: str) -> None:
+    def _record(self, span: Span, start: int, end: int, reason: str) -> None:
         ratio = span.geometry.ratio
         self.evicted += [
             (reason, span.path_keys[position // ratio], position)
@@ -382,15 +370,16 @@ class Witness(EvictionPolicy):
 
 
 class Driver:
-    """Takes steps on a cache, and checks its integrity after each.
+    """Performs steps on a cache, and checks its integrity after each.
 
     Args:
-        cache: a `KVCache`, or anything that is called alike.
-        evicted: where it writes down the blocks that leave; emptied after each step.
+        cache: a `KVCache`, or an object with the same methods.
+        evicted: the list to which its policy adds the blocks that leave; emptied after each
+            step.
     """
 
     def __init__(self, cache: KVCache, evicted: list[Gone] | None = None) -> None:
-        """Start at time 0, without sequences."""
+        """Store the cache; the time is 0, and no sequence is open."""
         self.cache = cache
         self.sequences: list[Sequence] = []
         self._closed: list[Request] = []
@@ -398,11 +387,11 @@ class Driver:
         self._evicted = [] if evicted is None else evicted
 
     def run(self, steps: Iterable[Step]) -> list[Decision]:
-        """Take all of `steps`."""
+        """Perform `steps`, and return the decision in each."""
         return [self.step(step) for step in steps]
 
     def step(self, step: Step) -> Decision:
-        """Take one step."""
+        """Perform `step`, and return the decision."""
         self.now += step.wait
         action, refused, hit = step.action, None, None
         try:
@@ -423,7 +412,7 @@ class Driver:
         return Decision(action, refused, hit, self.cache.pool.free_blocks, evicted)
 
     def careful_step(self, step: Step) -> Decision:
-        """Take one step; check that a probe before it, and a refusal of it, change nothing."""
+        """Perform `step`; check that a probe before it, and a refusal of it, change nothing."""
         before = snapshot(self.cache)
         if step.request is not None:
             self.cache.probe(step.request, self.now + step.wait)
@@ -468,26 +457,24 @@ class Driver:
 def replay(
     cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
 ) -> list[Decision]:
-    """Replay `requests` serially, untimed; return what was decided for each."""
-    return list(decided(cache, requests, evicted))
+    """Replay `requests` serially and untimed; return the decision for each.
 
-
-def decided(
-    cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
-) -> Iterator[Decision]:
-    """Replay `requests` likewise; yield what was decided for each, as it is."""
+    `evicted` is the list to which the policy of the cache adds the blocks that leave.
+    """
     evicted = [] if evicted is None else evicted
+    decisions = []
     for seq in served(requests, cache):
         gone = _canonical(evicted)
         evicted.clear()
-        yield Decision("open", None, seq.hit_blocks, cache.pool.free_blocks, gone)
+        decisions.append(Decision("open", None, seq.hit_blocks, cache.pool.free_blocks, gone))
+    return decisions
 
 
 def snapshot(cache: KVCache) -> Any:
-    """Return all that a refused call must leave as it was, as a value that compares equal.
+    """Return all that a refused call must leave unchanged, as a value to compare.
 
-    Covers the pool, spans with their pins and the policy's data, sequences, statistics and
-    the policy's state. Costs O(blocks).
+    Covers the pool, spans with their pins and the policy's data, sequences and statistics.
+    Costs O(blocks).
     """
     pool, tree = cache.pool, cache.tree
     blocks = (list(pool.free_ids()), dict(pool.owners)) if isinstance(pool, BlockPool) else None
@@ -497,7 +484,6 @@ def snapshot(cache: KVCache) -> Any:
         [_span_fields(span) for span in tree.spans()],
         [_sequence_fields(seq) for seq in cache.sequences.values()],
         attrs.astuple(cache.stats),
-        cache.eviction.state(),
     )
 
 
@@ -525,7 +511,7 @@ def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
 
 
 def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
-    """Sort the expired: which of two branches is dropped first says nothing."""
+    """Sort the expired blocks: the order in which branches expire is no decision."""
     expired = sorted(gone for gone in evicted if gone[0] == "expired")
     return (*expired, *(gone for gone in evicted if gone[0] != "expired"))
 
@@ -547,7 +533,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Opens, commits, extends, forks, rolls back and closes at random, small caches included.
 
     After each step the cache's invariants hold. A call that is refused, and a probe, leave
-    everything as it was: pool, spans, pins, statistics, the policy's state. The policy
+    everything as it was: pool, spans, pins, statistics, the policy's data. The policy
     answers with unpinned leaves. At the end all sequences close, and no pin is left.
     """
 
@@ -564,18 +550,18 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(blocks=st.integers(1, 40), layout=st.sampled_from(_LAYOUTS), ids=st.booleans())
     def begin(self, blocks: int, layout: tuple[str, int], ids: bool) -> None:  # noqa: FBT001
         """Make the cache."""
-        witness = Witness(self.make_eviction())
+        recording = RecordingPolicy(self.make_eviction())
         accounting, size = layout
         cache = KVCache(
             blocks,
             size,
-            eviction=witness,
+            eviction=recording,
             prefix=self.make_prefix(),
             accounting=accounting,
             key_tokens=_KEY,
             ids=ids,
         )
-        self.driver = Driver(cache, witness.evicted)
+        self.driver = Driver(cache, recording.evicted)
         self.requests = 0
 
     @rule(step=steps(_TRAFFIC, "open"))

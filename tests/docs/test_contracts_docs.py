@@ -27,7 +27,7 @@ from kvcore import (
     Workload,
 )
 from kvcore.cache import BlockLayout, GhostTree
-from kvcore.engine import DeviceMemory, Rows, TensorLayout, TokenStep
+from kvcore.engine import DeviceMemory, RaggedBatch, TensorLayout
 from kvcore.plugins import Plugin, find_override, policy_error
 from kvcore.request import Retention
 from kvcore.serving import Batch, LoopState, Server, StepPlan
@@ -52,10 +52,9 @@ CONTRACTS = (
     Batch,
     Backend,
     TensorLayout,
-    Rows,
+    RaggedBatch,
     DeviceMemory,
     Generator,
-    TokenStep,
     Workload,
     Request,
     SLO,

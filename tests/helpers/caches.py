@@ -98,7 +98,7 @@ class Recorded(ScoreEviction):
 def _noting(name):
     """Return the method `name` that also notes the span, the lower one of two halves."""
     original = getattr(ScoreEviction, name)
-    place = 1 if name in {"on_split", "joined", "on_miss"} else 0
+    place = 1 if name in {"on_split", "on_miss"} else 0
 
     def method(self, *args):
         original(self, *args)
@@ -108,7 +108,7 @@ def _noting(name):
 
 
 for _name in (
-    *("on_insert", "on_access", "on_extend", "on_split", "joined", "on_pin", "on_release"),
+    *("on_insert", "on_access", "on_extend", "on_split", "on_pin", "on_release"),
     *("on_trim", "on_remove", "on_miss"),
 ):
     setattr(Recorded, _name, _noting(_name))

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from kvcore import KVCache, Request
 from kvcore.cache import BlockPool, CountingPool
-from kvcore.testing import FORKS, Driver, Traffic, Witness, random_requests, replay, step_lists
+from kvcore.testing import (
+    FORKS,
+    Driver,
+    RecordingPolicy,
+    Traffic,
+    random_requests,
+    replay,
+    step_lists,
+)
 
 KEY = 6
 TRAFFIC = Traffic(key_tokens=KEY, hints=True)
@@ -89,7 +97,7 @@ def test_counting_replays_as_ids_do(name):
 def cache(name, count, *, ids):
     """Make a cache of 24 blocks, three a key."""
     return KVCache(
-        24, 2, eviction=Witness(build(name)), accounting=count, key_tokens=KEY, ids=ids
+        24, 2, eviction=RecordingPolicy(build(name)), accounting=count, key_tokens=KEY, ids=ids
     )
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from kvcore import KVCache, Request
 from kvcore.analysis import served
 from kvcore.request import Retention
-from kvcore.testing import Traffic, Witness, random_requests, replay, request_lists
+from kvcore.testing import RecordingPolicy, Traffic, random_requests, replay, request_lists
 from kvcore_plugins.workload import Mooncake
 
 KEY = 6
@@ -117,10 +117,10 @@ def test_halves_of_one_past_are_one(name, seed):
 
 def cached(name, blocks, ratio=1):
     """Return a cache in `keys` counting, and the list in which its evictions appear."""
-    witness = Witness(build(name))
+    recording = RecordingPolicy(build(name))
     size = KEY // ratio
-    cache = KVCache(blocks * ratio, size, eviction=witness, accounting="keys", key_tokens=KEY)
-    return cache, witness.evicted
+    cache = KVCache(blocks * ratio, size, eviction=recording, accounting="keys", key_tokens=KEY)
+    return cache, recording.evicted
 
 
 def decisions(name, requests, blocks, ratio):

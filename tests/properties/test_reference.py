@@ -12,9 +12,9 @@ from kvcore.testing import (
     EVEN,
     FORKS,
     Driver,
+    RecordingPolicy,
     Step,
     Traffic,
-    Witness,
     random_requests,
     random_steps,
     replay,
@@ -36,11 +36,11 @@ def seconds(context, tokens):
 
 def caches(name, blocks, count, size):
     """Make the cache and its reference, each with the list in which evictions appear."""
-    witness = Witness(build(name))
+    recording = RecordingPolicy(build(name))
     options = {"accounting": count, "key_tokens": KEY, "recompute": seconds}
-    cache = KVCache(blocks, size, eviction=witness, **options)
+    cache = KVCache(blocks, size, eviction=recording, **options)
     reference = BlockCache(blocks, size, POLICIES[name](), **options)
-    return (cache, witness.evicted), (reference, reference.evicted)
+    return (cache, recording.evicted), (reference, reference.evicted)
 
 
 def assert_same_decisions(name, blocks, count, size, steps):

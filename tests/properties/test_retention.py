@@ -20,9 +20,9 @@ schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "fickle"])
 class Attending(Bent):
     """A step takes a nanosecond for each token that is attended to, in any layer."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return one line: what prefill attends to, and a slope of 1 for each window."""
-        return [(1000 * sum(batch.pairs), *(1000 for _ in batch.context))]
+        return [(1000 * sum(work.attended_pairs), *(1000 for _ in work.context))]
 
 
 def attended(prompt, output, chunk, reach, window):

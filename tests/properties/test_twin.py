@@ -30,9 +30,9 @@ def computed(server, scheduler):
 def expected(request, vocabulary=10_007):
     """Return the output that the whole sequence, computed without a cache, would have."""
     stream = TokenStream(request, vocabulary, 0)
-    tokens = stream.between(0, request.prompt_tokens)
+    tokens = stream.token_ids(0, request.prompt_tokens)
     for _ in range(request.output_tokens):
-        tokens.append(stream.add(digest(tokens)))
+        tokens.append(stream.append(digest(tokens)))
     return tokens[request.prompt_tokens :]
 
 

@@ -288,7 +288,12 @@ def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
         (["lru"], [10], {"prefix": "tree"}, "no prefix plugin is named 'tree'"),
         (["lru:size=3"], [10], {}, "'lru' has no option 'size'"),
         (["optimum:size=3"], [10], {}, "the optimum has no option 'size'"),
-        (["optimum"], [10], {"accounting": "tokens"}, "in `keys` accounting alone, not in 'tokens'"),
+        (
+            ["optimum"],
+            [10],
+            {"accounting": "tokens"},
+            "in `keys` accounting alone, not in 'tokens'",
+        ),
         (["optimum"], [10], {"trace": "x"}, "there is no trace of it"),
         (["lru,fifo"], [10], {"trace": "x"}, "policies given: 2, sizes given: 1"),
         (["lru"], None, {"trace": "x"}, "policies given: 1, sizes given: none"),

@@ -31,7 +31,7 @@ def backend_of(name):
 
         def plan(self, rows):
             size = self.layout.block_size
-            pairs = zip(rows.tables, rows.contexts, strict=True)
+            pairs = zip(rows.block_tables, rows.contexts, strict=True)
             fresh = [
                 block for table, context in pairs for block in table[-(-context // size) :]
             ]

@@ -52,9 +52,9 @@ def test_gaps_restarts_and_garbage_are_lines(tmp_path):
         recording.invalid_message("two frames", 1)
     found, _ = items(tmp_path / "r.jsonl")
     assert found[1:] == [
-        Lost(1, 1, 3, "not kept any more"),
-        Restarted(1),
-        Skipped(1, "two frames"),
+        Lost(publisher=1, first=1, count=3, why="not kept any more"),
+        Restarted(publisher=1),
+        Skipped(publisher=1, why="two frames"),
     ]
 
 

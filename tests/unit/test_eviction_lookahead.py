@@ -204,19 +204,7 @@ def test_lookahead_keeps_nothing_of_those_served():
     """After a replay it remembers nobody."""
     policy = Lookahead(requests=3)
     replay([ask(text) for text in ("ab", "ac", "b", "abc")], make(3, policy))
-    assert (policy._waiting, policy._needs) == ({}, {})
-
-
-def test_lookahead_restores_who_waits():
-    """A policy restored from the state of another knows what is waited for."""
-    policy, again = Lookahead(), Lookahead()
-    cache = make(2, policy, accounting="keys")
-    serve(cache, "a", "b")
-    policy.on_queued(ask("a"), 0)
-    again.attach(2, 4)
-    again.restore(policy.state())
-    assert again.victim(0) is policy.victim(0) is spans(cache)["|b"]
-    assert again.state() == policy.state()
+    assert (policy._waiting, policy._turns) == ({}, {})
 
 
 @pytest.mark.parametrize("answer", [0, 3, None, True])
@@ -231,9 +219,10 @@ def test_a_tail_must_be_a_part_of_the_victim(answer):
 
     cache = make(2, Greedy())
     serve(cache, "ab")
-    with pytest.raises(PolicyError, match=r"'greedy' .* tail\(\) of .* give 1 to 2"):
+    with pytest.raises(
+        PolicyError, match=r"'greedy' .* evictable_blocks\(\) of .* give 1 to 2"
+    ):
         start(cache, "c")
-    cache.check_integrity()
 
 
 @pytest.mark.parametrize("method", ["on_queued", "on_dequeued", "evictable_blocks"])

@@ -161,20 +161,6 @@ def test_forks_are_no_admissions():
     assert weights[0] == weights[1]
 
 
-def unlucky(base):
-    """Return an instance of a subclass of `base` that raises at one miss."""
-
-    class Unlucky(base):
-        name = "unlucky"
-        fails = False
-
-        def on_miss(self, request, hit_blocks, now):
-            if self.fails:
-                raise RuntimeError
-
-    return Unlucky()
-
-
 class Numberless(ScoreEviction):
     """Scores nothing with a number that is none."""
 

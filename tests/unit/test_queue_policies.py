@@ -65,7 +65,7 @@ def test_half_of_a_run_decides(text, main):
     cache = cache_of(4, S3FIFO(ghost=2))
     serve(cache, "ab", "cdef", text)
     found = [span for span in spans(cache).values() if span.keys()[-1] == text]
-    assert [span.data.main for span in found] == [main]
+    assert [span.data.in_main for span in found] == [main]
 
 
 def test_a_scan_does_not_take_what_is_used_again():

@@ -22,7 +22,9 @@ def explained(tmp_path):
             request.arrival = request.arrival or now
         with Trace(file) as trace:
             eviction = LRU() if eviction is None else eviction
-            cache = KVCache(blocks, BLOCK, eviction=eviction, accounting=accounting, trace=trace)
+            cache = KVCache(
+                blocks, BLOCK, eviction=eviction, accounting=accounting, trace=trace
+            )
             replay(requests, cache)
         return explain(file, source="run")
 

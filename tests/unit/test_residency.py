@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.caches import BLOCK, Mortal, ask, make, serve, start
 
 from kvcore.cache import Residency
-from kvcore.cache.residency import Histogram
+from kvcore.histogram import Histogram
 from kvcore_plugins.prefix import NoPrefix
 
 

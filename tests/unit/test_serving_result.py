@@ -239,7 +239,7 @@ def test_one_at_a_time_the_offered_load_is_that_of_queueing_theory():
         for number in range(50)
     ]
     result = run(requests, latency=Linear(), max_seqs=1, max_tokens=16)
-    service = Fraction(result.log.busy, 50)
+    service = Fraction(result.log.busy_ps, 50)
     rate = Fraction(49, (requests[-1].arrival - requests[0].arrival) * 1000)
     assert result.summary()["offered_load"] == pytest.approx(float(rate * service), rel=1e-12)
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from helpers.reference.flat import Counts
 from hypothesis import given
 
-from kvcore_plugins.eviction.sketch import Sketch
+from kvcore_plugins.eviction.tinylfu import FrequencySketch
 
 KEYS = st.lists(st.integers(0, 40) | st.text("abcdef", max_size=2), max_size=200)
 
@@ -14,7 +14,7 @@ KEYS = st.lists(st.integers(0, 40) | st.text("abcdef", max_size=2), max_size=200
 @given(KEYS)
 def test_it_never_counts_too_few(keys):
     """However small it is, and with counts that end at 16, no key has less than its uses."""
-    sketch, counts = Sketch(4, 1000), Counts(1000)
+    sketch, counts = FrequencySketch(4, 1000), Counts(1000)
     for key in keys:
         sketch.add(key)
         counts.add(key)
@@ -24,7 +24,7 @@ def test_it_never_counts_too_few(keys):
 @given(st.lists(st.integers(0, 5), max_size=200))
 def test_it_is_exact_for_a_few_keys(keys):
     """With room for many more keys than there are, ageing included, estimates are exact."""
-    sketch, counts = Sketch(4096, 50), Counts(50)
+    sketch, counts = FrequencySketch(4096, 50), Counts(50)
     for key in keys:
         sketch.add(key)
         counts.add(key)
@@ -35,7 +35,7 @@ def test_it_is_exact_for_a_few_keys(keys):
 
 def test_most_estimates_are_exact_at_full_load():
     """With as many keys as it is made for, used once or twice, nine of ten are right."""
-    sketch, counts = Sketch(1000, 10_000), Counts(10_000)
+    sketch, counts = FrequencySketch(1000, 10_000), Counts(10_000)
     for key in [*range(1000), *range(0, 1000, 2)]:
         sketch.add(key)
         counts.add(key)
@@ -45,22 +45,9 @@ def test_most_estimates_are_exact_at_full_load():
 
 def test_counts_halve_and_the_doors_close():
     """After a period of 8 uses, six later ones than the first count three."""
-    sketch = Sketch(100, 8)
+    sketch = FrequencySketch(100, 8)
     for _ in range(7):
         sketch.add("a")
     assert sketch.estimate("a") == 7
     sketch.add("b")
     assert (sketch.estimate("a"), sketch.estimate("b")) == (3, 0)
-
-
-def test_it_goes_on_from_its_state():
-    """Restored, it estimates alike, and ages at the same moment."""
-    sketch = Sketch(100, 8)
-    for key in "aabac":
-        sketch.add(key)
-    again = Sketch.restored(sketch.state())
-    for key in "aaab":
-        sketch.add(key)
-        again.add(key)
-    assert again.state() == sketch.state()
-    assert again.estimate("a") == sketch.estimate("a") > 0

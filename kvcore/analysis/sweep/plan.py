@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from typing import Any, Protocol, Self, TypeAlias
 
 import attrs
@@ -13,12 +13,9 @@ from kvcore.analysis.sweep.executors import Processes
 from kvcore.analysis.sweep.grid import Grid, Mode, axes_of
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.runner import RESULTS, CellRun, Outcome, Task, WorkloadCache
+from kvcore.progress import Progress, silent
 
 Row: TypeAlias = dict[str, Any]
-
-Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
-
-BOUND = str(Belady.name)
 
 
 class Executor(Protocol):
@@ -115,7 +112,7 @@ def sweep(
     missing = {task.digest: task for task in plan.tasks if task.digest not in known}
     errors: dict[str, str] = {}
     with (
-        (progress or _no_progress)("sweeping", len(missing)) as tick,
+        (progress or silent)("sweeping", len(missing)) as tick,
         closing((executor or Processes()).run(missing.values())) as outcomes,
     ):
         for outcome in outcomes:
@@ -148,11 +145,7 @@ def _add_shares(rows: list[Row]) -> None:
     def contest(row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in axes)
 
-    best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] == BOUND}
+    best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] in Belady.names}
     for row in rows:
         most, hits = best.get(contest(row)), row["hit_blocks"]
         row["share_of_optimum"] = None if not most or hits is None else hits / most
-
-
-def _no_progress(_: str, __: int | None) -> AbstractContextManager[Callable[[int], None]]:
-    return nullcontext(lambda _: None)

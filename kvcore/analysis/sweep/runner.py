@@ -164,7 +164,7 @@ class CellRun:
         self.parts = parts = known.parts(cell)
         self.eviction: EvictionPolicy | Belady
         self.cache: KVCache | None = None
-        if not cell.timed and cast("Spec", cell.eviction).name == Belady.name:
+        if not cell.timed and cast("Spec", cell.eviction).name in Belady.names:
             self.eviction = _optimum(parts)
         else:
             self.cache = parts.cache()

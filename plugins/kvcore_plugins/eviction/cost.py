@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import attrs
+from typing import ClassVar
 
 from kvcore import ScoreEviction, Span
 
 
-@attrs.define(slots=False, eq=False)
 class Cost(ScoreEviction):
     """Evict what is cheapest to lose: frequency × recompute cost per block, with ageing.
 
-    A block's score is `L + uses · seconds to recompute it`. The seconds grow with its
-    depth, since its queries attend to all before it. L rises to the score of every victim,
-    so what was used long ago is overtaken in the end. Blocks are of one size, so the
-    division by size of the published formula has no effect. O(log leaves) per event.
+    The score of a block is H = L + frequency · cost. Its cost is the seconds to compute it
+    again, which grow with its depth, since its queries attend to all tokens before it. L,
+    the inflation value, rises to the score of every victim and enters H at each use, so that
+    blocks used long ago fall behind new ones. All blocks have one size, so the division by
+    size of the published formula has no effect. O(log leaves) per event.
+
+    `span.data` is L at the latest use.
 
     Source: Cao and Irani, "Cost-aware WWW proxy caching algorithms", USITS 1997
     (GreedyDual-Size); Cherkasova, HP Labs 1998 (with frequency).
@@ -24,39 +24,27 @@ class Cost(ScoreEviction):
 
     name: ClassVar[str] = "cost"
 
-    _age: float = attrs.field(init=False, default=0.0, repr=False)
+    _inflation = 0.0
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Remember the age at its first use."""
-        del now
-        span.data = self._age
+        """Store L at the first use."""
+        span.data = self._inflation
 
     def on_access(self, span: Span, now: int) -> None:
-        """Remember the age at its latest use."""
-        del now
-        span.data = self._age
+        """Store L at the latest use."""
+        span.data = self._inflation
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Let both halves be of one age."""
+        """Copy L to the upper half. A score is that of the tail block: no half is rescored."""
         upper.data = lower.data
 
     def score(self, span: Span, now: int) -> float:
-        """Return the score of its tail block, the one that would go."""
-        del now
-        age: float = span.data
-        return age + (span.hit_count + 1) * span.recompute_seconds
+        """Return H of the tail block of `span`, the one that would be evicted."""
+        inflation: float = span.data
+        return inflation + (span.hit_count + 1) * span.recompute_seconds
 
     def victim(self, now: int) -> Span:
-        """Return the span with the lowest score, and age to that score."""
+        """Return the span with the lowest score, and raise L to that score."""
         span = super().victim(now)
-        self._age = max(self._age, self.score(span, now))
+        self._inflation = max(self._inflation, self.score(span, now))
         return span
-
-    def state(self) -> Any:
-        """Return the order and the age."""
-        return super().state(), self._age
-
-    def restore(self, state: Any) -> None:
-        """Take the order and the age from `state`."""
-        order, self._age = state
-        super().restore(order)

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, ClassVar, TypeAlias
-
-import attrs
+from typing import ClassVar, TypeAlias
 
 from kvcore import InputError, ScoreEviction, Span
 from kvcore.request import Key
 
 Uses: TypeAlias = tuple[int, ...]
-"""The serial of the latest use, then of the latest k uses that count, 0 where there is none."""
+"""LAST and HIST of the paper: serial number of the latest use, then of the latest k
+uncorrelated uses, 0 where there is none."""
 
 
-@attrs.define(slots=False, eq=False)
 class LRUK(ScoreEviction):
     """Evict the span whose k-th last use is the longest ago; used less than k times: first.
 
     Ties, and so all spans used less than k times, go by LRU. Time is counted in admissions
     to the cache. A use within `correlated` admissions of the one before belongs to it: it
-    does not count, and the time between the two is taken out of the past. Uses are
-    remembered by block key when a block is evicted, so that one that comes back again and
-    again is known; what was evicted the longest ago is forgotten.
+    does not count, and the time between the two is taken out of the history. Uses are
+    retained by block key when a block is evicted, so that one that comes back again and
+    again is known; the history of the block evicted the longest ago is dropped first.
 
-    Fitted to spans: a span has one past. Blocks that are stored together get the past of
-    the first of them, which is in as many prompts as the others or more. O(log leaves) per
-    event, O(keys) for what is evicted.
+    Fitted to spans: a span has one history. Blocks that are stored together get the history
+    of the first of them, which is in as many prompts as the others or more. O(log leaves)
+    per event, O(keys) for blocks that are evicted.
 
-    Variant: the published one, but that a span in its correlated period may be evicted,
-    since somebody must be; and that the past is bounded by number, not by age.
+    Variant: the published one, except that a span in its correlated period may be evicted,
+    since a cache cannot wait; and that the retained history is bounded by number, not by age.
+
+    `span.data` is the `Uses` of the span.
 
     Options:
-        k: which use is looked at, from the latest back.
+        k: which use decides, counted from the latest back.
         correlated: the correlated reference period, in admissions.
-        history: keys remembered once evicted, as a share of those in the pool.
+        history: keys whose uses are retained after eviction, as a share of those in the pool.
 
     Source: O'Neil, O'Neil and Weikum, "The LRU-K page replacement algorithm for database
     disk buffering", SIGMOD 1993, figure 2.1.
@@ -42,40 +42,34 @@ class LRUK(ScoreEviction):
 
     name: ClassVar[str] = "lruk"
 
-    k: int = attrs.field(default=2)
-    correlated: int = attrs.field(default=0)
-    history: float = attrs.field(default=1.0)
-
-    _past: OrderedDict[Key, Uses] = attrs.field(init=False, factory=OrderedDict, repr=False)
-
-    @k.validator
-    def _is_positive(self, _: object, value: int) -> None:
-        if value < 1:
-            msg = f"lruk: k={value} must be 1 or more"
+    def __init__(self, k: int = 2, correlated: int = 0, history: float = 1.0) -> None:
+        """Store the options."""
+        if k < 1:
+            msg = f"lruk: k={k} must be 1 or more"
             raise InputError(msg)
-
-    @correlated.validator
-    def _is_period(self, _: object, value: int) -> None:
-        if value < 0:
-            msg = f"lruk: correlated={value} must be a number of admissions, 0 or more"
+        if correlated < 0:
+            msg = f"lruk: correlated={correlated} must be a number of admissions, 0 or more"
             raise InputError(msg)
-
-    @history.validator
-    def _is_share(self, _: object, value: float) -> None:
-        if not 0 <= value < float("inf"):
-            msg = f"lruk: history={value} must be a share of the pool, 0 or more"
+        if not 0 <= history < float("inf"):
+            msg = f"lruk: history={history} must be a share of the pool, 0 or more"
             raise InputError(msg)
+        self.k = k
+        self.correlated = correlated
+        self.history = history
+
+    def attach(self, blocks: int, block_size: int) -> None:
+        """Store the size of the pool and create an empty history."""
+        super().attach(blocks, block_size)
+        self._retained: OrderedDict[Key, Uses] = OrderedDict()
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Count a use, after those remembered."""
-        del now
+        """Count a use, after those retained."""
         first = span.path_keys[span.start // span.geometry.ratio]
-        _, *uses = self._past.get(first, (0,) * (self.k + 1))
+        _, *uses = self._retained.get(first, (0,) * (self.k + 1))
         span.data = (span.last_hit_order, span.last_hit_order, *uses[:-1])
 
     def on_access(self, span: Span, now: int) -> None:
-        """Count a use, if it does not belong to the one before."""
-        del now
+        """Count a use, unless it is correlated with the one before."""
         last, *uses = span.data
         if span.last_hit_order - last > self.correlated:
             period = last - uses[0]
@@ -84,41 +78,30 @@ class LRUK(ScoreEviction):
         span.data = (span.last_hit_order, *uses)
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Let both halves have the same past."""
+        """Copy the history to the upper half."""
         upper.data = lower.data
         super().on_split(upper, lower)
 
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Remember what left."""
-        self._remember(span, span.end, span.end + blocks)
+        """Retain the history of the blocks that left."""
+        self._retain(span, span.end, span.end + blocks)
         super().on_trim(span, blocks)
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Remember what left."""
-        self._remember(span, span.start, span.end)
+        """Retain the history of `span`."""
+        self._retain(span, span.start, span.end)
         super().on_remove(span, reason)
 
     def score(self, span: Span, now: int) -> int:
-        """Return the serial of its k-th last use, 0 if there were fewer."""
-        del now
+        """Return the serial number of its k-th last use, 0 if there were fewer."""
         kth: int = span.data[self.k]
         return kth
 
-    def state(self) -> Any:
-        """Return the order, and the past of what was evicted."""
-        return super().state(), tuple(self._past.items())
-
-    def restore(self, state: Any) -> None:
-        """Take both from `state`."""
-        order, past = state
-        super().restore(order)
-        self._past = OrderedDict(past)
-
-    def _remember(self, span: Span, start: int, end: int) -> None:
-        """Remember the uses of `span` for its blocks `[start, end)`, the first longest."""
-        past, ratio = self._past, span.geometry.ratio
+    def _retain(self, span: Span, start: int, end: int) -> None:
+        """Retain the uses of `span` for its blocks `[start, end)`, the first longest."""
+        retained, ratio = self._retained, span.geometry.ratio
         for key in reversed(span.path_keys[start // ratio : (end - 1) // ratio + 1]):
-            past[key] = span.data
-            past.move_to_end(key)
-        while len(past) > int(self.history * self.blocks) // ratio:
-            past.popitem(last=False)
+            retained[key] = span.data
+            retained.move_to_end(key)
+        while len(retained) > int(self.history * self.blocks) // ratio:
+            retained.popitem(last=False)

@@ -3,80 +3,72 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any, ClassVar
-
-import attrs
+from typing import ClassVar
 
 from kvcore import EvictionPolicy, Span
 
 
-@attrs.define(slots=False, eq=False)
 class Random(EvictionPolicy):
     """Evict an evictable span chosen at random: the baseline without any knowledge.
 
-    All unpinned leaves are equally likely. Draws depend on the seed, the request for which
-    room is made, the time, and how many victims it had, never on what was drawn for other
-    requests. A victim stays the victim until it is gone or used. O(1) per event.
+    All unpinned leaves are equally likely. A draw depends on the seed, the request that
+    needs the room, the time, and the number of victims which that request had before; never
+    on draws for other requests. A victim stays the victim until it has left or is used.
+    O(1) per event.
 
     Options:
-        seed: what the draws come from.
+        seed: number from which all draws are derived.
     """
 
     name: ClassVar[str] = "random"
 
-    seed: int = attrs.field(default=0)
+    _current: Span | None = None
+    _drawn_for: tuple[int | str | None, int] = (None, 0)
+    _victims = 0
 
-    _leaves: list[Span] = attrs.field(init=False, factory=list, repr=False)
-    _places: dict[Span, int] = attrs.field(init=False, factory=dict, repr=False)
-    _current: Span | None = attrs.field(init=False, default=None, repr=False)
-    _for: tuple[int | str | None, int] = attrs.field(init=False, default=(None, 0), repr=False)
-    _victims: int = attrs.field(init=False, default=0, repr=False)
+    def __init__(self, seed: int = 0) -> None:
+        """Store the option."""
+        self.seed = seed
+
+    def attach(self, blocks: int, block_size: int) -> None:
+        """Store the size of the pool and create the empty list of leaves."""
+        super().attach(blocks, block_size)
+        self._leaves: list[Span] = []
+        self._index: dict[Span, int] = {}
 
     def on_pin(self, span: Span) -> None:
-        """Take `span` out: the last leaf takes its place."""
-        place = self._places.pop(span, None)
-        if place is not None:
+        """Remove `span`; the last leaf moves to its place in the list."""
+        index = self._index.pop(span, None)
+        if index is not None:
             last = self._leaves.pop()
             if last is not span:
-                self._leaves[place] = last
-                self._places[last] = place
+                self._leaves[index] = last
+                self._index[last] = index
         if span is self._current:
             self._current = None
 
     def on_release(self, span: Span, now: int) -> None:
-        """Add `span` if it is a leaf."""
-        del now
+        """Append `span` if it is a leaf."""
         if span.is_leaf:
             self.on_leaf(span)
 
     def on_leaf(self, span: Span) -> None:
-        """Add `span`."""
-        self._places[span] = len(self._leaves)
+        """Append `span`."""
+        self._index[span] = len(self._leaves)
         self._leaves.append(span)
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Forget `span`."""
-        del reason
+        """Remove `span`."""
         self.on_pin(span)
 
     def victim(self, now: int) -> Span:
-        """Return the span drawn."""
+        """Return the span that was drawn."""
         if self._current is None:
-            if self._for != (self.requester, now):
-                self._for = self.requester, now
+            if self._drawn_for != (self.requester, now):
+                self._drawn_for = self.requester, now
                 self._victims = 0
             text = f"{self.seed}/{self.name}/{self.requester!r}/{now}/{self._victims}"
             digest = blake2b(text.encode(), digest_size=8).digest()
             self._current = self._leaves[int.from_bytes(digest) % len(self._leaves)]
             self._victims += 1
         return self._current
-
-    def state(self) -> Any:
-        """Return the leaves in their order, and where the draws stand."""
-        return tuple(self._leaves), self._current, self._for, self._victims
-
-    def restore(self, state: Any) -> None:
-        """Take leaves and draws from `state`."""
-        leaves, self._current, self._for, self._victims = state
-        self._leaves = list(leaves)
-        self._places = {span: place for place, span in enumerate(leaves)}

@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
-
-import attrs
+from typing import ClassVar, NamedTuple
 
 from kvcore import InputError, Span
-from kvcore.cache import GhostTree
-from kvcore_plugins.eviction.queues import Leaves, QueuePolicy, heir, one_past
+from kvcore.cache import GhostTree, LazyHeap
+from kvcore_plugins.eviction.queues import QueuePolicy, evictable_rest, same_history
 
-MOST_USES = 3
-"""Uses are counted in two bits."""
-
-
-class Mark(NamedTuple):
-    """Which queue a span is in, its turn there, and how often it was hit since."""
-
-    main: bool
-    turn: int
-    uses: int
+MAX_FREQUENCY = 3
+"""Hits are counted in two bits."""
 
 
-@attrs.define(slots=False, eq=False)
+class Position(NamedTuple):
+    """The queue of a span, its serial number there, and its hits since, at most 3."""
+
+    in_main: bool
+    order: int
+    frequency: int
+
+
 class S3FIFO(QueuePolicy):
-    """Evict what is not hit while it passes through a small queue; keep what is.
+    """Evict spans that are not hit while they pass through a small queue; keep the others.
 
-    A span enters the small queue, or the main one if it was evicted from the small one
-    not long ago. Victims come from the small queue while that has its share, else from
-    the main one, the oldest first. The oldest of the small queue moves to the main one if
-    it was hit `promote` times, and otherwise leaves, and is remembered as a ghost. The
-    oldest of the main queue goes to its new end as often as it was hit, at most 3 times.
+    A span enters the small queue S, or the main queue M if it was evicted from S not long
+    ago. Victims come from S while that has its share of the pool, else from M, the oldest
+    first. The oldest of S moves to M if it was hit `promote` times; otherwise it is evicted,
+    and remembered in the ghost queue G. The oldest of M is reinserted at the new end as often
+    as it was hit, at most 3 times.
 
-    Variant: that of the authors' simulator. A span's count begins anew in the main queue,
-    to move there makes no room there at once, and once a victim is looked for in the small
-    queue it is sought there until that has no more. Ghosts are looked up when a span is
-    stored, after room has been made for it.
+    Variant: that of the authors' simulator. The frequency of a span is 0 again once it is in
+    M, a move to M evicts nothing from M by itself, and a victim that is searched for in S
+    is searched for there until S is empty. G is looked up when a span is stored, after room
+    has been made for it.
 
     Fitted to spans: the unit of the queues is the span and their sizes are tokens. A
-    victim is the oldest *evictable leaf* of its queue: what is pinned or has children
-    keeps its turn and its count. A span that loses its tail stays the victim until it is
-    gone or pinned. A run counts as remembered if at least half of its tokens are when it
-    is first stored. O(log leaves) per event; a span that is put back was hit before.
+    victim is the oldest *evictable leaf* of its queue: a span that is pinned or has children
+    keeps its position and its frequency. A span that loses its tail stays the victim until
+    it has left or is pinned. A run counts as remembered if at least half of its tokens are
+    when it is first stored. O(log leaves) per event, amortised: a span that is reinserted
+    was hit before.
+
+    `span.data` is the `Position` of the span.
 
     Options:
-        small: the small queue's share of the pool, above 0 and below 1.
+        small: the share of the pool for the small queue, above 0 and below 1.
         ghost: how much is remembered, as a share of the pool, 0 or more.
-        promote: hits that take a span from the small queue to the main one, 1 to 3.
+        promote: hits that move a span from the small queue to the main one, 1 to 3.
 
     Source: Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache
     eviction", SOSP 2023, algorithm 1.
@@ -54,57 +54,52 @@ class S3FIFO(QueuePolicy):
 
     name: ClassVar[str] = "s3fifo"
 
-    small: float = attrs.field(default=0.1)
-    ghost: float = attrs.field(default=0.9)
-    promote: int = attrs.field(default=2)
+    _small_tokens = 0
+    _last_order = 0
+    _victim: Span | None = None
 
-    _small: Leaves = attrs.field(init=False, factory=Leaves, repr=False)
-    _main: Leaves = attrs.field(init=False, factory=Leaves, repr=False)
-    _held: int = attrs.field(init=False, default=0, repr=False)
-    _turns: int = attrs.field(init=False, default=0, repr=False)
-    _answer: Span | None = attrs.field(init=False, default=None, repr=False)
-
-    @small.validator
-    def _is_inner_share(self, _: object, value: float) -> None:
-        if not 0 < value < 1:
-            msg = f"s3fifo: small={value} must be a share of the pool, above 0 and below 1"
+    def __init__(self, small: float = 0.1, ghost: float = 0.9, promote: int = 2) -> None:
+        """Store the options."""
+        if not 0 < small < 1:
+            msg = f"s3fifo: small={small} must be a share of the pool, above 0 and below 1"
             raise InputError(msg)
-
-    @ghost.validator
-    def _is_finite(self, _: object, value: float) -> None:
-        if not 0 <= value < float("inf"):
-            msg = f"s3fifo: ghost={value} must be a share of the pool, 0 or more (1: all of it)"
+        if not 0 <= ghost < float("inf"):
+            msg = f"s3fifo: ghost={ghost} must be a share of the pool, 0 or more (1: all of it)"
             raise InputError(msg)
-
-    @promote.validator
-    def _is_counted(self, _: object, value: int) -> None:
-        if not 1 <= value <= MOST_USES:
-            msg = f"s3fifo: promote={value} must be 1 to {MOST_USES}: hits are counted so far"
+        if not 1 <= promote <= MAX_FREQUENCY:
+            msg = (
+                f"s3fifo: promote={promote} must be 1 to {MAX_FREQUENCY}: hits are counted so "
+                "far"
+            )
             raise InputError(msg)
+        self.small = small
+        self.ghost = ghost
+        self.promote = promote
 
     def attach(self, blocks: int, block_size: int) -> None:
-        """Work out the small queue's share, and make the ghost."""
+        """Compute the size of the small queue; create the queues and the ghost."""
         super().attach(blocks, block_size)
         tokens = blocks * block_size
-        self._share = self.small * tokens
+        self._small_target = self.small * tokens
+        self._small: LazyHeap[Span] = LazyHeap()
+        self._main: LazyHeap[Span] = LazyHeap()
         self._ghosts = GhostTree(int(self.ghost * tokens))
 
     def enter(self, span: Span) -> None:
-        """Put `span` into its queue, where its turn says."""
-        (self._main if span.data.main else self._small).enter(span, span.data.turn)
+        """Insert `span` into its queue at its position."""
+        self._queue_of(span).push((span.data.order, span.id, span))
 
     def leave(self, span: Span) -> None:
-        """Take `span` out of the order of its queue."""
-        (self._main if span.data.main else self._small).leave(span)
-        if span is self._answer:
-            self._answer = None
+        """Remove `span` from its queue."""
+        self._queue_of(span).discard(span)
+        if span is self._victim:
+            self._victim = None
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Queue `span`: in the main queue if it was evicted not long ago."""
-        del now
-        self._turns += 1
-        main = 2 * self._ghosts.forget(span) >= span.tokens
-        span.data = Mark(main, self._turns, 0)
+        """Append `span` to a queue: to the main one if it was evicted not long ago."""
+        self._last_order += 1
+        in_main = 2 * self._ghosts.forget(span) >= span.tokens
+        span.data = Position(in_main, self._last_order, 0)
         self._count(span, span.blocks)
 
     def on_extend(self, span: Span, blocks: int) -> None:
@@ -114,62 +109,54 @@ class S3FIFO(QueuePolicy):
 
     def on_access(self, span: Span, now: int) -> None:
         """Count a hit."""
-        del now
-        mark = span.data
-        span.data = mark._replace(uses=min(mark.uses + 1, MOST_USES))
+        position = span.data
+        span.data = position._replace(frequency=min(position.frequency + 1, MAX_FREQUENCY))
 
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Remember what left the small queue."""
-        if not span.data.main:
+        """Remember blocks that left the small queue."""
+        if not span.data.in_main:
             self._count(span, -blocks)
             self._ghosts.add(span, blocks)
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Forget `span`, but for its ghost."""
-        del reason
-        following = heir(span) if span is self._answer else self._answer
+        """Remove `span` from its queue, and remember it if that is the small one."""
+        victim = evictable_rest(span) if span is self._victim else self._victim
         self.leave(span)
-        self._answer = following
+        self._victim = victim
         self.on_trim(span, span.blocks)
 
     def victim(self, now: int) -> Span:
-        """Return the oldest that nothing speaks for; move those on the way that were hit."""
-        del now
-        queue = self._main if self._held < self._share and self._main else self._small
-        while self._answer is None:
+        """Return the oldest span without the hits to stay; move those before it that have."""
+        queue = (
+            self._main
+            if self._small_tokens < self._small_target and self._main
+            else self._small
+        )
+        while self._victim is None:
             queue = queue or self._main
-            span, _ = queue.first()
-            uses = span.data.uses
-            if queue is self._main and uses:
-                self._move(span, uses - 1)
-            elif queue is self._small and uses >= self.promote:
-                self._move(span, 0)
+            span = queue.first()
+            frequency = span.data.frequency
+            if queue is self._main and frequency:
+                self._append_to_main(span, frequency - 1)
+            elif queue is self._small and frequency >= self.promote:
+                self._append_to_main(span, 0)
             else:
-                self._answer = span
-        return self._answer
+                self._victim = span
+        return self._victim
 
-    def state(self) -> Any:
-        """Return both queues, the ghosts, and what the next decision depends on besides."""
-        queues = self._small.state(), self._main.state()
-        return queues, self._ghosts.state(), self._held, self._turns, self._answer
+    def _queue_of(self, span: Span) -> LazyHeap[Span]:
+        return self._main if span.data.in_main else self._small
 
-    def restore(self, state: Any) -> None:
-        """Take all of that from `state`."""
-        (small, main), ghosts, self._held, self._turns, self._answer = state
-        self._small.restore(small)
-        self._main.restore(main)
-        self._ghosts.restore(ghosts)
-
-    def _move(self, span: Span, uses: int) -> None:
-        """Put `span` at the new end of the main queue, with all that shares its past."""
+    def _append_to_main(self, span: Span, frequency: int) -> None:
+        """Move `span` to the new end of the main queue, with the spans of its history."""
         self.leave(span)
-        self._turns += 1
-        for part in one_past(span):
+        self._last_order += 1
+        for part in same_history(span):
             self._count(part, -part.blocks)
-            part.data = Mark(main=True, turn=self._turns, uses=uses)
+            part.data = Position(in_main=True, order=self._last_order, frequency=frequency)
         self.enter(span)
 
     def _count(self, span: Span, blocks: int) -> None:
-        """Count `blocks` more blocks of `span`, if it is in the small queue."""
-        if not span.data.main:
-            self._held += blocks * self.block_size
+        """Add `blocks` blocks of `span` to the size of the small queue, if it is in that."""
+        if not span.data.in_main:
+            self._small_tokens += blocks * self.block_size

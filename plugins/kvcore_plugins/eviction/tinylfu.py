@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from copy import copy
-from typing import Any, ClassVar
-
-import attrs
+from hashlib import blake2b
+from typing import ClassVar, NamedTuple
 
 from kvcore import InputError, ScoreEviction, Span
-from kvcore_plugins.eviction.sketch import Sketch
-
-Order = OrderedDict[Span, None]
+from kvcore.request import Key
 
 PROBATION, PROTECTED, WINDOW = range(3)
 """The segments, in the order in which victims are looked for in them."""
 
 
-@attrs.define
-class Place:
-    """Where a span belongs: its segment, and its turn in the order of that segment."""
+class Position(NamedTuple):
+    """The segment of a span, and its serial number in the order of that segment."""
 
     segment: int = WINDOW
-    turn: int = 0
+    order: int = 0
 
 
-@attrs.define(slots=False, eq=False)
 class TinyLFU(ScoreEviction):
-    """Let new spans into the main part only if they are used more than what would leave.
+    """Admit new spans to the main part only if they are used more than what would leave.
 
     New spans enter the window, an LRU of a small share of the pool. What the window has no
-    room for goes to the main part, a segmented LRU: to the recent end of probation, where
-    it is on trial. At the next eviction the least recent span of the main part (of
-    probation, else of the protected) stands against the oldest on trial: the one used less
-    often leaves, at a tie the one on trial. If it wins it stays, and the next one on trial
-    comes up; once none is left the least recent leaves. A hit in the main part promotes to
+    room for goes to the main part, a segmented LRU: to the recent end of probation, as a
+    *candidate*. At the next eviction the least recent span of the main part, the *victim*
+    (of probation, else of the protected), is compared with the oldest candidate: the one used
+    less often leaves, at a tie the candidate. A candidate that wins is admitted, and the next
+    one is compared; once none is left the victim leaves. A hit in the main part promotes to
     the protected segment, whose least recent spans go back to probation.
 
-    Frequencies are those of block keys in a count-min sketch with a doorkeeper, sized by
-    the pool, which ages: counts are halved after `period` uses a key of the pool.
+    Frequencies are those of block keys in a `FrequencySketch`, sized by the pool, whose
+    counts are halved after `period` uses for each key of the pool.
 
-    Fitted to spans and leaves: a use of a span is a use of each of its keys; it is compared
-    by its last, the one that would leave. Only leaves stand trial. The published policy
-    compares as it inserts; here what was inserted is cached in any case, and compared when
-    room is needed next, so trials are over with the eviction that follows. A partly evicted
-    span stays the victim until it is gone or used. Segments hold unpinned spans, whole, and
-    are measured in blocks. O(log leaves) per event, O(keys) for a use.
+    Fitted to spans and leaves: a use of a span is a use of each of its keys; its frequency
+    is that of its last key, the one that would leave. Only leaves are candidates. The
+    published policy compares as it inserts; here a new span is cached in any case, and
+    compared when room is needed next, so candidates are decided on with the eviction that
+    follows. A partly evicted span stays the victim until it has left or is used. Segments
+    hold unpinned spans, whole, and are measured in blocks. O(log leaves) per event, O(keys)
+    for a use.
+
+    `span.data` is the `Position` of the span.
 
     Options:
-        window: the window's share of the pool, 0 to 1.
-        protected: the protected segment's share of the main part, 0 to 1.
+        window: the share of the pool for the window, 0 to 1.
+        protected: the share of the main part for the protected segment, 0 to 1.
         period: uses after which counts are halved, for each key that the pool can hold.
 
     Source: Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission
@@ -58,71 +55,60 @@ class TinyLFU(ScoreEviction):
 
     name: ClassVar[str] = "tinylfu"
 
-    window: float = attrs.field(default=0.01)
-    protected: float = attrs.field(default=0.8)
-    period: int = attrs.field(default=10)
+    _sketch: FrequencySketch | None = None
+    _compared = False
+    _loser: Span | None = None
+    _last_order = 0
 
-    _sketch: Sketch | None = attrs.field(init=False, default=None, repr=False)
-    _orders: dict[int, Order] = attrs.field(init=False, repr=False)
-    _held: dict[int, int] = attrs.field(init=False, repr=False)
-    _trial: Order = attrs.field(init=False, factory=OrderedDict, repr=False)
-    _tried: bool = attrs.field(init=False, default=False, repr=False)
-    _loser: Span | None = attrs.field(init=False, default=None, repr=False)
-    _turns: int = attrs.field(init=False, default=0, repr=False)
-
-    @window.validator
-    @protected.validator
-    def _is_share(self, field: attrs.Attribute[float], value: float) -> None:
-        if not 0 <= value <= 1:
-            msg = f"tinylfu: {field.name}={value} must be a share, 0 to 1"
+    def __init__(self, window: float = 0.01, protected: float = 0.8, period: int = 10) -> None:
+        """Store the options."""
+        for option, share in (("window", window), ("protected", protected)):
+            if not 0 <= share <= 1:
+                msg = f"tinylfu: {option}={share} must be a share, 0 to 1"
+                raise InputError(msg)
+        if period < 1:
+            msg = f"tinylfu: period={period} must be 1 or more uses a key"
             raise InputError(msg)
-
-    @period.validator
-    def _is_positive(self, _: object, value: int) -> None:
-        if value < 1:
-            msg = f"tinylfu: period={value} must be 1 or more uses a key"
-            raise InputError(msg)
+        self.window = window
+        self.protected = protected
+        self.period = period
 
     def attach(self, blocks: int, block_size: int) -> None:
-        """Work out the capacities."""
+        """Compute the capacities and create the segments."""
         super().attach(blocks, block_size)
         main = self.protected * (1 - self.window)
         self._capacity = {WINDOW: int(self.window * blocks), PROTECTED: int(main * blocks)}
-        self._orders = {WINDOW: OrderedDict(), PROTECTED: OrderedDict()}
-        self._held = {WINDOW: 0, PROTECTED: 0}
+        self._segments: dict[int, OrderedDict[Span, None]] = {
+            WINDOW: OrderedDict(),
+            PROTECTED: OrderedDict(),
+        }
+        self._blocks_in = {WINDOW: 0, PROTECTED: 0}
+        self._candidates: OrderedDict[Span, None] = OrderedDict()
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Put `span` into the window, and count a use."""
-        del now
-        span.data = Place()
+        """Assign `span` to the window, and count a use."""
+        span.data = Position()
         self._count(span, span.start)
 
     def on_extend(self, span: Span, blocks: int) -> None:
-        """Count a use of what was appended."""
+        """Count a use of the blocks that were appended."""
         self._count(span, span.end - blocks)
 
     def on_access(self, span: Span, now: int) -> None:
-        """Promote `span`, if it is in the main part, and count a use."""
-        del now
+        """Promote `span` if it is in the main part, and count a use."""
         if span.data.segment == PROBATION:
-            span.data.segment = PROTECTED
+            span.data = span.data._replace(segment=PROTECTED)
         self._count(span, span.start)
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Let both halves be of one segment; the upper is pinned and so in no order."""
-        upper.data = copy(lower.data)
-        if lower in self._orders.get(lower.data.segment, ()):
-            self._held[lower.data.segment] -= upper.blocks
-        super().on_split(upper, lower)
-
-    def joined(self, upper: Span, lower: Span) -> None:
-        """Count the upper half again."""
-        if lower in self._orders.get(lower.data.segment, ()):
-            self._held[lower.data.segment] += upper.blocks
+        """Assign both halves to one segment; the upper is pinned and so in no order."""
+        upper.data = lower.data
+        if lower in self._segments.get(lower.data.segment, ()):
+            self._blocks_in[lower.data.segment] -= upper.blocks
         super().on_split(upper, lower)
 
     def on_pin(self, span: Span) -> None:
-        """Take `span` out of its segment."""
+        """Remove `span` from its segment."""
         self._take_out(span)
         super().on_pin(span)
 
@@ -131,66 +117,42 @@ class TinyLFU(ScoreEviction):
         self._append(span, span.data.segment)
         super().on_release(span, now)
         for segment in (WINDOW, PROTECTED):
-            while self._held[segment] > self._capacity[segment]:
+            while self._blocks_in[segment] > self._capacity[segment]:
                 self._move_on(segment)
 
-    def unpinned(self, span: Span, now: int) -> None:
-        """Put `span` back where its turn says. O(spans), after a failure alone."""
-        segment = span.data.segment
-        order = self._orders.get(segment)
-        if order is not None:
-            spans = sorted([*order, span], key=lambda span: span.data.turn)
-            self._orders[segment] = OrderedDict.fromkeys(spans)
-            self._held[segment] += span.blocks
-        super().on_release(span, now)
-
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Count what is left."""
-        if span.data.segment in self._held:
-            self._held[span.data.segment] -= blocks
+        """Subtract the blocks that left."""
+        if span.data.segment in self._blocks_in:
+            self._blocks_in[span.data.segment] -= blocks
         super().on_trim(span, blocks)
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Forget `span`."""
+        """Remove `span` from its segment."""
         self._take_out(span)
         super().on_remove(span, reason)
 
-    def score(self, span: Span, now: int) -> tuple[int, int]:
-        """Return its segment, and its turn there."""
-        del now
-        return span.data.segment, span.data.turn
+    def score(self, span: Span, now: int) -> Position:
+        """Return the segment of `span`, and its place in the order of that."""
+        position: Position = span.data
+        return position
 
     def victim(self, now: int) -> Span:
-        """Return the loser of a trial, or else the least recent of the main part."""
+        """Return the less frequent of candidates and victim."""
         if self._loser is None:
-            self._tried = True
-            self._loser = self._less_used(super().victim(now))
+            self._compared = True
+            self._loser = self._least_frequent(super().victim(now))
         return self._loser
 
-    def state(self) -> Any:
-        """Return order, segments, trials and frequencies, and the segment of each span."""
-        orders = tuple((name, tuple(order)) for name, order in self._orders.items())
-        sketch = None if self._sketch is None else self._sketch.state()
-        mine = orders, tuple(self._held.items()), tuple(self._trial), sketch
-        return super().state(), *mine, self._tried, self._loser, self._turns
-
-    def restore(self, state: Any) -> None:
-        """Take all of it from `state`."""
-        order, orders, held, trial, sketch, self._tried, self._loser, self._turns = state
-        super().restore(order)
-        self._orders = {segment: OrderedDict.fromkeys(spans) for segment, spans in orders}
-        self._held, self._trial = dict(held), OrderedDict.fromkeys(trial)
-        self._sketch = None if sketch is None else Sketch.restored(sketch)
-
-    def _less_used(self, victim: Span) -> Span:
-        """Return who leaves: `victim`, or the oldest on trial, if that is not used more."""
-        while self._trial:
-            candidate, _ = self._trial.popitem(last=False)
+    def _least_frequent(self, victim: Span) -> Span:
+        """Return `victim`, or the oldest candidate if its frequency is not higher."""
+        while self._candidates:
+            candidate, _ = self._candidates.popitem(last=False)
             if candidate.is_leaf:
-                return victim if self._uses(candidate) > self._uses(victim) else candidate
+                admitted = self._frequency(candidate) > self._frequency(victim)
+                return victim if admitted else candidate
         return victim
 
-    def _uses(self, span: Span) -> int:
+    def _frequency(self, span: Span) -> int:
         assert self._sketch is not None
         return self._sketch.estimate(span.path_keys[(span.end - 1) // span.geometry.ratio])
 
@@ -199,34 +161,122 @@ class TinyLFU(ScoreEviction):
         ratio = span.geometry.ratio
         if self._sketch is None:
             keys = max(1, self.blocks // ratio)
-            self._sketch = Sketch(keys, self.period * keys)
+            self._sketch = FrequencySketch(keys, self.period * keys)
         for key in span.path_keys[-(-start // ratio) : -(-span.end // ratio)]:
             self._sketch.add(key)
 
     def _append(self, span: Span, segment: int) -> None:
-        self._turns += 1
-        span.data.segment, span.data.turn = segment, self._turns
-        if segment in self._orders:
-            self._orders[segment][span] = None
-            self._held[segment] += span.blocks
+        self._last_order += 1
+        span.data = Position(segment, self._last_order)
+        if segment in self._segments:
+            self._segments[segment][span] = None
+            self._blocks_in[segment] += span.blocks
 
     def _move_on(self, segment: int) -> None:
-        """Move the least recent span of `segment` to probation: from the window, on trial."""
-        span, _ = self._orders[segment].popitem(last=False)
-        self._held[segment] -= span.blocks
+        """Move the least recent span of `segment` to probation: a candidate, if of the window.
+
+        Candidates that remain from before the last eviction were decided on by it.
+        """
+        span, _ = self._segments[segment].popitem(last=False)
+        self._blocks_in[segment] -= span.blocks
         self._append(span, PROBATION)
         self.rescore(span)
         if segment == WINDOW:
-            if self._tried:
-                self._trial.clear()
-                self._tried = False
-            self._trial[span] = None
+            if self._compared:
+                self._candidates.clear()
+                self._compared = False
+            self._candidates[span] = None
 
     def _take_out(self, span: Span) -> None:
         segment = span.data.segment
-        if segment in self._orders:
-            del self._orders[segment][span]
-            self._held[segment] -= span.blocks
-        self._trial.pop(span, None)
+        if segment in self._segments:
+            del self._segments[segment][span]
+            self._blocks_in[segment] -= span.blocks
+        self._candidates.pop(span, None)
         if span is self._loser:
             self._loser = None
+
+
+ROWS = 4
+"""Rows of the count-min sketch."""
+
+MAX_COUNT = 15
+
+DOORKEEPER_HASHES = 3
+
+DOORKEEPER_BITS = 8
+"""Bits of the doorkeeper for each use in a period: with three hashes, 3 % are false."""
+
+_HALVES = bytes(count >> 1 for count in range(256))
+
+
+class FrequencySketch:
+    """Counts the uses of about `keys` keys, up to 16, with an error that is never negative.
+
+    The first use in a period is stored by the doorkeeper only, a Bloom filter; later ones
+    count in a count-min sketch of 4 rows. After `period` uses the counts are halved and the
+    doorkeeper is emptied. Keys are distinguished by a hash of their text form, the same in
+    every run. O(1) a call, except the ageing, which is O(keys) every `period` uses. Memory:
+    4 to 8 bytes a key, and 1 to 2 bytes a use in a period.
+
+    Source: Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission
+    policy", ACM ToS 2017, section 3; Cormode and Muthukrishnan, J. Algorithms 2005.
+    """
+
+    __slots__ = ("_counts", "_doorkeeper", "_uses", "_width", "period")
+
+    def __init__(self, keys: int, period: int) -> None:
+        """Create a sketch with all counts 0."""
+        self.period = max(1, period)
+        self._uses = 0
+        self._width = _power_of_two(keys)
+        self._counts = bytearray(ROWS * self._width)
+        self._doorkeeper = bytearray(_power_of_two(DOORKEEPER_BITS * self.period) // 8)
+
+    def add(self, key: Key) -> None:
+        """Count a use of `key`."""
+        first, step = _hashes(key)
+        if not self._mark(first, step):
+            for cell in self._cells(first, step):
+                if self._counts[cell] < MAX_COUNT:
+                    self._counts[cell] += 1
+        self._uses += 1
+        if self._uses == self.period:
+            self._uses //= 2
+            self._counts = self._counts.translate(_HALVES)
+            self._doorkeeper = bytearray(len(self._doorkeeper))
+
+    def estimate(self, key: Key) -> int:
+        """Return about how often `key` was used, 0 to 16; older uses count less."""
+        first, step = _hashes(key)
+        least = min(self._counts[cell] for cell in self._cells(first, step))
+        return least + all(
+            self._doorkeeper[byte] & bit for byte, bit in self._bits(first, step)
+        )
+
+    def _mark(self, first: int, step: int) -> bool:
+        """Store a key in the doorkeeper; return True if it was not in there."""
+        is_new = False
+        for byte, bit in self._bits(first, step):
+            is_new = is_new or not self._doorkeeper[byte] & bit
+            self._doorkeeper[byte] |= bit
+        return is_new
+
+    def _cells(self, first: int, step: int) -> list[int]:
+        width = self._width
+        return [row * width + (first + row * step) % width for row in range(ROWS)]
+
+    def _bits(self, first: int, step: int) -> list[tuple[int, int]]:
+        size = 8 * len(self._doorkeeper)
+        places = ((first + index * step) % size for index in range(DOORKEEPER_HASHES))
+        return [(place >> 3, 1 << (place & 7)) for place in places]
+
+
+def _hashes(key: Key) -> tuple[int, int]:
+    """Return two hashes of `key`, the second odd, so that its multiples reach every place."""
+    digest = blake2b(repr(key).encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8]), int.from_bytes(digest[8:]) | 1
+
+
+def _power_of_two(minimum: int) -> int:
+    return 1 << max(3, (minimum - 1).bit_length())

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import attrs
-
 from kvcore import InputError, Span
 from kvcore.units import NS_PER_S
 from kvcore_plugins.eviction.lru import LRU
 
 
-@attrs.define(slots=False, eq=False)
 class TTL(LRU):
-    """Let a span expire when nobody used it for `ttl` seconds; under pressure, evict as LRU.
+    """Let a span expire after `ttl` seconds without a use; under pressure, evict as LRU.
 
     An expired span no longer matches, however much room there is. A hit, and the end of a
-    use, give it its full time again. O(1) per event.
+    use, restart its time. O(1) per event.
 
     Options:
-        ttl: seconds of idleness after which a span is gone.
+        ttl: seconds of idleness after which a span expires.
 
     Source: the prompt caches of hosted models, e.g. Anthropic's of five minutes,
     refreshed by every use.
@@ -28,23 +25,23 @@ class TTL(LRU):
     name: ClassVar[str] = "ttl"
     expires_spans: ClassVar[bool] = True
 
-    ttl: float = attrs.field(default=300.0)
-
-    @ttl.validator
-    def _is_positive(self, _: object, value: float) -> None:
-        if not 0 < value < float("inf"):
-            msg = f"ttl: ttl={value} must be a positive number of seconds"
+    def __init__(self, ttl: float = 300.0) -> None:
+        """Store the option."""
+        if not 0 < ttl < float("inf"):
+            msg = f"ttl: ttl={ttl} must be a positive number of seconds"
             raise InputError(msg)
+        self.ttl = ttl
+        self._ttl_ns = round(ttl * NS_PER_S)
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Start its time."""
-        span.expires = now + round(self.ttl * NS_PER_S)
+        """Start the time of `span`."""
+        span.expires = now + self._ttl_ns
 
     def on_access(self, span: Span, now: int) -> None:
-        """Give it its full time again."""
-        span.expires = now + round(self.ttl * NS_PER_S)
+        """Restart the time of `span`."""
+        span.expires = now + self._ttl_ns
 
     def on_release(self, span: Span, now: int) -> None:
         """Append `span`, whose idle time begins now."""
-        span.expires = now + round(self.ttl * NS_PER_S)
+        span.expires = now + self._ttl_ns
         super().on_release(span, now)

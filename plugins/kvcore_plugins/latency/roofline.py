@@ -17,7 +17,7 @@ from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import pair_flop
 from kvcore.models.memory import KVLayout, kv_copies
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.serving import Batch, Line, Windows
+from kvcore.serving import LinearPiece, StepWork, Windows
 from kvcore.units import DECIMAL, NS_PER_S, PS_PER_NS, format_bytes, picoseconds
 
 SECOND = NS_PER_S * PS_PER_NS
@@ -107,16 +107,16 @@ class Roofline(LatencyModel):
         """The windows of the model's layers: none first, then the narrowest."""
         return self._windows
 
-    def pieces(self, batch: Batch) -> Sequence[Line]:
+    def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the line of computing and the line of reading. Costs O(windows)."""
-        tokens = batch.prefill + batch.decode
+        tokens = work.prefill + work.decode
         if len(self._pairs) == 1:
-            work = self._token * tokens + self._pairs[0] * batch.pairs[0]
+            computing = self._token * tokens + self._pairs[0] * work.attended_pairs[0]
         else:
-            work = self._token * tokens + sum(map(mul, self._pairs, batch.pairs))
+            computing = self._token * tokens + sum(map(mul, self._pairs, work.attended_pairs))
         traffic = self._weights(tokens) + self._written * tokens
         return (
-            (self._overhead + (work >> SHIFT), *self._computed),
+            (self._overhead + (computing >> SHIFT), *self._computed),
             (self._overhead + (traffic >> SHIFT), *self._read),
         )
 
