@@ -356,7 +356,10 @@ def _check(
     """Refuse combinations of arguments that have no meaning."""
     optimum = any(policy.name == Belady.name for policy in candidates)
     if optimum and accounting != "keys":
-        msg = f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it out"
+        msg = (
+            f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it "
+            "out"
+        )
         raise InputError(msg)
     prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
     if prefix != SHARING:

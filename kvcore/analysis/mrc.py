@@ -211,7 +211,10 @@ class _CurveMaker:
         """Return one curve for each of `candidates`."""
         workload, accounting = self.replays.workload, self.replays.accounting
         if accounting != "keys" and any(policy.kind is Belady for policy in candidates):
-            msg = f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it out"
+            msg = (
+                f"the optimum is known in `keys` accounting alone, not in {accounting!r}: "
+                "leave it out"
+            )
             raise InputError(msg)
         if sizes is None:
             spread_sizes(1, points)

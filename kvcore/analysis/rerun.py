@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
@@ -35,11 +35,15 @@ from kvcore.serving.result import MET, UNJUDGED, RunLog
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import Percentiles
 from kvcore.trace import Trace, TraceWorkload
-from kvcore.trace.check import advanced
+from kvcore.trace.check import TraceChecker, check_event
 from kvcore.trace.fields import read_request
-from kvcore.trace.reader import Line, TraceReader
+from kvcore.trace.reader import TraceReader
 from kvcore.trace.writer import version
 from kvcore.units import NS_PER_S, PS_PER_NS
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
 
 SECOND = NS_PER_S * PS_PER_NS
 
@@ -222,100 +226,107 @@ class Recorded:
         evicted: blocks that left the cache, for room or because they expired.
     """
 
-    def __init__(self, reader: TraceReader, header: Line, slo: SLO | None) -> None:
-        self.log = RunLog(header["blocks"], slo)
+    def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
+        self.log = RunLog(header.blocks, slo)
         self.stats = CacheStats()
         self.evicted = 0
         self._reader = reader
-        self._timed = header["mode"] != "untimed"
-        self._geometry = BlockLayout(
-            header["count"], header["block_size"], header["key_tokens"]
-        )
+        self._timed = header.mode != "untimed"
+        self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
         self._steps = DecodeSteps()
         self._serial = 0
-        from kvcore.trace.events import EVENTS  # noqa: PLC0415  (imports msgspec)
+        self._take: dict[str, Callable[[Any], None]] = {
+            "REQUEST": self._request,
+            "HIT": self._hit,
+            "MISS": self._miss,
+            "EVICT": self._evict,
+            "FREE": self._free,
+            "FIRST_TOKEN": self._first_token,
+            "PREEMPT": self._preempt,
+            "FINISH": self._finish,
+            "REJECT": self._reject,
+            "FORK": self._fork,
+            "END": self._end,
+        }
 
-        events = (name for name in EVENTS if hasattr(self, f"_{name.lower()}"))
-        self._take = {name: getattr(self, f"_{name.lower()}") for name in events}
-
-    def take(self, line: Line) -> None:
+    def take(self, event: events.Event) -> None:
         """Apply a line after HEADER. O(1), or O(keys) of a request.
 
         Raises:
             InputError: it is of no run that can be made again.
             TraceError: a request that cannot be.
         """
-        take = self._take.get(line["event"])
+        take = self._take.get(event.event)
         if take is not None:
-            take(line)
+            take(event)
 
-    def _request(self, line: Line) -> None:
+    def _request(self, event: events.Request) -> None:
         if not self._timed and self._jobs:
             self._by_hand()
         try:
-            request = read_request(line)
+            request = read_request(event)
         except InputError as error:
             self._reader.fail(f"REQUEST: {error}")
         self._serial += 1
         slo = request.slo or self.log.slo
-        job = Job(request, self._serial, line["t"], self._steps, request.prompt_tokens, slo)
+        job = Job(request, self._serial, event.t, self._steps, request.prompt_tokens, slo)
         self._jobs[request.id] = job
 
-    def _hit(self, line: Line) -> None:
-        self._admit(line, line["blocks"])
+    def _hit(self, event: events.Hit) -> None:
+        self._admit(event, event.blocks)
 
-    def _miss(self, line: Line) -> None:
-        if line["seq"] not in self._open:
-            self._admit(line, 0)
+    def _miss(self, event: events.Miss) -> None:
+        if event.seq not in self._open:
+            self._admit(event, 0)
 
-    def _admit(self, line: Line, hit: int) -> None:
-        job = self._jobs.get(line["request"])
-        again = "again" in line
+    def _admit(self, event: events.Hit | events.Miss, hit: int) -> None:
+        job = self._jobs.get(event.request)
+        again = bool(event.again)
         if job is None or (again and not self._timed):
             self._by_hand()
-        self._open[line["seq"]] = job
+        self._open[event.seq] = job
         _, tokens, _, _, lookup, _ = self._geometry.prompt(job.request)
         hit_tokens = hit * self._geometry.block_size
         self.stats.admitted(lookup, hit, tokens, hit_tokens, resumed=again)
         if not again:
-            job.admitted, job.hit = line["t"], hit_tokens
+            job.admitted, job.hit = event.t, hit_tokens
 
-    def _evict(self, line: Line) -> None:
-        if line["scope"] == "sequence":
-            self.stats.dropped_blocks += line["blocks"]
+    def _evict(self, event: events.Evict | events.Drop) -> None:
+        if event.scope == "sequence":
+            self.stats.dropped_blocks += event.blocks
         else:
-            self.evicted += sum(abs(count) for _, count in line["runs"])
+            self.evicted += sum(abs(count) for _, count in event.runs)
 
-    def _free(self, line: Line) -> None:
-        if line["reason"] == "rollback":
+    def _free(self, event: events.Free) -> None:
+        if event.reason == "rollback":
             self._by_hand()
-        elif line["reason"] == "close":
-            job = self._open.pop(line["seq"])
+        elif event.reason == "close":
+            job = self._open.pop(event.seq)
             if not self._timed:
-                self.log.ended(self._jobs.pop(job.request.id), line["t"])
+                self.log.ended(self._jobs.pop(job.request.id), event.t)
 
-    def _first_token(self, line: Line) -> None:
-        self._jobs[line["request"]].first_token = line["t"]
+    def _first_token(self, event: events.FirstToken) -> None:
+        self._jobs[event.request].first_token = event.t
 
-    def _preempt(self, line: Line) -> None:
-        job = self._jobs[line["request"]]
-        job.pauses += line["how"] == "pause"
-        job.recomputes += line["how"] == "recompute"
+    def _preempt(self, event: events.Preempt) -> None:
+        job = self._jobs[event.request]
+        job.pauses += event.how == "pause"
+        job.recomputes += event.how == "recompute"
 
-    def _finish(self, line: Line) -> None:
-        self.log.ended(self._jobs.pop(line["request"]), line["t"])
+    def _finish(self, event: events.Finish) -> None:
+        self.log.ended(self._jobs.pop(event.request), event.t)
 
-    def _reject(self, line: Line) -> None:
-        self.log.rejected(self._jobs.pop(line["request"]), line["why"])
+    def _reject(self, event: events.Reject) -> None:
+        self.log.rejected(self._jobs.pop(event.request), event.why)
 
-    def _fork(self, line: Line) -> None:
-        del line
+    def _fork(self, event: events.Fork) -> None:
+        del event
         self._by_hand()
 
-    def _end(self, line: Line) -> None:
-        del line
+    def _end(self, event: events.End) -> None:
+        del event
         if self._jobs:
             self._by_hand()
 
@@ -492,7 +503,8 @@ def whatif(
         "rate_scale": rate_scale,
     }
     workload = TraceWorkload(file)
-    parts = RecordedParts(workload.file, workload.header, workload, changes_asked, plugins)
+    header = workload.header
+    parts = RecordedParts(workload.file, header.as_dict(), workload, changes_asked, plugins)
     if export is not None:
         refuse_overwrite(export, [workload.file])
     with ExitStack() as stack:
@@ -500,14 +512,14 @@ def whatif(
         if export is not None:
             trace = stack.enter_context(Trace(export, **parts.header()))
         rerun = _Rerun(parts, parts.cache(trace), workload)
-        recorded = _verified(workload.file, workload.header, parts.slo)
+        recorded = _verified(workload.file, header, parts.slo)
         steps = progress or silent
         count = len(recorded.log.ids)
         rerun.tick = stack.enter_context(steps(f"running {workload.name} again", count))
         rerun.run()
     return WhatIf(
         file=str(workload.file),
-        kvcore=workload.header["kvcore"],
+        kvcore=header.kvcore,
         here=version(),
         workload=workload.name,
         timed=parts.timed,
@@ -584,17 +596,18 @@ class _Rerun:
             yield as_text(request) if request.id in told else request
 
 
-def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
+def _verified(file: Path, header: events.Header, slo: SLO | None) -> Recorded:
     """Check every line of a trace; return the log of its requests.
 
     Raises:
         InputError, TraceError: as `whatif` does.
     """
     reader = TraceReader(file)
-    state, recorded = None, Recorded(reader, header, slo)
-    for line in reader:
-        state = advanced(reader, state, line)
-        recorded.take(line)
+    checker: TraceChecker | None = None
+    recorded = Recorded(reader, header, slo)
+    for event in reader:
+        checker = check_event(reader, checker, event)
+        recorded.take(event)
     if not reader.complete:
         msg = (
             f"{file}: incomplete: {reader.cut_reason}. A run that was cut cannot be compared "

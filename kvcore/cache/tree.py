@@ -705,6 +705,7 @@ class SpanTree:
         assert self.trace is not None
         assert self.eviction.requester is not None
         self.trace.evict(
-            now, span=span.id, runs=ids, by=self.eviction.name, requester=self.eviction.requester,
-            age=now - span.last_access, hits=span.hit_count, reason=reason,
+            now, span=span.id, runs=ids, by=self.eviction.name,
+            requester=self.eviction.requester, age=now - span.last_access,
+            hits=span.hit_count, reason=reason,
         )  # fmt: skip

@@ -29,7 +29,7 @@ from kvcore.cli.output import (
 from kvcore.config import find_workload, load_model
 from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
-from kvcore.files import refuse_overwrite, whole_file
+from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -184,7 +184,7 @@ def _outputs(
 ) -> Iterator[Callable[[Comparison], None]]:
     """Open the files for rows and metrics; yield what writes them."""
     with (
-        nullcontext() if csv is None else whole_file(csv) as rows,
+        nullcontext() if csv is None else atomic_file(csv) as rows,
         metrics_file(prometheus, source, csv, trace, as_json=as_json) as metrics,
     ):
 

@@ -25,7 +25,7 @@ from kvcore.cli.output import (
 )
 from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
-from kvcore.files import refuse_overwrite, whole_file
+from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -108,7 +108,7 @@ def curve(
     if kind in FORMS:
         matplotlib()
     with ExitStack() as stack:
-        file = None if out is None else stack.enter_context(whole_file(out))
+        file = None if out is None else stack.enter_context(atomic_file(out))
         curves = make_curves(
             source,
             _candidates(accounting) if eviction is None else eviction,

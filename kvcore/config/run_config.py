@@ -217,7 +217,7 @@ class RunConfig:
         from kvcore.config.recorded import recorded_config  # noqa: PLC0415 - as above
 
         trace = TraceWorkload(path)
-        return recorded_config(trace.file, trace.header, trace, plugins or Plugins())
+        return recorded_config(trace.file, trace.header.as_dict(), trace, plugins or Plugins())
 
     @property
     def timed(self) -> bool:

@@ -14,7 +14,7 @@ import orjson
 from kvcore.analysis import Belady
 from kvcore.analysis.sweep import Row, Sweep
 from kvcore.errors import InputError, PluginError
-from kvcore.files import WholeFile, part_of
+from kvcore.files import AtomicFile, part_path
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import counted
 from kvcore.units import format_bytes, format_number, format_seconds
@@ -201,9 +201,9 @@ def write_table(sweep: Sweep, path: Path) -> None:
     """
     check_table(path)
     data = WRITERS[path.suffix](sweep)
-    if part_of(path) != path:
-        part_of(path).unlink(missing_ok=True)
-    raw = WholeFile(path, str(path))
+    if part_path(path) != path:
+        part_path(path).unlink(missing_ok=True)
+    raw = AtomicFile(path, str(path))
     try:
         with io.BufferedWriter(raw) as file:
             file.write(data)

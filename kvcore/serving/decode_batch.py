@@ -361,8 +361,8 @@ class DecodeAllocator:
         cache = self._cache
         prompt = cache.geometry.prompt(job.known_request())
         match = cache.tree.match(prompt.keys, prompt.limit, now)
-        room = cache.available_blocks - match.unpinned_blocks - reserve
-        return -(-job.target // self._block_size) - match.blocks <= room
+        available = cache.available_blocks - match.unpinned_blocks - reserve
+        return -(-job.target // self._block_size) - match.blocks <= available
 
     def is_fragmented(self, request: Request) -> bool:
         """Return True if enough is free for `request` in sum, but not where it could lie."""
@@ -411,9 +411,8 @@ class DecodeAllocator:
         The slot of its next token counts if it is allocated.
         """
         assert job.seq is not None
-        self._cache.settle(
-            job.seq, job.length + (self.allocated_until > self._batch.steps.count)
-        )
+        allocated = self.allocated_until > self._batch.steps.count
+        self._cache.settle(job.seq, job.length + allocated)
 
     def next_step(self, now: int) -> bool:
         """Allocate for the next step, unless that is done; return False if there is no room."""

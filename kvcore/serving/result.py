@@ -17,7 +17,7 @@ import orjson
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.errors import PluginError
-from kvcore.files import make_directory, whole_file
+from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
@@ -467,8 +467,8 @@ class Result:
         directory = Path(directory)
         make_directory(directory)
         with (
-            whole_file(directory / SUMMARY) as document,
-            whole_file(directory / REQUESTS) as lines,
+            atomic_file(directory / SUMMARY) as document,
+            atomic_file(directory / REQUESTS) as lines,
         ):
             names = list(self.requests)
             for row in zip(*self.requests.values(), strict=True):

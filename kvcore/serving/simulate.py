@@ -114,8 +114,8 @@ def check_cache(cache: KVCache, verb: str) -> None:
     """Raise InputError if `cache` cannot serve a run under a clock, or has served one."""
     if cache.geometry.accounting != "tokens":
         msg = (
-            f"{verb} with a cache in {cache.geometry.accounting!r} counting: under a clock tokens "
-            "count; make it with KVCache(..., accounting='tokens')"
+            f"{verb} with a cache in {cache.geometry.accounting!r} accounting: under a clock "
+            "tokens count; make it with KVCache(..., accounting='tokens')"
         )
         raise InputError(msg)
     if cache.sequences or cache.stats.requests:

@@ -109,7 +109,6 @@ def check_event(
 
 
 replay = check_trace
-advanced = check_event
 
 
 def _report(
@@ -224,11 +223,11 @@ class TraceChecker:
 
     def _miss(self, event: events.Miss) -> None:
         if self._due is None:
-            prompt, hit, again = self._admit(event, 0), 0, bool(event.again)
+            prompt, hit, resumed = self._admit(event, 0), 0, bool(event.again)
         else:
             seq = self.state.sequence(event.seq)
-            prompt, hit, again = seq.prompt, seq.hit, seq.again
-        if (event.request, event.block, bool(event.again)) != (prompt.id, hit, again):
+            prompt, hit, resumed = seq.prompt, seq.hit, seq.resumed
+        if (event.request, event.block, bool(event.again)) != (prompt.id, hit, resumed):
             violated(f"sequence {event.seq} is of request {prompt.id!r} and hit {hit} blocks")
         if hit == prompt.limit:
             reasons = ["no keys" if prompt.unkeyed else "partial"]
@@ -271,7 +270,7 @@ class TraceChecker:
             violated(
                 f"the private blocks of sequence {seq.id} are {seq.span.end} to {seq.blocks}"
             )
-        if seq.gaps:
+        if seq.holes:
             violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
         if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
@@ -344,7 +343,7 @@ class TraceChecker:
             violated(f"by retention policy {self._retention!r}, not {event.by!r}")
         if not self._order.pool.owners.keys().isdisjoint(seq.private):
             violated(f"sequence {seq.id} shares private blocks with a fork: it keeps them")
-        if end > seq.blocks or any(low < end and first < high for low, high in seq.gaps):
+        if end > seq.blocks or any(low < end and first < high for low, high in seq.holes):
             violated(f"blocks {first} to {end} are not in the table of sequence {seq.id}")
         freed = seq.private[seq.private_slice(first, end)][::-1]
         self._must_free(seq, event.runs, freed)
@@ -368,14 +367,14 @@ class TraceChecker:
             keep = 0
             if reason == "rollback":
                 first = event.first if isinstance(event.first, int) else seq.blocks - len(ids)
-                keep = first - seq.span.end - seq.returned
+                keep = first - seq.span.end - seq.freed
                 if not 0 <= keep < len(seq.private):
                     violated(f"blocks {seq.span.end} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
         self._must_free(seq, event.runs, self._order.pool.release(dropped[::-1]))
         if reason == "close":
             if (event.forgotten or []) != seq.forgotten:
-                told = [list(gap) for gap in seq.forgotten]
+                told = [list(hole) for hole in seq.forgotten]
                 violated(f"sequence {seq.id} has forgotten {told}, as first and count")
             if self._due is None:
                 self.lifecycles.close(seq.prompt.id, seq.id)
@@ -401,12 +400,12 @@ class TraceChecker:
 
     def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedPrompt:
         """Check the first line of an admission: its hit must be what is cached."""
-        prompt, again = self.state.prompt(event.request), bool(event.again)
+        prompt, resumed = self.state.prompt(event.request), bool(event.again)
         self._order.serve(prompt.id)
         cached = min(self._cached_keys.match(prompt.keys), prompt.limit)
         if hit != cached:
             violated(f"{hit} blocks hit; {cached} are cached and may hit")
-        self.lifecycles.admit(prompt.id, event.seq, again=again)
+        self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
         self._must_open(event.seq)
         return prompt
 

@@ -77,16 +77,16 @@ class Lifecycles:
         """Record a request that asks for `output` tokens."""
         self._requests[request] = Lifecycle(request, output)
 
-    def admit(self, request: int | str, seq: int, *, again: bool) -> None:
+    def admit(self, request: int | str, seq: int, *, resumed: bool) -> None:
         """Record that `request` runs as the new sequence `seq`.
 
         Raises:
             ViolationError: it is over, or no admission of that kind is due.
         """
         life = self._running(request)
-        if again and life.seq is None:
+        if resumed and life.seq is None:
             violated(f"request {request!r} was not admitted before")
-        if self._complete and life.stage != (PREEMPTED if again else WAITING):
+        if self._complete and life.stage != (PREEMPTED if resumed else WAITING):
             violated(f"request {request!r} is {life.stage}, and is admitted")
         life.stage, life.seq = RUNNING, seq
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace.events import Event, Header
 
-Line = Any
-
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE` runs workloads"
 )

@@ -114,14 +114,14 @@ class Hasty(Residency):
 class Watching(Residency):
     """Tells the reference what it is told."""
 
-    def stored(self, span, blocks):
+    def on_store(self, span, blocks):
         """Tell it too."""
-        super().stored(span, blocks)
+        super().on_store(span, blocks)
         self.expected.stored(span.path_keys, span.end - blocks, span.end)
 
-    def evicted(self, span, blocks, now, reason):
+    def on_evict(self, span, blocks, now, reason):
         """Tell it too."""
-        super().evicted(span, blocks, now, reason)
+        super().on_evict(span, blocks, now, reason)
         self.expected.evicted(span.path_keys, span.end - blocks, span.end)
 
 

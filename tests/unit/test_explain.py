@@ -249,7 +249,7 @@ def test_generated_blocks_count_as_sent(file):
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = cache.open(ask("first", "ab", output_tokens=9), None, 0)
         cache.commit(first, 8, 1)
-        trace.line("KEYS", 1, request="first", keys=ask("", "abcd").keys[2:])
+        trace.keys(1, request="first", keys=ask("", "abcd").keys[2:])
         cache.open(ask("next", "abcdef"), None, 2)
     follow = explain(file).of("next")
     assert told(follow) == [("in_flight", 2, 2), ("compulsory", 4, 2)]
@@ -262,7 +262,7 @@ def test_generated_blocks_that_a_later_request_sent_are_the_later_ones(file):
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = cache.open(ask("first", "ab", output_tokens=9), None, 0)
         cache.close(cache.open(ask("second", "abcd"), None, 1), 1)
-        trace.line("KEYS", 2, request="first", keys=ask("", "abcd").keys[2:])
+        trace.keys(2, request="first", keys=ask("", "abcd").keys[2:])
         cache.close(first, 2)
         cache.open(ask("next", "abcd", 17), None, 3)
     assert of("unstored", explain(file), "next").other == "second"
@@ -274,7 +274,7 @@ def test_keys_told_before_the_admission_come_with_it(file):
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = ask("first", "ab", output_tokens=9)
         trace.request(first, 0)
-        trace.line("KEYS", 0, request="first", keys=ask("", "abc").keys[2:])
+        trace.keys(0, request="first", keys=ask("", "abc").keys[2:])
         cache.open(first, None, 1)
         cache.open(ask("next", "abcd"), None, 2)
     assert told(explain(file).of("next"))[0] == ("in_flight", 0, 3)

@@ -318,7 +318,8 @@ def _optimum(parts: RunParts) -> Belady:
         msg = f"eviction: {error}"
         raise InputError(msg) from error
     if parts.geometry.accounting != "keys":
-        msg = f"accounting: the optimum is known in `keys` alone, not in {parts.geometry.accounting!r}"
+        given = parts.geometry.accounting
+        msg = f"accounting: the optimum is known in `keys` alone, not in {given!r}"
         raise InputError(msg)
     prefix = parts.built("prefix").name
     if prefix != SHARING:
