@@ -131,7 +131,7 @@ def test_what_score_eviction_overrides_is_said():
 
 
 @pytest.mark.parametrize(
-    "page", ["write-a-policy", "write-a-prefix-cache", "write-a-scheduler", "write-a-workload"]
+    "page", ["write-a-policy", "write-a-prefix-index", "write-a-scheduler", "write-a-workload"]
 )
 def test_the_kit_passes_on_the_how_to(page, tmp_path):
     """A how-to's snippets make one file; pytest collects the kit at its end, which passes."""
