@@ -67,6 +67,43 @@ class SpanTree:
         pool, index, eviction, geometry, trace: what it works with.
     """
 
+    # More attributes than CPython keeps in fast instance dictionaries.
+    __slots__ = (
+        "_announces",
+        "_created",
+        "_evictable_blocks",
+        "_expires",
+        "_index_insert",
+        "_index_remove",
+        "_index_split",
+        "_last_id",
+        "_match",
+        "_no_match",
+        "_now",
+        "_on_access",
+        "_on_extend",
+        "_on_insert",
+        "_on_leaf",
+        "_on_pin",
+        "_on_release",
+        "_on_remove",
+        "_on_split",
+        "_on_trim",
+        "_released",
+        "cached_blocks",
+        "evicted_blocks",
+        "eviction",
+        "expired_blocks",
+        "failure",
+        "geometry",
+        "index",
+        "pool",
+        "residency",
+        "root",
+        "trace",
+        "unpinned_blocks",
+    )
+
     def __init__(
         self,
         pool: CountingPool,
