@@ -39,13 +39,11 @@ from kvcore.trace.check import TraceChecker, check_event
 from kvcore.trace.fields import read_request
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.writer import version
-from kvcore.units import NS_PER_S, PS_PER_NS
+from kvcore.units import NS_PER_S, PS_PER_S
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace import events
-
-SECOND = NS_PER_S * PS_PER_NS
 
 
 @attrs.frozen(kw_only=True)
@@ -117,7 +115,7 @@ class RunSummary:
             forgotten_blocks=stats.dropped_blocks,
             preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
             ttft_s=_times(log.arrival, log.first_token) if timed else None,
-            tpot_s=_spread([t for t in log.tpot() if t >= 0], SECOND) if timed else None,
+            tpot_s=_spread([t for t in log.tpot() if t >= 0], PS_PER_S) if timed else None,
             e2e_s=_times(log.arrival, log.finish) if timed else None,
             queue_s=_times(log.arrival, log.admitted) if timed else None,
             simulated_s=seconds if timed else None,

@@ -185,7 +185,7 @@ class ModelSpec:
         return attrs.evolve(self, dtype=dtype, expert_dtype=dtype)
 
     def with_window(self, window: int) -> ModelSpec:
-        """Return the model with no layer attending to more than `window` tokens."""
+        """Return the model with the attention of every layer limited to `window` tokens."""
         windows = tuple(window if w is None else min(w, window) for w in self.windows)
         return attrs.evolve(self, windows=windows)
 

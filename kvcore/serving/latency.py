@@ -14,15 +14,13 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import Plugin, policy_error
 from kvcore.request import Key, Request
 from kvcore.serving.scheduler import Job
-from kvcore.units import NS_PER_S, PS_PER_NS
+from kvcore.units import PS_PER_NS, PS_PER_S
 
 Windows: TypeAlias = tuple[int | None, ...]
 """Attention windows in tokens, None for attention without a window."""
 
 LinearPiece: TypeAlias = tuple[int, ...]
 """`(a, b)`: a + b x context picoseconds. With more attention windows `(a, b, c, ...)`."""
-
-_PS_PER_S = NS_PER_S * PS_PER_NS
 
 
 @attrs.define
@@ -97,7 +95,7 @@ class LatencyModel(Plugin):
                 "finite number of seconds, 0 or more"
             )
             raise PolicyError(msg)
-        return ((round(seconds * _PS_PER_S), *(0 for _ in self.windows)),)
+        return ((round(seconds * PS_PER_S), *(0 for _ in self.windows)),)
 
     def duration(self, work: StepWork) -> int:
         """Return the picoseconds that `work` takes."""

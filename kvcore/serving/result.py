@@ -25,7 +25,7 @@ from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import Executor, LatencyModel, StepWork
 from kvcore.serving.scheduler import Job, Scheduler
 from kvcore.serving.stats import Fragmentation, Percentiles, PoolTimeline, TokenGaps
-from kvcore.units import NS_PER_S, PS_PER_NS
+from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
 from kvcore.workloads import Workload
 
 
@@ -203,8 +203,6 @@ def _verdict(job: Job, slo: SLO, now: int) -> int:
 
 SCHEMA = 1
 
-_PS_PER_S = NS_PER_S * PS_PER_NS
-
 
 def _between(begin: Sequence[int], end: Sequence[int]) -> list[int]:
     """Return the times from `begin` to `end`, where there is an end."""
@@ -293,7 +291,7 @@ class Result:
     @cached_property
     def tpot(self) -> Percentiles | None:
         """Mean times of the tokens after the first, by request; None without any."""
-        return Percentiles.of([time for time in self.log.tpot() if time >= 0], _PS_PER_S)
+        return Percentiles.of([time for time in self.log.tpot() if time >= 0], PS_PER_S)
 
     @cached_property
     def itl(self) -> Percentiles | None:
@@ -301,7 +299,7 @@ class Result:
 
         The mean is exact; percentiles are at most 1 % too large.
         """
-        return self.log.itl.percentiles(_PS_PER_S)
+        return self.log.itl.percentiles(PS_PER_S)
 
     @cached_property
     def e2e(self) -> Percentiles | None:
@@ -378,7 +376,7 @@ class Result:
             "finish_s": _seconds(log.finish),
             "queue_s": _seconds(_since(log.arrival, log.admitted)),
             "ttft_s": _seconds(_since(log.arrival, log.first_token)),
-            "tpot_s": _seconds(log.tpot(), _PS_PER_S),
+            "tpot_s": _seconds(log.tpot(), PS_PER_S),
             "e2e_s": _seconds(_since(log.arrival, log.finish)),
             "prompt": log.prompt.tolist(),
             "output": log.output.tolist(),

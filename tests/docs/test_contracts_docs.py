@@ -30,7 +30,7 @@ from kvcore.cache import BlockLayout, GhostTree
 from kvcore.engine import DeviceMemory, RaggedBatch, TensorLayout
 from kvcore.plugins import Plugin, find_override, policy_error
 from kvcore.request import Retention
-from kvcore.serving import Batch, LoopState, Server, StepPlan
+from kvcore.serving import LoopState, ServiceTimes, StepPlan, StepWork
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "reference" / "contracts.md").read_text("utf-8")
@@ -47,9 +47,9 @@ CONTRACTS = (
     Job,
     LoopState,
     StepPlan,
-    Server,
+    ServiceTimes,
     LatencyModel,
-    Batch,
+    StepWork,
     Backend,
     TensorLayout,
     RaggedBatch,

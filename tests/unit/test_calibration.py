@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
 import pytest
@@ -148,3 +149,10 @@ def test_columns_that_say_too_little_are_refused(fit, grid, problem):
     message = str(caught.value)
     assert f"steps.csv: {problem}" in message
     assert message.endswith("in every row; measure steps in which it varies by itself")
+
+
+def test_without_scipy_the_extra_is_named(fit, monkeypatch):
+    """What to install is part of the error."""
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(InputError, match=r"numpy and scipy .*pip install 'kvcore\[lab\]'"):
+        fit(measured(TRUTH))

@@ -252,7 +252,7 @@ def test_attention_windows():
 def test_a_cache_that_counts_keys_is_refused():
     """Under a clock tokens count."""
     cache = KVCache(9, 4, eviction=LRU(), accounting="keys", key_tokens=4)
-    with pytest.raises(InputError, match="'keys' counting: under a clock tokens count"):
+    with pytest.raises(InputError, match="'keys' accounting: under a clock tokens count"):
         simulate([], cache=cache, latency=Even())
 
 

@@ -18,9 +18,7 @@ from kvcore.models.cost import pair_flop
 from kvcore.models.memory import KVLayout, kv_copies
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
-from kvcore.units import DECIMAL, NS_PER_S, PS_PER_NS, format_bytes, picoseconds
-
-SECOND = NS_PER_S * PS_PER_NS
+from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
 
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""
@@ -164,8 +162,8 @@ class Roofline(LatencyModel):
 
 
 def _fine(seconds: Fraction) -> int:
-    return ceil(seconds * (SECOND << SHIFT))
+    return ceil(seconds * (PS_PER_S << SHIFT))
 
 
 def _whole(seconds: Fraction) -> int:
-    return round(seconds * SECOND)
+    return round(seconds * PS_PER_S)
