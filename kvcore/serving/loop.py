@@ -140,8 +140,7 @@ class ServingLoop:
                 request.slo or self.log.slo,
                 output_tokens=request.output_tokens,
             )
-            if self._cache.trace is not None:
-                self._cache.trace.request(request, at)
+            self._cache.announce(request, at)
             if request.prompt_tokens:
                 why = self.allocator.never_fits(request)
             else:
