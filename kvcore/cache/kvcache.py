@@ -193,7 +193,7 @@ class KVCache:
             self._set_key_tokens(request, trace)
             trace.request(request, now)
 
-    def open(
+    def open(  # noqa: C901 - one admission, told from top to bottom
         self,
         request: Request,
         first_tokens: int | None = None,
