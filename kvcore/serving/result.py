@@ -16,6 +16,7 @@ import attrs
 import orjson
 
 from kvcore.cache import KVCache, Recorder
+from kvcore.cache.residency import CacheStats
 from kvcore.files import make_directory, whole_file
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins import describe
@@ -241,8 +242,21 @@ def summary(
     log: RunLog, cache: KVCache, batching: Batching, latency: LatencyModel, wall_s: float
 ) -> dict[str, Any]:
     """Return the numbers of a run, as docs/reference/simulate-result.md explains them."""
-    stats, prefix, geometry = cache.stats, cache.prefix, cache.geometry
+    prefix, geometry = cache.prefix, cache.geometry
     tokens = cache.pool.blocks * geometry.block_size
+    return {
+        "schema": SCHEMA,
+        "count": geometry.count,
+        "offered_load": offered_load(log, batching, latency, tokens),
+        "wall_s": wall_s,
+        **outcome(log, cache.stats, prefix.evicted + prefix.expired_blocks),
+        "residency": None if prefix.residency is None else prefix.residency.by_tier(),
+        "pool": {"block_size": geometry.block_size} | log.pool.summary(*simulated(log)),
+    }
+
+
+def outcome(log: RunLog, stats: CacheStats, evicted: int) -> dict[str, Any]:
+    """Return the numbers of a run that follow from its log and what its cache counted."""
     first, end = simulated(log)
     span = end - first
     seconds = span / NS_PER_S
@@ -250,14 +264,10 @@ def summary(
     judged = len(log.verdict) - log.verdict.count(UNJUDGED)
     met = log.verdict.count(MET)
     return {
-        "schema": SCHEMA,
-        "count": geometry.count,
         "requests": len(log.ids),
         "completed": len(log.ids) - len(log.reasons),
         "rejected": len(log.reasons),
-        "offered_load": offered_load(log, batching, latency, tokens),
         "simulated_s": seconds,
-        "wall_s": wall_s,
         "steps": log.steps,
         "ttft_s": distribution(_between(log.arrival, log.first_token), NS_PER_S),
         "tpot_s": distribution([time for time in log.tpot() if time >= 0], SECOND),
@@ -270,7 +280,7 @@ def summary(
         | {"own": log.own_slos, "met": met / judged if judged else None},
         "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
         "forgotten_blocks": stats.forgotten_blocks,
-        "evicted_blocks": prefix.evicted + prefix.expired_blocks,
+        "evicted_blocks": evicted,
         "hit": {
             "lookup_blocks": stats.lookup_blocks,
             "hit_blocks": stats.hit_blocks,
@@ -280,8 +290,6 @@ def summary(
             "ratio": stats.ratios(),
         },
         "lost_tokens": stats.lost_tokens,
-        "residency": None if prefix.residency is None else prefix.residency.by_tier(),
-        "pool": {"block_size": geometry.block_size} | log.pool.summary(first, end),
     }
 
 
