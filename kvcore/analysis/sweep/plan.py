@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from typing import Any, Protocol, Self, TypeAlias
 
 import attrs
 
 from kvcore.analysis.belady import Belady
 from kvcore.analysis.sweep.executors import Processes
-from kvcore.analysis.sweep.grid import Grid, Mode, axes_of
+from kvcore.analysis.sweep.grid import Grid, axes_of
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.runner import RESULTS, CellRun, Outcome, Task, WorkloadCache
+from kvcore.progress import Progress, silent
 
 Row: TypeAlias = dict[str, Any]
-
-Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
-
-BOUND = str(Belady.name)
 
 
 class Executor(Protocol):
@@ -108,14 +105,16 @@ def sweep(
         StorageError: the journal cannot be written.
     """
     axes = {task.digest: row for task, row in zip(plan.tasks, plan.rows, strict=True)}
-    columns = set(RESULTS[plan.grid.mode])
+    columns = dict.fromkeys(RESULTS[plan.grid.mode])
     known = {
-        digest: result for digest, result in journal.results.items() if result.keys() == columns
+        digest: result
+        for digest, result in journal.results.items()
+        if result.keys() == columns.keys()
     }
     missing = {task.digest: task for task in plan.tasks if task.digest not in known}
     errors: dict[str, str] = {}
     with (
-        (progress or _no_progress)("sweeping", len(missing)) as tick,
+        (progress or silent)("sweeping", len(missing)) as tick,
         closing((executor or Processes()).run(missing.values())) as outcomes,
     ):
         for outcome in outcomes:
@@ -127,7 +126,7 @@ def sweep(
                 known[digest] = outcome.result
             tick(1)
     rows = [
-        row | _filled(plan.grid.mode, known.get(task.digest, {}))
+        row | columns | known.get(task.digest, {})
         for task, row in zip(plan.tasks, plan.rows, strict=True)
     ]
     if plan.grid.mode == "compare":
@@ -137,10 +136,6 @@ def sweep(
     return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing))
 
 
-def _filled(mode: Mode, result: Row) -> Row:
-    return {column: result.get(column) for column in RESULTS[mode]}
-
-
 def _add_shares(rows: list[Row]) -> None:
     """Add each row's share of what the optimum hits where all but the policy is the same."""
     axes = [name for name in axes_of("compare") if name not in ("eviction", "memory")]
@@ -148,11 +143,7 @@ def _add_shares(rows: list[Row]) -> None:
     def contest(row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in axes)
 
-    best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] == BOUND}
+    best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] == Belady.name}
     for row in rows:
         most, hits = best.get(contest(row)), row["hit_blocks"]
         row["share_of_optimum"] = None if not most or hits is None else hits / most
-
-
-def _no_progress(_: str, __: int | None) -> AbstractContextManager[Callable[[int], None]]:
-    return nullcontext(lambda _: None)
