@@ -19,7 +19,7 @@ def main() -> None:
         cache = KVCache(
             blocks=5_859,
             block_size=workload.key_tokens,
-            count="keys",
+            accounting="keys",
             eviction=eviction,
             prefix=Radix(),
         )

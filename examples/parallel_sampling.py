@@ -11,7 +11,7 @@ import attrs
 
 from kvcore import KVCache, Request
 from kvcore.cache import Sequence
-from kvcore.engine import Attend, Rows, Tensor, TensorLayout, TokenStep
+from kvcore.engine import Attend, RaggedBatch, Tensor, TensorLayout
 from kvcore.request import block_keys
 from kvcore_plugins.backend import TorchCPU
 from kvcore_plugins.generator import Transformer
@@ -48,7 +48,7 @@ class Writer:
                 dtype="fp64",
             )
         )
-        self.cache = KVCache(blocks, BLOCK, ids=True, copied=self._copied)
+        self.cache = KVCache(blocks, BLOCK, ids=True, on_copy=self._copied)
         self.copies = 0
 
     def read(self, text: str) -> Branch:
@@ -72,25 +72,26 @@ class Writer:
         lengths = list(map(len, new))
         for branch, length in zip(branches, lengths, strict=True):
             self.cache.extend(branch.sequence, length)
-        tables = [self.cache.block_table(branch.sequence) for branch in branches]
-        step = TokenStep(
-            tokens=[token for tokens in new for token in tokens],
+        batch = RaggedBatch(
+            block_tables=[self.cache.block_table(branch.sequence) for branch in branches],
+            contexts=starts,
+            lengths=lengths,
+            token_ids=[token for tokens in new for token in tokens],
             positions=[
                 start + place
                 for start, tokens in zip(starts, new, strict=True)
                 for place in range(len(tokens))
             ],
-            lengths=lengths,
-            draws=[0] * len(branches),
+            output_indices=[0] * len(branches),
             seeds=[0] * len(branches),
         )
-        logits = self.model.logits(step, self._attend(Rows(tables, starts, lengths)))
+        logits = self.model.logits(batch, self._attend(batch))
         for branch, length in zip(branches, lengths, strict=True):
             self.cache.commit(branch.sequence, length)
         return logits
 
-    def _attend(self, rows: Rows) -> Attend:
-        plan = self.backend.plan(rows)
+    def _attend(self, batch: RaggedBatch) -> Attend:
+        plan = self.backend.plan(batch)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
             self.backend.store(layer, plan, k, v)

@@ -1,14 +1,15 @@
 """kvcore: a plugin framework and workbench for the KV cache of LLM serving."""
 
+from kvcore.api import compare, run, simulate
 from kvcore.cache import (
     EvictionPolicy,
     KVCache,
-    PrefixCache,
+    PrefixIndex,
     RetentionPolicy,
     ScoreEviction,
     Span,
 )
-from kvcore.engine import Backend, Generator, run
+from kvcore.engine import Backend, Generator
 from kvcore.errors import (
     InputError,
     KvcoreError,
@@ -21,7 +22,7 @@ from kvcore.errors import (
 from kvcore.hookspecs import hookimpl
 from kvcore.plugins import Plugins
 from kvcore.request import SLO, Request
-from kvcore.serving import Job, LatencyModel, Scheduler, simulate
+from kvcore.serving import Job, LatencyModel, Scheduler
 from kvcore.trace import Trace
 from kvcore.workloads import Workload
 
@@ -39,7 +40,7 @@ __all__ = [
     "PluginError",
     "Plugins",
     "PolicyError",
-    "PrefixCache",
+    "PrefixIndex",
     "Request",
     "RetentionPolicy",
     "Scheduler",
@@ -49,6 +50,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "Workload",
+    "compare",
     "hookimpl",
     "run",
     "simulate",

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and their compression."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CHUNK_BYTES = 1 << 16
 
 
 class CutError(Exception):
-    """A compressed stream that just stops."""
+    """A compressed stream that stops before its end."""
 
 
 class DamageError(Exception):
-    """A compressed stream that cannot be decoded, or that something else follows."""
+    """A compressed stream that cannot be decompressed, or is followed by other bytes."""
 
 
 class Decoder(Protocol):
@@ -37,42 +37,42 @@ class Decoder(Protocol):
 
     @property
     def unused_data(self) -> bytes:
-        """What follows the end of the stream."""
+        """The bytes after the end of the stream."""
 
     def decompress(self, data: bytes, /) -> bytes:
-        """Return all that can be decoded so far."""
+        """Return all that can be decompressed so far."""
 
 
 class Encoder(Protocol):
     """A streaming compressor, as `zlib` and `zstandard` make them."""
 
     def compress(self, data: bytes, /) -> bytes:
-        """Take bytes; return those of the compressed stream that are ready."""
+        """Compress `data`; return the bytes of the stream that are ready."""
 
     def flush(self, mode: int = ..., /) -> bytes:
-        """Return the rest of the stream, or, in a mode that says so, all up to here."""
+        """Return the rest of the stream, or, in a mode that does not end it, all so far."""
 
 
 class Compressor:
-    """A streaming compressor that can let go of what it holds without ending.
+    """A streaming compressor that can flush what it holds without ending the stream.
 
     Args:
-        encoder: what compresses.
-        up_to_here: the mode in which its `flush` does not end the stream.
+        encoder: the library's compressor.
+        sync_mode: the mode in which its `flush` does not end the stream.
     """
 
-    def __init__(self, encoder: Encoder, up_to_here: int) -> None:
+    def __init__(self, encoder: Encoder, sync_mode: int) -> None:
         """Begin a stream."""
         self._encoder = encoder
-        self._up_to_here = up_to_here
+        self._sync_mode = sync_mode
 
     def compress(self, data: bytes) -> bytes:
-        """Take bytes; return those of the compressed stream that are ready."""
+        """Compress `data`; return the bytes of the stream that are ready."""
         return self._encoder.compress(data)
 
     def sync(self) -> bytes:
-        """Return what it takes to decode all that was taken so far. Costs some bytes."""
-        return self._encoder.flush(self._up_to_here)
+        """Return what is missing to decompress all data so far. Costs some bytes."""
+        return self._encoder.flush(self._sync_mode)
 
     def finish(self) -> bytes:
         """Return the rest of the stream."""
@@ -80,17 +80,17 @@ class Compressor:
 
 
 Codec: TypeAlias = tuple[str, Callable[[], Decoder], type[Exception]]
-"""(what it is called, what makes a decoder, what a decoder raises at damage)."""
+"""(name of the format, factory of decoders, exception that a decoder raises at damage)."""
 
 
-def decoded(file: BinaryIO) -> Iterator[bytes]:
+def decompressed(file: BinaryIO) -> Iterator[bytes]:
     """Yield the content of `file` piece by piece, decompressed if it is gzip or zstd.
 
-    There may be several gzip members or zstd frames. Memory: what 64 KiB decompress to.
+    There may be several gzip members or zstd frames. Memory: 64 KiB, decompressed.
 
     Raises:
-        CutError: a compressed stream stops early. All that precedes the cut was yielded.
-        DamageError: a compressed stream cannot be decoded, or something else follows it.
+        CutError: a compressed stream stops early. All bytes before the cut were yielded.
+        DamageError: a compressed stream cannot be decompressed, or other bytes follow it.
     """
     data = file.read(CHUNK_BYTES)
     codec = next((make() for magic, make in _CODECS.items() if data.startswith(magic)), None)
@@ -118,7 +118,7 @@ def decoded(file: BinaryIO) -> Iterator[bytes]:
 
 
 def compressor(path: Path) -> Compressor | None:
-    """Return what compresses a file of that name: `.gz`, `.zst`; None: nothing does.
+    """Return the compressor for a file of that name (`.gz`, `.zst`); None for any other.
 
     Equal content makes equal files.
     """
@@ -157,12 +157,12 @@ _CODECS: dict[bytes, Callable[[], Codec]] = {
 _COMPRESSORS: dict[str, Callable[[], Compressor]] = {".gz": _to_gzip, ".zst": _to_zstd}
 
 
-class WholeFile(io.FileIO):
+class AtomicFile(io.FileIO):
     """A raw file that appears at `path` when it is finished; before, it is `<path>.part`.
 
-    What stood at `path` stays until then, and so does a `<path>.part` that another run
-    writes or has left behind: what it holds may be all there is of that run. What is no
-    regular file (a device, a pipe) is written in place. Errors call it `what`, such as
+    An older file at `path` stays until then. A `<path>.part` that another run writes or has
+    left behind is never touched: it may be all there is of that run. A path that is no
+    regular file (a device, a pipe) is written in place. Errors call the file `what`, such as
     "the trace run.jsonl".
 
     Raises:
@@ -171,13 +171,13 @@ class WholeFile(io.FileIO):
     """
 
     def __init__(self, path: Path, what: str) -> None:
-        """Open it."""
+        """Open the file."""
         self._what = what
         self._path = path
         try:
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, "it is a directory; name a file in it")
-            self._part = part_of(path)
+            self._part = part_path(path)
             super().__init__(self._part, "w" if self._part == path else "x")
         except FileExistsError as error:
             msg = (
@@ -192,18 +192,18 @@ class WholeFile(io.FileIO):
 
     def write(self, data: Buffer, /) -> int:
         """Write some of `data`; return how many bytes."""
-        with storing(self._what):
+        with storage_errors(self._what):
             return super().write(data)
 
     def finish(self) -> None:
-        """Close it and give it its name."""
-        with storing(self._what):
+        """Close the file and give it its name."""
+        with storage_errors(self._what):
             self.close()
             if self._part != self._path:
                 self._part.replace(self._path)
 
     def discard(self) -> None:
-        """Close it and remove what is there of it. Never raises."""
+        """Close the file and remove it. Never raises."""
         # The error that led here says more than a failed clean-up.
         with suppress(OSError):
             self.close()
@@ -214,16 +214,16 @@ class WholeFile(io.FileIO):
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[TextIO]:
+def atomic_file(path: Path) -> Iterator[TextIO]:
     """Open a text file for writing that appears at `path` when the body is done.
 
-    If the body raises, what stood at `path` before still does.
+    If the body raises, an older file at `path` stays as it is.
 
     Raises:
         InputError: it cannot be opened for writing.
         StorageError: it cannot be written, as on a full disk.
     """
-    raw = WholeFile(path, str(path))
+    raw = AtomicFile(path, str(path))
     try:
         with io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", newline="") as file:
             yield file
@@ -234,7 +234,7 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 
 
 @contextmanager
-def storing(what: str) -> Iterator[None]:
+def storage_errors(what: str) -> Iterator[None]:
     """Turn an OSError of the body, which writes `what`, into a StorageError."""
     try:
         yield
@@ -243,8 +243,8 @@ def storing(what: str) -> Iterator[None]:
         raise StorageError(msg) from error
 
 
-def refusal(path: Path, error: OSError) -> str:
-    """Say why `path` could not be read; of a link to nothing, where it leads as well."""
+def unreadable_reason(path: Path, error: OSError) -> str:
+    """Return why `path` could not be read; of a dangling link also its target."""
     if path == Path():
         return "empty path, or the working directory; name a file"
     reason = error.strerror or str(error)
@@ -253,8 +253,8 @@ def refusal(path: Path, error: OSError) -> str:
     return reason
 
 
-def part_of(path: Path) -> Path:
-    """Return where `path` is written until it is whole: in place if it is a device."""
+def part_path(path: Path) -> Path:
+    """Return the path that is written until `path` is whole: itself if it is a device."""
     special = path.exists() and not path.is_file()
     return path if special else path.with_name(f"{path.name}.part")
 
@@ -270,7 +270,7 @@ def refuse_overwrite(path: str | os.PathLike[str], sources: Iterable[object]) ->
     target = Path(path)
     for source in sources:
         if isinstance(source, Path) and any(
-            _same(source, written) for written in (target, part_of(target))
+            _same(source, written) for written in (target, part_path(target))
         ):
             msg = f"cannot write {path}: the requests come from {source}; name another file"
             raise InputError(msg)

@@ -22,7 +22,7 @@ def kvcore_eviction_policies() -> list[type[Plugin]]:
 
 
 @hookspec
-def kvcore_prefix_caches() -> list[type[Plugin]]:
+def kvcore_prefix_indexes() -> list[type[Plugin]]:
     """Return prefix caches: which cached blocks a new prompt can use again."""
 
 

@@ -1,4 +1,4 @@
-"""Progress of long runs, reported to whoever asked for it: a bar, a log, or nobody."""
+"""Progress of long runs, shown as a bar or a log, or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRIDE = 256
 
 
 def silent(description: str, total: int | None) -> AbstractContextManager[Tick]:
-    """Begin a run whose progress is not shown: the `Progress` where none was asked for."""
+    """Begin a run whose progress is not shown: the default `Progress`."""
     del description, total
     return nullcontext(unseen)
 

@@ -14,6 +14,9 @@ PS_PER_NS = 1000
 """Picoseconds in a nanosecond. Step times are counted in them: reading the K/V of a token
 may take less than a nanosecond."""
 
+PS_PER_S = NS_PER_S * PS_PER_NS
+"""Picoseconds in a second."""
+
 INT64_LIMIT = 2**63
 """Bytes, nanoseconds, counts and integer keys stay below this: signed, they have 64 bits."""
 
@@ -94,11 +97,11 @@ def picoseconds(seconds: float, what: str) -> int:
     Raises:
         InputError: negative, not a number, or 2^63 ps (106 days) and more.
     """
-    most = INT64_LIMIT // (NS_PER_S * PS_PER_NS)
+    most = INT64_LIMIT // PS_PER_S
     if not 0 <= seconds < most:
         msg = f"{what}={seconds} must be a number of seconds, from 0 and below {most:,}"
         raise InputError(msg)
-    return round(Fraction(seconds) * NS_PER_S * PS_PER_NS)
+    return round(Fraction(seconds) * PS_PER_S)
 
 
 def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:

@@ -1,7 +1,6 @@
 """Evict the deepest span first: what lies near the root serves the most prompts."""
 
-from kvcore import ScoreEviction
-from kvcore.hookspecs import hookimpl
+from kvcore import ScoreEviction, hookimpl
 
 
 class Deepest(ScoreEviction):

@@ -23,7 +23,7 @@ import attrs
 import numpy as np
 
 from kvcore.analysis._mrc_kernels import Array, find_runs, reuse_depths, served_by_belady
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
@@ -56,7 +56,7 @@ class Reuse:
     ends: Array
 
     @classmethod
-    def read(cls, requests: Iterable[Request], geometry: Geometry) -> Self:
+    def read(cls, requests: Iterable[Request], geometry: BlockLayout) -> Self:
         """Read all of `requests`, in `keys` counting. O(keys).
 
         Raises:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 
 import attrs
 
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
@@ -121,7 +121,7 @@ class Future:
     ends: array[int]
 
     @classmethod
-    def read(cls, requests: Iterable[Request], geometry: Geometry) -> Self:
+    def read(cls, requests: Iterable[Request], geometry: BlockLayout) -> Self:
         """Read all of `requests`. O(keys) time; O(distinct keys) memory while it reads.
 
         Raises:
@@ -166,7 +166,7 @@ class Future:
         """Return the statistics of a run in which each request hits so many blocks."""
         stats = CacheStats()
         for length, hit in zip(self.lengths, hits, strict=True):
-            stats.admitted(length, hit, length * block_size, hit * block_size, again=False)
+            stats.admitted(length, hit, length * block_size, hit * block_size, resumed=False)
         return stats
 
 

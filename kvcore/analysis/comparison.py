@@ -12,15 +12,15 @@ import attrs
 
 from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.untimed import replay
-from kvcore.cache import EvictionPolicy, KVCache, PrefixCache, Residency, Span
-from kvcore.cache.layout import Geometry
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
-from kvcore.errors import InputError
+from kvcore.errors import InputError, PluginError
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.plugins.manager import Plugins, check_name
-from kvcore.plugins.options import Spec, parse
+from kvcore.plugins.options import Spec, as_text, parse
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import Request
 from kvcore.trace import Trace
@@ -111,9 +111,32 @@ class Comparison:
     """The result of `compare`: one row a policy and size, in the order asked for."""
 
     workload: Source
-    count: str
+    accounting: str
     rows: list[Row]
     infinite: Infinite
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the rows, with hit ratios in columns of their own.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        try:
+            import polars as pl  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            msg = (
+                f"to_frame needs polars, which cannot be imported ({error}): "
+                "pip install 'kvcore[lab]', or make a frame of `comparison.rows` yourself"
+            )
+            raise PluginError(msg) from error
+        left_out = attrs.filters.exclude("options", "hit_ratio", "residency")
+        rows = [
+            attrs.asdict(row, filter=left_out)
+            | {"options": ",".join(f"{k}={as_text(v)}" for k, v in row.options.items())}
+            | {f"hit_ratio_{unit}": ratio for unit, ratio in row.hit_ratio.items()}
+            for row in self.rows
+        ]
+        return pl.DataFrame(rows, infer_schema_length=None)
 
 
 def compare(
@@ -122,8 +145,8 @@ def compare(
     blocks: int | Iterable[int] | None = None,
     *,
     block_size: int | None = None,
-    count: str = "keys",
-    prefix: str | Callable[[], PrefixCache] = SHARING,
+    accounting: str = "keys",
+    prefix: str | Callable[[], PrefixIndex] = SHARING,
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -143,7 +166,7 @@ def compare(
             its name.
         blocks: pool sizes, or one; None: a few parts of the workload's distinct blocks.
         block_size: tokens a block holds; None: as many as a key of the workload.
-        count: `keys` or `tokens`, the two countings.
+        accounting: `keys` or `tokens`, the two accountings.
         prefix: the prefix cache, as a name with options, a class, or a function.
         recompute: what it costs to compute a block again, for policies that weigh that;
             None: Llama 3 8B on an H100.
@@ -166,10 +189,10 @@ def compare(
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
-    bench = Bench.of(workload, count, block_size, recompute, make_prefix)
+    bench = Bench.of(workload, accounting, block_size, recompute, make_prefix)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
-    _check(candidates, sizes, count, make_prefix, trace)
+    _check(candidates, sizes, accounting, make_prefix, trace)
     if trace is not None:
         refuse_overwrite(trace, workload.options().values())
     source = Source.of(workload)
@@ -185,7 +208,8 @@ def compare(
         else:
             rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
     source = attrs.evolve(source, requests=requests)
-    return Comparison(workload=source, count=count, rows=_with_shares(rows), infinite=infinite)
+    found = _with_shares(rows)
+    return Comparison(workload=source, accounting=accounting, rows=found, infinite=infinite)
 
 
 def default_sizes(distinct_blocks: int) -> list[int]:
@@ -206,23 +230,23 @@ class Bench:
     """
 
     workload: Workload
-    geometry: Geometry
+    geometry: BlockLayout
     recompute: PrefillCost
-    make_prefix: Callable[[], PrefixCache] | None
+    make_prefix: Callable[[], PrefixIndex] | None
 
     @classmethod
     def of(
         cls,
         workload: Workload,
-        count: str,
+        accounting: str,
         block_size: int | None,
         recompute: PrefillCost | None,
-        make_prefix: Callable[[], PrefixCache] | None = None,
+        make_prefix: Callable[[], PrefixIndex] | None = None,
     ) -> Bench:
         """Fill in what is None as `compare` says.
 
         Raises:
-            InputError: no workload, or a counting or block size unfit for its keys.
+            InputError: no workload, or an accounting or block size unfit for its keys.
         """
         if not isinstance(workload, Workload):
             msg = (
@@ -231,7 +255,7 @@ class Bench:
             )
             raise InputError(msg)
         keys = workload.key_tokens
-        geometry = Geometry(count, keys if block_size is None else block_size, keys)
+        geometry = BlockLayout(accounting, keys if block_size is None else block_size, keys)
         return cls(workload, geometry, recompute or default_prefill_cost(), make_prefix)
 
     def cache(
@@ -243,7 +267,7 @@ class Bench:
             self.geometry.block_size,
             eviction=eviction,
             prefix=None if self.make_prefix is None else self.make_prefix(),
-            count=self.geometry.count,
+            accounting=self.geometry.accounting,
             key_tokens=self.geometry.key_tokens,
             trace=trace,
             recompute=self.recompute,
@@ -252,7 +276,7 @@ class Bench:
     def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
         """Replay in a cache that never evicts; return its counts, and its blocks in the end."""
         cache = self.cache(_NoEviction(), MOST_BLOCKS)
-        return replay(requests, cache), cache.prefix.cached
+        return replay(requests, cache), cache.tree.cached_blocks
 
 
 @attrs.define
@@ -296,9 +320,9 @@ class _RowMaker:
         else:
             cache = self.bench.cache(policy.make(), blocks, trace)
             if self.residency:
-                seen = cache.prefix.residency = Residency(blocks)
+                seen = cache.tree.residency = Residency(blocks)
             stats = replay(self._requests(), cache)
-            evicted = cache.prefix.evicted + cache.prefix.expired_blocks
+            evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(
             eviction=policy.name,
             options=policy.options,
@@ -361,12 +385,12 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
 def _check(
     candidates: list[Candidate],
     sizes: list[int] | None,
-    count: str,
-    make_prefix: Callable[[], PrefixCache],
+    accounting: str,
+    make_prefix: Callable[[], PrefixIndex],
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse combinations of arguments that have no meaning."""
-    refuse_bound(candidates, count)
+    refuse_bound(candidates, accounting)
     optimum = has_bound(candidates)
     prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
     if prefix != SHARING:
@@ -451,10 +475,13 @@ def has_bound(candidates: Iterable[Candidate]) -> bool:
     return any(policy.kind is Belady for policy in candidates)
 
 
-def refuse_bound(candidates: Iterable[Candidate], count: str) -> None:
-    """Raise InputError if Belady's bound is asked for in a counting in which it is none."""
-    if count != "keys" and has_bound(candidates):
-        msg = f"the optimum is known in `keys` counting alone, not in {count!r}: leave it out"
+def refuse_bound(candidates: Iterable[Candidate], accounting: str) -> None:
+    """Raise InputError if Belady's bound is asked for in an accounting in which it is none."""
+    if accounting != "keys" and has_bound(candidates):
+        msg = (
+            f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it "
+            "out"
+        )
         raise InputError(msg)
 
 

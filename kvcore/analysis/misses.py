@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from kvcore.analysis.belady import belady
 from kvcore.analysis.miss_reasons import (
@@ -21,11 +21,11 @@ from kvcore.analysis.miss_reasons import (
     RequestMisses,
 )
 from kvcore.trace import CacheState, read_events
-from kvcore.trace.state import TracedPrompt as Prompt
-from kvcore.trace.state import path
+from kvcore.trace.state import TracedPrompt, path
 
-Line: TypeAlias = Any
-
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
 
 SHARES_NOTHING = "none"
 """The prefix cache that stores nothing for others."""
@@ -43,7 +43,8 @@ def explain(
 ) -> Explanation:
     """Return what each request of a trace hit at first admission, and why no more.
 
-    Every line is checked as by `kvcore.trace.check`. What stands before a cut is explained.
+    A file is trusted if its digest is right: `kvcore.trace.check_trace` says whether what it
+    holds could have happened. The lines before a cut are explained.
     Costs about twice such a replay; memory grows with the distinct keys, some 300 bytes each.
 
     Args:
@@ -57,15 +58,16 @@ def explain(
     """
     reader = read_events(file)
     inquest: MissClassifier | None = None
-    header: Line = {}
-    for line in reader:
+    header: dict[str, Any] = {}
+    for event in reader:
         try:
             if inquest is None:
-                header, inquest = line, MissClassifier(line)
+                header = event.as_dict()
+                inquest = MissClassifier(event)  # type: ignore[arg-type]  # the reader has seen to it
             else:
-                inquest.take(line)
+                inquest.take(event)
         except ValueError as error:
-            reader.fail(f"{line['event']}: {error}")
+            reader.fail(f"{event.event}: {error}")
         if tick is not None and not reader.line % STRIDE:
             tick(STRIDE)
     if inquest is None:
@@ -88,21 +90,21 @@ class MissClassifier:
         requests: what became of those heard of, by id.
     """
 
-    def __init__(self, header: Line) -> None:
+    def __init__(self, header: events.Header) -> None:
         """Store the empty cache that HEADER describes."""
         self.state = CacheState(header)
         self.requests: dict[Id, RequestMisses] = {}
-        self._pool: int = header["blocks"]
-        self._size: int = header["block_size"]
-        self._ratio = max(1, header["key_tokens"] // self._size)
-        self._by_key = header["count"] == "keys"
-        prefix = header["plugins"].get("prefix", {}).get("name")
-        self._shares = prefix != SHARES_NOTHING
+        self._pool: int = header.blocks
+        self._size: int = header.block_size
+        self._ratio = max(1, header.key_tokens // self._size)
+        self._by_key = header.count == "keys"
+        prefix = header.plugins.get("prefix")
+        self._shares = prefix is None or prefix.name != SHARES_NOTHING
         # By block, the eviction that took it last, and the latest admission that has it.
         self._evictions: LastEventIndex[Eviction] = LastEventIndex(self._ratio)
         self._senders: LastEventIndex[int] = LastEventIndex(self._ratio)
         # The first admissions, in order: what each admits, and who wants its blocks next.
-        self._admissions: list[Prompt] = []
+        self._admissions: list[TracedPrompt] = []
         self._runs: list[list[tuple[int, int]]] = []
         self._serials: dict[Id, int] = {}
         # By key, the latest admission that goes on after it.
@@ -114,30 +116,30 @@ class MissClassifier:
         # Requests whose last key covers a part of a block.
         self._partial: set[Id] = set()
         self._returned = 0
-        self._take: dict[str, Callable[[Line], None]] = {
+        self._take: dict[str, Callable[[Any], None]] = {
             "REQUEST": self._request,
             "COMMIT": self._commit,
             "SPLIT": self._split,
-            "JOIN": self._join,
             "HIT": self._hit,
             "MISS": self._admission,
             "KEYS": self._keys,
             "REJECT": self._reject,
         }
 
-    def take(self, line: Line) -> None:
-        """Apply the next line after HEADER.
+    def take(self, event: events.Event) -> None:
+        """Apply the next event after HEADER.
 
         Raises:
-            ViolationError: the line contradicts what came before.
+            ViolationError: the event names what is not there.
         """
-        event = line["event"]
-        if event == "EVICT" and line["scope"] == "cache":
-            self._evict(line)
+        # A victim's blocks are known before the event, all else after it.
+        if getattr(event, "scope", None) == "cache":
+            self._evict(event)  # type: ignore[arg-type]
             return
-        self.state.apply(line)
-        if event in self._take:
-            self._take[event](line)
+        self.state.apply(event)
+        record = self._take.get(event.event)
+        if record is not None:
+            record(event)
 
     def judge(self) -> None:
         """Divide evicted segments into capacity and policy misses, after the last line."""
@@ -157,30 +159,30 @@ class MissClassifier:
                     part for loss in reasons.losses for part in loss.split_at(upto)
                 ]
 
-    def _request(self, line: Line) -> None:
-        prompt = self.state.requests[line["id"]]
+    def _request(self, event: events.Request) -> None:
+        prompt = self.state.requests[event.id]
         self.requests[prompt.id] = RequestMisses(
             request=prompt.id,
-            tokens=prompt.blocks * self._size if self._by_key else line["prompt"],
-            salt=line.get("salt"),
-            tenant=line.get("tenant"),
-            arrived=line["t"],
+            tokens=prompt.blocks * self._size if self._by_key else event.prompt,
+            salt=event.salt if isinstance(event.salt, str) else None,
+            tenant=event.tenant if isinstance(event.tenant, str) else None,
+            arrived=event.t,
         )
         unit = self._ratio * self._size
-        beyond = len(prompt.keys) * unit - line["prompt"] if self._by_key else 0
+        beyond = len(prompt.keys) * unit - event.prompt if self._by_key else 0
         if 0 < beyond < unit or prompt.cacheable % self._ratio:
             self._partial.add(prompt.id)
 
-    def _reject(self, line: Line) -> None:
-        self.requests[line["request"]].rejected = line["why"]
+    def _reject(self, event: events.Reject) -> None:
+        self.requests[event.request].rejected = event.why
 
-    def _keys(self, line: Line) -> None:
+    def _keys(self, event: events.Keys) -> None:
         """Record the keys of generated blocks: later prompts may contain them."""
-        serial = self._serials.get(line["request"])
+        serial = self._serials.get(event.request)
         if serial is None:
             return
-        prompt = self.state.requests[line["request"]]
-        keys, first = prompt.keys, len(prompt.keys) - len(line["keys"])
+        prompt = self.state.requests[event.request]
+        keys, first = prompt.keys, len(prompt.keys) - len(event.keys)
         sent = self._senders.pieces(keys, first * self._ratio, prompt.cacheable)
         for low, high, sender in list(sent):
             if sender is None:
@@ -188,50 +190,46 @@ class MissClassifier:
         for key in keys[max(0, first - 1) : -1]:
             self._leaders.setdefault(key, serial)
 
-    def _evict(self, line: Line) -> None:
-        span = self.state.spans.get(line["span"])
-        end = 0 if span is None else span.end
-        self.state.apply(line)
-        assert span is not None
+    def _evict(self, event: events.Evict) -> None:
+        span = self.state.span(event.span)
+        end = span.end
+        self.state.apply(event)
         eviction = Eviction(
-            line["n"] + 1,
-            line["t"],
+            event.n + 1,
+            event.t,
             span.id,
             end - span.end,
-            line["by"],
-            line["for"],
+            event.by,
+            event.requester,
             self._users[span.id],
-            line["age"],
-            line["hits"],
-            line["reason"] == "expired",
+            event.age,
+            event.hits,
+            event.reason == "expired",
         )
         self._evictions.add(span.keys, span.end, end, eviction)
         if span.id not in self.state.spans:
             del self._users[span.id]
 
-    def _commit(self, line: Line) -> None:
-        self._users[line["span"]] = self.state.sequences[line["seq"]].prompt.id
+    def _commit(self, event: events.Commit) -> None:
+        self._users[event.span] = self.state.sequences[event.seq].prompt.id
 
-    def _split(self, line: Line) -> None:
-        self._users[line["upper"]] = self._users[line["span"]]
+    def _split(self, event: events.Split) -> None:
+        self._users[event.upper] = self._users[event.span]
 
-    def _join(self, line: Line) -> None:
-        del self._users[line["upper"]]
+    def _hit(self, event: events.Hit) -> None:
+        for span in path(self.state.spans[event.span]):
+            self._users[span.id] = event.request
+        self._admission(event)
 
-    def _hit(self, line: Line) -> None:
-        for span in path(self.state.spans[line["span"]]):
-            self._users[span.id] = line["request"]
-        self._admission(line)
-
-    def _admission(self, line: Line) -> None:
+    def _admission(self, event: events.Hit | events.Miss) -> None:
         """Apply a HIT or MISS line; the first one of an admission has its hit."""
-        reasons = self.requests[line["request"]]
-        if "again" in line:
-            reasons.again += line["seq"] != self._returned
-            self._returned = line["seq"]
+        reasons = self.requests[event.request]
+        if event.again:
+            reasons.again += event.seq != self._returned
+            self._returned = event.seq
         elif reasons.seq is None:
-            reasons.admitted, reasons.seq = line["t"], line["seq"]
-            blocks = line.get("blocks", 0)
+            reasons.admitted, reasons.seq = event.t, event.seq
+            blocks = getattr(event, "blocks", 0)
             reasons.hit = blocks * self._size
             self._admit(reasons, blocks)
 
@@ -259,7 +257,12 @@ class MissClassifier:
         self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
 
     def _lost(
-        self, reasons: RequestMisses, prompt: Prompt, keys: list[Any], hit: int, reach: int
+        self,
+        reasons: RequestMisses,
+        prompt: TracedPrompt,
+        keys: list[Any],
+        hit: int,
+        reach: int,
     ) -> Iterator[MissSegment]:
         """Yield the missed segments of blocks that an earlier request contained."""
         if hit >= reach:
@@ -293,7 +296,12 @@ class MissClassifier:
             )
 
     def _rest(
-        self, reasons: RequestMisses, prompt: Prompt, keys: list[Any], sent: int, first: int
+        self,
+        reasons: RequestMisses,
+        prompt: TracedPrompt,
+        keys: list[Any],
+        sent: int,
+        first: int,
     ) -> Iterator[MissSegment]:
         """Yield the missed segment from block `first` on: new or uncacheable tokens.
 
@@ -342,7 +350,7 @@ class MissClassifier:
         )
 
     def _in_flight(
-        self, reasons: RequestMisses, prompt: Prompt, hit: int, reach: int
+        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int, reach: int
     ) -> tuple[int, Id | None]:
         """Return up to which block open sequences compute what follows, and whose they are."""
         furthest, whose = hit, None
@@ -352,7 +360,7 @@ class MissClassifier:
             stop = min(reach, other.cacheable)
             if (
                 seq.id == reasons.seq
-                or seq.gaps
+                or seq.holes
                 or stop <= furthest
                 or other.keys[low] != keys[low]
             ):

@@ -93,7 +93,7 @@ class Curves:
 
     Attributes:
         workload: whose curves these are.
-        count, block_size: how blocks were counted, and a block's tokens.
+        accounting, block_size: how blocks were counted, and a block's tokens.
         lookup_blocks: blocks looked up.
         distinct_blocks: the footprint: what a cache holds in the end that never evicts.
         hit_blocks: what that cache hits: the bound for all sizes.
@@ -101,7 +101,7 @@ class Curves:
     """
 
     workload: Source
-    count: str
+    accounting: str
     block_size: int
     lookup_blocks: int
     distinct_blocks: int
@@ -120,7 +120,7 @@ def curve(
     *,
     points: int = POINTS,
     block_size: int | None = None,
-    count: str = "keys",
+    accounting: str = "keys",
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     jobs: int = 1,
@@ -141,7 +141,7 @@ def curve(
         blocks: pool sizes; None: `points` of them.
         points: how many sizes, at even ratios from a thousandth of the footprint to all.
         block_size: tokens a block holds; None: as many as a key of the workload.
-        count: `keys` or `tokens`, the two countings.
+        accounting: `keys` or `tokens`, the two accountings.
         recompute: what it costs to compute a block again, as for `compare`.
         seed: of the named policies that have an option `seed` and do not set it.
         jobs: processes that replay; the result does not depend on it.
@@ -155,7 +155,7 @@ def curve(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    bench = Bench.of(workload, count, block_size, recompute)
+    bench = Bench.of(workload, accounting, block_size, recompute)
     if jobs < 1:
         msg = f"{jobs} jobs were asked for; give 1 or more"
         raise InputError(msg)
@@ -195,7 +195,7 @@ class _CurveMaker:
     ) -> Curves:
         """Return one curve for each of `candidates`."""
         geometry = self.bench.geometry
-        refuse_bound(candidates, geometry.count)
+        refuse_bound(candidates, geometry.accounting)
         if sizes is None:
             spread_sizes(1, points)
         source = Source.of(self.bench.workload)
@@ -222,7 +222,7 @@ class _CurveMaker:
         made |= self._replayed(others, sizes)
         return Curves(
             workload=attrs.evolve(source, requests=self.requests),
-            count=geometry.count,
+            accounting=geometry.accounting,
             block_size=geometry.block_size,
             lookup_blocks=lookups,
             distinct_blocks=distinct,
@@ -241,7 +241,7 @@ class _CurveMaker:
 
     def _in_one_pass(self, policy: Candidate) -> bool:
         """Return True if one pass over the workload gives the whole curve of `policy`."""
-        if self.bench.geometry.count != "keys":
+        if self.bench.geometry.accounting != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
             return policy.kind is Belady

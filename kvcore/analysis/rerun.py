@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
 from kvcore.analysis.untimed import served
 from kvcore.cache import KVCache
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config import RecordedParts
 from kvcore.config.values import PluginChoice
@@ -21,18 +21,20 @@ from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
-from kvcore.serving import Batch, Batching, DecodeSteps, Job, LatencyModel
-from kvcore.serving.decode_batch import Decoders
-from kvcore.serving.executor import SimulatedExecutor
-from kvcore.serving.result import RunLog, outcome
+from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
+from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.result import Outcome, RunLog
 from kvcore.serving.simulate import serve
-from kvcore.serving.stats import Distribution
 from kvcore.trace import Trace, TraceWorkload
-from kvcore.trace.check import advanced
+from kvcore.trace.check import TraceChecker, check_event
 from kvcore.trace.fields import read_request
-from kvcore.trace.reader import Line, TraceReader
+from kvcore.trace.reader import TraceReader
 from kvcore.trace.writer import version
 from kvcore.units import NS_PER_S
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
 
 
 @attrs.frozen(kw_only=True)
@@ -63,10 +65,10 @@ class RunSummary:
     evicted_blocks: int
     forgotten_blocks: int
     preemptions: dict[str, int]
-    ttft_s: Distribution | None
-    tpot_s: Distribution | None
-    e2e_s: Distribution | None
-    queue_s: Distribution | None
+    ttft_s: dict[str, float] | None
+    tpot_s: dict[str, float] | None
+    e2e_s: dict[str, float] | None
+    queue_s: dict[str, float] | None
     simulated_s: float | None
     throughput_tokens_s: float | None
     goodput: float | None
@@ -83,18 +85,34 @@ class RunSummary:
         timed: bool,
     ) -> RunSummary:
         """Summarise a run from its log. O(n log n) in its requests."""
-        found = outcome(log, stats, evicted)
-        found |= {"config": config, "slo_met": found["slo"]["met"]}
-        if not timed:
-            found |= dict.fromkeys(CLOCKED)
-        return cls(**{field.name: found[field.name] for field in attrs.fields(cls)})
-
-
-CLOCKED = (
-    *("ttft_s", "tpot_s", "e2e_s", "queue_s"),
-    *("simulated_s", "throughput_tokens_s", "goodput", "slo_met"),
-)
-"""What a run without a clock has no number for."""
+        run = Outcome(log)
+        clock: dict[str, Any] = {
+            "simulated_s": run.simulated_s,
+            "throughput_tokens_s": run.throughput_tokens_s,
+            "goodput": run.goodput,
+            "slo_met": run.slo_attainment,
+        }
+        for name in ("ttft", "tpot", "e2e", "queue"):
+            times = getattr(run, name)
+            clock[f"{name}_s"] = None if times is None else times.as_dict()
+        return cls(
+            config=config,
+            requests=len(log.ids),
+            completed=len(log.ids) - len(log.reasons),
+            rejected=len(log.reasons),
+            hit={
+                "lookup_blocks": stats.lookup_blocks,
+                "hit_blocks": stats.hit_blocks,
+                "self_hit_blocks": stats.self_hit_blocks,
+                "lookup_tokens": stats.lookup_tokens,
+                "hit_tokens": stats.hit_tokens,
+                "ratio": stats.ratios(),
+            },
+            evicted_blocks=evicted,
+            forgotten_blocks=stats.dropped_blocks,
+            preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
+            **clock if timed else dict.fromkeys(clock),
+        )
 
 
 @attrs.frozen
@@ -188,98 +206,107 @@ class Recorded:
         evicted: blocks that left the cache, for room or because they expired.
     """
 
-    def __init__(self, reader: TraceReader, header: Line, slo: SLO | None) -> None:
-        self.log = RunLog(header["blocks"], slo)
+    def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
+        self.log = RunLog(header.blocks, slo)
         self.stats = CacheStats()
         self.evicted = 0
         self._reader = reader
-        self._timed = header["mode"] != "untimed"
-        self._geometry = Geometry(header["count"], header["block_size"], header["key_tokens"])
+        self._timed = header.mode != "untimed"
+        self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
         self._steps = DecodeSteps()
         self._serial = 0
-        from kvcore.trace.events import EVENTS  # noqa: PLC0415  (imports msgspec)
+        self._take: dict[str, Callable[[Any], None]] = {
+            "REQUEST": self._request,
+            "HIT": self._hit,
+            "MISS": self._miss,
+            "EVICT": self._evict,
+            "FREE": self._free,
+            "FIRST_TOKEN": self._first_token,
+            "PREEMPT": self._preempt,
+            "FINISH": self._finish,
+            "REJECT": self._reject,
+            "FORK": self._fork,
+            "END": self._end,
+        }
 
-        events = (name for name in EVENTS if hasattr(self, f"_{name.lower()}"))
-        self._take = {name: getattr(self, f"_{name.lower()}") for name in events}
-
-    def take(self, line: Line) -> None:
+    def take(self, event: events.Event) -> None:
         """Apply a line after HEADER. O(1), or O(keys) of a request.
 
         Raises:
             InputError: it is of no run that can be made again.
             TraceError: a request that cannot be.
         """
-        take = self._take.get(line["event"])
+        take = self._take.get(event.event)
         if take is not None:
-            take(line)
+            take(event)
 
-    def _request(self, line: Line) -> None:
+    def _request(self, event: events.Request) -> None:
         if not self._timed and self._jobs:
             self._by_hand()
         try:
-            request = read_request(line)
+            request = read_request(event)
         except InputError as error:
             self._reader.fail(f"REQUEST: {error}")
         self._serial += 1
         slo = request.slo or self.log.slo
-        job = Job(request, self._serial, line["t"], self._steps, request.prompt_tokens, slo)
+        job = Job(request, self._serial, event.t, self._steps, request.prompt_tokens, slo)
         self._jobs[request.id] = job
 
-    def _hit(self, line: Line) -> None:
-        self._admit(line, line["blocks"])
+    def _hit(self, event: events.Hit) -> None:
+        self._admit(event, event.blocks)
 
-    def _miss(self, line: Line) -> None:
-        if line["seq"] not in self._open:
-            self._admit(line, 0)
+    def _miss(self, event: events.Miss) -> None:
+        if event.seq not in self._open:
+            self._admit(event, 0)
 
-    def _admit(self, line: Line, hit: int) -> None:
-        job = self._jobs.get(line["request"])
-        again = "again" in line
+    def _admit(self, event: events.Hit | events.Miss, hit: int) -> None:
+        job = self._jobs.get(event.request)
+        again = bool(event.again)
         if job is None or (again and not self._timed):
             self._by_hand()
-        self._open[line["seq"]] = job
+        self._open[event.seq] = job
         _, tokens, _, _, lookup, _ = self._geometry.prompt(job.request)
         hit_tokens = hit * self._geometry.block_size
-        self.stats.admitted(lookup, hit, tokens, hit_tokens, again=again)
+        self.stats.admitted(lookup, hit, tokens, hit_tokens, resumed=again)
         if not again:
-            job.admitted, job.hit = line["t"], hit_tokens
+            job.admitted, job.hit = event.t, hit_tokens
 
-    def _evict(self, line: Line) -> None:
-        if line["scope"] == "sequence":
-            self.stats.forgotten_blocks += line["blocks"]
+    def _evict(self, event: events.Evict | events.Drop) -> None:
+        if event.scope == "sequence":
+            self.stats.dropped_blocks += event.blocks
         else:
-            self.evicted += sum(abs(count) for _, count in line["runs"])
+            self.evicted += sum(abs(count) for _, count in event.runs)
 
-    def _free(self, line: Line) -> None:
-        if line["reason"] == "rollback":
+    def _free(self, event: events.Free) -> None:
+        if event.reason == "rollback":
             self._by_hand()
-        elif line["reason"] == "close":
-            job = self._open.pop(line["seq"])
+        elif event.reason == "close":
+            job = self._open.pop(event.seq)
             if not self._timed:
-                self.log.ended(self._jobs.pop(job.request.id), line["t"])
+                self.log.ended(self._jobs.pop(job.request.id), event.t)
 
-    def _first_token(self, line: Line) -> None:
-        self._jobs[line["request"]].first_token = line["t"]
+    def _first_token(self, event: events.FirstToken) -> None:
+        self._jobs[event.request].first_token = event.t
 
-    def _preempt(self, line: Line) -> None:
-        job = self._jobs[line["request"]]
-        job.pauses += line["how"] == "pause"
-        job.recomputes += line["how"] == "recompute"
+    def _preempt(self, event: events.Preempt) -> None:
+        job = self._jobs[event.request]
+        job.pauses += event.how == "pause"
+        job.recomputes += event.how == "recompute"
 
-    def _finish(self, line: Line) -> None:
-        self.log.ended(self._jobs.pop(line["request"]), line["t"])
+    def _finish(self, event: events.Finish) -> None:
+        self.log.ended(self._jobs.pop(event.request), event.t)
 
-    def _reject(self, line: Line) -> None:
-        self.log.rejected(self._jobs.pop(line["request"]), line["why"])
+    def _reject(self, event: events.Reject) -> None:
+        self.log.rejected(self._jobs.pop(event.request), event.why)
 
-    def _fork(self, line: Line) -> None:
-        del line
+    def _fork(self, event: events.Fork) -> None:
+        del event
         self._by_hand()
 
-    def _end(self, line: Line) -> None:
-        del line
+    def _end(self, event: events.End) -> None:
+        del event
         if self._jobs:
             self._by_hand()
 
@@ -304,34 +331,29 @@ class TellingExecutor(SimulatedExecutor):
     def __init__(self, latency: LatencyModel, told: Told) -> None:
         super().__init__(latency)
         self.jumps = False
-        self.named: list[tuple[Job, Sequence[Key]]] = []
         self._told = told
         self._count = dict.fromkeys(told, 0)
 
     def run(
-        self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
-    ) -> int:
-        """Return the step's time in ps; `named` receives the keys that become known."""
-        self.named.clear()
-        for job, tokens in chunks:
-            if job.computed + tokens == job.target:
-                self._tell(job)
-        for job in decoders or ():
-            self._tell(job)
-        return super().run(batch, chunks, decoders)
+        self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Return the time of the step, and the keys that become known with it."""
+        done = [job for job, tokens in chunks if job.computed + tokens == job.target]
+        named = [(job, keys) for job in (*done, *decoding) if (keys := self._keys_of_next(job))]
+        return super().run(work, chunks, decoding)._replace(named=named)
 
-    def _tell(self, job: Job) -> None:
-        """Append the keys of blocks that the token of this step fills."""
+    def _keys_of_next(self, job: Job) -> Sequence[Key]:
+        """Return the keys of the blocks that are full with the next token of `job`."""
         request = job.request
         if request.id not in self._told:
-            return
+            return ()
         # The K/V of the last token is never computed.
         known = request.prompt_tokens + min(job.generated + 1, request.output_tokens - 1)
         full = known // request.key_tokens - request.prompt_tokens // request.key_tokens
         keys = self._told[request.id][self._count[request.id] : full]
         if keys:
             self._count[request.id] = full
-            self.named.append((job, keys))
+        return keys
 
 
 def as_text(request: Request) -> TextRequest:
@@ -453,7 +475,8 @@ def whatif(
     changes_asked |= {"blocks": blocks, "block_size": block_size, "batching": batching}
     changes_asked |= {"slo": slo, "rate_scale": rate_scale}
     workload = TraceWorkload(file)
-    parts = RecordedParts(workload.file, workload.header, workload, changes_asked, plugins)
+    header = workload.header
+    parts = RecordedParts(workload.file, header.as_dict(), workload, changes_asked, plugins)
     if export is not None:
         refuse_overwrite(export, [workload.file])
     with ExitStack() as stack:
@@ -466,7 +489,7 @@ def whatif(
         log = rerun.run(stack.enter_context((progress or silent)(*shown)))
     return WhatIf(
         file=str(workload.file),
-        kvcore=workload.header["kvcore"],
+        kvcore=header.kvcore,
         here=version(),
         workload=workload.name,
         timed=parts.timed,
@@ -513,7 +536,7 @@ class _Rerun:
         """Return the summary of the second run."""
         cache, prefix = self._cache, self._cache.prefix
         plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()))
-        evicted = prefix.evicted + prefix.expired_blocks
+        evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         config = self._parts.rerun(filter(None, plugins))
         return RunSummary.of(config, log, cache.stats, evicted, timed=self._parts.timed)
 
@@ -527,17 +550,18 @@ class _Rerun:
         return log
 
 
-def _verified(file: Path, header: Line, slo: SLO | None) -> Recorded:
+def _verified(file: Path, header: events.Header, slo: SLO | None) -> Recorded:
     """Check every line of a trace; return the log of its requests.
 
     Raises:
         InputError, TraceError: as `whatif` does.
     """
     reader = TraceReader(file)
-    state, recorded = None, Recorded(reader, header, slo)
-    for line in reader:
-        state = advanced(reader, state, line)
-        recorded.take(line)
+    checker: TraceChecker | None = None
+    recorded = Recorded(reader, header, slo)
+    for event in reader:
+        checker = check_event(reader, checker, event)
+        recorded.take(event)
     if not reader.complete:
         msg = (
             f"{file}: incomplete: {reader.cut_reason}. A run that was cut cannot be compared "

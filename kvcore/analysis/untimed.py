@@ -37,7 +37,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     """
     size = cache.geometry.block_size
     room = cache.pool.blocks * size
-    by_key = cache.geometry.count == "keys"
+    by_key = cache.geometry.accounting == "keys"
     open_, commit, close = cache.open, cache.commit, cache.close
     if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
         requests = _announced(requests, cache.eviction)

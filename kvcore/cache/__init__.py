@@ -1,17 +1,20 @@
-"""Blocks, block tables, pins: the mechanics of the KV cache."""
+"""Blocks, block tables, pins, eviction: the mechanics of the KV cache."""
 
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.ghost import GhostTree
 from kvcore.cache.kvcache import KVCache
+from kvcore.cache.layout import BlockLayout, PromptBlocks
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.prefix import Match, PrefixCache
+from kvcore.cache.prefix import PrefixIndex
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.span import Span, SpanGeometry, common_prefix, root_span
+from kvcore.cache.span import Span, common_prefix
+from kvcore.cache.tree import PrefixMatch, SpanTree
 
 __all__ = [
+    "BlockLayout",
     "BlockPool",
     "CountingPool",
     "EvictionPolicy",
@@ -19,15 +22,15 @@ __all__ = [
     "Ids",
     "KVCache",
     "LazyHeap",
-    "Match",
-    "PrefixCache",
+    "PrefixIndex",
+    "PrefixMatch",
+    "PromptBlocks",
     "Recorder",
     "Residency",
     "RetentionPolicy",
     "ScoreEviction",
     "Sequence",
     "Span",
-    "SpanGeometry",
+    "SpanTree",
     "common_prefix",
-    "root_span",
 ]

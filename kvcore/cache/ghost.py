@@ -6,7 +6,8 @@ from collections.abc import Sequence as Keys
 
 import attrs
 
-from kvcore.cache.span import Span, SpanGeometry, common_prefix
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.span import Span, common_prefix
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
@@ -69,7 +70,7 @@ class GhostTree:
 
     def __init__(self, tokens: int) -> None:
         """Create an empty tree with a capacity of `tokens` tokens."""
-        self._geometry: SpanGeometry | None = None
+        self._geometry: BlockLayout | None = None
         self.tokens = 0
         self._ring = _Run(0, 0, ())
         self._ring.older = self._ring.newer = self._ring

@@ -1,39 +1,88 @@
-"""The invariant of the pool: every block is free, cached or private, exactly once."""
+"""The invariants of a cache: every block in one place, every span where it belongs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from kvcore.cache.pool import BlockPool, CountingPool
-from kvcore.cache.prefix import PrefixCache
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
+from kvcore.cache.tree import SpanTree
 
 
-def check_blocks(
-    pool: CountingPool, prefix: PrefixCache, sequences: Iterable[Sequence]
-) -> None:
+def check_tree(tree: SpanTree) -> None:
+    """Check links, places, pins and counts of every span, and that the index finds it.
+
+    O(spans), times the cost of a match.
+
+    Raises:
+        AssertionError: one is broken; the message has the spans and numbers.
+    """
+    cached = unpinned = 0
+    for span in tree.spans():
+        cached += span.blocks
+        unpinned += 0 if span.ref_count else span.blocks
+        _check_span(tree, span)
+    _require(
+        (cached, unpinned) == (tree.cached_blocks, tree.unpinned_blocks),
+        f"spans hold {cached} blocks, {unpinned} unpinned; "
+        f"counted are {tree.cached_blocks} and {tree.unpinned_blocks}",
+    )
+
+
+def _check_span(tree: SpanTree, span: Span) -> None:
+    parent, ratio = span.parent, tree.geometry.ratio
+    if parent is None:
+        msg = f"{span!r} is cached and its parent is not"
+        raise AssertionError(msg)
+    key = span.path_keys[span.start // ratio]
+    leads = (parent.children or {}).get(key) is span
+    _require(leads, f"{parent!r} does not lead to {span!r}")
+    _require(parent.end == span.start < span.end, f"{span!r} does not continue {parent!r}")
+    if parent is not tree.root:
+        last = (parent.end - 1) // ratio
+        same = parent.path_keys[last] == span.path_keys[last]
+        _require(same, f"{span!r} does not continue the prompt of {parent!r}")
+        later = parent.ref_count or parent.released_order > span.released_order
+        _require(bool(later), f"{parent!r} is less recent than its child {span!r}")
+    if span.ids is not None:
+        _require(len(span.ids) == span.blocks, f"{span!r} holds {len(span.ids)} ids")
+    children = (span.children or {}).values()
+    below = sum(child.ref_count for child in children)
+    _require(below <= span.ref_count, f"{span!r}: its children are pinned {below} times")
+    if span.expires is not None:
+        late = [c for c in children if c.expires is None or c.expires > span.expires]
+        _require(not late, f"{span!r} expires before its children {late}")
+    found = tree.index.match(span.path_keys, span.end, tree.root)
+    _require(
+        found == (span, span.end),
+        f"prefix plugin {tree.index.name!r} finds {found} where {span!r} ends",
+    )
+
+
+def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequence]) -> None:
     """Check free + cached + private = blocks, and with ids that each block is in one place.
 
     Raises:
         AssertionError: it does not hold; the message has all the numbers.
     """
     open_sequences = list(sequences)
-    _check_pins(prefix, open_sequences)
+    _check_pins(tree, open_sequences)
     if isinstance(pool, BlockPool):
-        private = _check_ids(pool, prefix, open_sequences)
+        private = _check_ids(pool, tree, open_sequences)
     else:
         private = sum(seq.private_blocks for seq in open_sequences)
-    total = pool.free + prefix.cached + private
-    if total != pool.blocks or min(pool.free, prefix.cached, private) < 0:
+    free, cached = pool.free_blocks, tree.cached_blocks
+    total = free + cached + private
+    if total != pool.blocks or min(free, cached, private) < 0:
         msg = (
-            f"{pool.free} free + {prefix.cached} cached + {private} private blocks are "
+            f"{free} free + {cached} cached + {private} private blocks are "
             f"{total}, but the pool has {pool.blocks}"
         )
         raise AssertionError(msg)
 
 
-def _check_pins(prefix: PrefixCache, sequences: list[Sequence]) -> None:
+def _check_pins(tree: SpanTree, sequences: list[Sequence]) -> None:
     """Check that a span is pinned once for each open sequence whose path it is on."""
     pins: dict[Span, int] = {}
     for seq in sequences:
@@ -41,17 +90,13 @@ def _check_pins(prefix: PrefixCache, sequences: list[Sequence]) -> None:
         while span.parent is not None:
             pins[span] = pins.get(span, 0) + 1
             span = span.parent
-    for span in prefix.spans():
+    for span in tree.spans():
         held = pins.pop(span, 0)
-        if held != span.ref_count:
-            msg = f"{span!r} is on the paths of {held} open sequences"
-            raise AssertionError(msg)
-    if pins:
-        msg = f"open sequences hold {list(pins)}, which are not cached"
-        raise AssertionError(msg)
+        _require(held == span.ref_count, f"{span!r} is on the paths of {held} open sequences")
+    _require(not pins, f"open sequences hold {list(pins)}, which are not cached")
 
 
-def _check_ids(pool: BlockPool, prefix: PrefixCache, sequences: list[Sequence]) -> int:
+def _check_ids(pool: BlockPool, tree: SpanTree, sequences: list[Sequence]) -> int:
     """Check that no id is in two places; return how many distinct ids are private."""
     owners: dict[int, int] = {}
     for seq in sequences:
@@ -63,24 +108,26 @@ def _check_ids(pool: BlockPool, prefix: PrefixCache, sequences: list[Sequence]) 
         for block in ids:
             owners[block] = owners.get(block, 0) + 1
     extra = {block: count - 1 for block, count in owners.items() if count > 1}
-    if extra != pool.owners:
-        msg = f"blocks with several owners are {extra}, but the pool has {pool.owners}"
-        raise AssertionError(msg)
-    places = {"free": pool.freed(), "private": owners}
+    _require(
+        extra == pool.owners,
+        f"blocks with several owners are {extra}, but the pool has {pool.owners}",
+    )
+    places: list[tuple[str, Iterable[int]]] = [("free", pool.free_ids()), ("private", owners)]
+    places += [(f"span {span.id}", span.ids or ()) for span in tree.spans()]
     seen: dict[int, str] = {}
-    for place, blocks in places.items():
-        _place(seen, place, blocks)
-    for span in prefix.spans():
-        _place(seen, f"span {span.id}", span.ids or ())
-    if len(seen) != pool.minted:
-        msg = f"{pool.minted} blocks have been used, but {len(seen)} are accounted for"
-        raise AssertionError(msg)
+    for place, blocks in places:
+        for block in blocks:
+            if block in seen:
+                msg = f"block {block} is in two places: {seen[block]} and {place}"
+                raise AssertionError(msg)
+            seen[block] = place
+    _require(
+        len(seen) == pool.high_water,
+        f"{pool.high_water} blocks have been used, but {len(seen)} are accounted for",
+    )
     return len(owners)
 
 
-def _place(seen: dict[int, str], place: str, blocks: Iterable[int]) -> None:
-    for block in blocks:
-        if block in seen:
-            msg = f"block {block} is in two places: {seen[block]} and {place}"
-            raise AssertionError(msg)
-        seen[block] = place
+def _require(holds: bool, message: str) -> None:  # noqa: FBT001
+    if not holds:
+        raise AssertionError(message)

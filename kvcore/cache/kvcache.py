@@ -1,60 +1,81 @@
-"""The KV cache: a pool of blocks, the sequences that hold them, the prefix cache."""
+"""The KV cache: a pool of blocks, the sequences that hold them, the tree of what is shared.
+
+Who frees what:
+
+    a block of          becomes free                                       trace
+    ------------------  -------------------------------------------------  ---------------
+    a closed sequence   at `close`, if it is private and has no other      FREE close
+                        owner; shared ones stay cached
+    rejected tokens     at `rollback`                                      FREE rollback
+    a duplicate         at `commit`, when another sequence has committed   FREE duplicate
+                        the same keys before
+    a dropped range     at `commit`, if it is private (retention)          EVICT retention
+    an expired span     when an `open` or `commit` comes upon it           EVICT expired
+    a victim            never: it goes to who asked for room (`open`,      EVICT capacity
+                        `extend`)
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Keys
+from typing import Literal, NoReturn
 
 import attrs
 
-from kvcore.cache.drops import forget
 from kvcore.cache.eviction import EvictionPolicy
-from kvcore.cache.integrity import check_blocks
-from kvcore.cache.layout import Geometry, retention_steps
+from kvcore.cache.hints import priority_steps
+from kvcore.cache.integrity import check_blocks, check_tree
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.prefix import Match, PrefixCache
-from kvcore.cache.record import check_admission, record_close, record_header, record_open
+from kvcore.cache.prefix import PrefixIndex
 from kvcore.cache.recorder import Recorder
-from kvcore.cache.refusals import check_fork, check_rollback, refuse_commit, refuse_stranger
-from kvcore.cache.residency import CacheStats
-from kvcore.cache.retention import RetentionPolicy
+from kvcore.cache.residency import CacheStats, Residency
+from kvcore.cache.retention import RetentionPolicy, drop_blocks, may_drop, new_holes
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.sharing import copy_tail, free_last, shared_tail, table, with_ids
-from kvcore.cache.span import SpanGeometry
-from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import find_override, policy_error
-from kvcore.plugins.manager import resolve
-from kvcore.request import Request
+from kvcore.cache.tree import PrefixMatch, SpanTree
+from kvcore.errors import InputError, OutOfBlocks, PolicyError
+from kvcore.plugins import Plugin, describe, find_override, resolve
+from kvcore.request import Key, Request
 
 
 class KVCache:
-    """Decides which blocks exist, who holds them, what can be reused, and who dies.
+    """Decides which blocks exist, who holds them, what can be reused, and what is evicted.
 
     Token counts are increments everywhere. `now` is in nanoseconds and never decreases;
     None is the time of the call before. Every call costs O(spans touched); where blocks
     have ids these move by slices, in C.
 
+    A refused call (`InputError`, `OutOfBlocks`) changes nothing. A plugin that raises, or
+    answers what it must not, ends the use of the cache: that call raises `PolicyError`, and
+    so does every call after it, with the same message.
+
     Args:
         blocks: blocks in the pool.
         block_size: tokens in a block.
-        eviction: the eviction policy; None is the `lru` plugin. One instance, one cache.
-        prefix: the prefix cache; None is the `radix` plugin.
-        retention: what an open sequence may forget; None: nothing.
-        count: `tokens` or `keys`, the two countings (see docs/reference/counting.md).
-        key_tokens: tokens a request's block key stands for; None: `block_size`.
+        eviction: the eviction policy: an instance, a class, or a name such as `lfu` or
+            `lfu:half_life=300`; None is `lru`. One instance, one cache.
+        prefix: how cached blocks are looked up, given alike; None is `radix`.
+        retention: what an open sequence may drop, given alike; None: nothing.
+        accounting: `tokens` or `keys`, the two accountings (docs/reference/counting.md).
+        key_tokens: tokens a request's block key stands for; None: what the first request
+            says.
         trace: where every decision is written; None: nowhere.
         ids: whether blocks have ids that can be read; with a trace they always have.
             Decisions are the same either way; without ids they cost less.
         recompute: seconds to compute n tokens after a context of c tokens, for policies
             that weigh what an eviction costs. None: Llama-3-8B on an H100.
-        copied: called as `copied(source, target)` when a writer gets a block of its own,
+        on_copy: called as `on_copy(source, target)` when a writer gets a block of its own,
             to copy the K/V in it; an attribute too. None: there is none.
 
     Attributes:
-        pool, prefix, eviction, retention, geometry: its parts.
+        pool, tree: the blocks, and the spans of those that are cached.
+        prefix, eviction, retention, geometry: the plugins, and how prompts lie in blocks.
         sequences: the open sequences by id.
         now: the time of the last call.
         stats: what has been looked up and hit so far.
+        trace, on_copy: as given.
 
     Raises:
         InputError: sizes that do not fit one another, or a policy already in use.
@@ -65,63 +86,112 @@ class KVCache:
         blocks: int,
         block_size: int = 16,
         *,
-        eviction: EvictionPolicy | None = None,
-        prefix: PrefixCache | None = None,
-        retention: RetentionPolicy | None = None,
-        count: str = "tokens",
+        eviction: EvictionPolicy | type[EvictionPolicy] | str | None = None,
+        prefix: PrefixIndex | type[PrefixIndex] | str | None = None,
+        retention: RetentionPolicy | type[RetentionPolicy] | str | None = None,
+        accounting: str = "tokens",
         key_tokens: int | None = None,
         trace: Recorder | None = None,
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
-        copied: Callable[[int, int], None] | None = None,
+        on_copy: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.geometry = geometry = Geometry(count, block_size, key_tokens)
+        self.geometry = BlockLayout(accounting, block_size, key_tokens, recompute)
         keeps_ids = trace is not None or ids
         self.pool: CountingPool = (BlockPool if keeps_ids else CountingPool)(blocks)
         self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
-        self.prefix: PrefixCache = resolve("prefix", prefix, "radix")
+        self.prefix: PrefixIndex = resolve("prefix", prefix, "radix")
         self.retention: RetentionPolicy | None = resolve("retention", retention)
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
         self.trace = trace
-        self.copied = copied
-        self._serial = 0
+        self.on_copy = on_copy
+        self._last_id = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
-        plugins = [
-            self.eviction,
-            self.prefix,
-            *([] if self.retention is None else [self.retention]),
-        ]
+        plugins: list[Plugin] = [self.eviction, self.prefix]
+        if self.retention is not None:
+            plugins.append(self.retention)
         for plugin in plugins:
             plugin.bind()
         self.eviction.attach(blocks, block_size)
-        if recompute is None:
-            from kvcore.models.cost import default_prefill_cost  # noqa: PLC0415  (a long table)
-
-            recompute = default_prefill_cost()
-        span_geometry = SpanGeometry(block_size, geometry.ratio, recompute)
-        self.prefix.attach(self.pool, self.eviction, span_geometry, trace)
+        self.tree = SpanTree(self.pool, self.prefix, self.eviction, self.geometry, trace)
         self._on_miss: Callable[[Request, int, int], None] | None = find_override(
             self.eviction, "on_miss"
         )
         if trace is not None:
-            record_header(trace, geometry, blocks, plugins)
+            trace.begin(
+                count=accounting,
+                block_size=block_size,
+                key_tokens=self.geometry.key_tokens,
+                blocks=blocks,
+                plugins={plugin.kind: describe(plugin) for plugin in plugins},
+            )
+
+    # What is there.
 
     @property
-    def room(self) -> int:
+    def available_blocks(self) -> int:
         """Blocks that are free or can be evicted."""
-        return self.pool.free + self.prefix.unpinned
+        return self.pool.free_blocks + self.tree.unpinned_blocks
 
     def probe(self, request: Request, now: int | None = None) -> int:
-        """Return how many blocks of `request` would hit. Pure: nothing changes.
+        """Return how many blocks of `request` would hit. Changes nothing.
 
         Raises:
             InputError: the request's keys are not those the cache was made for.
         """
-        keys, _, _, _, _, limit = self.geometry.prompt(request)
-        return self.prefix.probe(keys, limit, self.now if now is None else now)[1]
+        if self.tree.failure is not None:
+            self._raise_failure()
+        prompt = self.geometry.prompt(request)
+        at = self.now if now is None else now
+        return self.tree.match(prompt.keys, prompt.limit, at).blocks
+
+    def block_table(self, seq: Sequence) -> Ids:
+        """Return the ids of the blocks of `seq`, first to last, without what it has dropped.
+
+        O(blocks) in C.
+
+        Raises:
+            InputError: the cache only counts blocks.
+        """
+        if seq.private is None:
+            msg = "this cache only counts blocks: make it with ids=True to read block tables"
+            raise InputError(msg)
+        return seq.table()
+
+    def record_residency(self) -> Residency:
+        """Start to measure how long blocks stay, and return where that is written down."""
+        self.tree.residency = Residency(self.pool.blocks)
+        return self.tree.residency
+
+    def check_integrity(self) -> None:
+        """Check every invariant. Costs O(spans + sequences), with ids O(blocks).
+
+        Raises:
+            AssertionError: one does not hold; the message has the numbers.
+            PolicyError: a plugin has failed, which leaves a call half done.
+        """
+        if self.tree.failure is not None:
+            self._raise_failure()
+        check_tree(self.tree)
+        check_blocks(self.pool, self.tree, self.sequences.values())
+
+    # From open to close.
+
+    def announce(self, request: Request, now: int) -> None:
+        """Write REQUEST to the trace: `request` has arrived, and will be opened or rejected.
+
+        Without it, `open` does so. A second time nothing is written.
+
+        Raises:
+            InputError: the request's keys are not those the cache was made for.
+        """
+        trace = self.trace
+        if trace is not None:
+            self._set_key_tokens(request, trace)
+            trace.request(request, now)
 
     def open(
         self,
@@ -129,35 +199,37 @@ class KVCache:
         first_tokens: int | None = None,
         now: int | None = None,
         *,
-        again: bool = False,
-        spare: int = 0,
+        resumed: bool = False,
+        reserve: int = 0,
     ) -> Sequence:
         """Admit `request`: pin what it hits, allocate what it will compute first.
 
         All or nothing. `first_tokens` is how many tokens to allocate after the hit; None
-        is the rest of the prompt. `again` says that a preempted request returns: what it
-        finds are its own blocks, which is no reuse. `spare` blocks must stay free or
+        is the rest of the prompt. `resumed` says that a preempted request returns: what it
+        finds are its own blocks, which is no reuse. `reserve` blocks must stay free or
         evictable.
 
         Raises:
             InputError: as for `probe`, or fewer than 0 tokens.
             OutOfBlocks: there is no room; nothing has changed.
-            PolicyError: the eviction policy failed; nothing has changed but evictions
-                that were already made, which were valid.
+            PolicyError: a plugin failed.
         """
+        tree, trace = self.tree, self.trace
+        if tree.failure is not None:
+            self._raise_failure()
+        if trace is not None:
+            self._set_key_tokens(request, trace)
         keys, tokens, blocks, cacheable, lookup, limit = self.geometry.prompt(request)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
-        prefix, pool = self.prefix, self.pool
-        trace = self.trace
         if trace is not None:
-            check_admission(self._admitted, request, again=again)
+            self._check_admission(request, resumed=resumed)
             trace.request(request, now)
-        match = prefix.probe(keys, limit, now)
-        hit = match[1]
+        match = tree.match(keys, limit, now)
+        hit = match.blocks
         size = self.geometry.block_size
-        length, whole = tokens, blocks
+        length, prompt_blocks = tokens, blocks
         if first_tokens is not None:
             if first_tokens < 0:
                 msg = f"open with the first {first_tokens} tokens after the hit: give 0 or more"
@@ -165,22 +237,34 @@ class KVCache:
             tokens = hit * size + first_tokens
             blocks = -(-tokens // size)
         need = blocks - hit
-        if need > pool.free + prefix.unpinned - match[2] - spare:
-            raise OutOfBlocks(self._no_room(request, need, match[2] + spare))
+        # The blocks that hit are about to be pinned: they are no room. All other unpinned
+        # blocks can be evicted in the end, since below an unpinned span nothing is pinned.
+        kept = match.unpinned_blocks + reserve
+        if need > self.pool.free_blocks + tree.unpinned_blocks - kept:
+            raise OutOfBlocks(self._no_room(request, need, kept))
+        # From here on only a plugin can fail.
+        self._last_id += 1
+        self._admissions += 1
         seq = Sequence(
-            self._serial + 1, self._admissions + 1, request, keys, cacheable, lookup, hit,
-            tokens, hit * size, blocks, match[0],
+            self._last_id, self._admissions, request, keys, cacheable, lookup, hit, tokens,
+            hit * size, blocks, match.span,
         )  # fmt: skip
         if request.retention:
-            seq.priorities = retention_steps(request, size)
-        self._admit(seq, match, need, limit, now, again=again)
-        self._serial += 1
-        self._admissions += 1
+            seq.priorities = priority_steps(request, size)
+        tree.open(seq, match, now)
+        if self._on_miss is not None and not resumed and hit < limit:
+            try:
+                self._on_miss(request, hit, now)
+            except Exception as error:
+                raise tree.fail(self.eviction, "on_miss", error) from error
+        seq.private = self._allocate(need, seq, now)
+        # The access counts after the evictions that the admission needs.
+        tree.record_hit(seq, now, resumed=resumed)
         self.sequences[seq.id] = seq
-        self.stats.admitted(lookup, hit, length, hit * size, again=again)
+        self.stats.admitted(lookup, hit, length, hit * size, resumed=resumed)
         if trace is not None:
             self._admitted.add(request.id)
-            record_open(trace, seq, whole, limit, match, now, again=again)
+            self._trace_open(trace, seq, prompt_blocks, limit, match, now, resumed=resumed)
         return seq
 
     def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
@@ -189,11 +273,12 @@ class KVCache:
         A partial last block that another sequence shares since a fork is copied first.
 
         Raises:
+            InputError: a closed sequence, or fewer than 0 tokens.
             OutOfBlocks: there is no room; nothing has changed.
-            PolicyError: as for `open`.
+            PolicyError: a plugin failed.
         """
-        if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
+        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
         now = self._at(now)
         if tokens < 0:
             msg = f"extend by {tokens} tokens: give 0 or more, or use rollback"
@@ -202,56 +287,54 @@ class KVCache:
         size = self.geometry.block_size
         blocks = -(-total // size)
         need = blocks - seq.blocks
-        copied = shared_tail(self.pool, seq) if tokens and seq.tokens % size else None
-        need += copied is not None
+        tail = self._shared_tail(seq) if tokens and seq.tokens % size else None
+        need += tail is not None
         if need:
-            prefix, pool = self.prefix, self.pool
-            if need > pool.free + prefix.unpinned:
+            if need > self.pool.free_blocks + self.tree.unpinned_blocks:
                 raise OutOfBlocks(self._no_room(seq.request, need, 0))
-            ids = self._take(need, seq, now)
-            if copied is not None:
-                ids = copy_tail(self.pool, seq, copied, ids, self.trace, now, self.copied)
+            ids = self._allocate(need, seq, now)
+            if tail is not None and ids is not None:
+                self._copy_tail(seq, tail, ids[0], now)
+                ids = ids[1:]
             if ids and seq.private is not None:
                 if self.trace is not None:
-                    self.trace.line("ALLOC", now, seq=seq.id, first=seq.blocks, runs=ids)
+                    self.trace.alloc(now, seq=seq.id, first=seq.blocks, runs=ids)
                 seq.private.extend(ids)
-            prefix.extend(seq, blocks - seq.blocks)
             seq.blocks = blocks
         seq.tokens = total
 
     def commit(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
-        """Say that `tokens` more tokens are computed: full keyed blocks become shareable.
+        """Count `tokens` more tokens as computed: full keyed blocks become shareable.
 
         Where another sequence has committed the same keys meanwhile, `seq` switches to
-        those blocks and its duplicates are freed. Then `seq` forgets what its retention
+        those blocks and its duplicates are freed. Then `seq` drops what its retention
         policy says it may; once it has, it publishes no more.
 
         Raises:
             InputError: more than was allocated.
             PolicyError: a plugin failed.
         """
-        if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
+        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
         computed = seq.computed + tokens
         if not seq.computed <= computed <= seq.tokens:
-            refuse_commit(seq, tokens)
+            seq.refuse_commit(tokens)
         seq.computed = computed
         upto = computed // self.geometry.block_size
         if upto > seq.cacheable:
             upto = seq.cacheable
-        if upto > seq.span.end and not seq.gaps:
-            self.prefix.commit(seq, upto, now)
+        if upto > seq.span.end and not seq.holes:
+            self.tree.commit(seq, upto, now)
         if self.retention is not None:
-            forgotten = forget(self.pool, self.retention, seq, self.trace, now)
-            self.stats.forgotten_blocks += forgotten
+            self._drop(self.retention, seq, now)
 
     def close(self, seq: Sequence, now: int | None = None) -> None:
         """Unpin what `seq` shares, which stays cached, and free the rest."""
-        if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
+        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
@@ -260,11 +343,12 @@ class KVCache:
         if seq.family is not None:
             seq.family.remove(seq)
         if self.trace is not None:
-            freed = free_last(self.pool, seq, seq.private_blocks)
-            record_close(self.trace, seq, freed, now)
+            freed = self._free_last(seq, seq.private_blocks)
+            holes = [(first, end - first) for first, end in seq.holes]
+            self.trace.free(now, seq=seq.id, runs=freed, reason="close", forgotten=holes)
         elif seq.blocks > seq.span.end:
-            free_last(self.pool, seq, seq.private_blocks)
-        self.prefix.close(seq, now)
+            self._free_last(seq, seq.private_blocks)
+        self.tree.close(seq, now)
 
     def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.
@@ -276,64 +360,163 @@ class KVCache:
             InputError: tokens beyond the prompt are allocated and not committed, so the
                 two would compute different tokens in the same place.
         """
-        if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
-        check_fork(seq, self.geometry.block_size)
+        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
+        seq.check_fork()
         now = self._at(now)
-        pool = self.pool = with_ids(self.pool, self.prefix, self.sequences.values())
-        self._serial += 1
-        child = attrs.evolve(seq, id=self._serial, private=array("i", seq.private or ()))
+        pool = self._pool_with_ids()
+        self._last_id += 1
+        child = attrs.evolve(seq, id=self._last_id, private=array("i", seq.private or ()))
         pool.share(child.private or array("i"))
         if seq.family is None:
             seq.family = [seq]
         seq.family.append(child)
         child.family = seq.family
-        self.prefix.fork(seq, child)
+        self.tree.fork(seq)
         self.sequences[child.id] = child
         if self.trace is not None:
-            self.trace.line("FORK", now, seq=seq.id, child=child.id)
+            self.trace.fork(now, seq=seq.id, child=child.id)
         return child
 
     def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
 
         Raises:
-            InputError: it would reach into blocks that are already shareable, or forgotten.
+            InputError: it would reach into blocks that are already shareable, or dropped.
         """
-        if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
+        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
         now = self._at(now)
-        size = self.geometry.block_size
-        check_rollback(seq, tokens, size)
+        seq.check_rollback(tokens)
         left = seq.tokens - tokens
-        first = -(-left // size)
-        freed = free_last(self.pool, seq, seq.blocks - first)
+        first = -(-left // self.geometry.block_size)
+        freed = self._free_last(seq, seq.blocks - first)
         if first < seq.blocks and self.trace is not None:
-            self.trace.line("FREE", now, seq=seq.id, runs=freed, reason="rollback", first=first)
+            self.trace.free(now, seq=seq.id, runs=freed, reason="rollback", first=first)
         seq.tokens, seq.blocks = left, first
         seq.computed = min(seq.computed, left)
 
-    def block_table(self, seq: Sequence) -> Ids:
-        """Return the ids of the blocks of `seq`, first to last, without what it has forgotten.
+    # Decoding in bulk: many sequences grow by a token a step, and nobody reads block ids.
 
-        O(blocks) in C.
+    @property
+    def counts_only(self) -> bool:
+        """Whether blocks have no ids, so that they may be reserved for several sequences."""
+        return not isinstance(self.pool, BlockPool)
+
+    def reserve_blocks(self, blocks: int) -> None:
+        """Allocate `blocks` free blocks for open sequences together. O(1).
+
+        Each sequence gets its share when `settle` sets its length, at the latest before the
+        next call for it.
 
         Raises:
-            InputError: the cache only counts blocks.
+            OutOfBlocks: fewer are free.
         """
-        if seq.private is None:
-            msg = "this cache only counts blocks: make it with ids=True to read block tables"
+        self.pool.allocate(blocks)
+
+    def settle(self, seq: Sequence, tokens: int) -> None:
+        """Set the length of `seq` to `tokens`, whose blocks are allocated or reserved. O(1)."""
+        seq.tokens = tokens
+        seq.blocks = -(-tokens // self.geometry.block_size)
+
+    def append_keys(self, seq: Sequence, keys: Keys[Key]) -> None:
+        """Append the `keys` of generated blocks, now that their tokens are known. O(keys).
+
+        Raises:
+            InputError: the request has no keys for its output, or not for all before it.
+        """
+        # The list is the sequence's own (see BlockLayout), and its spans refer to it.
+        if not seq.request.publishes or not isinstance(seq.keys, list):
+            msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
-        return table(seq)
+        seq.keys.extend(keys)
+        seq.cacheable += len(keys)
 
-    def check_integrity(self) -> None:
-        """Check every invariant. Costs O(spans + sequences), with ids O(blocks).
+    # Blocks.
 
-        Raises:
-            AssertionError: one does not hold; the message has the numbers.
+    def _allocate(self, need: int, seq: Sequence, now: int) -> Ids | None:
+        """Return `need` blocks: free ones, then those of victims. The caller tested room."""
+        pool = self.pool
+        missing = need - pool.free_blocks
+        if missing <= 0:
+            return pool.allocate(need)
+        victims = self.tree.evict(missing, seq.request.id, now)
+        ids = pool.allocate(pool.free_blocks)
+        if ids is not None and victims is not None:
+            ids.extend(victims)
+        return ids
+
+    def _free_last(self, seq: Sequence, count: int) -> Ids | None:
+        """Free the last `count` blocks of `seq`, deepest first.
+
+        Returns the ids that no other sequence owns; None where the pool counts.
         """
-        self.prefix.check_integrity()
-        check_blocks(self.pool, self.prefix, self.sequences.values())
+        private, pool = seq.private, self.pool
+        if not count:
+            return None if private is None else private[:0]
+        if private is None:
+            pool.free(None, count)
+            return None
+        assert isinstance(pool, BlockPool)
+        keep = len(private) - count
+        last = private[keep:]
+        last.reverse()
+        del private[keep:]
+        return pool.release(last)
+
+    def _drop(self, retention: RetentionPolicy, seq: Sequence, now: int) -> None:
+        """Drop what `retention` says that `seq` needs no longer."""
+        if may_drop(self.pool, seq):
+            try:
+                holes = new_holes(seq, retention.droppable(seq))
+            except Exception as error:
+                raise self.tree.fail(retention, "droppable", error) from error
+            if holes:
+                self.stats.dropped_blocks += drop_blocks(
+                    self.pool, seq, holes, self.trace, retention.name, now
+                )
+
+    def _shared_tail(self, seq: Sequence) -> int | None:
+        """Return the id of the last block of `seq` if another sequence owns it too."""
+        if seq.private and isinstance(self.pool, BlockPool):
+            tail = seq.private[-1]
+            return tail if tail in self.pool.owners else None
+        return None
+
+    def _copy_tail(self, seq: Sequence, tail: int, copy: int, now: int) -> None:
+        """Put the block `copy` in the place of `tail`, the last of `seq`."""
+        assert isinstance(self.pool, BlockPool)
+        assert seq.private is not None
+        self.pool.unshare(tail)
+        seq.private[-1] = copy
+        if self.trace is not None:
+            self.trace.copy(now, seq=seq.id, block=seq.blocks - 1, source=tail, to=copy)
+        if self.on_copy is not None:
+            self.on_copy(tail, copy)
+
+    def _pool_with_ids(self) -> BlockPool:
+        """Return the pool, after giving ids to all blocks in use if there were none.
+
+        O(blocks) the first time.
+        """
+        if isinstance(self.pool, BlockPool):
+            return self.pool
+        pool = BlockPool(self.pool.blocks)
+        for span in self.tree.spans():
+            span.ids = pool.allocate(span.blocks)
+        for seq in self.sequences.values():
+            seq.private = pool.allocate(seq.private_blocks)
+        self.pool = self.tree.pool = pool
+        return pool
+
+    # Refusals and the trace.
+
+    def _set_key_tokens(self, request: Request, trace: Recorder) -> None:
+        """Set the `key_tokens` of the header by the first request, if they were not given."""
+        if self.geometry.is_assumed:
+            if request.key_tokens != self.geometry.key_tokens:
+                trace.describe(key_tokens=request.key_tokens)
+            self.geometry.set_key_tokens(request.key_tokens)
 
     def _at(self, now: int | None) -> int:
         """Return the time of a call: None is that of the call before."""
@@ -345,46 +528,68 @@ class KVCache:
         self.now = now
         return now
 
-    def _admit(
-        self, seq: Sequence, match: Match, need: int, limit: int, now: int, *, again: bool
-    ) -> None:
-        """Pin, allocate and count the access, or take back what was done of it."""
-        prefix = self.prefix
-        prefix.open(seq, match, now)
-        try:
-            if self._on_miss is not None and not again:
-                self._tell_missed(seq, limit, now)
-            seq.private = self._take(need, seq, now)
-            try:
-                prefix.hit(seq, now, again=again)
-            except Exception:
-                self.pool.give(None if seq.private is None else seq.private[::-1], need)
-                raise
-        except Exception:
-            prefix.undo(seq, match, now)
-            raise
+    def _refuse(self, seq: Sequence) -> NoReturn:
+        """Refuse a call: a plugin has failed, or `seq` is closed, or of another cache."""
+        if self.tree.failure is not None:
+            self._raise_failure()
+        why = "not of this cache" if seq.is_open else "closed"
+        msg = f"sequence {seq.id} (request {seq.request.id}) is {why}"
+        raise InputError(msg)
 
-    def _tell_missed(self, seq: Sequence, limit: int, now: int) -> None:
-        assert self._on_miss is not None
-        if seq.hit_blocks < limit:
-            try:
-                self._on_miss(seq.request, seq.hit_blocks, now)
-            except Exception as error:
-                raise policy_error(self.eviction, "on_miss", error) from error
+    def _raise_failure(self) -> NoReturn:
+        """Raise the first error of a plugin again: the cache cannot be used any more."""
+        # A new exception, since raising one object again lengthens its traceback each time.
+        failure = self.tree.failure
+        raise PolicyError(str(failure)) from failure
 
-    def _take(self, need: int, seq: Sequence, now: int) -> Ids | None:
-        pool = self.pool
-        missing = need - pool.free
-        if missing <= 0:
-            return pool.take(need)
-        victims = self.prefix.evict(missing, seq.request.id, now)
-        ids = pool.take(pool.free)
-        if ids is not None and victims is not None:
-            ids.extend(victims)
-        return ids
-
-    def _no_room(self, request: Request, need: int, reserved: int) -> str:
+    def _no_room(self, request: Request, need: int, kept: int) -> str:
         return (
-            f"request {request.id} needs {need} more blocks; {self.pool.free} of "
-            f"{self.pool.blocks} are free and {self.prefix.unpinned - reserved} can be evicted"
+            f"request {request.id} needs {need} more blocks; {self.pool.free_blocks} of "
+            f"{self.pool.blocks} are free and {self.tree.unpinned_blocks - kept} can be evicted"
         )
+
+    def _check_admission(self, request: Request, *, resumed: bool) -> None:
+        """Refuse an admission that would make the trace contradict itself.
+
+        Raises:
+            InputError: a second first admission of a request, or a return of an unknown one.
+        """
+        if resumed != (request.id in self._admitted):
+            why = "was not admitted before: leave out resumed=True"
+            if not resumed:
+                why = "was admitted before: give another id, or resumed=True if it returns"
+            msg = f"request {request.id!r} {why}"
+            raise InputError(msg)
+
+    def _trace_open(
+        self,
+        trace: Recorder,
+        seq: Sequence,
+        prompt_blocks: int,
+        limit: int,
+        match: PrefixMatch,
+        now: int,
+        *,
+        resumed: bool,
+    ) -> None:
+        """Write HIT, MISS and ALLOC of an admission.
+
+        At most `limit` of the `prompt_blocks` blocks of the prompt could hit.
+        """
+        request, hit = seq.request, seq.hit_blocks
+        if hit:
+            span = seq.span.id
+            trace.hit(now, request=request.id, seq=seq.id, blocks=hit, span=span, again=resumed)
+        if not hit or hit < prompt_blocks:
+            why: Literal["absent", "partial", "expired", "no keys"]
+            if hit < limit:
+                why = "absent" if match.expired is None else "expired"
+            elif (
+                not seq.keys or limit < (request.prompt_tokens - 1) // self.geometry.block_size
+            ):
+                why = "no keys"
+            else:
+                why = "partial"
+            trace.miss(now, request=request.id, seq=seq.id, block=hit, why=why, again=resumed)
+        if seq.private:
+            trace.alloc(now, seq=seq.id, first=hit, runs=seq.private)

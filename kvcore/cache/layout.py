@@ -1,25 +1,42 @@
-"""How a prompt lies in blocks: the two countings, and keys coarser or finer than blocks."""
+"""How a prompt lies in blocks: the two accountings, and keys coarser or finer than blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Keys
-from typing import TypeAlias
+from typing import NamedTuple
 
 from kvcore.errors import InputError
-from kvcore.request import DEFAULT_PRIORITY, Key, Request
+from kvcore.request import Key, Request
 
-COUNTINGS = ("keys", "tokens")
-
-
-Prompt: TypeAlias = tuple[Keys[Key], int, int, int, int, int]
-"""(keys, tokens, blocks, cacheable blocks, lookup blocks, hit limit in blocks)."""
+ACCOUNTINGS = ("keys", "tokens")
 
 
-class Geometry:
-    """Lays requests out in blocks.
+class PromptBlocks(NamedTuple):
+    """A prompt in blocks.
+
+    Attributes:
+        keys: the key of block j is `keys[j // ratio]`.
+        tokens: length of the prompt.
+        blocks: blocks that it occupies.
+        cacheable: its first blocks that may be shared, its output's included if known.
+        lookup: blocks that are looked up: what a hit ratio is measured by.
+        limit: blocks that can hit at most.
+    """
+
+    keys: Keys[Key]
+    tokens: int
+    blocks: int
+    cacheable: int
+    lookup: int
+    limit: int
+
+
+class BlockLayout:
+    """Lays requests out in blocks; one object for a cache and all its spans.
 
     With `ratio` = blocks per key, the key of block j is `keys[j // ratio]`. When a block
-    is m keys (`tokens` counting only) its key is that of its last part,
+    is m keys (`tokens` accounting only) its key is that of its last part,
     `keys[(j + 1) * m - 1]`, and `ratio` is 1.
 
     * `keys`: every key is a unit of `ratio` blocks, lengths are ignored, and a full match
@@ -28,18 +45,58 @@ class Geometry:
       have a key are cacheable; at most (L - 1) // b hit, since the last token is always
       computed.
 
+    Args:
+        accounting: `keys` or `tokens`.
+        block_size: tokens in a block.
+        key_tokens: tokens a key stands for; None: what the first request says.
+        recompute: seconds to compute n tokens after a context of c tokens; None:
+            Llama-3-8B on an H100.
+
+    Attributes:
+        accounting, block_size, key_tokens: as above. Before the first request, a
+            `key_tokens` of None is `block_size`.
+        ratio: blocks per key.
+
     Raises:
-        InputError: an unknown counting, or block and key sizes that do not fit.
+        InputError: an unknown accounting, or block and key sizes that do not fit.
     """
 
-    __slots__ = ("_stride", "_unit", "block_size", "count", "key_tokens", "ratio")
+    __slots__ = (
+        "_expected",
+        "_recompute",
+        "_stride",
+        "_unit",
+        "accounting",
+        "block_size",
+        "key_tokens",
+        "ratio",
+    )
 
-    def __init__(self, count: str, block_size: int, key_tokens: int | None = None) -> None:
-        """Take the counting, a block's tokens and a key's tokens (None: a block's)."""
-        key_tokens = block_size if key_tokens is None else key_tokens
-        if count not in COUNTINGS:
-            msg = f"counting {count!r} is not known; there are: {', '.join(COUNTINGS)}"
+    def __init__(
+        self,
+        accounting: str,
+        block_size: int,
+        key_tokens: int | None = None,
+        recompute: Callable[[int, int], float] | None = None,
+    ) -> None:
+        if accounting not in ACCOUNTINGS:
+            msg = f"accounting {accounting!r} is not known; there are: {', '.join(ACCOUNTINGS)}"
             raise InputError(msg)
+        self.accounting = accounting
+        self.block_size = block_size
+        self._unit = accounting == "keys"
+        self._recompute = recompute
+        self.set_key_tokens(block_size if key_tokens is None else key_tokens)
+        # None: whatever the first request says.
+        self._expected: int | None = key_tokens
+
+    def set_key_tokens(self, key_tokens: int) -> None:
+        """Set how many tokens a key stands for.
+
+        Raises:
+            InputError: the block size does not fit them.
+        """
+        block_size = self.block_size
         if block_size < 1 or key_tokens < 1:
             msg = f"block size {block_size} and key size {key_tokens} must be positive"
             raise InputError(msg)
@@ -54,37 +111,36 @@ class Geometry:
                     "do not fit: one must divide the other"
                 )
                 raise InputError(msg)
-            if count == "keys":
+            if self._unit:
                 msg = (
                     f"block size {block_size} is larger than the workload's keys of "
-                    f"{key_tokens} tokens; in `keys` counting it must divide them"
+                    f"{key_tokens} tokens; in `keys` accounting it must divide them"
                 )
                 raise InputError(msg)
-        self.count = count
-        self.block_size = block_size
         self.key_tokens = key_tokens
         self.ratio = ratio
         self._stride = stride
-        self._unit = count == "keys"
+        self._expected = key_tokens
 
-    def prompt(self, request: Request) -> Prompt:
+    @property
+    def is_assumed(self) -> bool:
+        """Whether `key_tokens` is only assumed: no request has been seen."""
+        return self._expected is None
+
+    def prompt(self, request: Request) -> PromptBlocks:
         """Lay `request` out. O(1), or O(keys) where a block is several keys.
 
         Raises:
             InputError: its keys stand for another number of tokens, or its output keys
                 have no prompt keys to follow.
         """
-        if request.key_tokens != self.key_tokens:
-            msg = (
-                f"request {request.id} has keys of {request.key_tokens} tokens; "
-                f"this cache was made with key_tokens={self.key_tokens}"
-            )
-            raise InputError(msg)
+        if request.key_tokens != self._expected:
+            self._check_key_tokens(request)
         size = self.block_size
         keys = request.keys
         if self._unit:
             blocks = len(keys) * self.ratio
-            return keys, blocks * size, blocks, blocks, blocks, blocks
+            return PromptBlocks(keys, blocks * size, blocks, blocks, blocks, blocks)
         length = request.prompt_tokens
         full = length // size
         if request.publishes:
@@ -100,7 +156,28 @@ class Geometry:
         else:
             cacheable = full
         limit = (length - 1) // size if length else 0
-        return keys, length, blocks, cacheable, full, limit if limit < full else full
+        return PromptBlocks(
+            keys, length, blocks, cacheable, full, limit if limit < full else full
+        )
+
+    def recompute_seconds(self, context: int, tokens: int) -> float:
+        """Return the seconds it takes to compute `tokens` tokens after `context` others."""
+        if self._recompute is None:
+            from kvcore.models.cost import default_prefill_cost  # noqa: PLC0415  (a long table)
+
+            self._recompute = default_prefill_cost()
+        return self._recompute(context, tokens)
+
+    def _check_key_tokens(self, request: Request) -> None:
+        """Set `key_tokens` by the first request; refuse another number later."""
+        if self._expected is None:
+            self.set_key_tokens(request.key_tokens)
+            return
+        msg = (
+            f"request {request.id} has keys of {request.key_tokens} tokens; "
+            f"this cache was made with key_tokens={self.key_tokens}"
+        )
+        raise InputError(msg)
 
     def _with_output(self, request: Request) -> Keys[Key]:
         """Return the keys of the prompt's full key blocks and of what follows them."""
@@ -112,36 +189,3 @@ class Geometry:
             )
             raise InputError(msg)
         return [*request.keys[:whole], *request.output_keys]
-
-
-def retention_steps(request: Request, block_size: int) -> list[tuple[int, int, int | None]]:
-    """Return the retention hints of `request` by block: (end, priority, duration ns).
-
-    Steps cover positions from 0 on without gaps; after the last step the default
-    priority holds. A block gets the highest priority of the hints that touch it.
-    """
-    length = -(
-        -max(request.prompt_tokens, len(request.keys) * request.key_tokens) // block_size
-    )
-    ranges = [
-        (
-            hint.start // block_size,
-            length if hint.end is None else -(-hint.end // block_size),
-            hint.priority,
-            hint.duration,
-        )
-        for hint in request.retention
-    ]
-    borders = sorted({border for start, end, _, _ in ranges for border in (start, end)} - {0})
-    steps: list[tuple[int, int, int | None]] = []
-    begin = 0
-    for border in borders:
-        hints = [(p, d) for start, end, p, d in ranges if start <= begin < end]
-        priority, duration = max(
-            hints,
-            key=lambda hint: (hint[0], hint[1] is None, hint[1] or 0),
-            default=(DEFAULT_PRIORITY, None),
-        )
-        steps.append((border, priority, duration))
-        begin = border
-    return steps

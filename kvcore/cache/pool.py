@@ -1,4 +1,4 @@
-"""The pool of physical blocks: which are free, and in which order they are taken."""
+"""The pool of physical blocks: which are free, and in which order they are allocated."""
 
 from __future__ import annotations
 
@@ -16,54 +16,68 @@ class CountingPool:
     """Counts free blocks, for runs in which nobody reads a block id.
 
     Decides nothing differently from `BlockPool`: no policy sees an id. All methods O(1).
+
+    Attributes:
+        blocks, free_blocks: blocks in all, and those that are free.
     """
 
-    __slots__ = ("blocks", "free")
+    __slots__ = ("blocks", "free_blocks")
 
     def __init__(self, blocks: int) -> None:
-        """Start with `blocks` free blocks. Costs nothing until they are used."""
+        """Store the size; all `blocks` are free. Costs nothing until they are used."""
         if type(blocks) is not int or not 0 < blocks <= MOST_BLOCKS:
             msg = f"a pool of {blocks!r} blocks was asked for; it must have 1 to {MOST_BLOCKS}"
             raise InputError(msg)
         self.blocks = blocks
-        self.free = blocks
+        self.free_blocks = blocks
 
-    def take(self, count: int) -> Ids | None:
-        """Take `count` free blocks. Raises OutOfBlocks when fewer are free."""
-        if count > self.free:
-            msg = f"{count} blocks were asked for; {self.free} of {self.blocks} are free"
+    def allocate(self, count: int) -> Ids | None:
+        """Allocate `count` blocks.
+
+        Raises:
+            OutOfBlocks: fewer are free.
+        """
+        if count > self.free_blocks:
+            msg = f"{count} blocks were asked for; {self.free_blocks} of {self.blocks} are free"
             raise OutOfBlocks(msg)
-        self.free -= count
+        self.free_blocks -= count
         return None
 
-    def give(self, ids: Ids | None, count: int) -> None:
-        """Take back `count` blocks."""
+    def free(self, ids: Ids | None, count: int) -> None:
+        """Free `count` blocks; `ids` are theirs, None in a pool that counts."""
         del ids
-        self.free += count
+        self.free_blocks += count
 
 
 class BlockPool(CountingPool):
-    """Hands out block ids: freed ones first, last freed first; then unused, ascending.
+    """Allocates block ids: freed ones first, last freed first; then unused, ascending.
 
     Ids move by slices of arrays, never one by one. Ids never used are not stored, so a
     pool of any size costs nothing until it is used.
 
-    A private block may have several owners after a fork. `owners` counts those beyond
-    the first; `release` frees only what has no other owner.
+    A private block may have several owners after a fork; `release` frees only what has no
+    other owner.
+
+    Attributes:
+        high_water: how many ids have ever been used: those below it.
+        owners: by id, how many owners a block has beyond the first.
     """
 
-    __slots__ = ("_freed", "minted", "owners")
+    __slots__ = ("_freed", "high_water", "owners")
 
     def __init__(self, blocks: int) -> None:
-        """Start with the ids 0 to `blocks` - 1 free."""
+        """Store the size; the ids 0 to `blocks` - 1 are free."""
         super().__init__(blocks)
         self._freed: Ids = array("i")
-        self.minted = 0
+        self.high_water = 0
         self.owners: dict[int, int] = {}
 
-    def take(self, count: int) -> Ids:
-        """Take `count` ids, in the pool's order. O(count) in C."""
-        super().take(count)
+    def allocate(self, count: int) -> Ids:
+        """Allocate `count` ids, in the pool's order. O(count) in C.
+
+        `allocate(a + b)` gives the same ids as `allocate(a)` and then `allocate(b)`.
+        """
+        super().allocate(count)
         freed = self._freed
         stacked = len(freed)
         if count <= stacked:
@@ -73,35 +87,36 @@ class BlockPool(CountingPool):
         ids = freed[::-1]
         del freed[:]
         fresh = count - stacked
-        ids.extend(range(self.minted, self.minted + fresh))
-        self.minted += fresh
+        ids.extend(range(self.high_water, self.high_water + fresh))
+        self.high_water += fresh
         return ids
 
-    def give(self, ids: Ids | None, count: int) -> None:
-        """Take back `ids` so that the last of them is the next to be taken."""
+    def free(self, ids: Ids | None, count: int) -> None:
+        """Free `ids`; the last of them is the next to be allocated."""
         assert ids is not None
-        self.free += count
+        self.free_blocks += count
         self._freed.extend(ids)
 
     def share(self, ids: Ids) -> None:
-        """Give every block of `ids` one more owner."""
+        """Add an owner to every block of `ids`."""
         owners = self.owners
         for block in ids:
             owners[block] = owners.get(block, 0) + 1
 
     def release(self, ids: Ids) -> Ids:
-        """Give up one ownership of `ids`; free those without another owner.
+        """Remove an owner from every block of `ids`; free those without another owner.
 
-        Returns the freed ids, in the order of `ids`.
+        Returns:
+            The freed ids, in the order of `ids`.
         """
         owners = self.owners
         if owners:
-            ids = array("i", [block for block in ids if not self.disown(block)])
-        self.give(ids, len(ids))
+            ids = array("i", [block for block in ids if not self.unshare(block)])
+        self.free(ids, len(ids))
         return ids
 
-    def disown(self, block: int) -> bool:
-        """Give up one ownership of `block`; return whether it has another owner."""
+    def unshare(self, block: int) -> bool:
+        """Remove an owner from `block`; return True if it has another."""
         others = self.owners.get(block, 0)
         if others > 1:
             self.owners[block] = others - 1
@@ -109,6 +124,6 @@ class BlockPool(CountingPool):
             del self.owners[block]
         return others > 0
 
-    def freed(self) -> Ids:
-        """Return the ids that were used and are free, next to be taken last."""
+    def free_ids(self) -> Ids:
+        """Return the ids that were used and are free; the last is allocated next."""
         return self._freed[:]

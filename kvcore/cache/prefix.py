@@ -1,115 +1,64 @@
-"""The prefix-cache contract: which cached blocks a new prompt can use again."""
+"""The prefix-index contract: where the cached blocks of a prompt are looked up."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Keys
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar
 
-import attrs
-
-from kvcore.cache.eviction import EvictionPolicy
-from kvcore.cache.recorder import Recorder
-from kvcore.cache.span import Span, SpanGeometry
+from kvcore.cache.span import Span
 from kvcore.plugins.base import Plugin
 from kvcore.request import Key
 
-if TYPE_CHECKING:
-    from kvcore.cache.pool import CountingPool
-    from kvcore.cache.residency import Residency
-    from kvcore.cache.sequence import Sequence
 
+class PrefixIndex(Plugin):
+    """Finds the cached spans that a prompt begins with.
 
-Match: TypeAlias = tuple[Span, int, int, Span | None]
-"""(deepest span matched, blocks matched, those of them unpinned, expired span met)."""
+    The spans themselves, with their pins, splits and evictions, are kept by the `SpanTree`
+    of the cache, the same for every index: an index only answers `match`. It can walk the
+    tree, by `span.children`, or keep a table of its own, by `insert`, `split` and `remove`.
+    These three do nothing here; what is not overridden is never called, so it costs nothing.
 
+    The key of block j of a span or prompt is `keys[j // ratio]`, with `ratio` blocks a key
+    (`span.geometry.ratio`). Keys are chained: equal keys mean equal blocks and equal
+    everything before them. A cached block's predecessor is always cached.
 
-@attrs.define(slots=False, eq=False)
-class PrefixCache(Plugin):
-    """Owns the spans and their pins; `KVCache` is pool, sequences and trace around it.
-
-    All positions and sizes are in blocks, times in nanoseconds. `KVCache` checks that
-    there is room before it calls `open` or `evict`, so those need not.
+    One instance serves one cache. A method that raises ends the use of the cache.
 
     Attributes:
-        cached, unpinned: blocks in spans, and those of them that no sequence pins.
-        evicted, expired_blocks: blocks evicted for room, and dropped as expired, so far.
-        pool, eviction, geometry, trace: what it works with, set by `attach`.
-        residency: who is told of hits and evictions; None: nobody.
+        shares: False if nothing is ever stored, so that there is nothing to find.
     """
 
     kind: ClassVar[str] = "prefix"
-
-    cached: int = attrs.field(init=False, default=0, repr=False)
-    unpinned: int = attrs.field(init=False, default=0, repr=False)
-    evicted: int = attrs.field(init=False, default=0, repr=False)
-    expired_blocks: int = attrs.field(init=False, default=0, repr=False)
-    residency: Residency | None = attrs.field(init=False, default=None, repr=False)
-
-    def attach(
-        self,
-        pool: CountingPool,
-        eviction: EvictionPolicy,
-        geometry: SpanGeometry,
-        trace: Recorder | None,
-    ) -> None:
-        """Learn the pool, the eviction policy, the shape of spans, and the trace."""
-        self.pool = pool
-        self.eviction = eviction
-        self.geometry = geometry
-        self.trace = trace
+    shares: ClassVar[bool] = True
 
     @abstractmethod
-    def probe(self, keys: Keys[Key], limit: int, now: int) -> Match:
-        """Find the longest cached prefix of `keys`, at most `limit` blocks. Pure."""
+    def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+        """Return how far the prompt of `keys` is cached: the deepest span, and a position.
 
-    @abstractmethod
-    def open(self, seq: Sequence, match: Match, now: int) -> None:
-        """Drop what expired, pin the matched path for `seq`, set `seq.span`."""
+        The first `after.end` blocks of the prompt are known to be those down to `after`,
+        which is the root, with `end` 0, for a new prompt. Of the blocks from there to
+        position `limit`, as many match as are cached, wherever their spans end. The answer
+        is the span of the last block that matches, and the position after that block; it is
+        `after` and `after.end` if there is none. Pins and expiry do not matter here.
 
-    @abstractmethod
-    def hit(self, seq: Sequence, now: int, *, again: bool) -> None:
-        """Count the access. Called once the admission can no longer fail.
-
-        `again` says that a preempted request found its own blocks: no reuse.
+        Pure: nothing changes.
         """
 
-    @abstractmethod
-    def undo(self, seq: Sequence, match: Match, now: int) -> None:
-        """Take `open` back: unpin, and join what it split."""
+    def insert(self, span: Span, first: int) -> None:
+        """Called when the blocks of `span` from position `first` on have become cached.
 
-    def extend(self, seq: Sequence, blocks: int) -> None:
-        """Learn that `seq` got `blocks` more private blocks. Nothing, unless overridden."""
-
-    @abstractmethod
-    def commit(self, seq: Sequence, upto: int, now: int) -> None:
-        """Make the private blocks of `seq` before position `upto` shareable."""
-
-    @abstractmethod
-    def close(self, seq: Sequence, now: int) -> None:
-        """Unpin the path of `seq`."""
-
-    @abstractmethod
-    def fork(self, seq: Sequence, child: Sequence) -> None:
-        """Pin the path of `seq` once more, for `child`: no access, no hit."""
-
-    @abstractmethod
-    def evict(self, blocks: int, requester: int | str, now: int) -> array[int] | None:
-        """Evict exactly `blocks` blocks, victim by victim, each from its tail.
-
-        Returns their ids in the order in which they leave; None where the pool counts.
-
-        Raises:
-            PolicyError: the policy raised, or its answer was no unpinned leaf. What was
-                evicted before stands, and is free.
+        The span is new, or its last blocks are. Its parent is in the tree.
         """
 
-    @abstractmethod
-    def spans(self) -> Iterator[Span]:
-        """Yield every cached span, parents before children."""
+    def split(self, upper: Span, lower: Span) -> None:
+        """Called when the first blocks of `lower` have moved to the new span `upper`.
 
-    @abstractmethod
-    def check_integrity(self) -> None:
-        """Raise AssertionError, saying which numbers disagree, if an invariant is broken."""
+        `upper` is the parent of `lower` now, and `lower` begins where it ends.
+        """
+
+    def remove(self, span: Span, first: int) -> None:
+        """Called when the blocks of `span` from position `first` on are about to leave.
+
+        The span leaves with them if `first` is its start. It has no children.
+        """

@@ -83,10 +83,6 @@ class Recorder(ABC):
             "n": 0, "t": now, "event": "SPLIT", "span": span, "upper": upper, "at": at,
         })  # fmt: skip
 
-    def join(self, now: int, *, span: int, upper: int) -> None:
-        """Write JOIN: the split of `span` into `upper` and itself was taken back."""
-        self.write({"n": 0, "t": now, "event": "JOIN", "span": span, "upper": upper})
-
     def alloc(self, now: int, *, seq: int, first: int, runs: Ids | None) -> None:
         """Write ALLOC: private blocks `runs` continue the table of `seq` from `first` on."""
         self.write({

@@ -2,143 +2,29 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from collections.abc import Sequence as Keys
-from functools import cache
-from itertools import accumulate, repeat
-from operator import mul, sub
+from operator import sub
 from typing import Any, TypeAlias
 
 import attrs
 
 from kvcore.cache.span import Span, common_prefix
+from kvcore.histogram import Histogram
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
 
-PERCENTS = (50, 90, 95, 99)
-
-
-EXACT = 200
-"""Values up to here have a bucket each: the first two decades, and a fifth of the third."""
-
-
-LARGEST = 2**63
-"""The last bucket ends here, or later: no time in nanoseconds is longer."""
-
-
-@cache
-def borders() -> list[int]:
-    """Return the largest value of each bucket, ascending: some 6,000.
-
-    In each decade they are 0.01, 0.02 and 0.05 of it apart, between 1, 2, 5 and 10 of it. So
-    they are round numbers, and those of the series 1, 2, 5, 10, ... are among them.
-    """
-    found, decade = list(range(EXACT)), EXACT // 2
-    while found[-1] < LARGEST:
-        step = decade // 100
-        for first, after, wide in ((2, 5, 2), (5, 10, 5), (10, 20, 10)):
-            found.extend(range(first * decade, after * decade, wide * step))
-        decade *= 10
-    return found
-
-
-class Histogram:
-    """A multiset of integers from 0 on, each with a weight, in buckets of about 1 %.
-
-    Weight, sum and maximum are exact. A bucket is at most 1 % as wide as what it holds, and
-    up to 200 it holds one value: a percentile is the largest value of its bucket, at most the
-    maximum, hence never too small and at most 1 % too large. How many samples are at most a
-    border, such as 1, 2 or 5 with any number of zeros, is exact.
-
-    A sample costs O(1): a bisection among `borders()`. Memory is a number a bucket in use, of
-    which there are some 6,000 at most, however much is added.
-
-    Source: fixed buckets of bounded relative error are those of HdrHistogram (Tene) and
-    DDSketch (Masson, Rim and Lee, 2019); theirs are powers of 2, or of a base, rather than
-    round numbers.
-
-    Attributes:
-        weight, total: of all samples: the sum of the weights, and of values times weights.
-        high: the largest sample.
-    """
-
-    __slots__ = ("_borders", "_weights", "high", "total", "weight")
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.weight = self.total = self.high = 0
-        self._borders = borders()
-        self._weights: defaultdict[int, int] = defaultdict(int)
-
-    def extend(self, values: Sequence[int], weights: Sequence[int]) -> None:
-        """Put in each value as often as its weight says."""
-        self.weight += sum(weights)
-        self.total += sum(map(mul, values, weights))
-        self.high = max(self.high, *values)
-        # Much falls into few buckets at a time.
-        low = bisect_left(self._borders, min(values))
-        high = bisect_left(self._borders, max(values), low)
-        ends = repeat(low), repeat(high)
-        counts, places = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
-        for place, weight in zip(places, weights, strict=True):
-            counts[place] += weight
-
-    def at_most(self, bounds: Iterable[int]) -> list[int]:
-        """Return how many samples are at most each of `bounds`, exact for borders.
-
-        For other bounds, those in the bucket that one cuts are left out.
-        """
-        places = sorted(self._weights)
-        upto = list(accumulate((self._weights[place] for place in places), initial=0))
-        ends = (bisect_right(self._borders, bound) for bound in bounds)
-        return [upto[bisect_left(places, end)] for end in ends]
-
-    def percentiles(self) -> dict[str, int] | None:
-        """Return `p50`, `p90`, `p95` and `p99`, by nearest rank; None without samples."""
-        if not self.weight:
-            return None
-        places = sorted(self._weights)
-        upto = list(accumulate(self._weights[place] for place in places))
-        found = {}
-        for percent in PERCENTS:
-            rank = -(-percent * self.weight // 100)
-            border = self._borders[places[bisect_left(upto, rank)]]
-            found[f"p{percent}"] = min(border, self.high)
-        return found
-
-    def as_dict(self, unit: int, bounds: Iterable[int]) -> dict[str, Any] | None:
-        """Return what JSON says of it, in units of `unit`; None without samples.
-
-        `blocks` is the weight, since all that is counted here is weighted so; `buckets` says
-        how many of them are at most each of `bounds`, by the bound in units.
-        """
-        percentiles = self.percentiles()
-        if percentiles is None:
-            return None
-        bounds = list(bounds)
-        names = (f"{bound / unit:.15g}" for bound in bounds)
-        return {
-            "blocks": self.weight,
-            "sum": self.total / unit,
-            "mean": self.total / (self.weight * unit),
-            **{name: value / unit for name, value in percentiles.items()},
-            "buckets": dict(zip(names, self.at_most(bounds), strict=True)),
-        }
-
-
-Gone: TypeAlias = tuple[int, int, Keys[Key], int]
+EvictedRun: TypeAlias = tuple[int, int, Keys[Key], int]
 """Blocks `[start, end)` of the path with these keys, and blocks evicted up to then."""
 
 
-Move: TypeAlias = tuple[Any, ...]
+Transition: TypeAlias = tuple[Any, ...]
 """(keys, first, end, ratio): the blocks `[first, end)` of the path with these keys, each of
 which stands for `ratio`, were stored. With more behind it, they left."""
 
 
 ENTRY = 4
-"""The length of a `Move` that says what was stored."""
+"""The length of a `Transition` that says what was stored."""
 
 
 class Refaults:
@@ -164,11 +50,11 @@ class Refaults:
         self.blocks = self._clock = 0
         self._window = window
         # What left in this window of evictions, and in the one before: no more is needed.
-        self._young: dict[Key, Gone] = {}
-        self._old: dict[Key, Gone] = {}
+        self._young: dict[Key, EvictedRun] = {}
+        self._old: dict[Key, EvictedRun] = {}
         self._turn = window
 
-    def follow(self, moves: Iterable[Move]) -> None:
+    def record(self, moves: Iterable[Transition]) -> None:
         """Take in what was stored and what left, in order."""
         path: Keys[Key] | None = None
         start = upto = of = 0
@@ -215,20 +101,20 @@ class Refaults:
                 return
             start = stop
 
-    def _remember(self, key: Key, run: Gone) -> None:
+    def _remember(self, key: Key, run: EvictedRun) -> None:
         """Remember a run, and what has left after its end and began in the same key."""
         after = self._taken(key)
         if after is not None and after[0] == run[1]:
             run = run[0], after[1], after[2], run[3]
         self._young[key] = run
 
-    def _taken(self, key: Key) -> Gone | None:
+    def _taken(self, key: Key) -> EvictedRun | None:
         """Forget the run that begins in `key`, and return it."""
         found = self._young.pop(key, None)
         return self._old.pop(key, None) if found is None else found
 
 
-Rested: TypeAlias = tuple[int, int, int]
+BlockStats: TypeAlias = tuple[int, int, int]
 """Of blocks that leave: ns since the last access, ns since they were stored, hits."""
 
 
@@ -303,10 +189,10 @@ class Residency:
         # Noted and not yet counted: (age, blocks) of hits; what was stored and what left
         # for room, in order; what expired.
         self._ages: list[tuple[int, int]] = []
-        self._moves: list[Move] = []
-        self._expired: list[Move] = []
+        self._moves: list[Transition] = []
+        self._expired: list[Transition] = []
 
-    def hit(self, span: Span, now: int) -> None:
+    def on_hit(self, span: Span, now: int) -> None:
         """Take in a hit of `span` and all before it, which is not written down in them yet."""
         ages = self._ages
         while span.parent is not None:
@@ -315,11 +201,11 @@ class Residency:
         if len(ages) > BATCH:
             self.settle()
 
-    def stored(self, span: Span, blocks: int) -> None:
+    def on_store(self, span: Span, blocks: int) -> None:
         """Take in that the last `blocks` blocks of `span` were stored just now."""
-        self.entered(span.path_keys, span.end - blocks, span.end, span.geometry.ratio)
+        self.record_store(span.path_keys, span.end - blocks, span.end, span.geometry.ratio)
 
-    def evicted(self, span: Span, blocks: int, now: int, reason: str) -> None:
+    def on_evict(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Take in that the last `blocks` blocks of `span` are about to leave."""
         end, notes = span.end, self._moves if reason == "capacity" else self._expired
         notes.append((
@@ -329,22 +215,22 @@ class Residency:
         if len(notes) > BATCH:
             self.settle()
 
-    def aged(self, age: int, blocks: int) -> None:
+    def record_hit(self, age: int, blocks: int) -> None:
         """Take in a hit of `blocks` blocks that were `age` old."""
         self._ages.append((age, blocks))
 
-    def entered(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
+    def record_store(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
         """Take in that the blocks `[first, end)` of a path were stored; a key has `ratio`."""
         self._moves.append((keys, first, end, ratio))
         if len(self._moves) > BATCH:
             self.settle()
 
-    def left(
-        self, keys: Keys[Key], first: int, end: int, ratio: int, rested: Rested, reason: str
+    def record_evict(
+        self, keys: Keys[Key], first: int, end: int, ratio: int, stats: BlockStats, reason: str
     ) -> None:
         """Take in that such blocks leave, and how they had rested."""
         notes = self._moves if reason == "capacity" else self._expired
-        notes.append((keys, first, end, ratio, *rested))
+        notes.append((keys, first, end, ratio, *stats))
         if len(notes) > BATCH:
             self.settle()
 
@@ -357,9 +243,9 @@ class Residency:
         self._count("expired", expired)
         self._count("capacity", [move for move in moves if len(move) > ENTRY])
         self.stored_blocks += sum(move[2] - move[1] for move in moves if len(move) == ENTRY)
-        self.refaults.follow(moves)
+        self.refaults.record(moves)
 
-    def _count(self, reason: str, gone: list[Move]) -> None:
+    def _count(self, reason: str, gone: list[Transition]) -> None:
         """Count blocks that left, by how they had rested."""
         if not gone:
             return
@@ -443,7 +329,7 @@ class CacheStats:
         lookup_blocks, hit_blocks: blocks looked up, and hit from the first on.
         lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
         self_hit_blocks: blocks that preempted requests found of their own.
-        forgotten_blocks: blocks that open sequences have forgotten.
+        dropped_blocks: blocks that open sequences have dropped.
         lost_tokens: tokens that whole blocks kept from hitting, at most: what is left of a
             prompt, but for its last token, after every full block of it has hit.
         looked_up: requests with at least one lookup block.
@@ -456,16 +342,16 @@ class CacheStats:
     lookup_tokens: int = 0
     hit_tokens: int = 0
     self_hit_blocks: int = 0
-    forgotten_blocks: int = 0
+    dropped_blocks: int = 0
     lost_tokens: int = 0
     looked_up: int = 0
     ratio_sum: float = 0.0
 
     def admitted(
-        self, lookup: int, hit: int, tokens: int, hit_tokens: int, *, again: bool
+        self, lookup: int, hit: int, tokens: int, hit_tokens: int, *, resumed: bool
     ) -> None:
         """Count an admission that hit `hit` of `lookup` blocks of `tokens` tokens."""
-        if again:
+        if resumed:
             self.self_hit_blocks += hit
             return
         self.requests += 1

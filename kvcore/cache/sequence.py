@@ -5,20 +5,34 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Keys
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import attrs
 
+from kvcore.cache.hints import PriorityStep
+from kvcore.cache.pool import Ids
 from kvcore.cache.span import Span
+from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
-Gap: TypeAlias = tuple[int, int]
-"""(first, end): block positions that a sequence has forgotten."""
+Hole: TypeAlias = tuple[int, int]
+"""(first, end): block positions that a sequence has dropped."""
 
 
 @attrs.define(eq=False, repr=False)
 class Sequence:
     """The block table of an open request: a path of shared spans, then private blocks.
+
+        position  0          4         7        10        13
+                  +----------+---------+- - - - +---------+
+                  |   span   |   span  |  hole  |         |
+                  +----------+---------+- - - - +---------+
+                  |<----- shared ----->|<---- private --->|
+                                   span.end            blocks
+
+    Shared blocks are those of `span` and of all spans above it, which this sequence pins.
+    Private blocks are its own, or its forks' too. A hole is what its retention policy let
+    it drop: private blocks in it are free again, shared ones are hidden, and stay pinned.
 
     Read it freely; only the cache writes. Lengths are tokens unless they say blocks.
 
@@ -31,15 +45,15 @@ class Sequence:
         lookup_blocks, hit_blocks: blocks looked up and hit when it was opened.
         tokens: allocated, the hit included.
         computed: committed so far, the hit included.
-        blocks: blocks in its table.
+        blocks: blocks in its table, holes included.
         span: its deepest shared span; blocks before `span.end` are shared.
-        private: ids of the blocks from `span.end` on, but for those it has forgotten; None
-            in a pool that only counts.
+        private: ids of the blocks from `span.end` on, without holes; None in a pool that
+            only counts.
         priorities: retention hints as (end block, priority, duration ns), by position.
         family: it and the open sequences it shares private blocks with, after a fork.
-        gaps: the blocks it has forgotten, as ranges of positions, in order.
-        forgotten, returned: how many those are, and how many of them were its own and are
-            free again; the others stay cached.
+        holes: the blocks it has dropped, as ranges of positions, in order.
+        dropped, freed: how many those are, and how many of them were private, and are free
+            again; the others stay cached.
         is_open: False once closed.
     """
 
@@ -55,36 +69,91 @@ class Sequence:
     blocks: int
     span: Span
     private: array[int] | None = None
-    priorities: list[tuple[int, int, int | None]] | None = None
+    priorities: list[PriorityStep] | None = None
     family: list[Sequence] | None = None
-    gaps: tuple[Gap, ...] = ()
-    forgotten: int = 0
-    returned: int = 0
+    holes: tuple[Hole, ...] = ()
+    dropped: int = 0
+    freed: int = 0
     is_open: bool = True
 
     @property
     def private_blocks(self) -> int:
         """Blocks of its own: partial tail, unkeyed, or not committed yet."""
-        return self.blocks - self.span.end - self.returned
+        return self.blocks - self.span.end - self.freed
 
     @property
-    def forgotten_tokens(self) -> int:
+    def dropped_tokens(self) -> int:
         """Computed tokens whose K/V it attends to no longer."""
-        return self.forgotten * self.span.geometry.block_size
+        return self.dropped * self.span.geometry.block_size
 
-    def forgotten_between(self, first: int, end: int) -> int:
-        """Count the blocks from position `first` up to `end` that it has forgotten."""
-        return sum(max(min(end, high) - max(first, low), 0) for low, high in self.gaps)
+    def dropped_between(self, first: int, end: int) -> int:
+        """Count the blocks from position `first` up to `end` that it has dropped."""
+        return sum(max(min(end, high) - max(first, low), 0) for low, high in self.holes)
+
+    def table(self) -> Ids:
+        """Return the ids of its blocks, first to last, without holes. O(blocks) in C."""
+        parts = []
+        span = self.span
+        while span.parent is not None:
+            parts.append(span.ids)
+            span = span.parent
+        ids: Ids = array("i")
+        for part in reversed(parts):
+            if part is not None:
+                ids.extend(part)
+        for first, end in reversed(self.holes):
+            del ids[first:end]
+        ids.extend(self.private or ())
+        return ids
+
+    def check_fork(self) -> None:
+        """Refuse a fork of tokens beyond the prompt that are not computed.
+
+        Raises:
+            InputError: the two would compute different tokens in the same place.
+        """
+        known = max(self.request.prompt_tokens, self.cacheable * self.span.geometry.block_size)
+        if self.computed < self.tokens and known < self.tokens:
+            msg = (
+                f"fork of sequence {self.id}: {self.tokens - self.computed} allocated tokens "
+                "are not committed; commit them or roll them back first"
+            )
+            raise InputError(msg)
+
+    def check_rollback(self, tokens: int) -> None:
+        """Refuse to roll back tokens that are shared, or more than there are after a hole.
+
+        Raises:
+            InputError: says how many tokens stay.
+        """
+        left = self.tokens - tokens
+        fixed = max(self.span.end, self.holes[-1][1] if self.holes else 0)
+        fixed *= self.span.geometry.block_size
+        if tokens and not fixed <= left <= self.tokens:
+            msg = (
+                f"rollback of {tokens} tokens of sequence {self.id}: it has {self.tokens}, of "
+                f"which the first {fixed} are shared or forgotten, and stay"
+            )
+            raise InputError(msg)
+
+    def refuse_commit(self, tokens: int) -> NoReturn:
+        """Refuse a commit of more tokens than are allocated, or of fewer than none."""
+        msg = (
+            f"commit of {tokens} tokens to sequence {self.id}: {self.computed} of its "
+            f"{self.tokens} allocated tokens are committed; give 0 to "
+            f"{self.tokens - self.computed}"
+        )
+        raise InputError(msg)
 
     def __repr__(self) -> str:
         """Show id, request and length."""
         return f"<Sequence {self.id}: request {self.request.id}, {self.tokens} tokens>"
 
 
-def merged(gaps: Iterable[Gap]) -> tuple[Gap, ...]:
-    """Return disjoint gaps in order, those that touch as one."""
-    parts: list[Gap] = []
-    for first, end in sorted(gaps):
+def merge_holes(holes: Iterable[Hole]) -> tuple[Hole, ...]:
+    """Return disjoint holes in order, those that touch as one."""
+    parts: list[Hole] = []
+    for first, end in sorted(holes):
         if parts and parts[-1][1] == first:
             parts[-1] = parts[-1][0], end
         else:

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as Keys
 from typing import Any
 
 import attrs
 
+from kvcore.cache.layout import BlockLayout
 from kvcore.request import DEFAULT_PRIORITY, Key
-
-
-@attrs.define(eq=False)
-class SpanGeometry:
-    """The constants that all spans of one tree share.
-
-    Attributes:
-        block_size: tokens in a block.
-        ratio: blocks for which one key stands.
-        recompute: function (context, tokens) that returns the seconds to compute `tokens`
-            tokens after `context` tokens of cached context.
-    """
-
-    block_size: int
-    ratio: int
-    recompute: Callable[[int, int], float]
 
 
 @attrs.define(eq=False, repr=False)
@@ -71,7 +55,7 @@ class Span:
     expires: int | None
     tenant: str | None
     data: Any
-    geometry: SpanGeometry
+    geometry: BlockLayout
     path_keys: Keys[Key]
     ids: array[int] | None
     creator: object | None
@@ -100,7 +84,7 @@ class Span:
     def recompute_seconds(self) -> float:
         """Seconds to compute its tail block again, all before it being cached."""
         size = self.geometry.block_size
-        return self.geometry.recompute((self.end - 1) * size, size)
+        return self.geometry.recompute_seconds((self.end - 1) * size, size)
 
     def priority_at(self, now: int) -> int:
         """Return the retention priority that holds at `now`: 35 once a duration is over."""
@@ -118,7 +102,7 @@ class Span:
         return f"<Span {self.id}: blocks {self.start}-{self.end}, pins {self.ref_count}>"
 
 
-def root_span(geometry: SpanGeometry) -> Span:
+def root_span(geometry: BlockLayout) -> Span:
     """Return the empty span at which every prompt begins. It is never evicted."""
     return Span(
         0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None, None,

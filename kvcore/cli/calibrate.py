@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table, print_text
-from kvcore.serving.calibration import COUNTS, SECOND, fit_linear
-from kvcore.units import format_seconds
+from kvcore.serving.calibration import COUNTS, fit_linear
+from kvcore.units import PS_PER_S, format_seconds
 
 if TYPE_CHECKING:
     from kvcore.serving.calibration import Calibration
@@ -61,7 +61,7 @@ def _report(steps: Path, found: Calibration) -> dict[str, Any]:
         "steps": str(steps),
         "rows": len(found.residuals),
         "latency": found.spec,
-        "coefficients": {name: ps / SECOND for name, ps in found.coefficients.items()},
+        "coefficients": {name: ps / PS_PER_S for name, ps in found.coefficients.items()},
         "held_at_zero": found.held,
         "residuals": {
             "rms_s": found.rms,
@@ -75,8 +75,8 @@ def _report(steps: Path, found: Calibration) -> dict[str, Any]:
             {
                 "line": residual.step.line,
                 **dict(zip(COUNTS, residual.step.counts, strict=True)),
-                "seconds": residual.step.time / SECOND,
-                "fitted_seconds": residual.fitted / SECOND,
+                "seconds": residual.step.time / PS_PER_S,
+                "fitted_seconds": residual.fitted / PS_PER_S,
                 "relative": residual.relative,
             }
             for residual in found.worst()

@@ -34,7 +34,7 @@ from kvcore.cli.output import (
 from kvcore.config import find_workload, load_model
 from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
-from kvcore.files import refuse_overwrite, whole_file
+from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -120,7 +120,7 @@ def compare(workload: str | None, **given: Any) -> None:
     prefix = SHARING if given["prefix"] is None else given["prefix"]
     csv, prometheus, as_json = given["csv"], given["prometheus"], given["as_json"]
     with (
-        nullcontext() if csv is None else whole_file(csv) as rows,
+        nullcontext() if csv is None else atomic_file(csv) as rows,
         metrics_file(prometheus, source, csv, given["trace"], as_json=as_json) as metrics,
     ):
         comparison = run_comparison(
@@ -130,7 +130,7 @@ def compare(workload: str | None, **given: Any) -> None:
             else given["eviction"],
             sizes,
             block_size=given["block_size"],
-            count=given["accounting"],
+            accounting=given["accounting"],
             prefix=prefix,
             recompute=recompute,
             seed=given["seed"],
@@ -144,7 +144,9 @@ def compare(workload: str | None, **given: Any) -> None:
         if metrics is not None:
             metrics(comparison_metrics(comparison))
     if as_json:
-        document = {"schema": 1, **attrs.asdict(comparison)}
+        fields = attrs.asdict(comparison)
+        document = {"schema": 1, "workload": fields["workload"], "count": fields["accounting"]}
+        document |= {"rows": fields["rows"], "infinite": fields["infinite"]}
         if budget is not None:
             document["memory"] = budget.document()
         if given["prefix"] is not None:

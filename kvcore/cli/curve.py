@@ -31,7 +31,7 @@ from kvcore.cli.output import (
 )
 from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
-from kvcore.files import refuse_overwrite, whole_file
+from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -99,14 +99,14 @@ def curve(workload: str | None, **given: Any) -> None:
         policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
     if kind in FORMS:
         matplotlib()
-    with nullcontext() if out is None else whole_file(out) as file:
+    with nullcontext() if out is None else atomic_file(out) as file:
         curves = make_curves(
             source,
             policies,
             blocks,
             points=points,
             block_size=given["block_size"],
-            count=given["accounting"],
+            accounting=given["accounting"],
             recompute=PrefillCost.of(spec, find_device(DEVICE)),
             seed=given["seed"],
             jobs=cpus() if given["jobs"] is None else given["jobs"],

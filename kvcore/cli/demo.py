@@ -1,28 +1,20 @@
-"""`kvcore demo`: small things to watch."""
+"""`kvcore demo`: demonstrations of what a KV cache does."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import attrs
 import click
 
 from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
 from kvcore.demo import (
     WORKED_EXAMPLE,
     CachingReport,
-    Generation,
-    OneHead,
     OneHeadReport,
     with_and_without_cache,
 )
-from kvcore.plugins import Plugin, describe
-from kvcore.plugins.manager import Plugins
+from kvcore.plugins import Plugins, describe
 from kvcore.trace.fields import plain
 
-WAYS = 3
-SHAPE = ("name", "layers", "query_heads", "kv_heads", "head_dim", "hidden_size", "parameters")
-"""What the document says of the model."""
+GENERATIONS = 3
 
 
 @click.group(invoke_without_command=True)
@@ -50,7 +42,7 @@ def cache(
     plugins = Plugins()
     generator = plugins.build("generator", "transformer", {"seed": seed})
     backend = plugins.build("backend", "torch-cpu")
-    with progress("generating", WAYS * output) as done:
+    with progress("generating", GENERATIONS * output) as done:
         generations = with_and_without_cache(
             generator,
             backend,
@@ -60,6 +52,10 @@ def cache(
             seed=seed,
             done=done,
         )
+    report = CachingReport(
+        generations, generator.spec, generator.dtype, prompt_tokens, block_size
+    )
+    by_hand = OneHeadReport(WORKED_EXAMPLE)
     if as_json:
         emit_json(
             {
@@ -68,19 +64,13 @@ def cache(
                 "output": output,
                 "block_size": block_size,
                 "seed": seed,
-                "model": {name: getattr(generator.spec, name) for name in SHAPE},
-                "dtype": generator.dtype,
-                "generator": _named(generator),
-                "backend": _named(backend),
-                "tokens": generations[0].tokens,
-                "caches": [_measured(each) for each in generations],
-                "one_head": _worked(WORKED_EXAMPLE),
+                "generator": plain(describe(generator)),
+                "backend": plain(describe(backend)),
+                **report.document(),
+                "one_head": by_hand.document(),
             }
         )
         return
-    report = CachingReport(
-        generations, generator.spec, generator.dtype, prompt_tokens, block_size
-    )
     print_text(report.headline)
     for headers, rows in (
         (report.headers, report.rows),
@@ -90,35 +80,9 @@ def cache(
         print_table(headers, rows, right=headers[1:])
     click.echo()
     print_text(report.reading)
-    by_hand = OneHeadReport(WORKED_EXAMPLE)
     click.echo()
     print_text(by_hand.headline)
     click.echo()
     print_table(by_hand.headers, by_hand.rows, right=by_hand.headers[1:])
     click.echo()
     print_text(by_hand.reading)
-
-
-def _named(plugin: Plugin) -> dict[str, Any]:
-    found: dict[str, Any] = plain(describe(plugin))
-    return found
-
-
-def _measured(generation: Generation) -> dict[str, Any]:
-    return {
-        "cache": generation.keeping,
-        "token_projections": generation.projections,
-        "step_seconds": generation.step_seconds,
-        "step_kv_bytes": generation.step_bytes,
-    }
-
-
-def _worked(head: OneHead) -> dict[str, Any]:
-    return {
-        **attrs.asdict(head),
-        "scores": head.scores,
-        "exponentials": head.exponentials,
-        "total": head.total,
-        "weights": head.weights,
-        "output": head.output,
-    }

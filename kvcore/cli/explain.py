@@ -117,7 +117,7 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
 
 
 def _is_trace(source: str, plugins: Plugins) -> bool:
-    """Say whether `source` is a file that begins as a trace; a workload plugin comes first."""
+    """Return True if `source` is a file that begins as a trace, and names no plugin."""
     path = Path(source)
     name = source.partition(":")[0].strip()
     if name in plugins.names("workload") or not path.is_file():
@@ -155,7 +155,7 @@ def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explan
             given["eviction"] or EVICTION,
             given["blocks"],
             block_size=given["block_size"],
-            count=given["accounting"] or ACCOUNTING,
+            accounting=given["accounting"] or ACCOUNTING,
             prefix=given["prefix"] or SHARING,
             seed=given["seed"],
             trace=trace,

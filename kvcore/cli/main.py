@@ -41,7 +41,7 @@ USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
 
 
 class Terminated(KeyboardInterrupt):
-    """Somebody asked the process to end: whatever Ctrl-C would drop is dropped."""
+    """Raised when the process is asked to end (SIGTERM): files are dropped as for Ctrl-C."""
 
 
 class Verbs(click.Group):
@@ -113,9 +113,9 @@ def main() -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code, with any error told on stderr.
+    """Run one command line and return its exit code; errors are printed on stderr.
 
-    A reader of stdout that goes away early is no error to tell. Errors of kvcore's own
+    A reader of stdout that goes away early is no error. Errors of kvcore's own
     making (bugs) are not caught.
     """
     try:
@@ -166,7 +166,7 @@ def _reason(error: OSError) -> str:
 
 
 def _unusable(error: OSError) -> bool:
-    """Say whether it is a file that is not there, no file, or not for us to read."""
+    """Return True if the error is about a file that is missing or may not be read."""
     kinds = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
     return isinstance(error, kinds) and error.filename is not None
 
@@ -178,14 +178,14 @@ def _fail(message: str, code: int) -> int:
 
 
 def _replace_missing_streams() -> None:
-    """Let what goes to a closed stdout or stderr go nowhere, rather than into some file."""
+    """Open the null device for a closed stdout or stderr, lest a file takes its number."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
 
 
 def _discard_unwritable() -> None:
-    """Let output that cannot be written go nowhere, or Python will try again at exit."""
+    """Drop output that cannot be written, which Python would try to write again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

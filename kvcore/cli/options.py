@@ -107,7 +107,7 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 
 
 def _renamed(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Take the value of `--count`, which is called `--accounting` now."""
+    """Set `--accounting` from its older name, `--count`, with a notice."""
     del param
     if value is not None:
         click.echo("kvcore: --count is called --accounting now; use that", err=True)
@@ -167,14 +167,19 @@ def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     """Make what the file at `value` gives the defaults of the command's other options."""
     path = file_path(ctx, param, value)
     if path is not None:
-        options = {
-            each.opts[0].lstrip("-").replace("-", "_"): each
-            for each in ctx.command.params
-            if each is not param and not getattr(each, "multiple", False)
-        }
-        found = read_toml(path, {key: _type(each) for key, each in options.items()})
-        ctx.default_map = {str(options[key].name): value for key, value in found.items()}
+        options = toml_types(ctx.command)
+        found = read_toml(path, {key: kind for key, (_, kind) in options.items()})
+        ctx.default_map = {options[key][0]: value for key, value in found.items()}
     return path
+
+
+def toml_types(command: click.Command) -> dict[str, tuple[str, Any]]:
+    """Return the keys of a command's configuration file: its parameters, and their types."""
+    return {
+        each.opts[0].lstrip("-").replace("-", "_"): (str(each.name), _type(each))
+        for each in command.params
+        if each.callback is not load_config and not getattr(each, "multiple", False)
+    }
 
 
 config_option = click.option(

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Table
 
 from kvcore.errors import InputError
-from kvcore.files import refuse_overwrite, whole_file
+from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.progress import unseen
 from kvcore.workloads import Workload
 
@@ -135,7 +135,7 @@ def metrics_file(
     if path is None:
         yield None
         return
-    from kvcore.report import require_prometheus  # noqa: PLC0415 - nobody else needs reports
+    from kvcore.report import require_prometheus  # noqa: PLC0415 - no other option needs reports
 
     require_prometheus()
     if path == STDOUT:
@@ -148,7 +148,7 @@ def metrics_file(
         msg = f"--prometheus {path}: another option writes that file; name another one"
         raise InputError(msg)
     refuse_overwrite(path, source.options().values())
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         yield file.write
 
 

@@ -34,7 +34,7 @@ from kvcore.config import EngineParts
 from kvcore.engine import RunResult
 from kvcore.engine import run as run_engine
 from kvcore.errors import InputError
-from kvcore.files import refuse_overwrite, whole_file
+from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.progress import ticked
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
@@ -126,7 +126,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         write_metrics = stack.enter_context(
             metrics_file(prometheus, engine.workload, given["trace"], as_json=given["as_json"])
         )
-        times = None if step_times is None else stack.enter_context(whole_file(step_times))
+        times = None if step_times is None else stack.enter_context(atomic_file(step_times))
         result = _serve(engine, trace, residency=given["residency"])
         if times is not None:
             write_steps(times, result.steps)

@@ -31,7 +31,7 @@ from kvcore.config import RunParts
 from kvcore.progress import ticked
 from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
-from kvcore.serving.contiguous import Allocation, ContiguousCache
+from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 
 
@@ -155,8 +155,7 @@ def _print_paging(result: Result, document: dict[str, Any]) -> None:
     """Print both allocations side by side."""
     from kvcore.report import PagingReport  # noqa: PLC0415 - as above
 
-    assert isinstance(result.cache, ContiguousCache)
-    report = PagingReport(document, document["paged"], result.cache.max_output)
+    report = PagingReport(document, document["paged"], result.max_output or 0)
     print_text(report.headline)
     click.echo()
     print_table(report.headers, report.rows, right=report.headers[1:])

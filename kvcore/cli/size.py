@@ -18,7 +18,7 @@ from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device
 from kvcore.models.cost import PrefillCost, decode_step_bytes, prefill_flop
 from kvcore.models.memory import KVLayout, kv_budget
-from kvcore.models.spec import KV_DTYPES, MOST, WEIGHT_DTYPES, DeviceSpec
+from kvcore.models.spec import KV_DTYPES, MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import (
     DECIMAL,
     format_bytes,
@@ -104,7 +104,7 @@ def size(
     report = {"schema": 1, **_memory(layout, tokens, batch)}
     if window is not None:
         report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
-    if max(report["kv"].values()) > MOST:
+    if max(report["kv"].values()) > MAX_COUNT:
         msg = f"--tokens {tokens}, --batch {batch}: their K/V exceeds 2^63 bytes; ask for less"
         raise InputError(msg)
     if gpu is not None:

@@ -12,7 +12,7 @@ import attrs
 from kvcore.config.run_config import option_names, option_type, read_option
 from kvcore.config.values import EXPECTATIONS, convert, read_plugin, shown
 from kvcore.errors import InputError
-from kvcore.files import refusal
+from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import Spec, nearest, takes_path
@@ -87,7 +87,7 @@ class _ConfigFile:
             msg = f"is not TOML: {error}"
             raise InputError(msg) from error
         except OSError as error:
-            msg = f"cannot be read: {refusal(self.path, error)}"
+            msg = f"cannot be read: {unreadable_reason(self.path, error)}"
             raise InputError(msg) from error
 
     def _values(self, name: str, value: Any) -> tuple[Any, ...]:

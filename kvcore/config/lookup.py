@@ -1,4 +1,4 @@
-"""Find what an option names: a workload among plugins and files, a model likewise."""
+"""Find a workload among plugins and files, and a model in the catalogue or in a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os.path
 from pathlib import Path
 
 from kvcore.errors import InputError
-from kvcore.files import refusal
+from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS, find_model
 from kvcore.models.huggingface import read_config
 from kvcore.models.spec import ModelSpec
@@ -44,7 +44,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     try:
         path.lstat()
     except PermissionError as error:
-        msg = f"{path}: cannot be read: {refusal(path, error)}"
+        msg = f"{path}: cannot be read: {unreadable_reason(path, error)}"
         raise InputError(msg) from error
     except OSError:
         msg = (

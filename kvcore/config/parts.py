@@ -11,10 +11,10 @@ from typing import Any, cast
 import attrs
 
 from kvcore.cache import KVCache, Recorder
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.lookup import find_workload, load_model
-from kvcore.config.run_config import MEMORY, RunConfig
+from kvcore.config.run_config import MEMORY, RunConfig, read_option
 from kvcore.engine import Backend, Generator
 from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, PluginError
@@ -117,7 +117,7 @@ class RunParts:
             eviction=self.built("eviction"),
             prefix=self.built("prefix"),
             retention=None if self.config.retention is None else self.built("retention"),
-            count=self.geometry.count,
+            accounting=self.geometry.accounting,
             key_tokens=self.workload.key_tokens,
             trace=trace,
             ids=self.ids,
@@ -214,13 +214,13 @@ class RunParts:
         text = str(given.absolute()) if isinstance(given, Path) else given
         return find_workload(text, self.plugins, self.config.seed)
 
-    def _geometry(self) -> Geometry:
+    def _geometry(self) -> BlockLayout:
         config, keys = self.config, self.workload.key_tokens
         size = config.block_size
         if size is None:
             size = BLOCK_SIZE if config.timed else keys
         accounting = "tokens" if config.timed else config.accounting or "keys"
-        return Geometry(accounting, size, keys)
+        return BlockLayout(accounting, size, keys)
 
     def _check_deployment(self) -> None:
         """Refuse a deployment that cannot be, also where nothing is sized by it."""
@@ -238,11 +238,17 @@ class RunParts:
                 return deployment.blocks()
         with self._about("blocks" if memory is None else "memory"):
             if memory is not None:
-                blocks = self._blocks_in(memory)
+                blocks = self.blocks_in(memory)
             CountingPool(cast("int", blocks))
         return cast("int", blocks)
 
-    def _blocks_in(self, memory: int) -> int:
+    def blocks_in(self, memory: int | str) -> int:
+        """Return how many blocks fit into some bytes of K/V, which may be text with a unit.
+
+        Raises:
+            InputError: not one.
+        """
+        memory = int(read_option("memory", memory))
         blocks = self.deployment.blocks_in(memory)
         if not blocks:
             block = format_bytes(self.deployment.bytes_per_block)
@@ -267,7 +273,7 @@ class RunParts:
 
     @contextmanager
     def _about(self, option: str, more: str = "") -> Iterator[None]:
-        """Let an error begin with what names the option that it is about."""
+        """Prefix errors of the body with the name of the option that they are about."""
         try:
             yield
         except (InputError, PluginError) as error:
@@ -371,9 +377,15 @@ class EngineParts(RunParts):
 
     def _blocks(self) -> int:
         """Return the blocks of the pool: as given, or what fits into memory."""
-        return super()._blocks() if self.sized else self._blocks_in(MEMORY)
+        return super()._blocks() if self.sized else self.blocks_in(MEMORY)
 
-    def _blocks_in(self, memory: int) -> int:
+    def blocks_in(self, memory: int | str) -> int:
+        """Return how many blocks of tensors fit into some bytes, as text or a number.
+
+        Raises:
+            InputError: not one.
+        """
+        memory = int(read_option("memory", memory))
         size = self._block_bytes()
         if memory < size:
             msg = (

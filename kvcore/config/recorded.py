@@ -20,7 +20,6 @@ from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel
 from kvcore.trace.fields import plain, slo_field
-from kvcore.trace.reader import Line
 from kvcore.workloads import Workload
 
 OF_CACHES = ("eviction", "prefix", "retention")
@@ -32,7 +31,7 @@ TIMED = (*OF_SERVERS, "batching", *attrs.fields_dict(Batching), "slo", "rate_sca
 
 
 def recorded_config(
-    file: Path, header: Line, workload: Workload, plugins: Plugins
+    file: Path, header: Mapping[str, Any], workload: Workload, plugins: Plugins
 ) -> RunConfig:
     """Return the configuration of the run that wrote the header of a trace.
 
@@ -71,7 +70,7 @@ def recorded_config(
     )
 
 
-def _deployment(header: Line) -> dict[str, Any]:
+def _deployment(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a header says of the deployment, by option."""
     model, device = (_fields(header.get(name)) for name in ("model", "device"))
     recorded = header["plugins"].get("latency", {}).get("options", {})
@@ -84,7 +83,7 @@ def _deployment(header: Line) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _check_header(file: Path, header: Line, *, timed: bool) -> None:
+def _check_header(file: Path, header: Mapping[str, Any], *, timed: bool) -> None:
     """Refuse a header that does not say enough to make the run again."""
     if header["mode"] == "wall":
         msg = (
@@ -164,7 +163,7 @@ class RecordedParts(RunParts):
     def __init__(
         self,
         file: Path,
-        header: Line,
+        header: Mapping[str, Any],
         workload: Workload,
         changes: Mapping[str, Any],
         plugins: Plugins | None = None,
@@ -197,7 +196,7 @@ class RecordedParts(RunParts):
         return KVCache(
             self.blocks,
             self.geometry.block_size,
-            count=self.geometry.count,
+            accounting=self.geometry.accounting,
             key_tokens=self.geometry.key_tokens,
             trace=trace,
             recompute=self.recompute,

@@ -61,7 +61,7 @@ def _option(default: Any, text: str, *choices: str) -> Any:
 
 
 def _reading(_: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
-    """Give every field a converter, so that whatever builds a configuration is checked."""
+    """Return the fields with converters, so that every value that is stored is checked."""
     return [field.evolve(converter=_reader(field.name)) for field in fields]
 
 
@@ -217,7 +217,7 @@ class RunConfig:
         from kvcore.config.recorded import recorded_config  # noqa: PLC0415 - as above
 
         trace = TraceWorkload(path)
-        return recorded_config(trace.file, trace.header, trace, plugins or Plugins())
+        return recorded_config(trace.file, trace.header.as_dict(), trace, plugins or Plugins())
 
     @property
     def timed(self) -> bool:

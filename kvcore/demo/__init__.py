@@ -1,28 +1,28 @@
 """Demonstrations: generation with and without a cache, attention of one head."""
 
 from kvcore.demo.caching import (
-    Dense,
+    CachingReport,
+    DenseSequenceCache,
     Generation,
-    Keeping,
-    Nothing,
-    Paged,
+    NoCache,
+    PagedSequenceCache,
+    SequenceCache,
     causal_attention,
     generate,
     with_and_without_cache,
 )
-from kvcore.demo.one_head import WORKED_EXAMPLE, OneHead
-from kvcore.demo.report import CachingReport, OneHeadReport
+from kvcore.demo.one_head import WORKED_EXAMPLE, OneHead, OneHeadReport
 
 __all__ = [
     "WORKED_EXAMPLE",
     "CachingReport",
-    "Dense",
+    "DenseSequenceCache",
     "Generation",
-    "Keeping",
-    "Nothing",
+    "NoCache",
     "OneHead",
     "OneHeadReport",
-    "Paged",
+    "PagedSequenceCache",
+    "SequenceCache",
     "causal_attention",
     "generate",
     "with_and_without_cache",

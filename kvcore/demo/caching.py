@@ -1,7 +1,7 @@
-"""What a cache saves: one model generates the same tokens without, and with two kinds of it.
+"""What a cache saves: one model generates the same tokens without and with two kinds of it.
 
-Nothing here imports a tensor library: tensors come from the generator, and attention is made
-of their own methods.
+Nothing here imports a tensor library: tensors come from the generator, and attention is
+computed by their own methods.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
+from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar, Unpack
 
@@ -20,32 +22,48 @@ from kvcore.engine import (
     AttendOptions,
     Backend,
     Generator,
-    Rows,
+    RaggedBatch,
     Tensor,
     TensorLayout,
-    TokenStep,
 )
 from kvcore.errors import PluginError
 from kvcore.models.cost import token_projections
+from kvcore.models.spec import ModelSpec
+from kvcore.report.simulation import BARS
+from kvcore.report.tables import counted
 from kvcore.request import Request, block_keys
+from kvcore.units import format_bytes, format_seconds
 
 DTYPE = "fp64"
-"""The three ways add in different orders: in double precision no token depends on that."""
+"""The three add in different orders; in double precision no token depends on that."""
 
 
-class Keeping(ABC):
-    """A way to keep the K/V of one sequence between steps; what its `Attend` is.
+_TIME_RANGES = 4
+"""Ranges of the output whose step times are reported."""
+
+
+_BARS = 20
+"""Bars that draw the step times over the output."""
+
+
+_SHOWN_TOKENS = 12
+"""Tokens of the output that are shown."""
+
+
+class SequenceCache(ABC):
+    """Keeps the K/V of one sequence between steps, or does not; is an `Attend`.
 
     Attributes:
-        kept: tokens whose K/V is there, so that a step need not compute them again.
-        projected: rows of K/V that the model projected and handed over, by layer.
+        name: the name in reports.
+        cached_tokens: tokens whose K/V is kept, so that a step need not compute them again.
+        projected: number of rows of K/V that the model has projected, by layer.
     """
 
     name: ClassVar[str]
 
     def __init__(self) -> None:
-        """Start with nothing."""
-        self.kept = 0
+        """Start empty."""
+        self.cached_tokens = 0
         self.projected: Counter[int] = Counter()
 
     def __call__(
@@ -54,91 +72,94 @@ class Keeping(ABC):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        **how: Unpack[AttendOptions],
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
-        """Count the rows, keep them, and attend to all there are: see `Attend`."""
+        """Count and keep the rows, and attend to all tokens so far: see `Attend`."""
         self.projected[layer] += len(keys)
-        return self.attend(layer, queries, keys, values, **how)
+        return self.attend(layer, queries, keys, values, **options)
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Bytes of K/V held between steps, room that is reserved included."""
+        """Bytes of K/V held between steps, reserved slots included."""
 
-    def begin(self, tokens: int) -> None:  # noqa: B027 - room is not always made
-        """Make room for the `tokens` tokens of a step."""
+    def begin(self, tokens: int) -> None:  # noqa: B027 - not every cache allocates
+        """Allocate slots for the `tokens` tokens of a step."""
 
     @abstractmethod
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
     ) -> Tensor:
-        """Keep K/V of the step's tokens in `layer`, and attend to all so far."""
+        """Keep the K/V of the step's tokens in `layer`, and attend to all tokens so far.
+
+        Shapes are those of `Attend`.
+        """
 
     def end(self, tokens: int) -> None:
-        """Note that the `tokens` tokens of the step are kept in every layer."""
-        self.kept += tokens
+        """Count the `tokens` tokens of the step, which are kept in every layer, as cached."""
+        self.cached_tokens += tokens
 
 
-class Nothing(Keeping):
+class NoCache(SequenceCache):
     """Keeps no K/V: every step computes the whole sequence again."""
 
     name = "none"
 
     @property
     def bytes(self) -> int:
-        """Nothing."""
+        """0: nothing is held."""
         return 0
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
     ) -> Tensor:
-        """Attend among the step's tokens, which are all there are."""
+        """Attend among the step's tokens, which are the whole sequence."""
         del layer
         return causal_attention(queries, keys, values, **options)
 
     def end(self, tokens: int) -> None:
-        """Forget them."""
+        """Keep no token."""
 
 
-class Dense(Keeping):
-    """Keeps K/V in one piece a layer, reserved at the first step for `capacity` tokens."""
+class DenseSequenceCache(SequenceCache):
+    """Keeps K/V in one tensor a layer, reserved at the first step for `capacity` tokens."""
 
     name = "dense"
 
     def __init__(self, capacity: int) -> None:
-        """Reserve nothing yet: what the rows look like is not known."""
+        """Store the capacity. The first rows tell the shape to reserve."""
         super().__init__()
         self._capacity = capacity
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def bytes(self) -> int:
-        """The reserved pieces of all layers."""
+        """The reserved tensors of all layers."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
     ) -> Tensor:
-        """Append to the layer's piece, and attend to what it holds."""
+        """Append to the layer's tensors, and attend to the tokens in them."""
         if layer not in self._layers:
             self._layers[layer] = (self._reserved(keys), self._reserved(values))
-        upto = self.kept + len(keys)
+        end = self.cached_tokens + len(keys)
         held = self._layers[layer]
-        for piece, rows in zip(held, (keys, values), strict=True):
-            piece[self.kept : upto] = rows
-        return causal_attention(queries, *(piece[:upto] for piece in held), **options)
+        for tensor, rows in zip(held, (keys, values), strict=True):
+            tensor[self.cached_tokens : end] = rows
+        return causal_attention(queries, *(tensor[:end] for tensor in held), **options)
 
     def _reserved(self, rows: Tensor) -> Tensor:
         return rows.new_empty((self._capacity, *rows.shape[1:]))
 
 
-class Paged(Keeping):
-    """Keeps K/V in blocks that a `KVCache` hands out one by one, on a backend."""
+class PagedSequenceCache(SequenceCache):
+    """Keeps K/V in blocks that a `KVCache` allocates one by one, on a backend."""
 
     name = "paged"
 
     def __init__(self, backend: Backend, request: Request) -> None:
-        """Open a sequence without blocks in a pool as large as the backend's."""
+        """Open a sequence without blocks in a cache with as many blocks as the backend."""
         super().__init__()
         layout = backend.layout
         self._backend = backend
@@ -148,14 +169,14 @@ class Paged(Keeping):
 
     @property
     def bytes(self) -> int:
-        """The blocks of the sequence, the last perhaps full in part."""
+        """The blocks of the sequence, the last one perhaps partly filled."""
         return self._sequence.blocks * self._backend.layout.bytes_per_block
 
     def begin(self, tokens: int) -> None:
-        """Allocate the blocks that are missing."""
+        """Allocate the missing blocks, and make the plan of the step."""
         self._cache.extend(self._sequence, tokens)
         table = self._cache.block_table(self._sequence)
-        self._plan = self._backend.plan(Rows([table], [self.kept], [tokens]))
+        self._plan = self._backend.plan(RaggedBatch([table], [self.cached_tokens], [tokens]))
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
@@ -165,55 +186,70 @@ class Paged(Keeping):
         return self._backend.attend(layer, self._plan, queries, **options)
 
     def end(self, tokens: int) -> None:
-        """Commit what is computed."""
+        """Commit the computed tokens."""
         self._cache.commit(self._sequence, tokens)
         super().end(tokens)
 
 
 @attrs.frozen
 class Generation:
-    """What one way of keeping K/V came to.
+    """The output generated with one cache, and what it cost.
 
     Attributes:
-        keeping: its name.
-        tokens: what was generated.
-        projections: how often a token was projected to keys and values, counted; in each
-            layer so often.
-        step_seconds, step_bytes: the wall time of each step, and the K/V held after it.
+        cache: name of the cache.
+        tokens: generated token ids.
+        token_projections: how often a token was projected to its key and value, in each
+            layer.
+        step_seconds: wall time of each step.
+        step_kv_bytes: bytes of K/V held after each step.
     """
 
-    keeping: str
+    cache: str
     tokens: tuple[int, ...]
-    projections: int
+    token_projections: int
     step_seconds: tuple[float, ...]
-    step_bytes: tuple[int, ...]
+    step_kv_bytes: tuple[int, ...]
 
 
 def generate(
     generator: Generator,
-    keeping: Keeping,
+    cache: SequenceCache,
     prompt: Sequence[int],
     output: int,
     *,
     seed: int = 0,
     done: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Generate `output` tokens after `prompt`, a step each, of the tokens not kept so far.
+    """Generate `output` tokens after `prompt`, one a step, computing what is not cached.
 
-    `generator` is loaded. `done` is told 1 after every step.
+    Args:
+        generator: the model, loaded.
+        cache: keeps the K/V between steps; new.
+        prompt: token ids of the prompt.
+        output: number of tokens to generate.
+        seed: seed of the samples.
+        done: called with 1 after every step.
+
+    Raises:
+        PluginError: the generator returned no token.
     """
     tokens, seconds, held = list(prompt), [], []
     for place in range(output):
         started = perf_counter()
-        kept = keeping.kept
-        new = tokens[kept:]
-        positions = list(range(kept, len(tokens)))
-        keeping.begin(len(new))
-        step = TokenStep(new, positions, [len(new)], [place], [seed])
-        (token,) = generator.forward(step, keeping)
-        keeping.end(len(new))
+        cached = cache.cached_tokens
+        new = tokens[cached:]
+        cache.begin(len(new))
+        batch = RaggedBatch(
+            lengths=[len(new)],
+            token_ids=new,
+            positions=list(range(cached, len(tokens))),
+            output_indices=[place],
+            seeds=[seed],
+        )
+        (token,) = generator.forward(batch, cache)
+        cache.end(len(new))
         seconds.append(perf_counter() - started)
-        held.append(keeping.bytes)
+        held.append(cache.bytes)
         if token is None:
             msg = f"generator {generator.name!r} gave no token for place {place} of its output"
             raise PluginError(msg)
@@ -221,9 +257,9 @@ def generate(
         if done is not None:
             done(1)
     return Generation(
-        keeping.name,
+        cache.name,
         tuple(tokens[len(prompt) :]),
-        max(keeping.projected.values(), default=0),
+        max(cache.projected.values(), default=0),
         tuple(seconds),
         tuple(held),
     )
@@ -241,12 +277,21 @@ def with_and_without_cache(
 ) -> list[Generation]:
     """Generate the same tokens without a cache, with a dense one, and with a paged one.
 
-    The prompt is random, of `seed`. Neither `generator` nor `backend` may be in use yet.
     Costs O((prompt_tokens + output)³) in attention, because of the first.
 
+    Args:
+        generator: the model; must not be in use.
+        backend: stores the paged cache; must not be in use.
+        prompt_tokens: number of tokens of the prompt, which is random.
+        output: number of tokens to generate.
+        block_size: number of tokens in a block of the paged cache.
+        seed: seed of the prompt and of the samples.
+        done: called with 1 after every step of each of the three.
+
     Raises:
-        InputError: no prompt token, none to generate, or no block size.
-        PluginError: the three are not equal, so a plugin is broken: which, and where.
+        InputError: there is no prompt token, none to generate, or no block size.
+        PluginError: the three outputs differ, so a plugin is broken; names it and the
+            first token that differs.
     """
     token_projections(prompt_tokens, output, cached=True)
     model = generator.spec
@@ -272,10 +317,14 @@ def with_and_without_cache(
         key_tokens=block_size,
     )
     # The first steps of a process are slow, whatever they do.
-    generate(generator, Nothing(), prompt, 1, seed=seed)
+    generate(generator, NoCache(), prompt, 1, seed=seed)
     generations = [
-        generate(generator, keeping, prompt, output, seed=seed, done=done)
-        for keeping in (Nothing(), Dense(capacity), Paged(backend, request))
+        generate(generator, cache, prompt, output, seed=seed, done=done)
+        for cache in (
+            NoCache(),
+            DenseSequenceCache(capacity),
+            PagedSequenceCache(backend, request),
+        )
     ]
     _check_equal(generations, generator, backend)
     return generations
@@ -290,15 +339,16 @@ def causal_attention(
     window: int | None = None,
     sinks: int = 0,
 ) -> Tensor:
-    """Return the attention of the last tokens of a sequence to all up to each of them.
+    """Return the causal attention of the last tokens of a sequence.
 
-    Shapes and options are those of `Backend.attend`, but for K/V of the whole sequence:
-    `[all tokens, kv_heads, ...]`. Source: Vaswani et al., "Attention Is All You Need", 2017.
+    Shapes and options are those of `Backend.attend`, but K/V is that of the whole sequence,
+    `[all tokens, kv_heads, width]`. Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
     tokens, heads, width = queries.shape
     context = len(keys) - tokens
     group = heads // keys.shape[1]
     keys, values = (each.repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
+    # A triangle, moved right by the context; a window cuts off its lower left, but for sinks.
     seen = queries.new_ones(tokens, context + tokens).tril(context)
     if window is not None:
         recent = seen.triu(context - window + 1)
@@ -313,13 +363,144 @@ def causal_attention(
 def _check_equal(
     generations: Sequence[Generation], generator: Generator, backend: Backend
 ) -> None:
+    """Raise PluginError if the generations have different tokens."""
     first, *others = generations
     for other in others:
         for place, pair in enumerate(zip(first.tokens, other.tokens, strict=True)):
             if pair[0] != pair[1]:
                 msg = (
                     f"output token {place} is {pair[0]} without a cache and {pair[1]} with the "
-                    f"{other.keeping} one, though the model is the same: generator "
+                    f"{other.cache} one, though the model is the same: generator "
                     f"{generator.name!r} or backend {backend.name!r} is broken"
                 )
                 raise PluginError(msg)
+
+
+@attrs.frozen
+class CachingReport:
+    """Report on the same output, generated without a cache and with two kinds of it.
+
+    Attributes:
+        generations: the three generations, without a cache first; their tokens are equal.
+        model: shape of the model.
+        dtype: dtype of the computation.
+        prompt_tokens: number of tokens of the prompt.
+        block_size: number of tokens in a block of the paged cache.
+    """
+
+    generations: Sequence[Generation]
+    model: ModelSpec
+    dtype: str
+    prompt_tokens: int
+    block_size: int
+
+    @property
+    def headline(self) -> str:
+        """The model, the lengths, and the output that all three have in common."""
+        tokens = self.generations[0].tokens
+        shown = " ".join(map(str, tokens[:_SHOWN_TOKENS])) + (
+            " ..." if len(tokens) > _SHOWN_TOKENS else ""
+        )
+        model = self.model
+        return (
+            f"{model.name}: {counted(model.layers, 'layer')} with "
+            f"{counted(model.query_heads, 'query head')} and "
+            f"{counted(model.kv_heads, 'K/V head')}, in {self.dtype}.\n"
+            f"{counted(self.prompt_tokens, 'prompt token')}, then "
+            f"{counted(len(tokens), 'new one')}: equal in all three, {shown}"
+        )
+
+    @property
+    def headers(self) -> list[str]:
+        """Headers of the counts."""
+        return ["cache", "token projections", "K/V after step 1", "K/V at the end"]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The counts, one row for each cache."""
+        return [
+            [
+                each.cache,
+                f"{each.token_projections:,}",
+                format_bytes(each.step_kv_bytes[0]),
+                format_bytes(each.step_kv_bytes[-1]),
+            ]
+            for each in self.generations
+        ]
+
+    @property
+    def reading(self) -> str:
+        """Explanation of the counts."""
+        steps, first = len(self.generations[0].tokens), self.prompt_tokens
+        naive, *cached = (each.token_projections for each in self.generations)
+        sums = [f"{first + place:,}" for place in range(min(steps, 3))]
+        if steps > len(sums):
+            sums[2:] = ["...", f"{first + steps - 1:,}"]
+        fewer = f", {naive / cached[0]:,.0f} times fewer" if steps > 1 else ""
+        return (
+            "A token projection makes the key and the value of one token, in every layer. "
+            "Without a cache each step makes those of all tokens so far: "
+            f"{' + '.join(sums)} = {naive:,}. With one, the first step makes the prompt's, and "
+            "each later one those of the one token that is new: "
+            f"{first:,} + {steps - 1:,} = {cached[0]:,}{fewer}.\n"
+            "The dense cache reserves room for the last token before the first is there; the "
+            f"paged one takes a block of {counted(self.block_size, 'token')} when it needs one."
+        )
+
+    @property
+    def time_headers(self) -> list[str]:
+        """Headers of the times: ranges of the output."""
+        bounds = _bounds(len(self.generations[0].tokens), _TIME_RANGES)
+        return ["time of a step", *(_span(begin + 1, end) for begin, end in bounds), ""]
+
+    @property
+    def time_rows(self) -> list[list[str]]:
+        """Median time of a step in each range of the output, and a line of bars."""
+        lines = [_medians(each.step_seconds, _BARS) for each in self.generations]
+        longest = max(map(max, lines))
+        bars = [
+            "".join(BARS[int(time / longest * (len(BARS) - 1))] for time in line)
+            for line in lines
+        ]
+        return [
+            [each.cache, *map(format_seconds, _medians(each.step_seconds, _TIME_RANGES)), bar]
+            for each, bar in zip(self.generations, bars, strict=True)
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        fields = (
+            *("name", "layers", "query_heads", "kv_heads"),
+            *("head_dim", "hidden_size", "parameters"),
+        )
+        return {
+            "model": {name: getattr(self.model, name) for name in fields},
+            "dtype": self.dtype,
+            "tokens": self.generations[0].tokens,
+            "caches": [
+                {
+                    "cache": each.cache,
+                    "token_projections": each.token_projections,
+                    "step_seconds": each.step_seconds,
+                    "step_kv_bytes": each.step_kv_bytes,
+                }
+                for each in self.generations
+            ],
+        }
+
+
+def _bounds(steps: int, parts: int) -> list[tuple[int, int]]:
+    """Return the bounds of `parts` ranges of about equal length, none of them empty."""
+    parts = min(parts, steps)
+    cuts = [steps * part // parts for part in range(parts + 1)]
+    return list(pairwise(cuts))
+
+
+def _span(first: int, last: int) -> str:
+    """Return a range of output tokens as text."""
+    return f"{first:,}" if first == last else f"{first:,}–{last:,}"
+
+
+def _medians(seconds: Sequence[float], parts: int) -> list[float]:
+    """Return the median of each of `parts` ranges of steps."""
+    return [median(seconds[begin:end]) for begin, end in _bounds(len(seconds), parts)]

@@ -1,15 +1,16 @@
-"""Attention of one head, every number of it kept: for people to follow."""
+"""Attention of one head, with every number of the computation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp
 from operator import mul
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.report.tables import counted
 
 Vector: TypeAlias = Sequence[float]
 
@@ -18,16 +19,17 @@ Vector: TypeAlias = Sequence[float]
 class OneHead:
     """One query that attends to the tokens of a cache, in plain Python.
 
-    The scores are not divided by the root of the width, as a model would do, nor lowered by
-    the greatest of them, which changes no weight and keeps the exponentials of a model from
+    Two steps of a model are left out: scores are not divided by the root of the width, nor
+    lowered by the greatest of them, which changes no weight and keeps the exponentials from
     overflowing.
 
     Attributes:
-        query: of the newest token.
-        keys, values: of each token so far, the newest included: the cache.
+        query: query of the newest token, `[width]`.
+        keys: keys of all tokens so far, the newest included, `[tokens][width]`.
+        values: values of the same tokens, `[tokens][value width]`.
 
     Raises:
-        InputError: no token, one without key or value, or widths that do not fit.
+        InputError: there is no token, a token lacks its key or value, or widths differ.
     """
 
     query: Vector
@@ -35,7 +37,7 @@ class OneHead:
     values: Sequence[Vector]
 
     def __attrs_post_init__(self) -> None:
-        """Check that there is something to attend to, and that it fits."""
+        """Check that there are tokens, and that the widths fit."""
         if not len(self.keys) == len(self.values) > 0:
             msg = (
                 f"{len(self.keys)} keys and {len(self.values)} values: give one of each for "
@@ -51,28 +53,28 @@ class OneHead:
 
     @property
     def scores(self) -> list[float]:
-        """How well the query fits each key: their dot products."""
+        """Dot product of the query and each key."""
         return [sum(map(mul, self.query, key)) for key in self.keys]
 
     @property
     def exponentials(self) -> list[float]:
-        """The scores as positive numbers: `e ** score`."""
+        """The exponential of each score: `e ** score`."""
         return [exp(score) for score in self.scores]
 
     @property
     def total(self) -> float:
-        """Sum of the exponentials."""
+        """The sum of the exponentials."""
         return sum(self.exponentials)
 
     @property
     def weights(self) -> list[float]:
-        """The exponentials as shares of their sum: the softmax of the scores."""
+        """The exponentials divided by their sum: the softmax of the scores."""
         total = self.total
         return [number / total for number in self.exponentials]
 
     @property
     def output(self) -> list[float]:
-        """The mean of the values, weighted."""
+        """The weighted mean of the values."""
         weighted = zip(self.weights, self.values, strict=True)
         parts = [[weight * number for number in value] for weight, value in weighted]
         return [sum(column) for column in zip(*parts, strict=True)]
@@ -84,3 +86,73 @@ WORKED_EXAMPLE = OneHead(
     values=((10, 0), (5, 0), (1, 0), (0, 0)),
 )
 """Four tokens in a head of width 2: the output is 88.482 / 11.475 = 7.711, and 0."""
+
+
+@attrs.frozen
+class OneHeadReport:
+    """Report on the attention of one head: one row for each cached token.
+
+    Attributes:
+        head: the head.
+    """
+
+    head: OneHead
+
+    @property
+    def headline(self) -> str:
+        """The query and the number of cached tokens."""
+        count = counted(len(self.head.keys), "cached token")
+        return f"One head by hand: the query {_vector(self.head.query)} reads {count}."
+
+    @property
+    def headers(self) -> list[str]:
+        """Headers of the steps of the computation."""
+        return ["token", "key", "score q·k", "e^score", "weight", "value", "weight × value"]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The steps for each token, and the sums below them."""
+        head = self.head
+        tokens = zip(
+            head.keys, head.scores, head.exponentials, head.weights, head.values, strict=True
+        )
+        rows = [
+            [
+                str(place),
+                _vector(key),
+                f"{score:g}",
+                f"{exponential:.3f}",
+                f"{weight:.3f}",
+                _vector(value),
+                _vector([weight * number for number in value]),
+            ]
+            for place, (key, score, exponential, weight, value) in enumerate(tokens)
+        ]
+        total = ["sum", "", "", f"{head.total:.3f}", "1", "", _vector(head.output)]
+        return [*rows, total]
+
+    @property
+    def reading(self) -> str:
+        """The output, and which of the numbers stay for the next step."""
+        return (
+            f"The output is {_vector(self.head.output)}. The next token brings a query, a key "
+            "and a value of its own; the keys and values above stay as they are, which is why "
+            "they are kept."
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the head and every step of its attention as JSON values."""
+        head = self.head
+        return {
+            **attrs.asdict(head),
+            "scores": head.scores,
+            "exponentials": head.exponentials,
+            "total": head.total,
+            "weights": head.weights,
+            "output": head.output,
+        }
+
+
+def _vector(numbers: Sequence[float]) -> str:
+    """Return numbers as text, rounded to three digits."""
+    return f"[{', '.join(f'{round(number, 3):g}' for number in numbers)}]"

@@ -1,8 +1,9 @@
 """The engine on tensors: backends, generators, and the executor of the serving loop."""
 
-from kvcore.engine.backend import Backend, DeviceMemory, Rows, Tensor, TensorLayout
-from kvcore.engine.generator import Attend, AttendOptions, Generator, TokenStep
-from kvcore.engine.run import RunResult, run
+from kvcore.engine.backend import Backend, DeviceMemory, Tensor, TensorLayout
+from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.engine import RunResult, run
+from kvcore.engine.generator import Attend, AttendOptions, Generator
 
 __all__ = [
     "Attend",
@@ -10,10 +11,9 @@ __all__ = [
     "Backend",
     "DeviceMemory",
     "Generator",
-    "Rows",
+    "RaggedBatch",
     "RunResult",
     "Tensor",
     "TensorLayout",
-    "TokenStep",
     "run",
 ]

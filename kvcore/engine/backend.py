@@ -1,49 +1,49 @@
-"""The backend contract: where K/V lies as tensors, and how queries read it."""
+"""The backend contract: where K/V lies as tensors, and how queries attend to it."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
+from kvcore.engine.batch import RaggedBatch
 from kvcore.errors import InputError
 from kvcore.plugins.base import Plugin
 
-if TYPE_CHECKING:
-    from array import array
-
-
 Tensor: TypeAlias = Any
-"""A tensor of the backend's library. The core never looks inside."""
+"""A tensor of the backend's library."""
 
 
-TENSOR_DTYPES = ("fp64", "fp32", "fp16", "bf16")
-"""What K/V can be computed in: fp64 is for references, the others are for use."""
+BYTES_PER_NUMBER = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
-BYTES = dict(zip(TENSOR_DTYPES, (8, 4, 2, 2), strict=True))
+TENSOR_DTYPES = tuple(BYTES_PER_NUMBER)
+"""Dtypes that K/V can be computed in; fp64 is for references."""
 
 
 @attrs.frozen(kw_only=True)
 class TensorLayout:
-    """One layout for all layers of a pool of K/V blocks.
+    """Shape of a pool of K/V blocks, the same for all layers.
 
-    K is `[blocks, kv_heads, block_size, head_dim]` a layer, V the same with `value_dim`:
+    K of a layer is `[blocks, kv_heads, block_size, head_dim]`, V the same with `value_dim`:
     a block is one contiguous run of memory per layer, and within it per head. With
     `together` the layers of a block lie side by side, so that a block is one run for all
     layers, as swapping wants it.
 
     Attributes:
-        blocks, block_size: the pool, and tokens a block holds.
-        layers, kv_heads: how many have K/V of their own.
-        head_dim, value_dim: numbers of a key and of a value.
+        blocks: number of blocks in the pool.
+        block_size: number of tokens that a block holds.
+        layers: number of layers with K/V of their own.
+        kv_heads: number of K/V heads in a layer.
+        head_dim: width of a query and of a key.
+        value_dim: width of a value.
         dtype: one of `TENSOR_DTYPES`.
-        together: whether all layers of a block are one run.
+        together: whether all layers of a block are one run of memory.
 
     Raises:
-        InputError: a size that is not positive, or an unknown dtype.
+        InputError: a size is not positive, or the dtype is unknown.
     """
 
     blocks: int
@@ -70,7 +70,7 @@ class TensorLayout:
     def bytes_per_block(self) -> int:
         """Bytes of one block, K and V, in all layers."""
         numbers = self.kv_heads * self.block_size * (self.head_dim + self.value_dim)
-        return numbers * self.layers * BYTES[self.dtype]
+        return numbers * self.layers * BYTES_PER_NUMBER[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -79,33 +79,13 @@ class TensorLayout:
 
 
 @attrs.frozen
-class Rows:
-    """Which tokens a step computes, sequence by sequence: a ragged batch without padding.
-
-    Sequence i computes `lengths[i]` new tokens after `contexts[i]` that its blocks hold
-    already. The new ones of all sequences are the rows of the step's tensors, one after
-    another; their slots are allocated.
+class DeviceMemory:
+    """Bytes of the device on which a backend allocates.
 
     Attributes:
-        tables: block ids of each sequence, first to last, up to its last new token's.
-        contexts, lengths: tokens before, and new ones (1 or more), of each.
-    """
-
-    tables: Sequence[array[int] | Sequence[int]]
-    contexts: Sequence[int]
-    lengths: Sequence[int]
-
-    @property
-    def total(self) -> int:
-        """New tokens of all sequences."""
-        return sum(self.lengths)
-
-
-@attrs.frozen
-class DeviceMemory:
-    """Bytes of the device a backend allocates on.
-
-    `free` is what can still be allocated, `total` all there is; None where nobody knows.
+        allocated: bytes that the backend has allocated, its buffers included.
+        free: bytes that can still be allocated; None if unknown.
+        total: bytes that the device has; None if unknown.
     """
 
     allocated: int
@@ -116,12 +96,18 @@ class DeviceMemory:
 class Backend(Plugin):
     """Keeps the K/V of a pool of blocks as tensors, and attends to it through block tables.
 
-    Queries are `[tokens, query_heads, head_dim]`, keys `[tokens, kv_heads, head_dim]`,
-    values `[tokens, kv_heads, value_dim]`, outputs `[tokens, query_heads, value_dim]`; rows
-    are those of a `Rows`. Query head h reads K/V head `h // (query_heads // kv_heads)`.
+    Queries are `[rows, query_heads, head_dim]`, keys `[rows, kv_heads, head_dim]`, values
+    `[rows, kv_heads, value_dim]`, outputs `[rows, query_heads, value_dim]`, with one row
+    for each new token of a `RaggedBatch`. Query head h reads K/V head
+    `h // (query_heads // kv_heads)`.
+
+    Six methods are required. The others work on the tensors of `layer_blocks`, as long as
+    these can be indexed with the integers that `tensor` returns; a backend overrides them
+    where it has a faster way, and `swap_out` and `swap_in` where its memory is not the
+    host's.
 
     Attributes:
-        layout: what is allocated; set by `allocate`.
+        layout: layout of the allocated pool; set by `allocate`, None before.
     """
 
     kind: ClassVar[str] = "backend"
@@ -130,35 +116,35 @@ class Backend(Plugin):
 
     @abstractmethod
     def allocate(self, layout: TensorLayout) -> None:
-        """Allocate the pool. Its content is undefined until it is stored.
+        """Allocate the pool and set `layout`. The content of the blocks is undefined.
 
         Raises:
-            InputError: a dtype, head size or device that does not work: says which would.
-            StorageError: too little memory: says how much was asked for, what is free, and
-                how many blocks would fit.
+            InputError: the dtype, head size or device does not work; says which would.
+            StorageError: there is too little memory; says how much was asked for, how much
+                is free, and how many blocks would fit.
         """
 
     @abstractmethod
     def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
         """Return `data` (nested sequences, numpy, torch) as a tensor on the device.
 
-        `dtype` is one of `TENSOR_DTYPES`; None keeps integers integers, and makes numbers
-        the layout's dtype.
+        `dtype` is one of `TENSOR_DTYPES`. None keeps integers as integers, and converts
+        other numbers to the dtype of the layout.
         """
 
     @abstractmethod
-    def plan(self, rows: Rows) -> Any:
-        """Return what every layer of a step needs of `rows`: slots, gather indices. O(blocks).
+    def plan(self, batch: RaggedBatch) -> Any:
+        """Return what all layers of a step share: slots, gather indices. O(blocks).
 
-        Made once a step and given to `store` and `attend` of each layer.
+        Called once in a step; the plan is given to `store` and `attend` of each layer.
         """
 
     @abstractmethod
     def store(self, layer: int, plan: Any, keys: Tensor, values: Tensor) -> None:
-        """Put the K/V of the new tokens into their slots.
+        """Write the K/V of the new tokens into their slots.
 
-        From the host in three stages: staged in pinned memory, copied on a stream of its
-        own, scattered into the blocks. What is on the device already is only scattered.
+        `keys` is `[rows, kv_heads, head_dim]`, `values` `[rows, kv_heads, value_dim]`, in
+        the memory of the host or of the device.
         """
 
     @abstractmethod
@@ -172,39 +158,78 @@ class Backend(Plugin):
         window: int | None = None,
         sinks: int = 0,
     ) -> Tensor:
-        """Return attention's output for the new tokens; their own K/V is stored already.
+        """Return attention's output for the new tokens, whose own K/V is stored already.
 
-        Causal: a token attends to itself and to those before it, with a `window` to the
-        last `window` of these, itself included, and to the first `sinks` of the sequence.
-        `scale` is 1 / sqrt(head_dim) unless given.
+        Attention is causal: a token attends to itself and to the tokens before it; with a
+        `window`, only to the last `window` of these, itself included, and to the first
+        `sinks` of the sequence. `scale` is 1 / sqrt(head_dim) unless given.
         """
 
     @abstractmethod
+    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the memory of K and of V of all blocks of a layer, not copies.
+
+        `[blocks, kv_heads, block_size, head_dim]` and `[..., value_dim]`.
+        """
+
     def read(self, layer: int, table: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
         """Return copies of K and V of the first `tokens` tokens in the blocks of `table`.
 
         `[tokens, kv_heads, head_dim]` and `[tokens, kv_heads, value_dim]`.
         """
+        ids = self._block_ids(table)
+        keys, values = (
+            # [table, kv_heads, block_size, width] to [table * block_size, kv_heads, width]
+            part[ids].swapaxes(1, 2).reshape(-1, part.shape[1], part.shape[3])[:tokens]
+            for part in self.layer_blocks(layer)
+        )
+        return keys, values
 
-    @abstractmethod
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy whole blocks, `(source, target)`, in all layers: copy-on-write."""
+        """Copy whole blocks, `(source, target)`, in all layers: copy-on-write.
 
-    @abstractmethod
-    def swap_out(self, blocks: Sequence[int]) -> Tensor:
-        """Return a copy of `blocks`, all layers, in host memory."""
+        All sources are read before a target is written.
+        """
+        both = list(pairs)
+        if not both:
+            return
+        sources, targets = map(self._block_ids, zip(*both, strict=True))
+        for part in self._all_blocks():
+            part[targets] = part[sources]
 
-    @abstractmethod
-    def swap_in(self, host: Tensor, blocks: Sequence[int]) -> None:
-        """Put what `swap_out` returned into `blocks`, as many as came out."""
+    def swap_out(self, blocks: Sequence[int]) -> Any:
+        """Return a copy of `blocks`, all layers, in host memory, for `swap_in` alone.
 
-    @abstractmethod
+        Unless overridden, the copy is in the memory of the blocks themselves.
+        """
+        ids = self._block_ids(blocks)
+        return [part[ids] for part in self._all_blocks()]
+
+    def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
+        """Write what `swap_out` returned into `blocks`, as many as came out."""
+        ids = self._block_ids(blocks)
+        for part, content in zip(self._all_blocks(), host, strict=True):
+            part[ids] = content
+
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
         """Set every number of `blocks` (None: of all) to `value`: 0 clears, NaN poisons."""
+        ids = slice(None) if blocks is None else self._block_ids(blocks)
+        for part in self._all_blocks():
+            part[ids] = value
 
-    @abstractmethod
     def memory(self) -> DeviceMemory:
-        """Return what the device's memory holds."""
+        """Return what the device's memory holds: only the pool is known, unless overridden."""
+        return DeviceMemory(self.layout.bytes if self.layout else 0, None, None)
 
     def synchronize(self) -> None:
-        """Wait until everything asked for so far is done. Nothing, unless overridden."""
+        """Wait until all submitted work is done. Does nothing unless overridden."""
+
+    def _block_ids(self, blocks: Sequence[int]) -> Tensor:
+        """Return block ids as an index tensor, `[blocks]`."""
+        # The leading 0 keeps the ids integers where there are none.
+        return self.tensor([0, *blocks])[1:]
+
+    def _all_blocks(self) -> Iterable[Tensor]:
+        """Yield K and V of every layer."""
+        for layer in range(self.layout.layers):
+            yield from self.layer_blocks(layer)

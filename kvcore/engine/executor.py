@@ -1,46 +1,77 @@
-"""Serve a workload on tensors: what is simulated elsewhere is computed here."""
+"""The executor that computes the steps of the serving loop on tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
 from typing import Any, Literal, NoReturn, Unpack
 
+import attrs
+
 from kvcore.cache import BlockPool, Ids, KVCache
-from kvcore.engine.backend import Backend, Rows, Tensor, TensorLayout
-from kvcore.engine.generator import AttendOptions, Generator, TokenStep
+from kvcore.engine.backend import Backend, Tensor, TensorLayout
+from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.generator import AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import policy_error
 from kvcore.request import Key
-from kvcore.serving import Batch, Job, LatencyModel
+from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
-from kvcore.serving.decode_batch import Decoders
-from kvcore.serving.executor import SimulatedExecutor
+from kvcore.serving.latency import SimulatedExecutor
 from kvcore.units import PS_PER_NS
 
 Clock = Literal["model", "wall"]
+"""Clock of a run: the latency model's, or the wall clock of this machine."""
+
+
+@attrs.frozen
+class _ScheduledSequence:
+    """What one step computes of one job; the batch has a column for each of these.
+
+    Attributes:
+        job, stream: the job, and the token ids of its request.
+        block_table, context: as in `RaggedBatch`.
+        position: position of the first new token in the sequence.
+        token_ids: the new tokens.
+        output_index: as in `RaggedBatch`.
+    """
+
+    job: Job
+    stream: TokenStream
+    block_table: Ids
+    context: int
+    position: int
+    token_ids: list[int]
+    output_index: int | None
 
 
 class TensorExecutor:
     """Computes every step: a generator's K/V in the blocks of a backend.
 
-    The rows of a step are those of its prefill chunks, in the order of the plan, then one
-    for each job that decodes. Costs O(blocks of the jobs) a step besides.
+    The batch of a step has the prefill chunks, in the order of the plan, then one token for
+    each decoding job. Costs O(blocks of the jobs) a step besides the computation.
 
     Args:
-        cache: whose block tables say where K/V lies.
-        generator, backend: what computes, and where; neither may be in use.
-        latency: how long a step takes by the model's clock, and what schedulers ask.
-        dtype, clock, stop_at_eos, seed: as for `run`.
+        cache: the cache whose block tables say where K/V lies.
+        generator: computes K/V and next tokens; must not be in use.
+        backend: stores K/V and computes attention; must not be in use.
+        latency: gives the duration of a step under the model's clock, and the estimates
+            that schedulers ask for.
+        dtype: dtype of the computation, one of `TENSOR_DTYPES`.
+        clock: `model` or `wall`, as for `run`.
+        stop_at_eos: whether a text ends at an end-of-text token; wall clock only.
+        seed: seed of token ids and samples.
 
     Attributes:
-        streams: the tokens of the requests that have run, by id.
-        measured: the steps so far, under the wall clock.
+        streams: token ids of the requests that have run, by request id.
+        measured: duration of each step so far, under the wall clock.
 
     Raises:
-        InputError, StorageError: as `run` does.
+        InputError: the arguments do not fit one another, or the generator or the backend
+            cannot compute in `dtype` or in this shape.
+        StorageError: the weights or the pool do not fit into the device's memory.
     """
 
     name = "run"
@@ -63,68 +94,89 @@ class TensorExecutor:
         self.latency = latency
         self._timed = SimulatedExecutor(latency)
         self.plugins = (latency, generator, backend)
-        self.ended: list[tuple[Job, int]] = []
-        self.named: list[tuple[Job, Sequence[Key]]] = []
         self.streams: dict[int | str, TokenStream] = {}
         self.measured: list[MeasuredStep] = []
         self._cache = cache
-        self._size = cache.geometry.block_size
         self._generator, self._backend = generator, backend
         self._wall = clock == "wall"
-        self._ends = generator.ends if stop_at_eos else frozenset()
+        self._eos_token_ids = generator.eos_token_ids if stop_at_eos else frozenset()
         self._seed = seed
         generator.bind()
         backend.bind()
         generator.load(backend, dtype)
-        backend.allocate(tensor_layout(generator.spec, cache.pool.blocks, self._size, dtype))
+        block_size = cache.geometry.block_size
+        backend.allocate(tensor_layout(generator.spec, cache.pool.blocks, block_size, dtype))
 
     def run(
-        self, batch: Batch, chunks: Sequence[tuple[Job, int]], decoders: Decoders | None
-    ) -> int:
-        """Compute one step; return the picoseconds it took, by the clock of the run."""
-        began = perf_counter_ns()
-        self.ended.clear()
-        self.named.clear()
-        step = Step(self._size)
-        for job, tokens in chunks:
-            draws = job.computed + tokens == job.target and job.request.output_tokens
-            self._add(step, job, job.computed, tokens, job.generated if draws else None)
-        for job in decoders or ():
-            self._add(step, job, job.length, 1, job.generated)
-        self._take(step, self._forward(step))
-        if not self._wall:
-            return self._timed.run(batch, chunks, decoders)
-        self._backend.synchronize()
-        took = (perf_counter_ns() - began) * PS_PER_NS
-        self._measure(step, batch, took)
-        return took
+        self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Compute one step; return its duration by the clock of the run, and its effects."""
+        began_ns = perf_counter_ns()
+        sequences = [self._prefilled(job, tokens) for job, tokens in chunks]
+        sequences += [self._scheduled(job, job.length, 1, job.generated) for job in decoding]
+        ended, named = self._append(sequences, self._forward(sequences))
+        if self._wall:
+            self._backend.synchronize()
+            took_ps = (perf_counter_ns() - began_ns) * PS_PER_NS
+            self._measure(sequences, work, took_ps)
+        else:
+            took_ps = self._timed.run(work, (), ()).took_ps
+        return StepResult(took_ps, ended, named)
 
-    def lines(self, jobs: int) -> NoReturn:
-        """Refuse: every step has to be run."""
+    def decode_times(
+        self, jobs: int, context: Sequence[int], growth: Sequence[int]
+    ) -> NoReturn:
+        """Raise InputError: every step has to be computed."""
+        del context, growth
         msg = f"steps of {jobs} jobs are computed, not foreseen: run them one by one"
         raise InputError(msg)
 
-    def _add(self, step: Step, job: Job, context: int, tokens: int, draw: int | None) -> None:
-        """Add the rows of `job`: `tokens` tokens after `context` that are in its blocks."""
+    def _prefilled(self, job: Job, tokens: int) -> _ScheduledSequence:
+        """Return a chunk of a prefill; the last chunk generates a token if any is wanted."""
+        last = job.computed + tokens == job.target and job.output_tokens
+        return self._scheduled(job, job.computed, tokens, job.generated if last else None)
+
+    def _scheduled(
+        self, job: Job, position: int, tokens: int, output_index: int | None
+    ) -> _ScheduledSequence:
+        """Return what the step computes of `job`: `tokens` tokens from `position` on."""
         request, seq = job.request, job.seq
         assert seq is not None
         stream = self.streams.get(request.id)
         if stream is None:
             stream = TokenStream(request, self._generator.vocabulary, self._seed)
             self.streams[request.id] = stream
-        step.add(
+        # The table is without the blocks that a retention policy has dropped. K/V carries
+        # its position, so it is attended to alike wherever in the table it lies.
+        context = position - seq.dropped_tokens
+        blocks = -(-(context + tokens) // self._cache.geometry.block_size)
+        return _ScheduledSequence(
             job,
             stream,
-            self._cache.block_table(seq),
-            stream.between(context, context + tokens),
+            self._cache.block_table(seq)[:blocks],
             context,
-            draw,
+            position,
+            stream.token_ids(position, position + tokens),
+            output_index,
         )
 
-    def _forward(self, step: Step) -> list[int | None]:
-        """Run the generator, whose K/V goes to the backend and whose queries read it there."""
+    def _forward(self, sequences: Sequence[_ScheduledSequence]) -> list[int | None]:
+        """Run the generator over the step; its K/V goes through the backend."""
         generator = self._generator
-        plan = self._ask("plan", Rows(step.tables, step.contexts, step.lengths))
+        batch = RaggedBatch(
+            block_tables=[each.block_table for each in sequences],
+            contexts=[each.context for each in sequences],
+            lengths=[len(each.token_ids) for each in sequences],
+            token_ids=[token for each in sequences for token in each.token_ids],
+            positions=[
+                position
+                for each in sequences
+                for position in range(each.position, each.position + len(each.token_ids))
+            ],
+            output_indices=[each.output_index for each in sequences],
+            seeds=[each.stream.seed for each in sequences],
+        )
+        plan = self._call("plan", batch)
         try:
 
             def attend(
@@ -132,22 +184,19 @@ class TensorExecutor:
                 queries: Tensor,
                 keys: Tensor,
                 values: Tensor,
-                **how: Unpack[AttendOptions],
+                **options: Unpack[AttendOptions],
             ) -> Tensor:
-                self._ask("store", layer, plan, keys, values)
-                return self._ask("attend", layer, plan, queries, **how)
+                self._call("store", layer, plan, keys, values)
+                return self._call("attend", layer, plan, queries, **options)
 
-            return generator.forward(
-                TokenStep(step.tokens, step.positions, step.lengths, step.draws, step.seeds),
-                attend,
-            )
+            return generator.forward(batch, attend)
         except KvcoreError:
             raise
         except Exception as error:
             raise policy_error(generator, "forward", error) from error
 
-    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the backend; what it raises is told as its own."""
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the backend; report its exceptions as the backend's own."""
         try:
             return getattr(self._backend, method)(*arguments, **options)
         except KvcoreError:
@@ -155,41 +204,62 @@ class TensorExecutor:
         except Exception as error:
             raise policy_error(self._backend, method, error) from error
 
-    def _take(self, step: Step, drawn: Sequence[int | None]) -> None:
-        """Give the new tokens to their jobs, and say what follows from them."""
-        wanted = [draw is not None for draw in step.draws]
-        if [token is not None for token in drawn] != wanted:
-            name, count = self._generator.name, len(step.draws)
+    def _append(
+        self, sequences: Sequence[_ScheduledSequence], tokens: Sequence[int | None]
+    ) -> tuple[list[tuple[Job, int]], list[tuple[Job, Sequence[Key]]]]:
+        """Append the generated tokens to their streams.
+
+        Returns the jobs whose text has ended early, with their output tokens, and the jobs
+        that share what they generate, with the keys of newly completed blocks.
+
+        Raises:
+            PolicyError: the generator did not return one token for each sequence that
+                samples, and None for the others.
+        """
+        ended: list[tuple[Job, int]] = []
+        named: list[tuple[Job, Sequence[Key]]] = []
+        wanted = [each.output_index is not None for each in sequences]
+        if [token is not None for token in tokens] != wanted:
+            name, count = self._generator.name, len(sequences)
             msg = (
-                f"generator plugin {name!r}: forward() returned {drawn!r} for {count} "
+                f"generator plugin {name!r}: forward() returned {tokens!r} for {count} "
                 f"sequences, of which {sum(wanted)} draw: a token id for each of these, None "
                 "for the others"
             )
             raise PolicyError(msg)
-        for job, stream, token in zip(step.jobs, step.streams, drawn, strict=True):
+        for each, token in zip(sequences, tokens, strict=True):
             if token is None:
                 continue
-            token = stream.add(token)  # noqa: PLW2901 - what is known already counts
-            output = job.request.output_tokens
-            if token in self._ends and len(stream.output) < output:
+            job, stream = each.job, each.stream
+            # An output key of the request may stand for another token than the sampled one.
+            appended = stream.append(token)
+            output = job.output_tokens
+            if appended in self._eos_token_ids and len(stream.output) < output:
                 output = len(stream.output)
-                self.ended.append((job, output))
+                ended.append((job, output))
             keys = stream.new_keys(output)
             if keys:
-                self.named.append((job, keys))
+                named.append((job, keys))
+        return ended, named
 
-    def _measure(self, step: Step, batch: Batch, took: int) -> None:
-        decoding = step.contexts[len(step.contexts) - batch.decode :]
-        context = sum(decoding) + batch.decode
+    def _measure(
+        self, sequences: Sequence[_ScheduledSequence], work: StepWork, took_ps: int
+    ) -> None:
+        """Record the duration of a step with its counts, as `calibrate` reads them.
+
+        Decoding sequences are the last of the step.
+        """
+        decoding = sequences[len(sequences) - work.decode :]
+        context = sum(each.context for each in decoding) + work.decode
         line = len(self.measured) + 2
-        self.measured.append(MeasuredStep(line, batch.prefill, batch.decode, context, took))
+        self.measured.append(MeasuredStep(line, work.prefill, work.decode, context, took_ps))
 
 
 def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:
-    """Return how the K/V of a model lies in a pool of blocks.
+    """Return the layout of the K/V of a model in a pool of blocks.
 
     Raises:
-        InputError: the model stores a latent, not K/V heads.
+        InputError: the model stores a latent (MLA), not K/V heads.
     """
     if spec.latent:
         msg = (
@@ -209,7 +279,7 @@ def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> 
 
 
 def _check(cache: KVCache, generator: Generator, clock: str, *, stop_at_eos: bool) -> None:
-    """Refuse a clock or an end that is not there, and a cache that only counts blocks."""
+    """Raise InputError for an unknown clock, impossible ends, or a cache without ids."""
     msg = ""
     if clock not in ("model", "wall"):
         msg = f"clock={clock!r} is not known; there are: model, wall"
@@ -218,7 +288,7 @@ def _check(cache: KVCache, generator: Generator, clock: str, *, stop_at_eos: boo
             "stop_at_eos under the model's clock: requests there have the output they ask for, "
             "as in a simulation; take clock='wall'"
         )
-    elif stop_at_eos and not generator.ends:
+    elif stop_at_eos and not generator.eos_token_ids:
         msg = (
             f"stop_at_eos with generator {generator.name!r}, which has no token that ends a "
             "text: leave it out"
@@ -227,58 +297,3 @@ def _check(cache: KVCache, generator: Generator, clock: str, *, stop_at_eos: boo
         msg = "run with a cache that only counts blocks: make it with ids=True, or with a trace"
     if msg:
         raise InputError(msg)
-
-
-class Step:
-    """The rows of a step, as they are put together.
-
-    Attributes:
-        jobs, streams: of each sequence.
-        tables, contexts, lengths: as in `Rows`.
-        tokens, positions, draws, seeds: as in `TokenStep`.
-    """
-
-    __slots__ = (
-        *("contexts", "draws", "jobs", "lengths", "positions", "seeds", "size"),
-        *("streams", "tables", "tokens"),
-    )
-
-    def __init__(self, block_size: int) -> None:
-        """Start empty."""
-        self.size = block_size
-        self.jobs: list[Job] = []
-        self.streams: list[TokenStream] = []
-        self.tables: list[Ids] = []
-        self.contexts: list[int] = []
-        self.lengths: list[int] = []
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.draws: list[int | None] = []
-        self.seeds: list[int] = []
-
-    def add(
-        self,
-        job: Job,
-        stream: TokenStream,
-        table: Ids,
-        tokens: Sequence[int],
-        context: int,
-        draw: int | None,
-    ) -> None:
-        """Add a sequence that computes `tokens` after the `context` tokens it has.
-
-        `table` is without the blocks it has forgotten: K/V carries its position, so that it
-        is attended to alike wherever it lies.
-        """
-        assert job.seq is not None
-        kept = context - job.seq.forgotten_tokens
-        end = context + len(tokens)
-        self.jobs.append(job)
-        self.streams.append(stream)
-        self.tables.append(table[: -(-(kept + len(tokens)) // self.size)])
-        self.contexts.append(kept)
-        self.lengths.append(len(tokens))
-        self.tokens.extend(tokens)
-        self.positions.extend(range(context, end))
-        self.draws.append(draw)
-        self.seeds.append(stream.seed)

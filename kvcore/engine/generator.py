@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypedDict, Unpack
-
-import attrs
+from typing import ClassVar, Protocol, TypedDict, Unpack
 
 from kvcore.engine.backend import Backend, Tensor
+from kvcore.engine.batch import RaggedBatch
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
-
-if TYPE_CHECKING:
-    from kvcore.serving.latency import Windows
+from kvcore.serving.latency import Windows
 
 
 class AttendOptions(TypedDict, total=False):
-    """How a layer attends, as `Backend.attend` explains it; what is left out is as there."""
+    """Options of `Backend.attend`. Those left out have the defaults of that method."""
 
     scale: float | None
     window: int | None
@@ -25,7 +22,7 @@ class AttendOptions(TypedDict, total=False):
 
 
 class Attend(Protocol):
-    """What a generator is given to reach the cache."""
+    """The function through which a generator reaches the K/V cache."""
 
     def __call__(
         self,
@@ -33,42 +30,23 @@ class Attend(Protocol):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        **how: Unpack[AttendOptions],
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
-        """Store K/V of the step's tokens in the paged cache; return attention's output.
+        """Store the K/V of the step's tokens in the cache; return attention's output.
 
         Shapes and options are those of `Backend.store` and `Backend.attend`.
         """
-
-
-@attrs.frozen
-class TokenStep:
-    """The tokens of one step: a ragged batch, the rows of its sequences one after another.
-
-    Attributes:
-        tokens, positions: token ids, and their places in their sequences, a row each.
-        lengths: rows of each sequence.
-        draws: for each sequence, whether the step ends with a new token, and which one of
-            its sequence's output that is, from 0; None: it is an inner chunk of a prefill.
-        seeds: for each sequence, what its samples are drawn from.
-    """
-
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    lengths: Sequence[int]
-    draws: Sequence[int | None]
-    seeds: Sequence[int]
 
 
 class Generator(Plugin):
     """Turns tokens into K/V and next tokens, layer by layer, through a paged cache.
 
     Deterministic: what a sequence generates depends on its own tokens and seed alone, never
-    on what else is in the batch.
+    on the other sequences of a batch.
 
     Attributes:
-        backend: where its tensors live; set by `load`.
-        dtype: what it computes in, one of `TENSOR_DTYPES`.
+        backend: the backend on whose device the tensors live; set by `load`.
+        dtype: the dtype of the computation, one of `TENSOR_DTYPES`; set by `load`.
     """
 
     kind: ClassVar[str] = "generator"
@@ -79,12 +57,12 @@ class Generator(Plugin):
     @property
     @abstractmethod
     def spec(self) -> ModelSpec:
-        """The shape of the model: layers, heads, widths."""
+        """The shape of the model: layers, heads, widths. Known before `load`."""
 
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """How many token ids there are, from 0."""
+        """Number of token ids, which count from 0."""
 
     @property
     def windows(self) -> Windows:
@@ -92,31 +70,34 @@ class Generator(Plugin):
         return self.spec.windows
 
     @property
-    def ends(self) -> frozenset[int]:
-        """The token ids that end a text; none, unless overridden."""
+    def eos_token_ids(self) -> frozenset[int]:
+        """The token ids that end a text; none unless overridden."""
         return frozenset()
 
     def load(self, backend: Backend, dtype: str) -> None:
-        """Put the weights on the backend's device. Called once, before the pool is allocated.
+        """Put the weights on the backend's device. Called once, before `Backend.allocate`.
 
-        Of the backend it needs `tensor` alone.
+        Of the backend only `tensor` and `memory` may be used.
 
         Raises:
-            InputError: a dtype it cannot compute in.
+            InputError: the generator cannot compute in `dtype`.
         """
         self.backend = backend
         self.dtype = dtype
 
     @abstractmethod
-    def forward(self, step: TokenStep, attend: Attend) -> list[int | None]:
-        """Run a step; return the next token of each sequence, None where `draws` is None."""
+    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
+        """Run a step: call `attend` once in each layer, in order.
+
+        Returns the next token of each sequence, None where `batch.output_indices` is None.
+        """
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`: a word each, hashed, where there is no tokenizer."""
+        """Return the token ids of `text`: a hash of each word unless overridden."""
         from kvcore.request import word_tokens  # noqa: PLC0415 - hashing is for texts alone
 
         return word_tokens(text, self.vocabulary)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`: their ids, where there is no tokenizer."""
+        """Return the text of token ids: the ids themselves unless overridden."""
         return " ".join(map(str, tokens))

@@ -18,7 +18,7 @@ import msgspec
 import orjson
 
 from kvcore.errors import InputError, TraceError
-from kvcore.files import CutError, DamageError, decoded
+from kvcore.files import CutError, DamageError, decompressed
 from kvcore.kv_events.formats import (
     FORMATS,
     LARGEST_PAYLOAD,
@@ -305,7 +305,7 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
         if not Path(path).is_file():
             return False
         with Path(path).open("rb") as file:
-            for piece in decoded(file):
+            for piece in decompressed(file):
                 head += piece
                 if b"\n" in piece or len(head) > LARGEST_PAYLOAD:
                     break

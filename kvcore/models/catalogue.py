@@ -1,8 +1,8 @@
 """Tables of well-known models and GPUs, found by name.
 
 Models: shapes from the `config.json` their makers publish; parameters counted from those
-shapes, tensor by tensor, as `kvcore.hf_config` does (for multimodal models, the language
-model's). GPUs: the makers' data sheets; see `docs/reference/size.md`.
+shapes, tensor by tensor, as `kvcore.models.huggingface` does (for multimodal models,
+those of the language model). GPUs: the makers' data sheets; see `docs/reference/size.md`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
-
-
-Windows = tuple[int | None, ...]
 
 
 def find_model(name: str) -> ModelSpec:
@@ -50,7 +47,7 @@ def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
     raise InputError(msg)
 
 
-def interleaved(layers: int, window: int, full_every: int) -> Windows:
+def _interleaved(layers: int, window: int, full_every: int) -> tuple[int | None, ...]:
     """Return the windows of a model whose every `full_every`-th layer attends to all."""
     return tuple(None if i % full_every == 0 else window for i in range(1, layers + 1))
 
@@ -63,7 +60,7 @@ def _model(
     parameters: int,
     **more: Any,
 ) -> ModelSpec:
-    """Make a row; `heads` are query heads, K/V heads and their width."""
+    """Return a row; `heads` are query heads, K/V heads and their width."""
     query_heads, kv_heads, head_dim = heads
     return ModelSpec(
         name=name,
@@ -143,28 +140,28 @@ MODELS: Mapping[str, ModelSpec] = _by_name([
     _model("gemma-2b", 18, (8, 1, 256), 2048, 2_506_172_416),
     _model("gemma-7b", 28, (16, 16, 256), 3072, 8_537_680_896),
     _model("gemma-2-2b", 26, (8, 4, 256), 2304, 2_614_341_888,
-           windows=interleaved(26, 4096, 2)),
+           windows=_interleaved(26, 4096, 2)),
     _model("gemma-2-9b", 42, (16, 8, 256), 3584, 9_241_705_984,
-           windows=interleaved(42, 4096, 2)),
+           windows=_interleaved(42, 4096, 2)),
     _model("gemma-2-27b", 46, (32, 16, 128), 4608, 27_227_128_320,
-           windows=interleaved(46, 4096, 2)),
-    _model("gemma-3-1b", 26, (4, 1, 256), 1152, 999_885_952, windows=interleaved(26, 512, 6)),
+           windows=_interleaved(46, 4096, 2)),
+    _model("gemma-3-1b", 26, (4, 1, 256), 1152, 999_885_952, windows=_interleaved(26, 512, 6)),
     _model("gemma-3-4b", 34, (8, 4, 256), 2560, 3_880_263_168,
-           windows=interleaved(34, 1024, 6)),
+           windows=_interleaved(34, 1024, 6)),
     _model("gemma-3-12b", 48, (16, 8, 256), 3840, 11_766_034_176,
-           windows=interleaved(48, 1024, 6)),
+           windows=_interleaved(48, 1024, 6)),
     _model("gemma-3-27b", 62, (32, 16, 128), 5376, 27_009_346_304,
-           windows=interleaved(62, 1024, 6)),
+           windows=_interleaved(62, 1024, 6)),
     _model("phi-2", 32, (32, 32, 80), 2560, 2_779_683_840, **_FP16),
     _model("phi-3-mini-4k", 32, (32, 32, 96), 3072, 3_821_079_552, windows=(2047,) * 32),
     _model("phi-3-medium-128k", 40, (40, 10, 128), 5120, 13_960_238_080),
     _model("phi-4", 40, (40, 10, 128), 5120, 14_659_507_200),
     _model("phi-4-mini", 32, (24, 8, 128), 3072, 3_836_021_760),
     _model("gpt-oss-20b", 24, (64, 8, 64), 2880, 20_914_757_184,
-           windows=interleaved(24, 128, 2),
+           windows=_interleaved(24, 128, 2),
            **_moe(32, 4, 4_187_440_704, expert_dtype="mxfp4")),
     _model("gpt-oss-120b", 36, (64, 8, 64), 2880, 116_829_156_672,
-           windows=interleaved(36, 128, 2),
+           windows=_interleaved(36, 128, 2),
            **_moe(128, 4, 5_711_982_912, expert_dtype="mxfp4")),
     _model("deepseek-v2-lite", 27, (16, 16, 192), 2048, 15_706_484_224,
            **_MLA, **_moe(64, 6, 2_661_150_208)),
@@ -184,7 +181,7 @@ MODELS: Mapping[str, ModelSpec] = _by_name([
 def _device(
     name: str, memory: int, bandwidth: int, tflops: float, host_link: int
 ) -> DeviceSpec:
-    """Make a row of GB, GB/s, dense fp16 TFLOP/s and GB/s one way."""
+    """Return a row of GB, GB/s, dense fp16 TFLOP/s and GB/s one way."""
     giga = 10**9
     return DeviceSpec(
         name=name,

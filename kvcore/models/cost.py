@@ -1,8 +1,8 @@
-"""Tables of well-known models and GPUs, found by name.
+"""Roofline arithmetic: the FLOP of a prefill, the bytes of a decode step, seconds at least.
 
-Models: shapes from the `config.json` their makers publish; parameters counted from those
-shapes, tensor by tensor, as `kvcore.hf_config` does (for multimodal models, the language
-model's). GPUs: the makers' data sheets; see `docs/reference/size.md`.
+Bytes, tokens and FLOP are exact integers. Seconds are floats made by `+`, `*` and `/`
+alone, hence the same on every machine. They are bounds set by the hardware, not
+predictions: a real system is slower.
 """
 
 from __future__ import annotations
@@ -13,12 +13,6 @@ from typing import Any
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import (
-    DEVICES,
-    MODELS,
-    find_device,
-    find_model,
-)
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import (
     DeviceSpec,
@@ -27,7 +21,9 @@ from kvcore.models.spec import (
 
 
 def default_prefill_cost() -> PrefillCost:
-    """Return the cost of Llama 3 8B on one H100: what a block costs where nothing is said."""
+    """Return the cost of Llama 3 8B on one H100: the default where no model is given."""
+    from kvcore.models.catalogue import find_device, find_model  # noqa: PLC0415 - a long table
+
     return PrefillCost.of(find_model("llama-3-8b"), find_device("h100"))
 
 
@@ -75,7 +71,7 @@ def pair_flop(model: ModelSpec) -> list[tuple[int | None, int]]:
 
 
 def token_projections(prompt: int, output: int, *, cached: bool) -> int:
-    """Count how often a token is projected to keys and values to generate `output` tokens.
+    """Return how many tokens are projected to keys and values to generate `output` tokens.
 
     Each step computes one token. Without a cache it projects the whole sequence so far;
     with one (`cached`) the first step projects the prompt, and every later one the token
@@ -99,7 +95,7 @@ class PrefillCost:
     Attributes:
         token_seconds: seconds a token costs by the model's parameters.
         pair_seconds: (window, seconds an attended pair costs in the layers with it).
-        model, device: names, for the record.
+        model, device: names of both, which traces record.
     """
 
     token_seconds: float
@@ -125,15 +121,17 @@ class PrefillCost:
         return seconds
 
 
-NAMES = ("model", "device")
+_NAMES = ("model", "device")
 
 
 def cost_fields(cost: PrefillCost) -> dict[str, Any]:
-    """Return the names of model and device; with them the seconds, where these do not follow.
+    """Return a cost as JSON: the names of model and device, and the seconds if need be.
 
-    They follow of a model and a device of the catalogue.
+    Of a model and a device of the catalogue the seconds follow, and are left out.
     """
-    fields: dict[str, Any] = {name: getattr(cost, name) for name in NAMES}
+    from kvcore.models.catalogue import DEVICES, MODELS  # noqa: PLC0415 - a long table
+
+    fields: dict[str, Any] = {name: getattr(cost, name) for name in _NAMES}
     if cost.model in MODELS and cost.device in DEVICES and cost == read_cost(fields):
         return fields
     pairs = [list(pair) for pair in cost.pair_seconds]
@@ -141,13 +139,15 @@ def cost_fields(cost: PrefillCost) -> dict[str, Any]:
 
 
 def read_cost(fields: Any) -> PrefillCost:
-    """Return the cost that `cost_fields` wrote down.
+    """Return the cost that `cost_fields` has written.
 
     Raises:
-        InputError: something else, or only names, of which the catalogue does not know one.
+        InputError: the fields are something else, or names that the catalogue lacks.
     """
+    from kvcore.models.catalogue import find_device, find_model  # noqa: PLC0415 - a long table
+
     try:
-        model, device = (fields[name] for name in NAMES)
+        model, device = (fields[name] for name in _NAMES)
         if "token_seconds" not in fields:
             return PrefillCost.of(find_model(model), find_device(device))
         pairs = tuple((window, float(seconds)) for window, seconds in fields["pair_seconds"])

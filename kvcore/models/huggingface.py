@@ -1,4 +1,4 @@
-"""Read a model's shape from a Hugging Face `config.json`, and count its parameters.
+"""The shape and the parameters of a model, from a Hugging Face `config.json`.
 
 The count is exact, tensor by tensor, for the language model (not for a vision tower, nor
 for layers that predict further tokens).
@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import attrs
 
-from kvcore.errors import InputError
-from kvcore.models.spec import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, ModelSpec
+from kvcore.errors import InputError, shorten
+from kvcore.models.spec import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ModelSpec
 
 _ALIASES = {
     "hidden_size": "n_embd",
@@ -26,33 +26,26 @@ _ALIASES = {
     "torch_dtype": "dtype",
 }
 
-
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
-
 
 _NAMES = ", ".join(_DTYPES)
 
-
 _QUANTISED = {"fp8": "fp8", "fbgemm_fp8": "fp8", "int4": "int4", "int8": "int8"}
 
-
 _MOST = {
-    "num_hidden_layers": MOST_LAYERS,
-    "n_routed_experts": MOST_EXPERTS,
-    "num_experts": MOST_EXPERTS,
-    "num_local_experts": MOST_EXPERTS,
+    "num_hidden_layers": MAX_LAYERS,
+    "n_routed_experts": MAX_EXPERTS,
+    "num_experts": MAX_EXPERTS,
+    "num_local_experts": MAX_EXPERTS,
 }
-
-
-_LONGEST = 40
 
 
 _SHARED_FIELDS = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 
 
 @attrs.frozen
-class Config:
-    """The fields of a config file, read with errors that name file and field."""
+class _Config:
+    """The fields of a config file; errors name file and field."""
 
     path: Path
     fields: Mapping[str, Any]
@@ -60,28 +53,30 @@ class Config:
     defaults: Mapping[str, Any] = attrs.field(factory=dict)
 
     def refuse(self, name: str, problem: str) -> NoReturn:
-        """Raise the error that says what is wrong with field `name`."""
+        """Raise the error which says that field `name` has this problem."""
         msg = f"{self.path}: field '{self.prefix}{name}' {problem}"
         raise InputError(msg)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field, under its other name if need be; null counts as left out."""
+        """Return a field, under either of its names; null counts as left out."""
         for key in (name, _ALIASES.get(name)):
             if self.fields.get(key or name) is not None:
                 return self.fields[key or name]
         return self.defaults.get(name, default)
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer field that must be `least` or more, and of a model's size."""
+        """Return an integer field, from `least` up to the largest that a model may have."""
         value = self.get(name, default)
         if value is None:
             also = f" (and so is '{_ALIASES[name]}')" if name in _ALIASES else ""
             self.refuse(name, f"is missing{also}")
         if type(value) is not int or value < least:
-            self.refuse(name, f"must be an integer of at least {least}, not {_cut(value)}")
-        most = _MOST.get(name, MOST_WIDTH)
+            self.refuse(
+                name, f"must be an integer of at least {least}, not {shorten(repr(value))}"
+            )
+        most = _MOST.get(name, MAX_WIDTH)
         if value > most:
-            self.refuse(name, f"must be at most {most:,}, not {_cut(value)}")
+            self.refuse(name, f"must be at most {most:,}, not {shorten(repr(value))}")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -99,17 +94,12 @@ class Config:
         return value
 
 
-def _cut(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
 def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
     """Read the model that a Hugging Face `config.json` describes.
 
     Args:
         path: the file, or the folder with a `config.json`, after which the model is named.
-        dtype: of the weights, in place of what the file says.
+        dtype: type of the weights, instead of the one in the file.
 
     Raises:
         InputError: a file that cannot be read, an unknown type of model, a field that is
@@ -161,7 +151,7 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
         raise InputError(msg) from None
 
 
-def _open(path: Path) -> tuple[Config, Family]:
+def _open(path: Path) -> tuple[_Config, _Family]:
     if path.is_dir():
         path /= "config.json"
     try:
@@ -175,11 +165,11 @@ def _open(path: Path) -> tuple[Config, Family]:
     if not isinstance(fields, dict):
         msg = f"{path}: expected a JSON object, as in a Hugging Face config.json"
         raise InputError(msg)
-    config = Config(path, fields)
+    config = _Config(path, fields)
     text = fields.get("text_config")
     if isinstance(text, dict):
         shared = {name: fields[name] for name in _SHARED_FIELDS if name in fields}
-        config = Config(path, shared | text, "text_config.")
+        config = _Config(path, shared | text, "text_config.")
     kind = config.get("model_type")
     if kind is None:
         config.refuse("model_type", "is missing")
@@ -190,9 +180,9 @@ def _open(path: Path) -> tuple[Config, Family]:
 
 
 def _parameters(
-    config: Config, family: Family, kv_heads: int, head_dim: int
+    config: _Config, family: _Family, kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """Count the parameters outside the routed experts, and those of one in all its layers."""
+    """Return the parameters outside the routed experts, and of one expert in all layers."""
     layers = config.count("num_hidden_layers")
     hidden = config.count("hidden_size")
     vocabulary = config.count("vocab_size")
@@ -229,7 +219,7 @@ def _parameters(
     return total, sparse * mlp(width)
 
 
-def _attention(config: Config, family: Family, kv_heads: int, head_dim: int) -> int:
+def _attention(config: _Config, family: _Family, kv_heads: int, head_dim: int) -> int:
     hidden = config.count("hidden_size")
     heads = config.count("num_attention_heads")
     says = config.flag("attention_bias")
@@ -240,7 +230,7 @@ def _attention(config: Config, family: Family, kv_heads: int, head_dim: int) -> 
     return total + 2 * head_dim * family.qk_norm + heads * family.sinks
 
 
-def _latent_attention(config: Config) -> int:
+def _latent_attention(config: _Config) -> int:
     hidden = config.count("hidden_size")
     heads = config.count("num_attention_heads")
     rank = config.count("kv_lora_rank")
@@ -256,8 +246,8 @@ def _latent_attention(config: Config) -> int:
     return total + heads * value * hidden
 
 
-def _sparse_layers(config: Config, family: Family) -> int:
-    """Count the layers that have experts."""
+def _sparse_layers(config: _Config, family: _Family) -> int:
+    """Return the number of layers that have experts."""
     if not family.experts:
         return 0
     dense = config.items("mlp_only_layers")
@@ -270,7 +260,7 @@ def _sparse_layers(config: Config, family: Family) -> int:
     )
 
 
-def _windows(config: Config, family: Family) -> tuple[int | None, ...]:
+def _windows(config: _Config, family: _Family) -> tuple[int | None, ...]:
     layers = config.count("num_hidden_layers")
     if family.windows is None or config.get("sliding_window") is None:
         return (None,) * layers
@@ -297,7 +287,7 @@ def _windows(config: Config, family: Family) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _dtypes(config: Config) -> tuple[str, str]:
+def _dtypes(config: _Config) -> tuple[str, str]:
     """Return the dtypes of the weights and of the routed experts' weights."""
     dtype = _DTYPES.get(str(config.get("torch_dtype")).removeprefix("torch."))
     quantised = config.get("quantization_config")
@@ -329,8 +319,8 @@ def _dtypes(config: Config) -> tuple[str, str]:
 
 
 @attrs.frozen(kw_only=True)
-class Family:
-    """What the models of one `model_type` have in common.
+class _Family:
+    """The properties that all models of one `model_type` share.
 
     Attributes:
         norms, final_norms: norm vectors of `hidden_size` in each layer, and after the last.
@@ -375,16 +365,15 @@ _BIASED: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": Tr
 
 _QWEN_2: dict[str, Any] = {"qkv_bias": True, "output_bias": False, "windows": False}
 
-
 _TIED = {"tie_word_embeddings": True}
 
 
-FAMILIES: Mapping[str, Family] = {
-    "deepseek_v2": Family(mla=True, experts="n_routed_experts"),
-    "deepseek_v3": Family(mla=True, experts="n_routed_experts", router_bias=True),
-    "gemma": Family(defaults=_TIED),
-    "gemma2": Family(norms=4, windows=True, full_every=2, defaults=_TIED),
-    "gemma3_text": Family(
+FAMILIES: Mapping[str, _Family] = {
+    "deepseek_v2": _Family(mla=True, experts="n_routed_experts"),
+    "deepseek_v3": _Family(mla=True, experts="n_routed_experts", router_bias=True),
+    "gemma": _Family(defaults=_TIED),
+    "gemma2": _Family(norms=4, windows=True, full_every=2, defaults=_TIED),
+    "gemma3_text": _Family(
         norms=4,
         qk_norm=True,
         windows=True,
@@ -398,7 +387,7 @@ FAMILIES: Mapping[str, Family] = {
             "max_position_embeddings": 131_072,
         },
     ),
-    "gpt2": Family(
+    "gpt2": _Family(
         norms=4,
         final_norms=2,
         gated=False,
@@ -407,7 +396,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_TIED | {"torch_dtype": "float32"},
         **_BIASED,
     ),
-    "gpt_oss": Family(
+    "gpt_oss": _Family(
         sinks=True,
         experts="num_local_experts",
         expert_width="intermediate_size",
@@ -417,15 +406,15 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"torch_dtype": "bfloat16"},
         **_BIASED,
     ),
-    "llama": Family(mlp_bias=None),
-    "mistral": Family(windows=True),
-    "mixtral": Family(
+    "llama": _Family(mlp_bias=None),
+    "mistral": _Family(windows=True),
+    "mixtral": _Family(
         experts="num_local_experts", expert_width="intermediate_size", windows=True
     ),
-    "phi": Family(final_norms=2, gated=False, head_bias=True, **_BIASED),
-    "phi3": Family(windows=True),
-    "qwen2": Family(**_QWEN_2),
-    "qwen2_moe": Family(experts="num_experts", **_QWEN_2),
-    "qwen3": Family(qk_norm=True, windows=False),
-    "qwen3_moe": Family(qk_norm=True, experts="num_experts", windows=False),
+    "phi": _Family(final_norms=2, gated=False, head_bias=True, **_BIASED),
+    "phi3": _Family(windows=True),
+    "qwen2": _Family(**_QWEN_2),
+    "qwen2_moe": _Family(experts="num_experts", **_QWEN_2),
+    "qwen3": _Family(qk_norm=True, windows=False),
+    "qwen3_moe": _Family(qk_norm=True, experts="num_experts", windows=False),
 }

@@ -1,4 +1,4 @@
-"""A model on its devices: how much memory they leave for K/V, and how many blocks that is."""
+"""Memory of K/V: the bytes of a block, and the blocks that fit beside the weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from math import ceil
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES
 from kvcore.models.spec import (
     KV_DTYPES,
     DeviceSpec,
     ModelSpec,
-    _count,
     bytes_of,
+    count_field,
 )
 from kvcore.units import DECIMAL, format_bytes
 
@@ -23,11 +22,12 @@ USABLE = Fraction(9, 10)
 """The share of a device's memory that weights and K/V may take; the rest is for activations."""
 
 
-SHOWN = 3
+_SUGGESTIONS = 3
+"""How many other devices an error names at most."""
 
 
 def kv_copies(model: ModelSpec, devices: int) -> Fraction:
-    """Return how many times K/V is held when a model's heads are divided by `devices`.
+    """Return how many copies of the K/V are kept when its heads are divided among `devices`.
 
     The device with the most heads decides: 8 heads lie on 4 devices once, on 3 devices, of
     which one has 3, as if 9 were held, and on 16 twice. A latent (MLA) has no heads, so
@@ -43,9 +43,9 @@ class Deployment:
     """One copy of a model: weights and K/V heads divided by a few equal devices.
 
     Attributes:
-        layout: the model, and how its K/V lies in blocks.
-        device: each of the devices.
-        devices: how many there are (the degree of tensor parallelism).
+        layout: the model, and the layout of its K/V in blocks.
+        device: the type of each device.
+        devices: number of devices (the degree of tensor parallelism).
 
     Raises:
         InputError: no device at all.
@@ -56,13 +56,13 @@ class Deployment:
     devices: int = 1
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a deployment on nothing."""
+        """Refuse a deployment on no device."""
         if self.devices < 1:
             msg = f"{self.layout.model.name} on {self}: give at least 1 device"
             raise InputError(msg)
 
     def __str__(self) -> str:
-        """Return the devices as people write them: `4 x h100`."""
+        """Return the number and type of the devices: `4 x h100`."""
         return f"{self.devices} x {self.device.name}"
 
     @property
@@ -98,13 +98,15 @@ class Deployment:
         return blocks
 
     def _remedy(self) -> str:
-        """Say on how many of these devices it would fit, or on which others."""
+        """Return a sentence with devices on which the model would fit."""
+        from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
+
         least = self.layout.model.weight_bytes // int(USABLE * self.device.hbm_bytes) + 1
         more = (attrs.evolve(self, devices=count) for count in (least, least + 1))
         other = (attrs.evolve(self, device=device) for device in DEVICES.values())
         fitting = [
             *[str(one) for one in more if one.blocks_in(one.kv_bytes)][:1],
-            *[str(one) for one in other if one.blocks_in(one.kv_bytes)][:SHOWN],
+            *[str(one) for one in other if one.blocks_in(one.kv_bytes)][:_SUGGESTIONS],
         ]
         if not fitting:
             return "Take a smaller model, or smaller blocks"
@@ -113,22 +115,22 @@ class Deployment:
 
 @attrs.frozen
 class KVLayout:
-    """How a model's K/V is laid out in blocks, and what that takes.
+    """The layout of a model's K/V in blocks, and the bytes that it takes.
 
     Scales of quantised K/V are not counted.
 
     Attributes:
-        model: whose K/V.
-        dtype: of a stored number, one of `KV_DTYPES`.
-        block_size: tokens a block holds, in all layers.
+        model: the model.
+        dtype: type of a stored number, one of `KV_DTYPES`.
+        block_size: tokens in a block, which holds their K/V of all layers.
 
     Raises:
-        InputError: a dtype K/V is not kept in, or a block of no tokens.
+        InputError: the dtype is none of K/V, or a block would hold no tokens.
     """
 
     model: ModelSpec
     dtype: str = attrs.field(default="fp16")
-    block_size: int = _count(default=16)
+    block_size: int = count_field(default=16)
 
     @dtype.validator
     def _known(self, _: object, value: str) -> None:
@@ -183,7 +185,7 @@ class KVLayout:
         return max(0, budget) // self.request_bytes(tokens)
 
     def _kept(self, tokens: int) -> list[tuple[int, int]]:
-        """Return (tokens kept, number of layers that keep so many)."""
+        """Return pairs of the tokens that a layer keeps, and the number of such layers."""
         kept = Counter(tokens if w is None else min(tokens, w) for w in self.model.windows)
         return list(kept.items())
 

@@ -1,9 +1,4 @@
-"""Memory and roofline arithmetic: what K/V costs, how much of it fits, how fast it can go.
-
-Bytes, tokens and FLOP are exact integers. Seconds are floats made by `+`, `*` and `/`
-alone, hence the same on every machine. They are bounds set by the hardware, not
-predictions: a real system is slower.
-"""
+"""Models and GPUs by their numbers: layers, heads and parameters; memory, bandwidth, FLOP/s."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ from typing import Any
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.units import INT64_LIMIT
 
 # Bytes of 32 numbers: a block of MXFP4 has 32, and one byte of scale.
 _BYTES_OF_32 = {
@@ -27,25 +23,14 @@ _BYTES_OF_32 = {
 
 
 WEIGHT_DTYPES = tuple(_BYTES_OF_32)
-
-
 KV_DTYPES = WEIGHT_DTYPES[:-1]
 
-
 # Far above any model there is, and low enough that no product of them takes long.
-MOST_LAYERS = 100_000
-
-
-MOST_EXPERTS = 10_000
-
-
-MOST_WIDTH = 2**31 - 1
-
-
-MOST_PARAMETERS = 2**60
-
-
-MOST = 2**63 - 1
+MAX_LAYERS = 100_000
+MAX_EXPERTS = 10_000
+MAX_WIDTH = 2**31 - 1
+MAX_PARAMETERS = 2**60
+MAX_COUNT = INT64_LIMIT - 1
 
 
 def bytes_of(numbers: int, dtype: str) -> int:
@@ -68,8 +53,8 @@ def _in_range(instance: Any, attribute: attrs.Attribute[int], value: int) -> Non
         raise InputError(msg)
 
 
-def _count(most: int = MOST, **default: Any) -> Any:
-    """Make a field of a number from 1 to `most`."""
+def count_field(most: int = MAX_COUNT, **default: Any) -> Any:
+    """Return an attrs field for a number from 1 to `most`."""
     return attrs.field(validator=_in_range, metadata={"most": most}, **default)
 
 
@@ -79,20 +64,21 @@ def _same_as(name: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer, as far as memory and arithmetic go.
+    """The shape of a decoder-only transformer, which determines its memory and FLOP.
 
     Attributes:
-        name: what it is called.
+        name: name of the model.
         layers: transformer layers, each with K/V of its own.
         query_heads, kv_heads: attention heads, and the K/V heads they share.
         head_dim, value_dim: width of a query or key head, and of a value head.
         hidden_size: width of the residual stream.
-        parameters: all parameters, embeddings included.
-        active_parameters: those a token uses: all but the experts it is not routed to.
-        dtype: of the weights, as released.
-        experts, experts_per_token: routed experts of a layer, and how many a token takes.
-        expert_dtype: of the routed experts' weights, where it differs from `dtype`.
-        windows: how many tokens each layer attends to at most; None: all.
+        parameters: number of all parameters, embeddings included.
+        active_parameters: number of those that a token uses: all but the experts it is not
+            routed to.
+        dtype: type of the weights, as released.
+        experts, experts_per_token: routed experts of a layer, and those that a token takes.
+        expert_dtype: type of the routed experts' weights, where it differs from `dtype`.
+        windows: attention window of each layer in tokens; None: all tokens.
         latent: under multi-head latent attention (MLA), the numbers a layer stores per token
             in place of the K/V heads: compressed K/V and rotary key. Otherwise 0.
 
@@ -102,14 +88,14 @@ class ModelSpec:
     """
 
     name: str
-    layers: int = _count(MOST_LAYERS)
-    query_heads: int = _count(MOST_WIDTH)
-    kv_heads: int = _count(MOST_WIDTH)
-    head_dim: int = _count(MOST_WIDTH)
-    value_dim: int = _count(MOST_WIDTH, default=_same_as("head_dim"))
-    hidden_size: int = _count(MOST_WIDTH)
-    parameters: int = _count(MOST_PARAMETERS)
-    active_parameters: int = _count(MOST_PARAMETERS, default=_same_as("parameters"))
+    layers: int = count_field(MAX_LAYERS)
+    query_heads: int = count_field(MAX_WIDTH)
+    kv_heads: int = count_field(MAX_WIDTH)
+    head_dim: int = count_field(MAX_WIDTH)
+    value_dim: int = count_field(MAX_WIDTH, default=_same_as("head_dim"))
+    hidden_size: int = count_field(MAX_WIDTH)
+    parameters: int = count_field(MAX_PARAMETERS)
+    active_parameters: int = count_field(MAX_PARAMETERS, default=_same_as("parameters"))
     dtype: str = "bf16"
     experts: int = 0
     experts_per_token: int = 0
@@ -117,14 +103,14 @@ class ModelSpec:
     windows: tuple[int | None, ...] = attrs.field(
         # Fields are checked after they are all made: bounded here as well.
         default=attrs.Factory(
-            lambda self: (None,) * min(self.layers, MOST_LAYERS), takes_self=True
+            lambda self: (None,) * min(self.layers, MAX_LAYERS), takes_self=True
         ),
         repr=lambda windows: repr(dict(Counter(windows))),
     )
     latent: int = 0
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a model that contradicts itself."""
+        """Refuse counts that contradict one another."""
         problem = None
         if self.query_heads % self.kv_heads:
             problem = f"{self.query_heads} query heads cannot share {self.kv_heads} K/V heads"
@@ -132,10 +118,10 @@ class ModelSpec:
             problem = f"{len(self.windows)} attention windows for {self.layers} layers"
         elif any(window is not None and window < 1 for window in self.windows):
             problem = "an attention window must be at least 1 token"
-        elif not 0 <= self.latent <= MOST_WIDTH:
-            problem = f"latent must be 0 to {MOST_WIDTH:,}, not {self.latent}"
-        elif self.experts > MOST_EXPERTS:
-            problem = f"experts must be at most {MOST_EXPERTS:,}, not {self.experts}"
+        elif not 0 <= self.latent <= MAX_WIDTH:
+            problem = f"latent must be 0 to {MAX_WIDTH:,}, not {self.latent}"
+        elif self.experts > MAX_EXPERTS:
+            problem = f"experts must be at most {MAX_EXPERTS:,}, not {self.experts}"
         elif not 0 <= self.experts_per_token <= self.experts:
             problem = f"a token cannot take {self.experts_per_token} of {self.experts} experts"
         elif self.active_parameters > self.parameters:
@@ -150,7 +136,7 @@ class ModelSpec:
 
     @property
     def attention(self) -> str:
-        """Name the way K/V is shared: `MHA`, `GQA`, `MQA` or `MLA`."""
+        """The way query heads share K/V: `MHA`, `GQA`, `MQA` or `MLA`."""
         if self.latent:
             return "MLA"
         if self.kv_heads == self.query_heads:
@@ -180,13 +166,13 @@ class ModelSpec:
     def weight_bytes_read(self, sequences: int) -> int:
         """Return the bytes of weights a decode step of `sequences` sequences reads.
 
-        Experts are read once however many sequences take them; which ones, is taken to be
-        uniform and independent, so a share of `1 - (1 - k/E) ** sequences` of them is read.
+        An expert is read once, for all sequences that take it. Sequences are assumed to take
+        experts uniformly and independently, so `1 - (1 - k/E) ** sequences` of them are read.
         """
         experts = bytes_of(self.expert_parameters, self.expert_dtype)
         if not experts:
             return self._shared_bytes
-        # Past so many sequences less than a byte is left out: (1 - k/E)^n < exp(-nk/E).
+        # Beyond this many sequences less than a byte is left out: (1 - k/E)^n < exp(-nk/E).
         enough = experts.bit_length() * self.experts // self.experts_per_token
         if sequences > enough:
             return self._shared_bytes + experts
@@ -199,7 +185,7 @@ class ModelSpec:
         return attrs.evolve(self, dtype=dtype, expert_dtype=dtype)
 
     def with_window(self, window: int) -> ModelSpec:
-        """Return the model with no layer attending to more than `window` tokens."""
+        """Return the model with the attention of every layer limited to `window` tokens."""
         windows = tuple(window if w is None else min(w, window) for w in self.windows)
         return attrs.evolve(self, windows=windows)
 
@@ -209,8 +195,8 @@ class DeviceSpec:
     """A GPU, by its data sheet.
 
     Attributes:
-        name: what it is called.
-        hbm_bytes: memory.
+        name: name of the GPU.
+        hbm_bytes: bytes of memory.
         bandwidth: bytes/s between memory and the processors.
         flops: dense FLOP/s in fp16 or bf16 on the matrix units.
         host_link: bytes/s between host and device, one way.
@@ -220,7 +206,7 @@ class DeviceSpec:
     """
 
     name: str
-    hbm_bytes: int = _count()
-    bandwidth: int = _count()
-    flops: int = _count()
-    host_link: int = _count()
+    hbm_bytes: int = count_field()
+    bandwidth: int = count_field()
+    flops: int = count_field()
+    host_link: int = count_field()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KINDS = {
     "eviction": "kvcore_eviction_policies",
-    "prefix": "kvcore_prefix_caches",
+    "prefix": "kvcore_prefix_indexes",
     "retention": "kvcore_retention_policies",
     "scheduler": "kvcore_schedulers",
     "latency": "kvcore_latency_models",
@@ -198,17 +198,8 @@ class Plugins:
         for kind in KINDS:
             for name, (cls, origin) in sorted(self._find(kind).items()):
                 reason = _unavailable(cls)
-                infos.append(
-                    PluginInfo(
-                        kind=kind,
-                        name=name,
-                        distribution=origin.distribution,
-                        version=origin.version,
-                        module=cls.__module__,
-                        usable=reason is None,
-                        reason=reason,
-                    )
-                )
+                place = origin.distribution, origin.version, cls.__module__
+                infos.append(PluginInfo(kind, name, *place, reason is None, reason))
         return infos
 
     def _enabled(self) -> Iterator[tuple[Origin, EntryPoint]]:

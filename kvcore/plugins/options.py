@@ -180,13 +180,7 @@ def _type_of(cls: type[Plugin], option: Option) -> Any:
 
 
 # What an annotation may say although its module imports it for type checkers alone.
-_NAMES: dict[str, Any] = {
-    "Any": Any,
-    "Literal": Literal,
-    "Optional": Optional,
-    "Path": Path,
-    "Union": Union,
-}
+_NAMES = {"Any": Any, "Literal": Literal, "Optional": Optional, "Path": Path, "Union": Union}
 
 
 # Ordered: the members of a union are tried in this order, so that `str` is the last resort.

@@ -190,7 +190,7 @@ def _name(axis: Axis, low: float, high: float, label: str, sign: str) -> None:
 
 def _title(report: CurvesReport) -> str:
     curves, source = report.curves, report.curves.workload
-    return f"{source.name}, {counted(source.requests, 'request')}, {curves.count} counting"
+    return f"{source.name}, {counted(source.requests, 'request')}, {curves.accounting} counting"
 
 
 def _dense(low: int, high: int) -> list[int]:
@@ -229,7 +229,7 @@ class CurvesReport:
         if self.empty:
             requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\nNothing in them has a key to look up."
-        told = looked_up(source, curves.lookup_blocks, curves.block_size, curves.count)
+        told = looked_up(source, curves.lookup_blocks, curves.block_size, curves.accounting)
         return f"{told}\nThe share of these that hit, by the size of the pool."
 
     @property
@@ -279,7 +279,7 @@ class CurvesReport:
         curves = self.curves
         document = {
             "workload": attrs.asdict(curves.workload),
-            "count": curves.count,
+            "count": curves.accounting,
             "block_size": curves.block_size,
             "weighting": "block",
             "lookup_blocks": curves.lookup_blocks,
@@ -315,7 +315,7 @@ class CurvesReport:
         The options are one column, as JSON. An empty cell is no value.
         """
         curves = self.curves
-        about = curves.workload.name, curves.count, curves.block_size
+        about = curves.workload.name, curves.accounting, curves.block_size
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for curve in curves.curves:

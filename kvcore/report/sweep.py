@@ -14,7 +14,7 @@ import orjson
 from kvcore.analysis import Belady
 from kvcore.analysis.sweep import Row, Sweep
 from kvcore.errors import InputError, PluginError
-from kvcore.files import WholeFile, part_of
+from kvcore.files import AtomicFile, part_path
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import counted
 from kvcore.units import format_bytes, format_number, format_seconds
@@ -137,7 +137,7 @@ class SweepReport:
         return any(row.get("share_of_optimum") is not None for row in self.sweep.rows)
 
     def _best(self, rows: list[Row]) -> Iterator[str]:
-        """Yield who is best by each measure, and how good that is."""
+        """Yield the best policies by each measure, and the value of the measure."""
         candidates = [row for row in rows if not _is_bound(row)] or rows
         best: list[Row] = []
         for measure in self._measures:
@@ -193,7 +193,7 @@ def write_table(sweep: Sweep, path: Path) -> None:
     """Write the rows of a sweep to a file: CSV, JSON or Parquet (extra `lab`) by its name.
 
     The file appears when it is whole. What a killed sweep has left of it is removed: call
-    this while the journal is open, so that nobody else is writing it.
+    this while the journal is open, so that no other process writes it.
 
     Raises:
         InputError, PluginError: as `check_table`, or it cannot be opened for writing.
@@ -201,9 +201,9 @@ def write_table(sweep: Sweep, path: Path) -> None:
     """
     check_table(path)
     data = WRITERS[path.suffix](sweep)
-    if part_of(path) != path:
-        part_of(path).unlink(missing_ok=True)
-    raw = WholeFile(path, str(path))
+    if part_path(path) != path:
+        part_path(path).unlink(missing_ok=True)
+    raw = AtomicFile(path, str(path))
     try:
         with io.BufferedWriter(raw) as file:
             file.write(data)
@@ -263,4 +263,4 @@ def _written(name: str, row: Row) -> str:
 
 
 def _is_bound(row: Row) -> bool:
-    return str(row["eviction"]).partition(":")[0] == Belady.name
+    return str(row["eviction"]).partition(":")[0] in Belady.names

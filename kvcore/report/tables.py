@@ -65,10 +65,10 @@ class ComparisonReport:
         if not infinite.lookup_blocks:
             requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\n{self._nothing()}"
-        size, count = self.comparison.rows[0].block_size, self.comparison.count
+        size, accounting = self.comparison.rows[0].block_size, self.comparison.accounting
         brackets = "; in brackets, the share of the optimum's hits" if ranked else ""
         return (
-            f"{looked_up(source, infinite.lookup_blocks, size, count)}\n"
+            f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
             f"The share of these that hit, by {by}{brackets}."
         )
 
@@ -112,7 +112,7 @@ class ComparisonReport:
 
     def _nothing(self) -> str:
         keys = "The requests have no keys"
-        if self.comparison.count != "keys":
+        if self.comparison.accounting != "keys":
             keys += ", or none that fills a block"
         return f"{keys}: there is nothing to look up."
 
@@ -209,7 +209,7 @@ def write_csv(comparison: Comparison, file: TextIO) -> None:
     writer.writeheader()
     for row in comparison.rows:
         fields: dict[str, Any] = {name: getattr(row, name, None) for name in CSV_COLUMNS}
-        fields |= {"workload": comparison.workload.name, "count": comparison.count}
+        fields |= {"workload": comparison.workload.name, "count": comparison.accounting}
         fields |= {f"hit_ratio_{kind}": ratio for kind, ratio in row.hit_ratio.items()}
         writer.writerow(fields | {"options": json.dumps(row.options)})
 

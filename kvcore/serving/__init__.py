@@ -1,25 +1,37 @@
 """The serving loop: continuous batching under a clock, simulated or on tensors."""
 
-from kvcore.serving.batching import Batching
-from kvcore.serving.latency import Batch, LatencyModel, Line, Windows
+from kvcore.serving.batcher import Batching
+from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.result import Result
-from kvcore.serving.scheduler import DecodeSteps, Job, LoopState, Scheduler, Server, StepPlan
+from kvcore.serving.result import HitRatio, Result
+from kvcore.serving.scheduler import (
+    DecodeSteps,
+    Job,
+    LoopState,
+    Scheduler,
+    ServiceTimes,
+    StepPlan,
+)
 from kvcore.serving.simulate import simulate
+from kvcore.serving.stats import Fragmentation, Percentiles
 
 __all__ = [
-    "Batch",
     "Batching",
     "DecodeSteps",
+    "Fragmentation",
+    "HitRatio",
     "Job",
     "LatencyModel",
-    "Line",
+    "LinearPiece",
     "LoopState",
+    "Percentiles",
     "Result",
     "Scheduler",
-    "Server",
+    "ServiceTimes",
     "ServingLoop",
     "StepPlan",
+    "StepResult",
+    "StepWork",
     "Windows",
     "simulate",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
 from heapq import heappop, heappush
 
@@ -28,6 +28,8 @@ class Arrivals:
 
     Attributes:
         next_at: when (ns) the next request arrives that is known of, or NEVER.
+        following: requests that wait for the end of another one, with their place in the
+            workload, by the id of the other one.
 
     Raises:
         InputError: a rate that is not positive; while reading: an arrival before the one
@@ -48,23 +50,22 @@ class Arrivals:
         self._last = 0
         self._closed = False
         self._due: list[tuple[int, int, Request]] = []
-        self._following: dict[int | str, list[tuple[int, Request]]] = {}
+        self.following: dict[int | str, list[tuple[int, Request]]] = {}
         self._read()
         self.next_at = self._due[0][0] if self._due else NEVER
 
-    def until(self, now: int) -> Iterator[tuple[int, Request]]:
-        """Take the requests that arrive up to `now` (ns), with their times."""
+    def take(self) -> tuple[int, Request]:
+        """Remove and return the next request, with its time of arrival (ns)."""
         due = self._due
-        while due and due[0][0] <= now:
-            at, _, request = heappop(due)
-            if request.after is None:
-                self._read()
-            self.next_at = due[0][0] if due else NEVER
-            yield at, request
+        at, _, request = heappop(due)
+        if request.after is None:
+            self._read()
+        self.next_at = due[0][0] if due else NEVER
+        return at, request
 
     def ended(self, request: Request, now: int) -> None:
-        """Learn that `request` has ended: those that come after it can be sent."""
-        followers = self._following.pop(request.id, None)
+        """Called when `request` has ended: schedules the requests that come after it."""
+        followers = self.following.pop(request.id, None)
         if followers is not None:
             for place, follower in followers:
                 self._enter(now + follower.think_time, place, follower)
@@ -72,7 +73,7 @@ class Arrivals:
 
     def check_all_came(self) -> None:
         """Raise InputError if requests wait for one that never ends."""
-        for awaited, ((_, first), *_) in self._following.items():
+        for awaited, ((_, first), *_) in self.following.items():
             known = awaited in self._session_of
             why = "in the end waits for it" if known else "is not in the workload"
             msg = f"request {first.id!r} comes after request {awaited!r}, which {why}"
@@ -103,7 +104,7 @@ class Arrivals:
                         f"request {request.after!r} of session {session!r}: give both the same"
                     )
                     raise InputError(msg)
-                self._following.setdefault(request.after, []).append((place, request))
+                self.following.setdefault(request.after, []).append((place, request))
                 continue
             if self._scaled:
                 at = int(at / self._scale)

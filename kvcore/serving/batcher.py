@@ -1,4 +1,4 @@
-"""Preemptions: written down, and watched for going round in circles."""
+"""Continuous batching: which jobs run, wait and are preempted, as a scheduler decides."""
 
 from __future__ import annotations
 
@@ -6,81 +6,177 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import Any, TypeAlias
+from math import ceil
+from typing import Any, Literal, TypeAlias
+
+import attrs
 
 from kvcore.cache import EvictionPolicy, KVCache
-from kvcore.errors import OutOfBlocks, PolicyError
+from kvcore.errors import InputError, PolicyError
 from kvcore.plugins import find_override, policy_error
-from kvcore.serving.batching import Batching
-from kvcore.serving.contiguous import growth_in
-from kvcore.serving.decode_batch import Decoders
-from kvcore.serving.latency import ServiceTimes
+from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.scheduler import (
     DECODE,
+    DONE,
     PAUSED,
     PREFILL,
     WAITING,
     Job,
     LoopState,
     Scheduler,
+    ServiceTimes,
     StepPlan,
 )
 
-PATIENCE = 100
+
+@attrs.frozen(kw_only=True)
+class Batching:
+    """The limits of continuous batching.
+
+    Attributes:
+        max_tokens: tokens of a step: one for each sequence that decodes, the rest prefill.
+        max_seqs: sequences that prefill or decode at a time.
+        chunked: whether a prompt may be computed over several steps. If not, one for which
+            decoding leaves too little of `max_tokens` is a step's only prefill.
+        steps: `mixed` steps prefill and decode together; `prefill-first` lets decoding
+            wait while there is anything to prefill.
+        watermark: share of the blocks that an admission must leave free or evictable for
+            those that run already to grow into.
+
+    Raises:
+        InputError: a limit that lets nothing run.
+    """
+
+    max_tokens: int = 8192
+    max_seqs: int = 256
+    chunked: bool = True
+    steps: Literal["mixed", "prefill-first"] = "mixed"
+    watermark: float = 0.01
+
+    def __attrs_post_init__(self) -> None:
+        """Check the limits."""
+        msg = ""
+        if type(self.max_tokens) is not int or type(self.max_seqs) is not int:
+            msg = (
+                f"max_tokens={self.max_tokens!r} and max_seqs={self.max_seqs!r}: give whole "
+                "numbers"
+            )
+        elif self.max_seqs < 1 or self.max_tokens < self.max_seqs:
+            msg = (
+                f"max_tokens={self.max_tokens} and max_seqs={self.max_seqs}: a step has a "
+                "token for each sequence, so give at least 1 sequence, and no fewer tokens"
+            )
+        elif self.steps not in ("mixed", "prefill-first"):
+            msg = f"steps={self.steps!r} is not known; there are: mixed, prefill-first"
+        elif type(self.chunked) is not bool:
+            msg = f"chunked={self.chunked!r} must be True or False"
+        elif type(self.watermark) not in (int, float):
+            msg = f"watermark={self.watermark!r} is no number: give 0 or more, below 1"
+        elif not 0 <= self.watermark < 1:
+            msg = (
+                f"watermark={self.watermark} is no share of the blocks: give 0 or more, below 1"
+            )
+        if msg:
+            raise InputError(msg)
+
+    def reserved_blocks(self, blocks: int) -> int:
+        """Return how many of the `blocks` blocks of a pool the watermark keeps."""
+        return ceil(self.watermark * blocks)
+
+
+Entry: TypeAlias = tuple[Any, bool, int, Job]
+"""(rank, whether it holds no blocks, order of arrival, the job): what the queue sorts by."""
+
+_SLACK = 4
+"""Entries that the heap may hold for each waiting job before it is rebuilt."""
+
+
+class WaitingQueue:
+    """Waiting jobs: a heap by rank, and the order in which they queued up.
+
+    Among equals jobs that hold blocks go first, then those that arrived first. An eviction
+    policy that defines `on_queued` or `on_dequeued` is called.
+    """
+
+    __slots__ = ("_entries", "_eviction", "_heap", "_on_dequeued", "_on_queued")
+
+    def __init__(self, eviction: EvictionPolicy) -> None:
+        """Create an empty queue, of which `eviction` is notified."""
+        self._entries: OrderedDict[Job, Entry] = OrderedDict()
+        self._heap: list[Entry] = []
+        self._eviction = eviction
+        self._on_queued = find_override(eviction, "on_queued")
+        self._on_dequeued = find_override(eviction, "on_dequeued")
+
+    def __len__(self) -> int:
+        """Return the number of waiting jobs."""
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Job]:
+        """Yield the jobs in the order in which they queued up, the preempted ones first."""
+        return iter(self._entries)
+
+    def __contains__(self, job: object) -> bool:
+        """Return True if `job` waits."""
+        return job in self._entries
+
+    def push(self, job: Job, now: int, *, front: bool = False) -> None:
+        """Add `job` by its rank, or rank it anew; at the front of the order of entry."""
+        entry = (job.rank, job.stage != PAUSED, job.serial, job)
+        if self._on_queued is not None and job not in self._entries:
+            try:
+                self._on_queued(job.known_request(), now, front=front)
+            except Exception as error:
+                raise policy_error(self._eviction, "on_queued", error) from error
+        self._entries[job] = entry
+        if front:
+            self._entries.move_to_end(job, last=False)
+        # An entry that a job had before stays in the heap, and is dropped when it surfaces.
+        heap = self._heap
+        heappush(heap, entry)
+        if len(heap) > _SLACK * (len(self._entries) + _SLACK):
+            heap[:] = self._entries.values()
+            heapify(heap)
+
+    def head(self) -> Job | None:
+        """Return the first job in rank; None without jobs."""
+        heap, entries = self._heap, self._entries
+        while heap:
+            entry = heap[0]
+            if entries.get(entry[3]) is entry:
+                return entry[3]
+            heappop(heap)
+        return None
+
+    def remove(self, job: Job, now: int) -> None:
+        """Remove `job`."""
+        del self._entries[job]
+        if self._on_dequeued is not None:
+            try:
+                self._on_dequeued(job.known_request(), now)
+            except Exception as error:
+                raise policy_error(self._eviction, "on_dequeued", error) from error
+
+
+_PATIENCE = 100
 """Preemptions without a new token that are no livelock yet, besides ten for each job."""
 
 
-class Preemptions:
-    """Counts preemptions, and those since the last new token.
+class Batcher:
+    """Carries out the decisions of the scheduler.
+
+    A job goes from `waiting` to `running`; a pause or a lack of blocks takes it back to
+    `waiting`, with its blocks (then it is in `paused` too) or without them.
 
     Attributes:
-        barren: how many there were without a new token: many are a livelock.
-    """
-
-    __slots__ = ("_cache", "_scheduler", "barren")
-
-    def __init__(self, cache: KVCache, scheduler: Scheduler) -> None:
-        """Take where they are written down, and who is to blame."""
-        self._cache = cache
-        self._scheduler = scheduler
-        self.barren = 0
-
-    def record(self, job: Job, how: str, now: int, sake: Job | None, jobs: int) -> None:
-        """PREEMPT: write down that `job`, one of `jobs`, loses its seat or its blocks.
-
-        Raises:
-            PolicyError: nothing but preemption happens any more.
-        """
-        self.barren += 1
-        trace, seq = self._cache.trace, job.seq
-        if trace is not None and seq is not None:
-            whom = {} if sake is None else {"for": sake.request.id}
-            trace.line("PREEMPT", now, request=job.request.id, seq=seq.id, how=how, **whom)
-        if self.barren > PATIENCE + 10 * jobs:
-            pool = self._cache.pool
-            msg = (
-                f"livelock at {now} ns: {self.barren} preemptions without a new token, the "
-                f"last of request {job.request.id!r}; {jobs} requests run or wait for "
-                f"{pool.blocks} blocks, of which {pool.free} are free. Scheduler "
-                f"{self._scheduler.name!r} orders them differently every time it is asked: a "
-                "running job's priority may only improve"
-            )
-            raise PolicyError(msg)
-
-
-class Seats:
-    """Carries out what the scheduler decides.
-
-    Attributes:
-        waiting: jobs without a seat, in scheduler order.
-        running: jobs with a seat, in order of admission.
+        waiting: waiting jobs, in scheduler order.
+        running: running jobs, in order of admission; at most `max_seqs`.
         paused: jobs off the batch that keep their blocks; they are in `waiting` too.
         chunks: what the next step prefills: jobs and tokens.
         changed: whether anything has happened since the last plan.
-        preemptions: who writes them down.
         timers: when (ns) priorities of waiting jobs change by themselves, a heap.
-        refused: who was refused a seat last, if nothing has happened since.
-        growth: allocates for the jobs that generate.
+        blocked_job: the job that found no blocks last, if nothing has happened since.
+        without_progress: preemptions since the last new token: many are a livelock.
     """
 
     def __init__(
@@ -88,28 +184,39 @@ class Seats:
         cache: KVCache,
         scheduler: Scheduler,
         batching: Batching,
-        decoders: Decoders,
+        batch: DecodeBatch,
+        allocator: DecodeAllocator,
         server: ServiceTimes,
     ) -> None:
-        """Start with all seats free."""
-        self.waiting = Waiting(cache.eviction)
+        """Create a batcher without jobs.
+
+        Args:
+            cache: the cache, for its trace and the blocks that are available.
+            scheduler: the scheduler, attached to `server`.
+            batching: the limits of a step.
+            batch: the jobs that decode.
+            allocator: the blocks of all jobs.
+            server: what `plan` of the scheduler may ask.
+        """
+        self.waiting = WaitingQueue(cache.eviction)
         self.running: dict[Job, None] = {}
         self.paused: dict[Job, None] = {}
         self.chunks: list[tuple[Job, int]] = []
         self.changed = True
-        self.growth = growth_in(cache, decoders)
+        self.timers: list[tuple[int, int, Job]] = []
+        self.blocked_job: Job | None = None
+        self.without_progress = 0
         self._cache = cache
         self._scheduler = scheduler
         self._batching = batching
-        self._decoders = decoders
+        self._batch = batch
+        self._steps = batch.steps
+        self._allocator = allocator
         self._server = server
         self._mixed = batching.steps == "mixed"
-        self._spare = batching.spare(cache.pool.blocks)
+        self._reserve = batching.reserved_blocks(cache.pool.blocks)
         self._prefilling: dict[Job, None] = {}
-        self.refused: Job | None = None
         self._victims: set[Job] = set()
-        self.timers: list[tuple[int, int, Job]] = []
-        self.preemptions = Preemptions(cache, scheduler)
         self._ranks = not find_override(scheduler, "plan")
         self._changes_at = find_override(scheduler, "changes_at")
         self._queued = find_override(scheduler, "queued")
@@ -117,7 +224,7 @@ class Seats:
         self._finished = find_override(scheduler, "finished")
 
     def queue(self, job: Job, now: int, *, front: bool = False) -> None:
-        """Let `job` wait for a seat."""
+        """Add `job` to the waiting ones."""
         if self._ranks:
             self._rank(job, now)
         try:
@@ -129,14 +236,16 @@ class Seats:
         self.changed = True
 
     def plan(self, now: int) -> bool:
-        """Allocate what the next decode step needs, and say who prefills: `chunks`.
+        """Allocate what the next decode step needs, and fill `chunks` with its prefill.
 
-        Returns whether anything has happened since the last plan, growing aside.
+        Return True if anything but growth has happened since the last plan.
         """
         self.chunks = []
         while self.timers and self.timers[0][0] <= now:
             self._rank_again(heappop(self.timers)[2], now)
-        if self._mixed and not self.growth.next_step(now):
+        # The running go before the waiting: first the blocks of the next decode step, then
+        # admissions. Where prefill goes first it is the other way round, without prefill.
+        if self._mixed:
             self._grow(now)
         if self.changed and (self._prefilling or self.waiting):
             self._admit(now)
@@ -145,36 +254,43 @@ class Seats:
         if self._victims:
             self._victims.clear()
             if not self.running:
-                self._decoders.grown = self._decoders.steps.count + self._mixed
+                # All that ran were preempted: start again, with the blocks they gave up.
+                self._allocator.allocated_until = self._steps.count + self._mixed
                 self._admit(now)
                 if not (self._mixed or self.chunks):
                     self._grow(now)
         changed, self.changed = self.changed, False
-        if not self._decoders.jobs:
-            self._decoders.grown = self._decoders.steps.count
+        if not self._batch.size:
+            # Jobs that join by a prefill have no blocks for their first decode step yet.
+            self._allocator.allocated_until = self._steps.count
         return changed
 
-    def prefilled(self, job: Job) -> None:
-        """Learn that the prefill of `job` is done, which gives it a token."""
-        del self._prefilling[job]
-        self.preemptions.barren = 0
-
-    def computed(self) -> None:
-        """Learn that more is committed: who was refused may hit more now."""
-        self.refused = None
+    def computed(self, done: Iterable[Job] = ()) -> None:
+        """Record that blocks were committed, and that the jobs `done` have been prefilled."""
+        for job in done:
+            del self._prefilling[job]
+            self.without_progress = 0
+        self.blocked_job = None  # it may hit more now
         self.changed = True
 
-    def leave(self, job: Job, now: int) -> None:
-        """Take the seat of a job that is done."""
+    def finish(self, job: Job, now: int) -> None:
+        """Give back the slot and the blocks of `job`, which has all its tokens."""
+        length = job.request.prompt_tokens + job.output_tokens - 1
+        self._allocator.close(job, now, length if job.stage == DECODE else None)
+        job.stage = DONE
         del self.running[job]
-        self.refused = None
+        self.blocked_job = None
         self.changed = True
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
 
     def _grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
-        while not self.growth.next_step(now):
+        step = self._steps.count
+        if not self._batch.size:
+            self._allocator.allocated_until = step + 1
+            return
+        while self._allocator.allocated_until <= step and not self._allocator.next_step(now):
             self._recompute(self._last(now), now)
 
     def _admit(self, now: int) -> None:
@@ -188,7 +304,9 @@ class Seats:
         offers = self._offers(now)
         budget = self._batching.max_tokens
         if self._mixed:
-            budget -= self._decoders.jobs
+            budget -= self._batch.size
+        # Two sequences are merged: prompts that are being computed, and waiting jobs. The
+        # former go first, unless the scheduler is preemptive and the head is before them.
         while budget > 0:
             if ongoing and not (preemptive and self._head_before(ongoing[-1], now)):
                 job = ongoing.pop()
@@ -196,7 +314,7 @@ class Seats:
                     budget -= self._allot(job, budget)
                 continue
             offered = next(offers, None)
-            if offered is not None and self._seat(offered, budget, now):
+            if offered is not None and self._schedule(offered, budget, now):
                 budget -= self._allot(offered, budget)
             elif ongoing:
                 offers, preemptive = iter(()), False
@@ -204,7 +322,7 @@ class Seats:
                 break
 
     def _allot(self, job: Job, budget: int) -> int:
-        """Give `job` its share of the step's tokens, and return it."""
+        """Add the share of `job` in the step's tokens to `chunks`, and return it."""
         if job.stage == DECODE:
             return int(self._mixed)
         tokens = job.target - job.computed
@@ -217,7 +335,7 @@ class Seats:
         return tokens
 
     def _offers(self, now: int) -> Iterator[Job]:
-        """Yield who is to be offered a seat, in scheduler order; pause who is to lose one."""
+        """Yield waiting jobs in scheduler order; pause those that the plan pauses."""
         if self._ranks:
             return iter(self.waiting.head, None)
         state = LoopState(
@@ -225,7 +343,7 @@ class Seats:
             self.waiting,
             list(self.running),
             self._batching.max_seqs - len(self.running),
-            self._cache.room,
+            self._cache.available_blocks,
             self._server,
         )
         plan: StepPlan = self._call("plan", self._scheduler.plan, state)
@@ -235,7 +353,7 @@ class Seats:
             raise PolicyError(msg)
         for job in self._each(plan.pause):
             if job not in self.running:
-                self._refuse_plan(job, "paused", "no seat")
+                self._refuse_plan(job, "paused", "is not running")
             self._pause(job, now)
         return self._checked(plan)
 
@@ -246,18 +364,20 @@ class Seats:
             yield job
 
     def _checked(self, plan: StepPlan) -> Iterator[Job]:
+        """Yield the jobs that `plan` admits, which must be waiting."""
         for job in self._each(plan.admit):
             if job not in self.waiting:
-                self._refuse_plan(job, "admitted", "a seat already")
+                self._refuse_plan(job, "admitted", "is not waiting")
             yield job
 
     def _head_before(self, other: Job, now: int) -> bool:
+        """Return True if the first waiting job goes before `other`."""
         head = self.waiting.head() if self._ranks else None
         return head is not None and bool(head.rank < self._priority(other, now))
 
-    def _seat(self, job: Job, budget: int, now: int) -> bool:
-        """Give `job` a seat if there is one, or one can be taken, and there is room."""
-        if job is self.refused or job in self._victims:
+    def _schedule(self, job: Job, budget: int, now: int) -> bool:
+        """Make `job` run if a slot is or can be made free, and it finds its blocks."""
+        if job is self.blocked_job or job in self._victims:
             return False
         if not (self._batching.chunked or self._in_one(job, budget, now)):
             return False
@@ -265,14 +385,15 @@ class Seats:
             last = self._behind(job, now)
             if last is None:
                 return False
+            # Asked before the pause: it would be for nothing if the blocks are missing.
             if not self._fits(job, now):
-                self.refused = job
+                self.blocked_job = job
                 return False
             self._pause(last, now, job)
         take = self._resume if job.stage == PAUSED else self._open
         while not take(job, now):
             if not self._make_room(job, now):
-                self.refused = job
+                self.blocked_job = job
                 return False
         self.waiting.remove(job, now)
         self.running[job] = None
@@ -281,17 +402,17 @@ class Seats:
         return True
 
     def _in_one(self, job: Job, budget: int, now: int) -> bool:
-        """Say whether the step has the tokens `job` needs, if these must come in one step."""
+        """Return True if `budget` is enough for `job`, whose prefill must be one chunk."""
         if not self.chunks or job.stage == PAUSED:
             return True
         return self._to_prefill(job, now) <= budget
 
     def _to_prefill(self, job: Job, now: int) -> int:
-        """Return how many tokens a job without blocks has to compute: what does not hit."""
-        return job.target - self._server.probe(job.request, now)
+        """Return how many tokens a job without blocks has to compute: those that do not hit."""
+        return job.target - self._server.probe(job.known_request(), now)
 
     def _behind(self, job: Job, now: int) -> Job | None:
-        """Return the running job that is last in order, if it must give its seat to `job`."""
+        """Return the running job that is last in order, if `job` may take its slot."""
         if not (self._ranks and self._scheduler.preemptive):
             return None
         # A running job has only come forward since it was ranked.
@@ -301,31 +422,28 @@ class Seats:
         return None if last is None or not job.rank < ranks[last][0] else last
 
     def _fits(self, job: Job, now: int) -> bool:
-        """Say whether there is room for `job` beside those that hold blocks. Pure."""
+        """Return True if `job` would find its blocks beside all jobs that hold some. Pure."""
         if job.seq is not None:
-            return not self._lacks(job) or self.growth.room_for(job.seq)
-        return self.growth.fits(job, now, self._spare)
+            return not self._missing_slots(job) or self._allocator.can_extend(job.seq)
+        return self._allocator.fits(job, now, self._reserve)
 
-    def _lacks(self, job: Job) -> int:
+    def _missing_slots(self, job: Job) -> int:
         """Return how many slots a paused job needs for the step that is allocated."""
         assert job.seq is not None
-        if job.prefill_left or self.growth.pending:
+        if job.prefill_left or self._allocator.allocated_until <= self._steps.count:
             return 0
         return job.length + 1 - job.seq.tokens
 
     def _open(self, job: Job, now: int) -> bool:
-        request, cache = job.request, self._cache
+        """Allocate the blocks of `job` and start its prefill; return False without blocks."""
         again = job.admitted is not None
         first = self._to_prefill(job, now) if again else None
-        spare = self._spare if self.running or self.paused else 0
-        try:
-            seq = cache.open(request, first, now, again=again, spare=spare)
-        except OutOfBlocks:
+        reserve = self._reserve if self.running or self.paused else 0
+        seq = self._allocator.open(job, first, now, reserve)
+        if seq is None:
             return False
         job.seq = seq
         job.computed = seq.computed
-        if self.growth.measured:
-            self.growth.opened(seq)
         if not again:
             job.admitted, job.hit = now, seq.computed
         job.stage = PREFILL
@@ -333,68 +451,65 @@ class Seats:
         return True
 
     def _resume(self, job: Job, now: int) -> bool:
-        """Give a paused job its seat again, and the block it needs, if it needs one."""
-        seq, cache = job.seq, self._cache
+        """Continue a paused job, with the block it needs; return False without one."""
+        seq, trace = job.seq, self._cache.trace
         assert seq is not None
-        more = self._lacks(job)
-        if more and not self.growth.room_for(seq):
+        missing = self._missing_slots(job)
+        if missing and not self._allocator.can_extend(seq):
             return False
-        if cache.trace is not None:
-            cache.trace.line("RESUME", now, request=job.request.id, seq=seq.id)
+        if trace is not None:
+            trace.resume(now, request=job.request.id, seq=seq.id)
         del self.paused[job]
         if job.prefill_left:
             job.stage = PREFILL
             self._prefilling[job] = None
             return True
-        self.growth.extend(seq, more, now)
+        self._allocator.extend(seq, missing, now)
         job.stage = DECODE
-        self._decoders.add(job, job.generated)
+        self._batch.add(job, job.generated)
         return True
 
-    def _pause(self, job: Job, now: int, sake: Job | None = None) -> None:
-        """Take `job` off the batch; it keeps its blocks."""
-        assert job.seq is not None
-        self._unseat(job)
+    def _pause(self, job: Job, now: int, requester: Job | None = None) -> None:
+        """Take `job` off the batch, perhaps for `requester`; it keeps its blocks."""
+        self._leave_batch(job)
         job.stage = PAUSED
         job.pauses += 1
         self.paused[job] = None
-        self.refused = None
-        self._record(job, "pause", now, sake)
+        self.blocked_job = None
+        self._record(job, "pause", now, requester)
         self.queue(job, now, front=True)
 
-    def _recompute(self, job: Job, now: int, sake: Job | None = None) -> None:
-        """Take all blocks of `job`; it will compute them again."""
-        seq = job.seq
-        assert seq is not None
+    def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
+        """Take all blocks of `job`, perhaps for `requester`; it will compute them again."""
         if job.stage == PAUSED:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
-            self._unseat(job)
-        self._record(job, "recompute", now, sake)
-        if self.growth.measured:
-            self.growth.closing(job)
-        self._cache.close(seq, now)
+            self._leave_batch(job)
+        self._record(job, "recompute", now, requester)
+        self._allocator.close(job, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         job.recomputes += 1
         self.queue(job, now, front=True)
-        self.refused = None
+        self.blocked_job = None
         self._victims.add(job)
 
-    def _unseat(self, job: Job) -> None:
+    def _leave_batch(self, job: Job) -> None:
+        """Stop the prefill or the decoding of `job`."""
         if job.stage == DECODE:
-            self._decoders.remove(job)
-            self.growth.settle(job)
+            self._batch.remove(job)
+            self._allocator.settle(job)
         else:
             del self._prefilling[job]
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
         del self.running[job]
 
     def _make_room(self, job: Job, now: int) -> bool:
-        """Take the blocks of the last in order for `job`, if nothing else will ever free any.
+        """Preempt the last in order for `job`, if nothing else will ever free any blocks.
 
-        That is when nothing runs and what holds blocks is paused; return whether it was so.
+        That is so when no job runs and the jobs that hold blocks are paused. Return whether
+        one was preempted.
         """
         if self.running or not self.paused:
             return False
@@ -413,11 +528,38 @@ class Seats:
 
         return max(chain(self.running, self.paused), key=order)
 
-    def _record(self, job: Job, how: str, now: int, sake: Job | None) -> None:
+    def _record(
+        self, job: Job, how: Literal["pause", "recompute"], now: int, requester: Job | None
+    ) -> None:
+        """PREEMPT: record that `job` loses its slot or its blocks.
+
+        Raises:
+            PolicyError: livelock: nothing but preemption happens any more.
+        """
+        self.without_progress += 1
+        trace, seq = self._cache.trace, job.seq
+        if trace is not None and seq is not None:
+            trace.preempt(
+                now,
+                request=job.request.id,
+                seq=seq.id,
+                how=how,
+                requester=None if requester is None else requester.request.id,
+            )
         jobs = len(self.running) + len(self.waiting)
-        self.preemptions.record(job, how, now, sake, jobs)
+        if self.without_progress > _PATIENCE + 10 * jobs:
+            pool = self._cache.pool
+            msg = (
+                f"livelock at {now} ns: {self.without_progress} preemptions without a new "
+                f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "
+                f"for {pool.blocks} blocks, of which {pool.free_blocks} are free. Scheduler "
+                f"{self._scheduler.name!r} orders them differently every time it is asked: a "
+                "running job's priority may only improve"
+            )
+            raise PolicyError(msg)
 
     def _rank(self, job: Job, now: int) -> None:
+        """Ask for the priority of a waiting job, and when to ask again."""
         try:
             job.rank = self._scheduler.priority(job, now)
         except Exception as error:
@@ -428,94 +570,25 @@ class Seats:
                 heappush(self.timers, (max(due, now + 1), job.serial, job))
 
     def _rank_again(self, job: Job, now: int) -> None:
+        """TIMER: rank `job` anew, if it still waits."""
         if job in self.waiting and self._ranks:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
 
     def _priority(self, job: Job, now: int) -> Any:
+        """Return the priority of `job` at this moment."""
         return self._call("priority", self._scheduler.priority, job, now)
 
     def _call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the scheduler; raise PolicyError if it fails."""
         try:
             return function(*arguments)
         except Exception as error:
             raise policy_error(self._scheduler, method, error) from error
 
-    def _refuse_plan(self, job: Job, what: str, state: str) -> None:
+    def _refuse_plan(self, job: Job, what: str, why: str) -> None:
+        """Refuse a plan that cannot be carried out."""
         name = self._scheduler.name
-        msg = f"scheduler plugin {name!r}: plan() {what} {job!r}, which has {state}"
+        msg = f"scheduler plugin {name!r}: plan() {what} {job!r}, which {why}"
         raise PolicyError(msg)
-
-
-Entry: TypeAlias = tuple[Any, bool, int, Job]
-
-
-SLACK = 4
-"""How many entries the heap may hold for each job that waits, before it is made anew."""
-
-
-class Waiting:
-    """Jobs without a seat: a heap by rank, and the order in which they queued up.
-
-    Among equals those go first that hold blocks, then those that arrived first. An
-    eviction policy that wants to know who waits is told.
-    """
-
-    __slots__ = ("_entries", "_eviction", "_heap", "_on_dequeued", "_on_queued")
-
-    def __init__(self, eviction: EvictionPolicy) -> None:
-        """Start empty."""
-        self._entries: OrderedDict[Job, Entry] = OrderedDict()
-        self._heap: list[Entry] = []
-        self._eviction = eviction
-        self._on_queued = find_override(eviction, "on_queued")
-        self._on_dequeued = find_override(eviction, "on_dequeued")
-
-    def __len__(self) -> int:
-        """Return how many wait."""
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Job]:
-        """Yield the jobs in the order in which they queued up, the preempted ones first."""
-        return iter(self._entries)
-
-    def __contains__(self, job: object) -> bool:
-        """Say whether `job` waits."""
-        return job in self._entries
-
-    def push(self, job: Job, now: int, *, front: bool = False) -> None:
-        """Put `job` in by its rank, anew if it is there; at the front of the order of entry."""
-        entry = (job.rank, job.stage != PAUSED, job.serial, job)
-        if self._on_queued is not None and job not in self._entries:
-            try:
-                self._on_queued(job.request, now, front=front)
-            except Exception as error:
-                raise policy_error(self._eviction, "on_queued", error) from error
-        self._entries[job] = entry
-        if front:
-            self._entries.move_to_end(job, last=False)
-        heap = self._heap
-        heappush(heap, entry)
-        if len(heap) > SLACK * (len(self._entries) + SLACK):
-            heap[:] = self._entries.values()
-            heapify(heap)
-
-    def head(self) -> Job | None:
-        """Return the first in rank."""
-        heap, entries = self._heap, self._entries
-        while heap:
-            entry = heap[0]
-            if entries.get(entry[3]) is entry:
-                return entry[3]
-            heappop(heap)
-        return None
-
-    def remove(self, job: Job, now: int) -> None:
-        """Take `job` out."""
-        del self._entries[job]
-        if self._on_dequeued is not None:
-            try:
-                self._on_dequeued(job.request, now)
-            except Exception as error:
-                raise policy_error(self._eviction, "on_dequeued", error) from error

@@ -1,4 +1,4 @@
-"""Fitting the `linear` latency model to measured steps."""
+"""The fit of the `linear` latency model to measured steps, and the files of these steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from typing import Any, TextIO
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, picoseconds
+from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, PS_PER_S, picoseconds
 from kvcore.workloads.files import lines
 
 NAMES = ("step", "prefill", "decode", "context")
-"""The coefficients: what a step takes by itself, and for one of each of `COUNTS`."""
-
-
-SECOND = NS_PER_S * PS_PER_NS
+"""The coefficients: the time of an empty step, and of one of each of `COUNTS`."""
 
 
 @attrs.frozen
 class Residual:
-    """How a fitted time differs from the measured one.
+    """The difference of a fitted time from the measured one.
 
     Attributes:
         step: the measured step.
@@ -46,7 +43,7 @@ class Residual:
 
 @attrs.frozen
 class Calibration:
-    """The `linear` latency model that fits measured steps best, and how well it does.
+    """The `linear` latency model that fits measured steps best, and the errors of the fit.
 
     Attributes:
         coefficients: picoseconds, by name.
@@ -61,23 +58,23 @@ class Calibration:
     @property
     def spec(self) -> str:
         """The latency model as the command line takes it."""
-        options = (f"{name}={ps / SECOND!r}" for name, ps in self.coefficients.items())
+        options = (f"{name}={ps / PS_PER_S!r}" for name, ps in self.coefficients.items())
         return f"linear:{','.join(options)}"
 
     @property
     def rms(self) -> float:
         """Root of the mean squared error, in seconds."""
-        return sqrt(self._squares / len(self.residuals)) / SECOND
+        return sqrt(self._squares / len(self.residuals)) / PS_PER_S
 
     @property
     def mean(self) -> float:
         """Mean absolute error, in seconds."""
-        return sum(abs(r.error) for r in self.residuals) / len(self.residuals) / SECOND
+        return sum(abs(r.error) for r in self.residuals) / len(self.residuals) / PS_PER_S
 
     @property
     def largest(self) -> float:
         """Largest absolute error, in seconds."""
-        return max(abs(r.error) for r in self.residuals) / SECOND
+        return max(abs(r.error) for r in self.residuals) / PS_PER_S
 
     @property
     def mean_relative(self) -> float:
@@ -190,11 +187,11 @@ def _listed(names: list[str]) -> str:
 
 
 COUNTS = ("prefill_tokens", "decode_sequences", "context_tokens")
-"""Columns that say what a step computed."""
+"""Columns with the work of a step."""
 
 
 SECONDS = "seconds"
-"""The column that says how long it took."""
+"""The column with the time of a step."""
 
 
 SHORTEST, LONGEST = 1e-12, 1e6
@@ -202,14 +199,14 @@ SHORTEST, LONGEST = 1e-12, 1e6
 
 @attrs.frozen
 class MeasuredStep:
-    """A row of a CSV file: what a step computed, and how long that took.
+    """A row of a CSV file: the work of a step, and the time that it took.
 
     Attributes:
-        line: where it stands, from 1.
-        prefill: prompt tokens.
-        decode: sequences that generated a token.
-        context: tokens these attended to, of all sequences together.
-        time: picoseconds.
+        line: number of the line in the file, from 1.
+        prefill: number of prompt tokens.
+        decode: number of sequences that generated a token.
+        context: number of tokens that these attended to, of all sequences together.
+        time: time of the step in picoseconds.
     """
 
     line: int
@@ -220,7 +217,7 @@ class MeasuredStep:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """What it computed, in the order of `COUNTS`."""
+        """The work of the step, in the order of `COUNTS`."""
         return self.prefill, self.decode, self.context
 
 
@@ -257,7 +254,7 @@ def read_steps(path: Path) -> list[MeasuredStep]:
 
 
 def write_steps(file: TextIO, steps: Iterable[MeasuredStep]) -> None:
-    """Write steps as `read_steps` reads them, times to the nanosecond."""
+    """Write steps in the format of `read_steps`, with times to the nanosecond."""
     file.write(",".join((*COUNTS, SECONDS)) + "\n")
     for step in steps:
         seconds, rest = divmod(step.time // PS_PER_NS, NS_PER_S)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
-
-import attrs
 
 from kvcore.cache import KVCache, Sequence
-from kvcore.cache.refusals import refuse_stranger
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
-from kvcore.serving.allocator import Growth
-from kvcore.serving.decode_batch import Decoders
+from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.fragmentation import MeasuredAllocator
 from kvcore.serving.latency import StepTimes
 from kvcore.serving.scheduler import Job
 
-Allocation: TypeAlias = Literal["paged", "contiguous"]
-
 
 class AddressSpace:
-    """Slots from 0 to `size` - 1, lent in contiguous pieces: first fit.
+    """Slots from 0 to `size` - 1, allocated in contiguous pieces: first fit.
 
     A piece is cut from the lower end of the first hole that is long enough; a piece that
     comes back joins the holes beside it. Every call costs O(holes), and there is at most
@@ -38,7 +32,7 @@ class AddressSpace:
     __slots__ = ("free", "holes", "size")
 
     def __init__(self, size: int) -> None:
-        """Start as one hole."""
+        """Create a space of `size` free slots: one hole."""
         self.size = self.free = size
         self.holes = [(0, size)]
 
@@ -48,7 +42,7 @@ class AddressSpace:
         return max((end - start for start, end in self.holes), default=0)
 
     def take(self, length: int) -> int:
-        """Lend `length` slots in one piece; return the first.
+        """Allocate `length` slots in one piece; return the first.
 
         Raises:
             OutOfBlocks: no hole is long enough; nothing has changed.
@@ -68,7 +62,7 @@ class AddressSpace:
         raise OutOfBlocks(msg)
 
     def give(self, start: int, length: int) -> None:
-        """Take back the piece of `length` slots that begins at `start`."""
+        """Free the piece of `length` slots that begins at `start`."""
         holes, end = self.holes, start + length
         first = last = bisect(holes, (start, start))
         if first and holes[first - 1][1] == start:
@@ -81,37 +75,31 @@ class AddressSpace:
         self.free += length
 
 
-class ContiguousCache(KVCache):
-    """A cache that reserves one piece a request: its prompt and the longest possible output.
+class ContiguousAllocator(MeasuredAllocator):
+    """Memory before paging: one piece for each request, its prompt and the longest output.
 
-    So servers allocated before paging. Growth never fails, and nothing is shared: no prefix
-    hits, no forks. There is no block, but blocks are what its size is given in, and what
-    `pool` counts (the whole ones that are free), so that it compares with a paged cache.
-
-    Args:
-        blocks, block_size: its size: so many times so many slots, of a token each.
-        max_output: the longest output that a request may ask for. One that asks for more
-            all the same gets a piece for its own.
-        key_tokens: tokens a request's block key stands for; None: `block_size`.
-
-    Attributes:
-        space: which slots are lent.
-        max_output: as given.
+    Growth never fails, and nothing is shared: no prefix hits, no forks. There are no blocks,
+    but the size is given in blocks, and the pool of `cache` counts the whole ones that are
+    free, so that runs compare with paged ones. Everything else about a sequence (its length,
+    its access) is in `cache`, to which the slots of a piece count as reserved.
 
     Source: Yu et al., "Orca", OSDI 2022, algorithm 1, which reserves a request's most tokens
     on admission.
+
+    Attributes:
+        space: which slots are taken.
+        max_output: the longest output that a request may ask for, in tokens. One that asks
+            for more all the same gets a piece for its own.
     """
 
-    def __init__(
-        self, blocks: int, block_size: int, max_output: int, *, key_tokens: int | None = None
-    ) -> None:
-        prefix = resolve("prefix", None, "none")
-        super().__init__(blocks, block_size, prefix=prefix, key_tokens=key_tokens)
+    def __init__(self, cache: KVCache, batch: DecodeBatch, max_output: int) -> None:
+        """Create memory of the size of `cache`, which must be new and without prefix cache."""
+        super().__init__(cache, batch)
         self.max_output = max_output
-        self.space = AddressSpace(blocks * block_size)
+        self.space = AddressSpace(self.slots)
         self._pieces: dict[int, tuple[int, int]] = {}
 
-    def needs(self, request: Request) -> int:
+    def piece_length(self, request: Request) -> int:
         """Return the slots that `request` reserves."""
         return request.prompt_tokens + max(self.max_output, request.output_tokens)
 
@@ -119,88 +107,88 @@ class ContiguousCache(KVCache):
         """Return the first slot of `seq`, and how many it has."""
         return self._pieces[seq.id]
 
+    def never_fits(self, request: Request) -> str:
+        """Return why no piece can be long enough for `request`, or "" if one can."""
+        need, size = self.piece_length(request), self.space.size
+        if need <= size:
+            return ""
+        return (
+            f"it needs a piece of {need} slots, {request.prompt_tokens} for its prompt and "
+            f"{need - request.prompt_tokens} for the longest output; the memory has {size}"
+        )
+
+    def fits(self, job: Job, now: int, reserve: int) -> bool:
+        """Return True if there is a hole for the piece of `job`. O(holes)."""
+        del now, reserve
+        return self.space.largest >= self.piece_length(job.request)
+
+    def is_fragmented(self, request: Request) -> bool:
+        """Return True if enough is free for `request`, but not in one piece. O(holes)."""
+        space, need = self.space, self.piece_length(request)
+        return space.largest < need <= space.free
+
+    def held(self) -> tuple[int, int]:
+        """Return the slots that open requests hold; none are cached."""
+        return self.space.size - self.space.free, 0
+
+    def slots_of(self, seq: Sequence) -> int:
+        """Return how many slots `seq` has."""
+        return self.piece(seq)[1]
+
     def open(
-        self,
-        request: Request,
-        first_tokens: int | None = None,
-        now: int | None = None,
-        *,
-        again: bool = False,
-        spare: int = 0,
-    ) -> Sequence:
-        """Admit `request` if a hole is long enough for all it may need.
-
-        `first_tokens` is as for a paged cache; the piece is the same. `spare` means nothing
-        here: those that run have all they will need.
-
-        Raises:
-            InputError: the request's keys are not those the cache was made for.
-            OutOfBlocks: no hole is long enough; nothing has changed.
-        """
-        del spare
-        keys, tokens, _, _, lookup, _ = self.geometry.prompt(request)
-        self._at(now)
-        length = self.needs(request)
+        self, job: Job, first_tokens: int | None, now: int, reserve: int
+    ) -> Sequence | None:
+        """Return a new sequence for `job`, or None if no hole is long enough."""
+        del reserve  # the running jobs have all the slots they will need
+        length = self.piece_length(job.request)
         try:
             start = self.space.take(length)
-        except OutOfBlocks as error:
-            msg = f"request {request.id}: {error}"
-            raise OutOfBlocks(msg) from error
-        self._serial += 1
-        self._admissions += 1
-        allocated = tokens if first_tokens is None else first_tokens
-        blocks = -(-allocated // self.geometry.block_size)
-        root = self.prefix.probe((), 0, self.now)[0]
-        seq = Sequence(
-            self._serial, self._admissions, request, keys, 0, lookup, 0, allocated, 0, blocks,
-            root,
-        )  # fmt: skip
-        self.sequences[seq.id] = seq
+        except OutOfBlocks:
+            return None
+        # No blocks are allocated: the sequence has its slots already.
+        again = job.admitted is not None
+        seq = self._cache.open(job.known_request(), 0, now, resumed=again)
         self._pieces[seq.id] = start, length
-        self._recount()
-        self.stats.admitted(lookup, 0, tokens, 0, again=again)
+        self._cache.settle(seq, job.target if first_tokens is None else first_tokens)
+        self._count_blocks()
+        self.idle += length
+        self.uncomputed += seq.tokens
         return seq
 
-    def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
-        """Use `tokens` more slots of the piece of `seq`.
-
-        Raises:
-            InputError: it has not so many.
-        """
-        if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
-        self._at(now)
-        length = self.piece(seq)[1]
-        if not 0 <= tokens <= length - seq.tokens:
-            msg = (
-                f"extend of sequence {seq.id} by {tokens} tokens: its piece has {length} "
-                f"slots, of which {seq.tokens} are in use; give 0 to {length - seq.tokens}"
-            )
-            raise InputError(msg)
-        seq.tokens += tokens
-        seq.blocks = -(-seq.tokens // self.geometry.block_size)
-
-    def close(self, seq: Sequence, now: int | None = None) -> None:
-        """Take the piece of `seq` back."""
-        if self.sequences.get(seq.id) is not seq:
-            refuse_stranger(seq)
-        self._at(now)
-        seq.is_open = False
-        del self.sequences[seq.id]
+    def close(self, job: Job, now: int, tokens: int | None = None) -> None:
+        """Give the piece of `job` back."""
+        del tokens
+        seq = job.seq
+        assert seq is not None
+        left = job.prefill_left
+        self.idle -= self.slots_of(seq) - (job.computed if left else job.length)
+        self.uncomputed -= left
         self.space.give(*self._pieces.pop(seq.id))
-        self._recount()
+        self._cache.settle(seq, 0)
+        self._cache.close(seq, now)
+        self._count_blocks()
 
-    def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
-        """Refuse: pieces are not shared."""
-        del now
-        msg = f"fork of sequence {seq.id}: contiguous memory shares nothing; use KVCache"
-        raise InputError(msg)
+    def can_extend(self, seq: Sequence) -> bool:
+        """Return True: every piece is long enough."""
+        del seq
+        return True
 
-    def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
-        """Refuse: a piece does not shrink."""
+    def extend(self, seq: Sequence, tokens: int, now: int) -> None:
+        """Use `tokens` more slots of the piece of `seq`."""
         del now
-        msg = f"rollback of {tokens} tokens of sequence {seq.id}: use KVCache for that"
-        raise InputError(msg)
+        self._cache.settle(seq, seq.tokens + tokens)
+
+    def next_step(self, now: int) -> bool:
+        """Count the next step as allocated."""
+        del now
+        self.allocated_until = self._batch.steps.count + 1
+        return True
+
+    def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
+        """Count `steps` steps as allocated."""
+        del clock_ps, times
+        self.allocated_until = self._batch.steps.count + steps
+        return steps
 
     def check_integrity(self) -> None:
         """Check that pieces and holes tile the address space. O(pieces · log pieces).
@@ -218,98 +206,32 @@ class ContiguousCache(KVCache):
                 raise AssertionError(msg)
             end, after_hole = part[1], is_hole
         free = sum(end - start for start, end in holes)
-        if (
-            end != self.space.size
-            or free != self.space.free
-            or self._pieces.keys() ^ self.sequences
-        ):
+        sequences = self._cache.sequences
+        if end != self.space.size or free != self.space.free or self._pieces.keys() ^ sequences:
             msg = (
-                f"{len(pieces)} pieces of {len(self.sequences)} sequences, and {free} free "
+                f"{len(pieces)} pieces of {len(sequences)} sequences, and {free} free "
                 f"slots ({self.space.free} counted), end at {end} of {self.space.size}"
             )
             raise AssertionError(msg)
 
-    def _recount(self) -> None:
-        self.pool.free = self.space.free // self.geometry.block_size
+    def _count_blocks(self) -> None:
+        """Make the pool count as many free blocks as free slots are."""
+        pool = self._cache.pool
+        more = pool.free_blocks - self.space.free // self._block_size
+        if more > 0:
+            pool.allocate(more)
+        else:
+            pool.free(None, -more)
 
 
-class Reserved(Growth):
-    """Growth into what is reserved: it takes nothing and never fails."""
+def longest_output(workload: Iterable[Request], max_output: int | None) -> int:
+    """Return the longest output that a request of `workload` may have, in tokens.
 
-    def __init__(self, cache: ContiguousCache, decoders: Decoders) -> None:
-        """Take the memory and the jobs that grow."""
-        super().__init__(cache, decoders)
-        self._memory = cache
-
-    def held(self) -> tuple[int, int]:
-        """Return the slots that open requests hold; none are cached."""
-        return self._memory.space.size - self._memory.space.free, 0
-
-    def unfit(self, request: Request) -> str:
-        """Say why no piece can be long enough for `request`; nothing if one can."""
-        need, size = self._memory.needs(request), self._memory.space.size
-        if need <= size:
-            return ""
-        return (
-            f"it needs a piece of {need} slots, {request.prompt_tokens} for its prompt and "
-            f"{need - request.prompt_tokens} for the longest output; the memory has {size}"
-        )
-
-    def fits(self, job: Job, now: int, spare: int) -> bool:
-        """Say whether there is a hole for the piece of `job`. O(holes)."""
-        del now, spare
-        return self._memory.space.largest >= self._memory.needs(job.request)
-
-    def splintered(self, request: Request) -> bool:
-        """Say whether enough is free for `request`, but not in one piece. O(holes)."""
-        space, need = self._memory.space, self._memory.needs(request)
-        return space.largest < need <= space.free
-
-    def next_step(self, now: int) -> bool:
-        """Go on to the next step."""
-        del now
-        self._decoders.grown = self._decoders.steps.count + 1
-        return True
-
-    def ahead(self, steps: int, clock: int, times: StepTimes) -> int:
-        """Go on for `steps` steps."""
-        del clock, times
-        self._decoders.grown = self._decoders.steps.count + steps
-        return steps
-
-    def room_for(self, seq: Sequence) -> bool:
-        """Say yes."""
-        del seq
-        return True
-
-    def _slots(self, seq: Sequence) -> int:
-        return self._memory.piece(seq)[1]
-
-
-def growth_in(cache: KVCache, decoders: Decoders) -> Growth:
-    """Return how jobs grow in `cache`."""
-    if isinstance(cache, ContiguousCache):
-        return Reserved(cache, decoders)
-    return Growth(cache, decoders)
-
-
-def contiguous(
-    cache: KVCache, workload: Iterable[Request], max_output: int | None
-) -> ContiguousCache:
-    """Return contiguous memory of the size of `cache`, for requests like those of `workload`.
-
-    Without a `max_output` it is the longest output of the workload, which is read for it.
+    That is `max_output`; None is the longest of the workload, which is read for it.
 
     Raises:
-        InputError: `cache` has a trace, `max_output` is no number of tokens, or the
-            workload can be read but once.
+        InputError: `max_output` is no number of tokens, or the workload can be read but once.
     """
-    if cache.trace is not None:
-        msg = (
-            "a trace of contiguous allocation: traces are of blocks, which there are none of; "
-            "leave the trace out, or use allocation='paged'"
-        )
-        raise InputError(msg)
     if max_output is None:
         if iter(workload) is workload:
             msg = (
@@ -317,133 +239,34 @@ def contiguous(
                 "serves it; this one can be read but once: give max_output, or a list"
             )
             raise InputError(msg)
-        max_output = max((request.output_tokens for request in workload), default=0)
-    elif type(max_output) is not int or max_output < 0:
+        return max((request.output_tokens for request in workload), default=0)
+    if type(max_output) is not int or max_output < 0:
         msg = f"max_output={max_output!r} must be a number of tokens, 0 or more"
         raise InputError(msg)
-    size, key_tokens = cache.geometry.block_size, cache.geometry.key_tokens
-    return ContiguousCache(cache.pool.blocks, size, max_output, key_tokens=key_tokens)
+    return max_output
 
 
-@attrs.frozen(kw_only=True)
-class Fragmentation:
-    """How well a run used its memory. Shares are of the pool's slots, one token each.
+def contiguous_cache(cache: KVCache) -> KVCache:
+    """Return a new cache of the size of `cache` for a `ContiguousAllocator`.
 
-    `used + cached + internal` and what was free are the whole pool. Means are over the time
-    from the first arrival on; between two events, lengths and blocks are taken to grow evenly
-    with each step.
-
-    Attributes:
-        running: requests with a seat in the batch, mean.
-        used: slots that hold tokens of open requests, mean. Shared ones count once.
-        cached: slots that hold tokens of no open request, for later ones to hit, mean.
-        internal: slots that open requests hold without a token in them (yet), mean: unfilled
-            tails, prompts still to be computed, output still to come.
-        uncomputed: those of them that prefill fills next, mean.
-        internal_peak: the most of these at any event.
-        external: share of the time in which the next request waited for memory although
-            enough was free in sum, in holes too short for it. In a paged pool there is no
-            such time.
-        external_free: what was free at those times, mean; None without any.
+    Raises:
+        InputError: `cache` has a trace, or a retention policy.
     """
-
-    running: float
-    used: float
-    cached: float
-    internal: float
-    uncomputed: float
-    internal_peak: float
-    external: float
-    external_free: float | None
-
-    @property
-    def filled(self) -> float | None:
-        """Share of the slots held by open requests that hold tokens: the effective use."""
-        held = self.used + self.internal
-        return self.used / held if held else None
-
-
-class Occupancy:
-    """Adds up what slots are used for, from event to event. O(1) a step."""
-
-    def __init__(self, growth: Growth) -> None:
-        """Take who knows what jobs hold."""
-        self._growth = growth
-        # What holds since the last event.
-        self._running = self._held = self._cached = self._idle = self._uncomputed = 0
-        self._blocked = False
-        # What has happened since: picoseconds, steps, tokens that came into slots.
-        self._took = self._steps = self._filled = 0
-        self._last = 0, 0, 0
-        # Sums over time; of what changes between events, twice the sums.
-        self._time = self._ran = self._ahead = self._waited = 0
-        self._holds = self._caches = self._idles = self._frees = 0
-        self._peak = 0
-
-    def event(self, running: int, refused: Job | None) -> None:
-        """Take in that something has happened, and what holds until something else does.
-
-        Args:
-            running: jobs with a seat.
-            refused: the job that waits for memory, if one does.
-        """
-        if self._took:
-            self._add_up()
-        growth = self._growth
-        self._running = running
-        self._held, self._cached = growth.held()
-        self._idle, self._uncomputed = growth.idle, growth.uncomputed
-        self._blocked = refused is not None and growth.splintered(refused.request)
-        self._took = self._steps = self._filled = 0
-
-    def passed(self, took: int, prefill: int = 0, decode: int = 0, steps: int = 1) -> None:
-        """Take in what `steps` steps did, in `took` picoseconds; all is allocated for them.
-
-        Args:
-            took: the time they took; without steps, time that nothing was done in.
-            prefill: tokens of prompts that came into their slots.
-            decode: generated ones, as many with each step.
-            steps: how many steps.
-        """
-        growth = self._growth
-        # The idle slots are those that there were had nothing been filled since the event.
-        self._last = *growth.held(), growth.idle + self._filled
-        self._took += took
-        self._steps += steps
-        self._filled += prefill + decode
-        growth.idle -= prefill + decode
-        growth.uncomputed -= prefill
-
-    def summary(self) -> Fragmentation:
-        """Return the shares."""
-        self.event(0, None)
-        time, slots = max(self._time, 1), self._growth.slots
-        whole = time * slots
-        waited = self._waited
-        return Fragmentation(
-            running=self._ran / time,
-            used=(self._holds - self._idles) / (2 * whole),
-            cached=self._caches / (2 * whole),
-            internal=self._idles / (2 * whole),
-            uncomputed=self._ahead / whole,
-            internal_peak=self._peak / slots,
-            external=waited / time,
-            external_free=self._frees / (2 * waited * slots) if waited else None,
+    if cache.retention is not None:
+        msg = (
+            f"allocation='contiguous' with retention policy {cache.retention.name!r}: a "
+            "piece of memory can only be given back whole; take one of the two"
         )
-
-    def _add_up(self) -> None:
-        """Add the time since the last event. What grew or was filled did so evenly."""
-        took, (held, cached, idle) = self._took, self._last
-        # A step's tokens are there after it: those of the last one do not count yet.
-        idle -= self._filled - self._filled // max(self._steps, 1)
-        held += self._held
-        self._time += took
-        self._ran += took * self._running
-        self._ahead += took * self._uncomputed
-        self._holds += took * held
-        self._caches += took * (self._cached + cached)
-        self._idles += took * (self._idle + idle)
-        self._peak = max(self._peak, self._idle, idle)
-        if self._blocked:
-            self._waited += took
-            self._frees += took * (2 * self._growth.slots - held)
+        raise InputError(msg)
+    if cache.trace is not None:
+        msg = (
+            "a trace of contiguous allocation: traces are of blocks, which there are none of; "
+            "leave the trace out, or use allocation='paged'"
+        )
+        raise InputError(msg)
+    return KVCache(
+        cache.pool.blocks,
+        cache.geometry.block_size,
+        prefix=resolve("prefix", None, "none"),
+        key_tokens=cache.geometry.key_tokens,
+    )

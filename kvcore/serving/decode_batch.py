@@ -1,14 +1,34 @@
-"""The jobs that generate: what k steps of them need, without touching any of them."""
+"""The jobs that decode: what k steps of them need, and the blocks they grow into.
+
+Between two events the same jobs decode, so that k steps are one jump, in closed form:
+
+    step         d       d+1      ...      d+k-1      d+k
+                 |--------|--------|--------|----------|
+    constant     jobs, their order of admission, growth of the context, lines of the latency
+    counted      steps.count += k, context += growth * k, clock += sum of k step times
+    ends before  a job finishes, fills an attention window or commits a block  (until_change)
+                 a request arrives, or a priority changes by itself            (event_ps)
+                 a block is needed that is neither free nor evictable          (_allocate_ahead)
+
+Blocks: `DecodeAllocator` takes those of a sequence, at admission (`open`) and while it decodes
+(`next_step`, `jump`); the batcher gives them back at a preemption, the loop at the end, both
+by `close`. Blocks of a full prefix stay in the cache until the eviction policy drops them.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from typing import TypeAlias
 
-from kvcore.serving.latency import Windows
+from kvcore.cache import KVCache, Sequence
+from kvcore.errors import OutOfBlocks
+from kvcore.request import Request
+from kvcore.serving.latency import StepTimes, Windows
 from kvcore.serving.scheduler import DecodeSteps, Job
+from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
+from kvcore.units import PS_PER_NS
 
 End: TypeAlias = tuple[int, int, int, Job]
 """(step at which a job finishes, its admission, its residue class, the job)."""
@@ -19,24 +39,23 @@ def _admission(job: Job) -> int:
     return job.seq.admission
 
 
-class Decoders:
-    """Jobs that generate a token with every decode step, and nothing done per token.
+class DecodeBatch:
+    """Jobs that generate one token in every decode step, without any work per token.
 
-    Lengths are one step counter away from what they were when a job joined. Finishing is a
+    Lengths are one step counter away from their value when a job joined. Finishing is a
     heap of step numbers. Growing is counted by residue class: a job with L tokens that joins
     at step d needs a block at every step s with s = d - L modulo the block size.
 
     Attributes:
         steps: the step counter.
-        jobs: how many there are.
+        size: number of jobs.
         context: what the next step attends to, by attention window: without one, the
             lengths of all jobs, the new token included.
-        growth: by how much a step makes it longer.
-        grown: the first step whose growth has not been allocated.
-        fresh: those that joined after the last step.
-        committing: those that commit every block they fill, by residue class: because they
+        growth: how much a step adds to `context`.
+        fresh: jobs that joined after the last step.
+        committing: jobs that commit every block they fill, by residue class: because they
             share what they generate, or may forget it.
-        decoded_at: when (ps) the last step ended.
+        last_step_ps: when the last step ended.
     """
 
     def __init__(
@@ -44,24 +63,35 @@ class Decoders:
         steps: DecodeSteps,
         block_size: int,
         windows: Windows,
+        gaps: TokenGaps,
         *,
         forgetting: bool = False,
     ) -> None:
-        """Start without jobs; `forgetting` says that they may forget what they generate."""
+        """Create an empty batch.
+
+        Args:
+            steps: the step counter, which `advance` moves.
+            block_size: tokens in a block.
+            windows: the attention windows that the latency model tells apart.
+            gaps: where the times between tokens are recorded.
+            forgetting: whether jobs may forget tokens that they generated.
+        """
         self.steps = steps
-        self.jobs = 0
+        self.size = 0
         self.context = [0 for _ in windows]
         self.growth = [0 for _ in windows]
-        self.grown = 0
         self.fresh: list[Job] = []
-        self.decoded_at = 0
-        self._size = block_size
+        self.last_step_ps = 0
+        self.committing: dict[int, list[Job]] = {}
+        self._gaps = gaps
+        self._block_size = block_size
         self._windows = windows
-        self._plain = windows == (None,)
+        self._is_plain = windows == (None,)
         self._forgetting = forgetting
         self._classes: dict[int, list[Job]] = {}
         self._residues: list[int] = []
-        self.committing: dict[int, list[Job]] = {}
+        # Entries are not removed from these heaps but outdated: `_ends` and `_full_at` say
+        # which entry of a job holds.
         self._finish: list[End] = []
         self._ends: dict[Job, End] = {}
         self._full: list[tuple[int, int, int, Job]] = []
@@ -72,92 +102,107 @@ class Decoders:
         return iter(self._ends)
 
     def add(self, job: Job, generated: int) -> None:
-        """Let `job`, with `generated` tokens so far, generate from the next step on."""
+        """Add `job`, which has generated `generated` tokens; it decodes from the next step."""
         request, seq, count = job.request, job.seq, self.steps.count
         assert seq is not None
         job.join(generated)
         length = request.prompt_tokens + generated - 1
-        residue = (count - length) % self._size
-        end = (count + request.output_tokens - generated, seq.admission, residue, job)
+        residue = (count - length) % self._block_size
+        end = (count + job.output_tokens - generated, seq.admission, residue, job)
         self._ends[job] = end
         heappush(self._finish, end)
-        self.jobs += 1
+        self.size += 1
         self.fresh.append(job)
         insort(self._residues, residue)
         _put(self._classes, residue, job, seq.admission)
-        if request.publishes or self._forgetting:
+        if self._forgetting or request.publishes:
             _put(self.committing, residue, job, seq.admission)
-        attended = length + 1 - seq.forgotten * self._size
-        if self._plain:
+        attended = length + 1 - seq.dropped * self._block_size
+        if self._is_plain:
             self.context[0] += attended
             self.growth[0] += 1
         else:
             self._attend(job, attended, seq.admission)
 
     def remove(self, job: Job) -> None:
-        """Let `job` generate no more. O(jobs of its residue class)."""
-        self.jobs -= 1
+        """Remove `job`. O(jobs of its residue class)."""
+        self.size -= 1
         if job in self.fresh:
             self.fresh.remove(job)
         else:
-            job.last_token = self.decoded_at
+            job.last_token_ps = self.last_step_ps
         residue = self._ends.pop(job)[2]
         del self._residues[bisect_left(self._residues, residue)]
         _drop(self._classes, residue, job)
-        if job.request.publishes or self._forgetting:
+        if self.committing and job in self.committing.get(residue, ()):
             _drop(self.committing, residue, job)
         assert job.seq is not None
-        attended = job.request.prompt_tokens + job.leave() - job.seq.forgotten * self._size
-        if self._plain:
+        attended = job.request.prompt_tokens + job.leave() - job.seq.dropped * self._block_size
+        if self._is_plain:
             self.context[0] -= attended
             self.growth[0] -= 1
         else:
-            self._forget(job, attended)
+            self._unattend(job, attended)
 
     def forgot(self, job: Job, tokens: int) -> None:
-        """Learn that `job` has just forgotten `tokens` tokens."""
+        """Take `tokens` tokens that `job` has just forgotten off the context."""
         assert job.seq is not None
-        if self._plain:
+        if self._is_plain:
             self.context[0] -= tokens
         else:
-            attended = job.length + 1 - job.seq.forgotten * self._size
-            self._forget(job, attended + tokens)
+            attended = job.length + 1 - job.seq.dropped * self._block_size
+            self._unattend(job, attended + tokens)
             self._attend(job, attended, job.seq.admission)
 
     def end(self, job: Job) -> None:
-        """Let `job` finish with the step that runs."""
+        """Make `job` finish with the step that runs."""
         _, admission, residue, _ = self._ends[job]
         end = self._ends[job] = (self.steps.count + 1, admission, residue, job)
         heappush(self._finish, end)
 
-    def in_step(self, start: int) -> bool:
-        """Say whether the newest token of every job came at `start` (ps)."""
-        fresh = self.fresh
-        if not fresh:
-            return start == self.decoded_at
-        if start != self.decoded_at and len(fresh) < self.jobs:
-            return False
-        for job in fresh:  # noqa: SIM110 - a generator costs more than most of these lists
-            if job.last_token != start:
-                return False
-        return True
+    def advance(
+        self, start_ps: int, segments: Iterable[tuple[int, int, int]]
+    ) -> tuple[int, int]:
+        """Run steps from `start_ps` on; record the gaps between tokens.
 
-    def advance(self, steps: int, now: int) -> None:
-        """Count `steps` steps, the last of which ends at `now` (ps)."""
-        self.steps.count = count = self.steps.count + steps
+        Args:
+            start_ps: when the first of the steps begins.
+            segments: parts of the steps, each (ps of its first step, what each adds, steps).
+
+        Returns:
+            The number of steps, and the picoseconds they took.
+        """
+        pending, size = self._gaps.pending, self.size
+        # Are all newest tokens from the moment at which the first step begins? Then the gap
+        # before each token of it is the time of the step.
+        even = start_ps == self.last_step_ps and not self.fresh
+        took_ps = steps = 0
+        for first, slope, count in segments:
+            if even or steps or self._all_had_token_at(start_ps):
+                pending.append((first, slope, count, size))
+            else:
+                self._record_uneven(start_ps + first)
+                if count > 1:
+                    pending.append((first + slope, slope, count - 1, size))
+            steps += count
+            took_ps += count * first + slope * (count * (count - 1) // 2)
+        if len(pending) > PENDING_EVENTS:
+            self._gaps.settle()
+        self.steps.count = now = self.steps.count + steps
         self.fresh.clear()
-        self.decoded_at = now
+        self.last_step_ps = start_ps + took_ps
         self.context[0] += self.growth[0] * steps
-        if self._plain:
-            return
+        if self._is_plain:
+            return steps, took_ps
         for place in range(1, len(self.growth)):
             self.context[place] += self.growth[place] * steps
         full = self._full
-        while full and full[0][0] <= count:
+        while full and full[0][0] <= now:
             at, _, place, job = heappop(full)
             if self._full_at.get((job, place)) == at:
                 del self._full_at[job, place]
                 self.growth[place] -= 1
+        return steps, took_ps
 
     def until_change(self) -> int:
         """Return after how many steps one finishes, fills a window, or commits a block."""
@@ -169,41 +214,45 @@ class Decoders:
         if self._full:
             steps = min(steps, max(self._full[0][0] - count, 1))
         for residue in self.committing:
-            steps = min(steps, (residue - count - 1) % self._size + 1)
+            steps = min(steps, (residue - count - 1) % self._block_size + 1)
         return steps
 
-    def finished(self) -> list[Job]:
-        """Return the jobs that have generated all they should."""
+    def pop_finished(self) -> list[Job]:
+        """Remove and return the jobs that have generated all their tokens."""
         finish, count = self._finish, self.steps.count
         done: list[Job] = []
         while finish and finish[0][0] <= count:
             end = heappop(finish)
             if self._ends.get(end[3]) is end:
                 done.append(end[3])
+        for job in done:
+            self.remove(job)
         return done
 
     def committers(self) -> list[Job]:
         """Return the jobs that commit every block they fill and have just filled one."""
-        return self.committing.get(self.steps.count % self._size, [])
+        return self.committing.get(self.steps.count % self._block_size, [])
 
     def growing(self, step: int) -> list[Job] | None:
         """Return the jobs that need a block at `step`, in order of admission, if any do."""
-        return self._classes.get(step % self._size)
+        return self._classes.get(step % self._block_size)
 
     def growth_between(self, first: int, end: int) -> int:
-        """Count the blocks needed at the steps `[first, end)`. O(log jobs)."""
-        turns, rest = divmod(end - first, self._size)
+        """Return how many blocks the steps `[first, end)` need. O(log jobs)."""
+        # Every residue class comes once a turn of `block_size` steps, so each job needs a
+        # block a turn; what is left over is a range of residues, which may wrap around.
+        turns, rest = divmod(end - first, self._block_size)
         residues = self._residues
-        low = first % self._size
+        low = first % self._block_size
         high = low + rest
         count = bisect_left(residues, high) - bisect_left(residues, low)
-        if high > self._size:
-            count += bisect_left(residues, high - self._size)
-        return turns * self.jobs + count
+        if high > self._block_size:
+            count += bisect_left(residues, high - self._block_size)
+        return turns * self.size + count
 
     def growing_between(self, first: int, end: int) -> Iterator[int]:
         """Yield the steps in `[first, end)` at which jobs need blocks."""
-        size, classes = self._size, self._classes
+        size, classes = self._block_size, self._classes
         if end - first < len(classes):
             yield from (step for step in range(first, end) if step % size in classes)
             return
@@ -214,8 +263,25 @@ class Decoders:
                     return
                 yield turn + offset
 
+    def _all_had_token_at(self, start_ps: int) -> bool:
+        """Return True if the newest token of every job came at `start_ps`."""
+        fresh = self.fresh
+        if start_ps != self.last_step_ps and len(fresh) < self.size:
+            return False
+        for job in fresh:  # noqa: SIM110 - a generator costs more than most of these lists
+            if job.last_token_ps != start_ps:
+                return False
+        return True
+
+    def _record_uneven(self, now_ps: int) -> None:
+        """Record the gaps before tokens that come at `now_ps`, where they differ by job."""
+        fresh, pending = self.fresh, self._gaps.pending
+        pending.extend((now_ps - job.last_token_ps, 0, 1, 1) for job in fresh)
+        if len(fresh) < self.size:
+            pending.append((now_ps - self.last_step_ps, 0, 1, self.size - len(fresh)))
+
     def _attend(self, job: Job, pairs: int, admission: int) -> None:
-        """Count what `job` attends to next, in each window: it grows until that is full."""
+        """Add the next context of `job`, in each window: it grows until that is full."""
         for place, window in enumerate(self._windows):
             if window is None or pairs < window:
                 self.context[place] += pairs
@@ -226,7 +292,8 @@ class Decoders:
             else:
                 self.context[place] += window
 
-    def _forget(self, job: Job, pairs: int) -> None:
+    def _unattend(self, job: Job, pairs: int) -> None:
+        """Subtract the next context of `job`, in each window."""
         for place, window in enumerate(self._windows):
             if window is None or pairs < window:
                 self.context[place] -= pairs
@@ -237,6 +304,7 @@ class Decoders:
 
 
 def _put(classes: dict[int, list[Job]], residue: int, job: Job, admission: int) -> None:
+    """Add `job` to its residue class, in order of admission."""
     jobs = classes.get(residue)
     if jobs is None:
         classes[residue] = [job]
@@ -247,7 +315,165 @@ def _put(classes: dict[int, list[Job]], residue: int, job: Job, admission: int) 
 
 
 def _drop(classes: dict[int, list[Job]], residue: int, job: Job) -> None:
+    """Remove `job` from its residue class."""
     jobs = classes[residue]
     jobs.remove(job)
     if not jobs:
         del classes[residue]
+
+
+class DecodeAllocator:
+    """Allocates the blocks of jobs: at admission, and while they decode, many steps ahead.
+
+    Where the cache only counts blocks and enough are free, the growth of many steps is one
+    sum, and the cache gets the length of a sequence when its job leaves the batch (`settle`).
+    Else each sequence that needs a block is extended by itself, at the time of its step.
+
+    A run has one allocator, chosen at its start. This one pages; a subclass may keep other
+    memory, or count what the memory is used for.
+
+    Attributes:
+        allocated_until: the first decode step whose blocks are not allocated yet.
+    """
+
+    def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
+        """Store the cache and the jobs that grow."""
+        self.allocated_until = 0
+        self._cache = cache
+        self._batch = batch
+        self._by_count = cache.counts_only
+        self._block_size = cache.geometry.block_size
+
+    def never_fits(self, request: Request) -> str:
+        """Return why `request` can never have all its slots, or "" if it can."""
+        length = request.prompt_tokens + max(request.output_tokens - 1, 0)
+        blocks, most = -(-length // self._block_size), self._cache.pool.blocks
+        return f"it needs {blocks:,} blocks; the pool has {most:,}" if blocks > most else ""
+
+    def fits(self, job: Job, now: int, reserve: int) -> bool:
+        """Return True if `open` would succeed. Pure.
+
+        Args:
+            job: a job without blocks.
+            now: the time, ns.
+            reserve: blocks that must stay free or evictable.
+        """
+        cache = self._cache
+        prompt = cache.geometry.prompt(job.known_request())
+        match = cache.tree.match(prompt.keys, prompt.limit, now)
+        available = cache.available_blocks - match.unpinned_blocks - reserve
+        return -(-job.target // self._block_size) - match.blocks <= available
+
+    def is_fragmented(self, request: Request) -> bool:
+        """Return True if enough is free for `request` in sum, but not where it could lie."""
+        del request
+        return False  # blocks may lie anywhere
+
+    def open(
+        self, job: Job, first_tokens: int | None, now: int, reserve: int
+    ) -> Sequence | None:
+        """Return a new sequence for `job`, or None if there are no blocks for it.
+
+        Args:
+            job: a job without blocks.
+            first_tokens: tokens to allocate after the hit; None: the rest of the prompt.
+            now: the time, ns.
+            reserve: blocks that must stay free or evictable.
+        """
+        again = job.admitted is not None
+        request = job.known_request() if again else job.request
+        try:
+            return self._cache.open(request, first_tokens, now, resumed=again, reserve=reserve)
+        except OutOfBlocks:
+            return None
+
+    def close(self, job: Job, now: int, tokens: int | None = None) -> None:
+        """Give the blocks of `job` back.
+
+        `tokens` is its length if it was in the batch until now; None: it was settled before.
+        """
+        assert job.seq is not None
+        if tokens is not None:
+            self._cache.settle(job.seq, tokens)
+        self._cache.close(job.seq, now)
+
+    def can_extend(self, seq: Sequence) -> bool:
+        """Return True if `seq` can get a slot more."""
+        return seq.tokens < seq.blocks * self._block_size or self._cache.available_blocks > 0
+
+    def extend(self, seq: Sequence, tokens: int, now: int) -> None:
+        """Allocate `tokens` more slots of `seq`."""
+        self._cache.extend(seq, tokens, now)
+
+    def settle(self, job: Job) -> None:
+        """Tell the cache the length of a job that has left the batch and keeps its blocks.
+
+        The slot of its next token counts if it is allocated.
+        """
+        assert job.seq is not None
+        allocated = self.allocated_until > self._batch.steps.count
+        self._cache.settle(job.seq, job.length + allocated)
+
+    def next_step(self, now: int) -> bool:
+        """Allocate for the next step, unless that is done; return False if there is no room."""
+        batch = self._batch
+        step = batch.steps.count
+        if self.allocated_until <= step:
+            jobs = batch.growing(step)
+            if jobs is not None:
+                if len(jobs) > self._cache.available_blocks:
+                    return False
+                self._grow(jobs, 0, now)
+            self.allocated_until = step + 1
+        return True
+
+    def jump(self, times: StepTimes, clock_ps: int, event_ps: int | None) -> int:
+        """Return how many steps change nothing but lengths, and allocate for them.
+
+        The first of them is allocated already.
+
+        Args:
+            times: the times of the steps.
+            clock_ps: when they begin.
+            event_ps: when the next event comes from outside; None: never.
+        """
+        steps = self._batch.until_change()
+        if event_ps is not None and steps > 1:
+            steps = times.reach(event_ps - clock_ps, steps)
+        return self._allocate_ahead(steps, clock_ps, times) if steps > 1 else steps
+
+    def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
+        """Allocate for up to `steps` steps; return for how many there was room."""
+        batch, cache = self._batch, self._cache
+        start = batch.steps.count
+        first, end = start + 1, start + steps
+        if self._by_count:
+            need = batch.growth_between(first, end)
+            if need <= cache.pool.free_blocks:
+                self._grow_by_count(need)
+                self.allocated_until = end
+                return steps
+        for step in batch.growing_between(first, end):
+            jobs = batch.growing(step) or []
+            if len(jobs) > cache.available_blocks:
+                end = step
+                break
+            now = (clock_ps + times.total(step - start)) // PS_PER_NS
+            self._grow(jobs, step - start, now)
+        self.allocated_until = end
+        return end - start
+
+    def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
+        """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
+        cache = self._cache
+        if self._by_count and len(jobs) <= cache.pool.free_blocks:
+            cache.reserve_blocks(len(jobs))
+            return
+        for job in jobs:
+            assert job.seq is not None
+            self._cache.settle(job.seq, job.length + ahead)
+            cache.extend(job.seq, 1, now)
+
+    def _grow_by_count(self, blocks: int) -> None:
+        """Take free blocks for jobs of the batch, without saying for which."""
+        self._cache.reserve_blocks(blocks)

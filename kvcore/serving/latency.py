@@ -1,154 +1,261 @@
-"""The latency contract: how long a step takes, as a maximum of integer lines."""
+"""How long steps take: latency models, the times of many steps, and the simulated executor."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from math import isqrt
-from typing import Any, ClassVar, TypeAlias
+from math import inf, isqrt
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import attrs
 
 from kvcore.cache import KVCache
+from kvcore.errors import PolicyError
 from kvcore.models.cost import attended_pairs
-from kvcore.plugins.base import Plugin
-from kvcore.request import Request
-from kvcore.serving.batching import Batching
-from kvcore.units import PS_PER_NS
+from kvcore.plugins.base import Plugin, policy_error
+from kvcore.request import Key, Request
+from kvcore.serving.scheduler import Job
+from kvcore.units import PS_PER_NS, PS_PER_S
 
 Windows: TypeAlias = tuple[int | None, ...]
+"""Attention windows in tokens, None for attention without a window."""
 
-
-Line: TypeAlias = tuple[int, ...]
+LinearPiece: TypeAlias = tuple[int, ...]
 """`(a, b)`: a + b x context picoseconds. With more attention windows `(a, b, c, ...)`."""
 
 
 @attrs.define
-class Batch:
+class StepWork:
     """What one step computes, as far as its time depends on it.
 
     Attributes:
         prefill: prompt tokens, of all chunks together.
-        pairs: (query, key) pairs these attend to, by attention window.
+        attended_pairs: (query, key) pairs these attend to, by attention window.
         decode: sequences that generate a token.
         context: (query, key) pairs of those tokens, by attention window: without a window
             the lengths of the sequences, the new token included.
     """
 
     prefill: int = 0
-    pairs: tuple[int, ...] = (0,)
+    attended_pairs: tuple[int, ...] = (0,)
     decode: int = 0
     context: tuple[int, ...] = (0,)
 
 
 class LatencyModel(Plugin):
-    """Says how long a step of a server takes.
+    """Gives the time of a step of a server. More work never takes less time.
 
-    The time is the largest of a few lines in the context of the decoding sequences. Their
-    coefficients are whole picoseconds, so that the core sums k steps in closed form and
-    gets exactly what k single steps take. More work never takes less time.
+    The easy tier is one function, `seconds`, in seconds; every step is asked for by itself.
+    The full tier is `pieces`: the time is the largest of a few lines in the context of the
+    decoding sequences. Their coefficients are whole picoseconds, so that the core sums k
+    steps in closed form and gets exactly the time of k single steps.
     """
 
     kind: ClassVar[str] = "latency"
     jumps: ClassVar[bool] = True
-    """Whether the lines hold while contexts grow. If not, they hold for `batch.context`
-    alone, and every step is asked for by itself."""
+    """Whether the lines hold while contexts grow. If not, they hold for `work.context`
+    alone, and every step is asked for by itself. False where only `seconds` is defined."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Set `jumps` to False in a class that defines `seconds` alone."""
+        super().__init_subclass__(**options)
+        if "seconds" in vars(cls) and "pieces" not in vars(cls):
+            cls.jumps = False
 
     @property
     def windows(self) -> Windows:
-        """The attention windows it tells apart: tokens, or None for no window."""
+        """The attention windows the model tells apart: tokens, or None for no window."""
         return (None,)
 
-    @abstractmethod
-    def pieces(self, batch: Batch) -> Sequence[Line]:
-        """Return the lines whose maximum is the time of `batch`, in picoseconds.
+    def seconds(self, work: StepWork) -> float:
+        """Return the seconds that `work` takes. The easy tier."""
+        del work
+        msg = f"latency plugin {self.name!r} defines neither seconds() nor pieces(): define one"
+        raise PolicyError(msg)
 
-        A line has one slope for each of `windows`. Where `jumps` is true they depend on
-        `prefill`, `pairs` and `decode` alone.
+    def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
+        """Return the lines whose maximum is the time of `work`, in picoseconds. The full tier.
+
+        A line has one slope for each of `windows`. Where `jumps` is true the lines depend on
+        `prefill`, `attended_pairs` and `decode` alone. By default there is one flat line, at
+        the nearest picosecond to `seconds(work)`.
+
+        Raises:
+            PolicyError: `seconds` failed, or did not return a finite number from 0 on.
         """
+        try:
+            seconds = self.seconds(work)
+            is_time = 0 <= seconds < inf
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise policy_error(self, "seconds", error) from error
+        if not is_time:
+            msg = (
+                f"latency plugin {self.name!r}: seconds({work}) returned {seconds!r}; give a "
+                "finite number of seconds, 0 or more"
+            )
+            raise PolicyError(msg)
+        return ((round(seconds * PS_PER_S), *(0 for _ in self.windows)),)
 
-    def duration(self, batch: Batch) -> int:
-        """Return the picoseconds that `batch` takes."""
-        context = batch.context
+    def duration(self, work: StepWork) -> int:
+        """Return the picoseconds that `work` takes."""
+        context = work.context
         if len(context) == 1:
             (pairs,), longest = context, 0
-            for a, b in self.pieces(batch):
+            for a, b in self.pieces(work):
                 time = a + b * pairs
                 if time > longest:
                     longest = time
             return longest
         return max(
-            line[0] + sum(b * c for b, c in zip(line[1:], context, strict=True))
-            for line in self.pieces(batch)
+            piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True))
+            for piece in self.pieces(work)
         )
 
     def coefficients(self) -> dict[str, Any]:
-        """Return what the model computes with, for the header of a trace."""
+        """Return the coefficients of the model, for the header of a trace."""
         return {}
 
 
-STRETCH = 256
-"""Tokens for which a latency model without lines is asked once."""
+class StepResult(NamedTuple):
+    """What an executor returns for one step.
+
+    Attributes:
+        took_ps: picoseconds the step took.
+        ended: jobs whose text ended before its output was complete, and their output tokens.
+        named: jobs that share generated blocks, and the block keys that the step made known.
+    """
+
+    took_ps: int
+    ended: Sequence[tuple[Job, int]] = ()
+    named: Sequence[tuple[Job, Sequence[Key]]] = ()
 
 
-class ServiceTimes:
-    """Answers schedulers: what would hit, and how long work would take by the latency model."""
+class Executor(Protocol):
+    """Runs steps. The loop is the same for every executor.
 
-    def __init__(self, cache: KVCache, latency: LatencyModel, batching: Batching) -> None:
-        """Take the parts that know."""
-        self._cache = cache
-        self._latency = latency
-        self._windows = latency.windows
-        self._most = batching.max_seqs
+    Attributes:
+        name: the name in the header of a trace.
+        mode: the clock of the run: `model` or `wall`.
+        jumps: whether many decode steps may be run at once, by `decode_times`.
+        latency: the latency model that schedulers estimate times with.
+    """
 
-    def probe(self, request: Request, now: int) -> int:
-        """Return how many prompt tokens of `request` would hit."""
-        return self._cache.probe(request, now) * self._cache.geometry.block_size
+    name: str
+    mode: str
+    jumps: bool
+    latency: LatencyModel
 
-    def prefill_ns(self, tokens: int, context: int) -> int:
-        """Return the ns to prefill `tokens` tokens after `context` in a step of their own."""
-        if not tokens:
-            return 0
-        windows = self._windows
-        pairs = tuple(attended_pairs(context, tokens, window) for window in windows)
-        batch = Batch(tokens, pairs, 0, (0,) * len(windows))
-        return self._latency.duration(batch) // PS_PER_NS
+    @property
+    def plugins(self) -> Sequence[Plugin]:
+        """The plugins it is made of, for the header of a trace."""
 
-    def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
-        """Return the ns in which `sequences` sequences generate `tokens` tokens each.
+    def run(
+        self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Run one step.
 
-        Exact by the lines of a latency model. One that has none is taken to need, for each
-        token, what it needs at the end of a stretch of contexts: stretches lie fixed, so that
-        the time left never rises while tokens are generated.
+        Args:
+            work: the size of the step.
+            chunks: the jobs that prefill, and how many tokens of each.
+            decoding: the jobs that generate a token.
         """
-        count, end, time = min(sequences, self._most), context + tokens, 0
-        part = self._by_lines if self._latency.jumps else self._by_samples
-        while context < end:
-            context, took = part(count, context, end)
-            time += took
-        return time // PS_PER_NS
 
-    def _by_lines(self, count: int, context: int, end: int) -> tuple[int, int]:
-        """Return up to where no window fills, at most `end`, and the ps up to there."""
-        windows = self._windows
-        full = (window - 1 for window in windows if window is not None)
-        upto = min((at for at in full if context < at < end), default=end)
-        growth = [count if window is None or context + 1 < window else 0 for window in windows]
-        batch = self._step(count, context)
-        times = StepTimes(self._latency.pieces(batch), batch.context, growth)
-        return upto, times.total(upto - context)
+    def decode_times(
+        self, jobs: int, context: Sequence[int], growth: Sequence[int]
+    ) -> StepTimes:
+        """Return the times of consecutive steps in which the same `jobs` jobs decode.
 
-    def _by_samples(self, count: int, context: int, end: int) -> tuple[int, int]:
-        """Return where the stretch of `context` ends, at most `end`, and the ps up to there."""
-        border = (context // STRETCH + 1) * STRETCH
-        upto = min(border, end)
-        longest = self._latency.duration(self._step(count, border - 1))
-        return upto, (upto - context) * longest
+        Args:
+            jobs: number of jobs.
+            context: the context of the first step, by attention window.
+            growth: how much each step adds to it.
+        """
 
-    def _step(self, count: int, context: int) -> Batch:
-        """Return a step in which `count` sequences of `context` tokens generate one more."""
-        pairs = [min(context + 1, window or context + 1) for window in self._windows]
-        return Batch(0, (0,) * len(pairs), count, tuple(count * each for each in pairs))
+
+class SimulatedExecutor:
+    """Computes nothing: a latency model gives the time of each step."""
+
+    name = "simulate"
+    mode = "model"
+
+    def __init__(self, latency: LatencyModel) -> None:
+        """Store the latency model."""
+        self.latency = latency
+        self.plugins = (latency,)
+        self.jumps = latency.jumps
+        self._decode_pieces: dict[int, Sequence[LinearPiece]] = {}
+
+    def run(
+        self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Return the time of the step.
+
+        Raises:
+            PolicyError: the latency model failed, or returned no time.
+        """
+        del chunks, decoding
+        try:
+            took = self.latency.duration(work)
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise policy_error(self.latency, "pieces", error) from error
+        if type(took) is not int or took < 0:
+            self._refuse(f"{work} takes {took!r} ps; give whole picoseconds, 0 or more")
+        return StepResult(took)
+
+    def decode_times(
+        self, jobs: int, context: Sequence[int], growth: Sequence[int]
+    ) -> StepTimes:
+        """Return the times of consecutive decode steps of `jobs` jobs.
+
+        The latency model is asked once for each number of jobs.
+
+        Raises:
+            PolicyError: the latency model failed, or a step could take less the longer the
+                context is.
+        """
+        pieces = self._decode_pieces.get(jobs)
+        if pieces is None:
+            pieces = self._decode_pieces[jobs] = _highest(self._checked(jobs))
+        return StepTimes(pieces, context, growth)
+
+    def _checked(self, jobs: int) -> Sequence[LinearPiece]:
+        """Return the lines of decode steps of `jobs` jobs, which must not fall."""
+        windows = self.latency.windows
+        nothing = (0,) * len(windows)
+        try:
+            pieces = self.latency.pieces(StepWork(0, nothing, jobs, nothing))
+            sound = max(piece[0] for piece in pieces) >= 0 and all(
+                len(piece) == 1 + len(windows)
+                and all(type(number) is int for number in piece)
+                and min(piece[1:]) >= 0
+                for piece in pieces
+            )
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise policy_error(self.latency, "pieces", error) from error
+        if not sound:
+            self._refuse(
+                f"the lines of {jobs} decoding sequences are {list(pieces)!r}; give whole "
+                f"picoseconds, and a slope of 0 or more for each window of {windows!r}"
+            )
+        return pieces
+
+    def _refuse(self, why: str) -> NoReturn:
+        msg = f"latency plugin {self.latency.name!r}: {why}"
+        raise PolicyError(msg)
+
+
+def _highest(pieces: Sequence[LinearPiece]) -> Sequence[LinearPiece]:
+    """Return `pieces` without lines that are below another one whatever the context."""
+    kept: list[LinearPiece] = []
+    for piece in sorted(pieces, reverse=True):
+        if not any(all(a >= b for a, b in zip(other, piece, strict=True)) for other in kept):
+            kept.append(piece)
+    return kept
 
 
 class StepTimes:
@@ -161,23 +268,29 @@ class StepTimes:
     __slots__ = ("_lines",)
 
     def __init__(
-        self, lines: Sequence[Line], context: Sequence[int], growth: Sequence[int]
+        self, pieces: Sequence[LinearPiece], context: Sequence[int], growth: Sequence[int]
     ) -> None:
-        """Take lines in the context, the context of the first step, and what a step adds."""
+        """Turn lines in the context into lines in the number of the step.
+
+        Args:
+            pieces: lines in the context.
+            context: the context of the first step, by attention window.
+            growth: how much each step adds to it.
+        """
         if len(growth) == 1:
             (start,), (more,) = context, growth
-            if len(lines) == 1:
-                a, b = lines[0]
-                self._lines: Sequence[Line] = ((a + b * start, b * more),)
+            if len(pieces) == 1:
+                a, b = pieces[0]
+                self._lines: Sequence[tuple[int, int]] = ((a + b * start, b * more),)
                 return
-            lines = [(a + b * start, b * more) for a, b in lines]
+            lines = [(a + b * start, b * more) for a, b in pieces]
         else:
             lines = [
                 (
-                    line[0] + sum(b * c for b, c in zip(line[1:], context, strict=True)),
-                    sum(b * g for b, g in zip(line[1:], growth, strict=True)),
+                    piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True)),
+                    sum(b * g for b, g in zip(piece[1:], growth, strict=True)),
                 )
-                for line in lines
+                for piece in pieces
             ]
         if len(lines) > 1:
             top, steepest = max(lines), max(line[1] for line in lines)
@@ -194,7 +307,7 @@ class StepTimes:
         return self._parts(steps)
 
     def total(self, steps: int) -> int:
-        """Return what the first `steps` steps take together."""
+        """Return the picoseconds that the first `steps` steps take together."""
         lines = self._lines
         if len(lines) == 1:
             a, b = lines[0]
@@ -202,7 +315,7 @@ class StepTimes:
         return sum(_sum(first, slope, count) for first, slope, count in self._parts(steps))
 
     def reach(self, time: int, most: int) -> int:
-        """Return how many steps (at least 1) it takes until `time` has passed, or `most`."""
+        """Return the number of steps (at least 1) until `time` ps have passed, or `most`."""
         lines = self._lines
         if len(lines) == 1:
             a, b = lines[0]
@@ -219,6 +332,7 @@ class StepTimes:
         return most
 
     def _parts(self, steps: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the straight parts of the first `steps` steps."""
         lines, step = self._lines, 0
         while step < steps:
             _, b, a = max((a + b * step, b, a) for a, b in lines)
@@ -230,6 +344,7 @@ class StepTimes:
 
 
 def _sum(first: int, slope: int, count: int) -> int:
+    """Return first + (first + slope) + ..., `count` terms."""
     return count * first + slope * (count * (count - 1) // 2)
 
 
@@ -246,3 +361,67 @@ def _steps_for(first: int, slope: int, count: int, time: int) -> int:
     while _sum(first, slope, steps) < time:
         steps += 1
     return steps
+
+
+_STRETCH = 256
+"""Tokens for which a latency model without lines is asked once."""
+
+
+class ServiceEstimates:
+    """Estimates for schedulers (`ServiceTimes`), from the cache and the latency model."""
+
+    def __init__(self, cache: KVCache, latency: LatencyModel, max_seqs: int) -> None:
+        """Store the cache, the latency model, and the most sequences of a step."""
+        self._cache = cache
+        self._latency = latency
+        self._windows = latency.windows
+        self._max_seqs = max_seqs
+
+    def probe(self, request: Request, now: int) -> int:
+        """Return how many prompt tokens of `request` would hit."""
+        return self._cache.probe(request, now) * self._cache.geometry.block_size
+
+    def prefill_ns(self, tokens: int, context: int) -> int:
+        """Return the ns to prefill `tokens` tokens after `context` in a step of their own."""
+        if not tokens:
+            return 0
+        windows = self._windows
+        pairs = tuple(attended_pairs(context, tokens, window) for window in windows)
+        work = StepWork(tokens, pairs, 0, (0,) * len(windows))
+        return self._latency.duration(work) // PS_PER_NS
+
+    def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
+        """Return the ns in which `sequences` sequences generate `tokens` tokens each.
+
+        Exact by the lines of a latency model. A model without lines is taken to need, for
+        each token, its time at the end of a stretch of contexts: stretches lie fixed, so that
+        the time left never rises while tokens are generated.
+        """
+        count, end, time_ps = min(sequences, self._max_seqs), context + tokens, 0
+        part = self._by_lines if self._latency.jumps else self._by_samples
+        while context < end:
+            context, took_ps = part(count, context, end)
+            time_ps += took_ps
+        return time_ps // PS_PER_NS
+
+    def _by_lines(self, count: int, context: int, end: int) -> tuple[int, int]:
+        """Return up to where no window fills, at most `end`, and the ps up to there."""
+        windows = self._windows
+        full = (window - 1 for window in windows if window is not None)
+        upto = min((at for at in full if context < at < end), default=end)
+        growth = [count if window is None or context + 1 < window else 0 for window in windows]
+        work = self._step(count, context)
+        times = StepTimes(self._latency.pieces(work), work.context, growth)
+        return upto, times.total(upto - context)
+
+    def _by_samples(self, count: int, context: int, end: int) -> tuple[int, int]:
+        """Return where the stretch of `context` ends, at most `end`, and the ps up to there."""
+        border = (context // _STRETCH + 1) * _STRETCH
+        upto = min(border, end)
+        longest = self._latency.duration(self._step(count, border - 1))
+        return upto, (upto - context) * longest
+
+    def _step(self, count: int, context: int) -> StepWork:
+        """Return a step in which `count` sequences of `context` tokens generate one more."""
+        pairs = [min(context + 1, window or context + 1) for window in self._windows]
+        return StepWork(0, (0,) * len(pairs), count, tuple(count * each for each in pairs))

@@ -16,19 +16,16 @@ import attrs
 import orjson
 
 from kvcore.cache import KVCache, Recorder
-from kvcore.cache.residency import CacheStats
-from kvcore.files import make_directory, whole_file
+from kvcore.errors import PluginError
+from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
-from kvcore.serving.batching import Batching
-from kvcore.serving.contiguous import Fragmentation
-from kvcore.serving.decode_batch import Decoders
-from kvcore.serving.executor import Executor
-from kvcore.serving.latency import Batch, LatencyModel, StepTimes
+from kvcore.serving.batcher import Batching
+from kvcore.serving.latency import Executor, LatencyModel, StepWork
 from kvcore.serving.scheduler import Job, Scheduler
-from kvcore.serving.stats import PoolTimeline, Progressions, distribution
-from kvcore.units import NS_PER_S, PS_PER_NS
+from kvcore.serving.stats import Fragmentation, Percentiles, PoolTimeline, TokenGaps
+from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
 from kvcore.workloads import Workload
 
 
@@ -122,8 +119,8 @@ def _time(
         if upper > lower:
             tokens, sequences, *sums = corner
             attended = tuple(sums[: len(pairs)]), tuple(sums[len(pairs) :])
-            batch = Batch(tokens, attended[0], sequences, attended[1])
-            time += (upper - lower) * latency.duration(batch)
+            work = StepWork(tokens, attended[0], sequences, attended[1])
+            time += (upper - lower) * latency.duration(work)
     return time * steps
 
 
@@ -141,9 +138,9 @@ class RunLog:
         prompt, output, hit, pauses, recomputes: their numbers.
         verdict: how they fared by their SLO.
         reasons: why the request of a row was rejected; the others have finished.
-        itl: picoseconds between two tokens of a request.
+        itl: times between two tokens of a request.
         pool: the pool's blocks over time.
-        steps, busy: steps run, and the picoseconds they took.
+        steps, busy_ps: steps run, and the picoseconds they took.
         own_slos: requests that brought an SLO of their own.
     """
 
@@ -157,9 +154,9 @@ class RunLog:
         self.prompt, self.output, self.hit = array("q"), array("q"), array("q")
         self.pauses, self.recomputes, self.verdict = array("i"), array("i"), array("b")
         self.reasons: dict[int, str] = {}
-        self.itl = Progressions()
+        self.itl = TokenGaps()
         self.pool = PoolTimeline(blocks)
-        self.steps = self.busy = self.own_slos = 0
+        self.steps = self.busy_ps = self.own_slos = 0
 
     def ended(self, job: Job, now: int) -> None:
         """Take in a request that has finished."""
@@ -173,7 +170,7 @@ class RunLog:
         self.first_token.append(-1 if job.first_token is None else job.first_token)
         self.finish.append(now)
         self.prompt.append(request.prompt_tokens)
-        self.output.append(request.output_tokens)
+        self.output.append(job.output_tokens)
         self.hit.append(job.hit)
         self.pauses.append(job.pauses)
         self.recomputes.append(job.recomputes)
@@ -193,38 +190,10 @@ class RunLog:
             for first, finish, output in zip(*columns, strict=True)
         ]
 
-    def gap(self, time: int) -> None:
-        """Take in the picoseconds between two tokens of a request, where they are no step."""
-        self.itl.add(time, 0, 1, 1)
-
-    def step(self, decoders: Decoders, start: int, took: int) -> None:
-        """Take in the tokens of a decode step that begins at `start` (ps)."""
-        if (not decoders.fresh and start == decoders.decoded_at) or decoders.in_step(start):
-            self.itl.add(took, 0, 1, decoders.jobs)
-            return
-        fresh = decoders.fresh
-        for job in fresh:
-            self.itl.add(start + took - job.last_token, 0, 1, 1)
-        if len(fresh) < decoders.jobs:
-            gap = start + took - decoders.decoded_at
-            self.itl.add(gap, 0, 1, decoders.jobs - len(fresh))
-
-    def jump(self, decoders: Decoders, start: int, times: StepTimes, steps: int) -> None:
-        """Take in the tokens of `steps` decode steps, the first of which begins at `start`."""
-        even = decoders.in_step(start)
-        if not even:
-            self.step(decoders, start, times.total(1))
-        for first, slope, count in times.segments(steps):
-            if even:
-                self.itl.add(first, slope, count, decoders.jobs)
-            elif count > 1:
-                self.itl.add(first + slope, slope, count - 1, decoders.jobs)
-            even = True
-
 
 def _verdict(job: Job, slo: SLO, now: int) -> int:
     """Judge a job that finished at `now`. What it has no sample of, it cannot miss."""
-    arrival, first, output = job.arrival, job.first_token, job.request.output_tokens
+    arrival, first, output = job.arrival, job.first_token, job.output_tokens
     met = slo.deadline is None or now - arrival <= slo.deadline
     if first is not None:
         met &= slo.ttft is None or first - arrival <= slo.ttft
@@ -235,80 +204,17 @@ def _verdict(job: Job, slo: SLO, now: int) -> int:
 SCHEMA = 1
 
 
-SECOND = NS_PER_S * PS_PER_NS
-
-
-def summary(
-    log: RunLog, cache: KVCache, batching: Batching, latency: LatencyModel, wall_s: float
-) -> dict[str, Any]:
-    """Return the numbers of a run, as docs/reference/simulate-result.md explains them."""
-    prefix, geometry = cache.prefix, cache.geometry
-    tokens = cache.pool.blocks * geometry.block_size
-    return {
-        "schema": SCHEMA,
-        "count": geometry.count,
-        "offered_load": offered_load(log, batching, latency, tokens),
-        "wall_s": wall_s,
-        **outcome(log, cache.stats, prefix.evicted + prefix.expired_blocks),
-        "residency": None if prefix.residency is None else prefix.residency.by_tier(),
-        "pool": {"block_size": geometry.block_size} | log.pool.summary(*simulated(log)),
-    }
-
-
-def outcome(log: RunLog, stats: CacheStats, evicted: int) -> dict[str, Any]:
-    """Return the numbers of a run that follow from its log and what its cache counted."""
-    first, end = simulated(log)
-    span = end - first
-    seconds = span / NS_PER_S
-    generated = sum(log.output) - sum(log.output[row] for row in log.reasons)
-    judged = len(log.verdict) - log.verdict.count(UNJUDGED)
-    met = log.verdict.count(MET)
-    return {
-        "requests": len(log.ids),
-        "completed": len(log.ids) - len(log.reasons),
-        "rejected": len(log.reasons),
-        "simulated_s": seconds,
-        "steps": log.steps,
-        "ttft_s": distribution(_between(log.arrival, log.first_token), NS_PER_S),
-        "tpot_s": distribution([time for time in log.tpot() if time >= 0], SECOND),
-        "itl_s": log.itl.distribution(SECOND),
-        "e2e_s": distribution(_between(log.arrival, log.finish), NS_PER_S),
-        "queue_s": distribution(_between(log.arrival, log.admitted), NS_PER_S),
-        "throughput_tokens_s": generated / seconds if span else None,
-        "goodput": met / seconds if span and judged else None,
-        "slo": _slo(log.slo or SLO())
-        | {"own": log.own_slos, "met": met / judged if judged else None},
-        "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
-        "forgotten_blocks": stats.forgotten_blocks,
-        "evicted_blocks": evicted,
-        "hit": {
-            "lookup_blocks": stats.lookup_blocks,
-            "hit_blocks": stats.hit_blocks,
-            "self_hit_blocks": stats.self_hit_blocks,
-            "lookup_tokens": stats.lookup_tokens,
-            "hit_tokens": stats.hit_tokens,
-            "ratio": stats.ratios(),
-        },
-        "lost_tokens": stats.lost_tokens,
-    }
-
-
-def simulated(log: RunLog) -> tuple[int, int]:
-    """Return when (ns) the first request arrived, and when the last finished, or arrived."""
-    first = min(log.arrival, default=0)
-    return first, max(max(log.arrival, default=0), max(log.finish, default=0))
-
-
 def _between(begin: Sequence[int], end: Sequence[int]) -> list[int]:
     """Return the times from `begin` to `end`, where there is an end."""
     return [b - a for a, b in zip(begin, end, strict=True) if b >= 0]
 
 
-def _slo(slo: SLO) -> dict[str, float | None]:
-    return {
-        f"{name}_s": None if time is None else time / NS_PER_S
-        for name, time in (("ttft", slo.ttft), ("tpot", slo.tpot), ("deadline", slo.deadline))
-    }
+def _slo_seconds(time: int | None) -> float | None:
+    return None if time is None else time / NS_PER_S
+
+
+def _as_dict(percentiles: Percentiles | None) -> dict[str, float] | None:
+    return None if percentiles is None else percentiles.as_dict()
 
 
 def record_run(
@@ -339,24 +245,130 @@ def record_run(
 SUMMARY, REQUESTS = "summary.json", "requests.jsonl"
 
 
-@attrs.frozen(slots=False, eq=False)
-class Result:
-    """What a run came to. See docs/reference/simulate-result.md for every number.
+@attrs.frozen
+class HitRatio:
+    """Share of the prompts that hit, counted in three ways; None without a lookup.
 
     Attributes:
-        log: what was written down while it ran.
-        cache: the cache it ran with.
-        batching, latency: the caps and the latency model it ran with.
-        fragmentation: what memory was used for, where that was measured.
-        wall_s: seconds the run took on this machine; all else is the same on every one.
+        block: of the blocks that were looked up.
+        token: of the prompt tokens.
+        request: the mean of the requests' own ratios.
+    """
+
+    block: float | None
+    token: float | None
+    request: float | None
+
+
+@attrs.frozen(slots=False, eq=False)
+class Outcome:
+    """What became of the requests of a run: the numbers that follow from its log alone.
+
+    Numbers are computed when they are first asked for, and once.
+
+    Attributes:
+        log: the columns that were recorded while it ran.
     """
 
     log: RunLog
+
+    @cached_property
+    def ttft(self) -> Percentiles | None:
+        """Times to first token; None if no request has one."""
+        return Percentiles.of(_between(self.log.arrival, self.log.first_token), NS_PER_S)
+
+    @cached_property
+    def tpot(self) -> Percentiles | None:
+        """Mean times of the tokens after the first, by request; None without any."""
+        return Percentiles.of([time for time in self.log.tpot() if time >= 0], PS_PER_S)
+
+    @cached_property
+    def itl(self) -> Percentiles | None:
+        """Inter-token latencies: all gaps between two tokens of a request; None without any.
+
+        The mean is exact; percentiles are at most 1 % too large.
+        """
+        return self.log.itl.percentiles(PS_PER_S)
+
+    @cached_property
+    def e2e(self) -> Percentiles | None:
+        """Times from arrival to finish; None if no request finished."""
+        return Percentiles.of(_between(self.log.arrival, self.log.finish), NS_PER_S)
+
+    @cached_property
+    def queue(self) -> Percentiles | None:
+        """Times from arrival to first admission; None if no request was admitted."""
+        return Percentiles.of(_between(self.log.arrival, self.log.admitted), NS_PER_S)
+
+    @property
+    def simulated_s(self) -> float:
+        """Seconds from the first arrival to the last finish (or arrival)."""
+        first, end = self._span
+        return (end - first) / NS_PER_S
+
+    @property
+    def throughput_tokens_s(self) -> float | None:
+        """Output tokens of finished requests a second; None if no time passed."""
+        output, rejected = self.log.output, self.log.reasons
+        generated = sum(output) - sum(output[row] for row in rejected)
+        return generated / self.simulated_s if self.simulated_s else None
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests a second that met their SLO; None if none has one, or no time passed."""
+        met = self.log.verdict.count(MET)
+        return met / self.simulated_s if self.simulated_s and self._judged else None
+
+    @property
+    def slo_attainment(self) -> float | None:
+        """Share of the requests with an SLO that met it; None if none has one."""
+        return self.log.verdict.count(MET) / self._judged if self._judged else None
+
+    @property
+    def _judged(self) -> int:
+        """Requests with an SLO."""
+        return len(self.log.verdict) - self.log.verdict.count(UNJUDGED)
+
+    @cached_property
+    def _span(self) -> tuple[int, int]:
+        """When (ns) the first request arrived, and when the last finished, or arrived."""
+        log = self.log
+        last = max(max(log.arrival, default=0), max(log.finish, default=0))
+        return min(log.arrival, default=0), last
+
+
+@attrs.frozen(slots=False, eq=False)
+class Result(Outcome):
+    """The result of a run. See docs/reference/simulate-result.md for every number.
+
+    Numbers are computed when they are first asked for, and once.
+
+    Attributes:
+        log: the columns that were recorded while it ran.
+        cache: the cache it ran with.
+        batching, latency: the limits of a step and the latency model it ran with.
+        fragmentation: what memory was used for, where that was measured.
+        wall_s: seconds the run took on this machine; all else is the same on every one.
+        max_output: output tokens that a request reserved, in contiguous memory.
+    """
+
     cache: KVCache
     batching: Batching
     latency: LatencyModel
     fragmentation: Fragmentation | None
     wall_s: float = 0.0
+    max_output: int | None = None
+
+    @cached_property
+    def hit_ratio(self) -> HitRatio:
+        """Hit ratio by block, by token and by request."""
+        return HitRatio(**self.cache.stats.ratios())
+
+    @cached_property
+    def offered_load(self) -> float | None:
+        """Arrival rate times the least time a request needs; see `offered_load`."""
+        tokens = self.cache.pool.blocks * self.cache.geometry.block_size
+        return offered_load(self.log, self.batching, self.latency, tokens)
 
     @cached_property
     def requests(self) -> dict[str, list[Any]]:
@@ -376,7 +388,7 @@ class Result:
             "finish_s": _seconds(log.finish),
             "queue_s": _seconds(_since(log.arrival, log.admitted)),
             "ttft_s": _seconds(_since(log.arrival, log.first_token)),
-            "tpot_s": _seconds(log.tpot(), NS_PER_S * PS_PER_NS),
+            "tpot_s": _seconds(log.tpot(), PS_PER_S),
             "e2e_s": _seconds(_since(log.arrival, log.finish)),
             "prompt": log.prompt.tolist(),
             "output": log.output.tolist(),
@@ -391,9 +403,66 @@ class Result:
 
         Costs O(n log n) for n requests, and O(m) for m events.
         """
-        document = summary(self.log, self.cache, self.batching, self.latency, self.wall_s)
+        log, cache, slo = self.log, self.cache, self.log.slo or SLO()
+        stats, tree, geometry = cache.stats, cache.tree, cache.geometry
         measured = self.fragmentation
-        return document | {"fragmentation": measured and attrs.asdict(measured)}
+        return {
+            "schema": SCHEMA,
+            "count": geometry.accounting,
+            "requests": len(log.ids),
+            "completed": len(log.ids) - len(log.reasons),
+            "rejected": len(log.reasons),
+            "offered_load": self.offered_load,
+            "simulated_s": self.simulated_s,
+            "wall_s": self.wall_s,
+            "steps": log.steps,
+            "ttft_s": _as_dict(self.ttft),
+            "tpot_s": _as_dict(self.tpot),
+            "itl_s": _as_dict(self.itl),
+            "e2e_s": _as_dict(self.e2e),
+            "queue_s": _as_dict(self.queue),
+            "throughput_tokens_s": self.throughput_tokens_s,
+            "goodput": self.goodput,
+            "slo": {
+                "ttft_s": _slo_seconds(slo.ttft),
+                "tpot_s": _slo_seconds(slo.tpot),
+                "deadline_s": _slo_seconds(slo.deadline),
+                "own": log.own_slos,
+                "met": self.slo_attainment,
+            },
+            "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
+            "forgotten_blocks": stats.dropped_blocks,
+            "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
+            "hit": {
+                "lookup_blocks": stats.lookup_blocks,
+                "hit_blocks": stats.hit_blocks,
+                "self_hit_blocks": stats.self_hit_blocks,
+                "lookup_tokens": stats.lookup_tokens,
+                "hit_tokens": stats.hit_tokens,
+                "ratio": attrs.asdict(self.hit_ratio),
+            },
+            "lost_tokens": stats.lost_tokens,
+            "residency": None if tree.residency is None else tree.residency.by_tier(),
+            "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
+            "fragmentation": None if measured is None else attrs.asdict(measured),
+        }
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of `requests`, one row a request.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        try:
+            import polars as pl  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            msg = (
+                f"to_frame needs polars, which cannot be imported ({error}): "
+                "pip install 'kvcore[lab]', or make a frame of `result.requests` yourself"
+            )
+            raise PluginError(msg) from error
+        ids = [str(name) for name in self.requests["id"]]
+        return pl.DataFrame({**self.requests, "id": ids}, infer_schema_length=None)
 
     def write(self, directory: Path | str, **more: Any) -> None:
         """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
@@ -408,8 +477,8 @@ class Result:
         directory = Path(directory)
         make_directory(directory)
         with (
-            whole_file(directory / SUMMARY) as document,
-            whole_file(directory / REQUESTS) as lines,
+            atomic_file(directory / SUMMARY) as document,
+            atomic_file(directory / REQUESTS) as lines,
         ):
             names = list(self.requests)
             for row in zip(*self.requests.values(), strict=True):

@@ -1,32 +1,32 @@
-"""A job: a request on its way through a server, as schedulers see it."""
+"""The contract of schedulers, and the job: a request on its way through a server."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import abc
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
+from kvcore.cache.sequence import Sequence
 from kvcore.plugins.base import Plugin
-from kvcore.request import SLO, Request
-
-if TYPE_CHECKING:
-    from kvcore.cache.sequence import Sequence
-    from kvcore.request import Request
-
+from kvcore.request import SLO, Key, Request
 
 WAITING, PREFILL, DECODE, PAUSED, DONE = "waiting", "prefill", "decode", "paused", "done"
-"""Where a job stands: no blocks yet; computing its prompt; generating; off the batch with
-its blocks kept; finished or rejected."""
+"""The stages of a job: waiting without blocks; computing its prompt; generating; off the batch
+with its blocks kept; finished or rejected."""
 
 
 @attrs.define
 class DecodeSteps:
-    """How many decode steps a server has run: the clock by which its decoders advance."""
+    """How many decode steps a server has run: the clock by which its decode batch advances."""
 
     count: int = 0
+
+
+def _requested_output(job: Job) -> int:
+    return job.request.output_tokens
 
 
 @attrs.define(eq=False, repr=False)
@@ -37,22 +37,25 @@ class Job:
     lengths tokens.
 
     Attributes:
-        request: what is to be served.
+        request: the request to be served.
         serial: order of arrival, from 1.
         arrival: when it arrived here; in closed-loop traffic no workload can know.
         steps: the decode steps of its server.
-        stage: `waiting`, `prefill`, `decode`, `paused` or `done`.
-        seq: its blocks; None while it has none.
-        slo: what is expected for it: by its client, else by the run; None: nothing.
         target: length of the prefill it needs: the prompt, and after a recompute
             preemption also what it had generated.
-        computed: tokens of `target` that are computed; what hit counts.
+        slo: its own SLO, else that of the run; None: none.
+        stage: `waiting`, `prefill`, `decode`, `paused` or `done`.
+        seq: its blocks; None while it has none.
+        computed: tokens of `target` that are computed; tokens that hit count.
         rank: the priority it was queued with.
         data: the scheduler's own.
         admitted, first_token: when it was first admitted, and when its first token came.
         hit: prompt tokens that hit at first admission.
         pauses, recomputes: how often it was preempted, by kind.
-        last_token: when its newest token came, in picoseconds.
+        last_token_ps: when its newest token came, in picoseconds.
+        output_tokens: tokens it generates: those the request asks for, or fewer where a run
+            on tensors has ended its text.
+        named_keys: block keys of generated tokens that became known while it ran.
     """
 
     request: Request
@@ -71,7 +74,9 @@ class Job:
     hit: int = 0
     pauses: int = 0
     recomputes: int = 0
-    last_token: int = 0
+    last_token_ps: int = 0
+    output_tokens: int = attrs.field(default=attrs.Factory(_requested_output, takes_self=True))
+    named_keys: tuple[Key, ...] = ()
     _generated: int = 0
     _joined: int | None = None
 
@@ -90,7 +95,7 @@ class Job:
     @property
     def output_left(self) -> int:
         """Output tokens still to come: the truth, which no real scheduler knows."""
-        return self.request.output_tokens - self.generated
+        return self.output_tokens - self.generated
 
     @property
     def predicted_left(self) -> int:
@@ -110,7 +115,7 @@ class Job:
         return self.request.prompt_tokens + generated - 1 if generated else self.computed
 
     def join(self, generated: int) -> None:
-        """Let it generate with every decode step from now on, `generated` tokens so far."""
+        """Make it generate with every decode step from now on, `generated` tokens so far."""
         self._generated, self._joined = generated, self.steps.count
 
     def leave(self) -> int:
@@ -120,13 +125,20 @@ class Job:
             self._joined = None
         return self._generated
 
+    def known_request(self) -> Request:
+        """Return the request with all output keys that are known by now."""
+        if not self.named_keys:
+            return self.request
+        keys = [*self.request.output_keys, *self.named_keys]
+        return attrs.evolve(self.request, output_keys=keys)
+
     def __repr__(self) -> str:
-        """Show the request and where it stands."""
+        """Show the request and its stage."""
         return f"<Job {self.serial}: request {self.request.id}, {self.stage}>"
 
 
-class Server(Protocol):
-    """What a scheduler may ask of the server it works for."""
+class ServiceTimes(Protocol):
+    """What a scheduler may ask of the server it works for: hits, and times of service."""
 
     def probe(self, request: Request, now: int) -> int:
         """Return how many prompt tokens of `request` would hit in the cache. Pure."""
@@ -148,30 +160,30 @@ class LoopState:
 
     Attributes:
         now: the time, ns.
-        waiting: jobs without a seat, in the order in which they queued up; those that were
+        waiting: waiting jobs, in the order in which they queued up; those that were
             preempted come first. `paused` ones among them hold blocks.
-        running: jobs with a seat, in order of admission.
-        seats: how many more the batch may take.
-        room: blocks that are free or can be evicted.
-        server: what can be asked of the server.
+        running: running jobs, in order of admission.
+        free_slots: how many more jobs may run: `max_seqs` less the running ones.
+        available_blocks: blocks that are free or can be evicted.
+        server: hits and times of service, on request.
     """
 
     now: int
     waiting: Collection[Job]
     running: abc.Sequence[Job]
-    seats: int
-    room: int
-    server: Server
+    free_slots: int
+    available_blocks: int
+    server: ServiceTimes
 
 
 @attrs.frozen
 class StepPlan:
-    """Who is to gain and who to lose a seat.
+    """Which jobs are to be scheduled and which to be paused.
 
     Attributes:
-        admit: waiting jobs in the order in which they are offered seats, at best lazily: the
-            next is asked for once the one before has its seat, and the first for whom
-            there is none, or no room, ends the admissions.
+        admit: waiting jobs in the order in which they are offered a free slot, at best
+            lazily: the next is asked for once the one before is running. The first that
+            finds no slot, or no blocks, ends the admissions.
         pause: running jobs to take off the batch, their blocks kept.
     """
 
@@ -184,7 +196,8 @@ class Scheduler(Plugin):
 
     Asked only when something has happened (an arrival, a step with prefill, a first token,
     a completion, a preemption, a time given by `changes_at`), never step by step: k decode
-    steps with the same sequences are one event. What is not overridden is never called.
+    steps with the same sequences are one event. Methods that are not overridden are never
+    called.
 
     A job's priority is asked when it queues up, and compared with those asked at other times:
     it must not move with the clock. Return a deadline, not a slack. A scheduler that is
@@ -192,26 +205,26 @@ class Scheduler(Plugin):
     before it; the priority of a running job may then only improve, relative to those that
     wait.
 
-    A seat is all it takes: whoever finds no room for its prompt waits, however urgent, since
-    making room would throw work away. When the running need blocks to go on and there are
-    none, the running or paused job last in order at that moment is preempted: its blocks
-    are given up, and it computes them again later.
+    Only a slot of the batch is taken from a running job. A job that finds no blocks for its
+    prompt waits, however urgent, since making room would throw work away. When running jobs
+    need blocks to go on and there are none, the running or paused job last in order at that
+    moment is preempted: its blocks are given up, and it computes them again later.
     """
 
     kind: ClassVar[str] = "scheduler"
 
     preemptive = False
-    """Whether a job that has a seat may lose it to one that waits. May be an option."""
+    """Whether a waiting job may take the slot of a running one. May be an option."""
 
-    server: Server
+    server: ServiceTimes
 
-    def attach(self, server: Server) -> None:
-        """Learn the server it works for. Called once."""
+    def attach(self, server: ServiceTimes) -> None:
+        """Store the server it works for. Called once."""
         self.server = server
 
     @abstractmethod
     def priority(self, job: Job, now: int) -> Any:
-        """Return what orders the jobs, any comparable value: the lowest goes first.
+        """Return the sort key of `job`, any comparable value: the lowest goes first.
 
         Ties go to the job that arrived first.
         """
@@ -225,16 +238,16 @@ class Scheduler(Plugin):
         return None
 
     def queued(self, job: Job, now: int) -> None:
-        """Learn that `job` waits for a seat: it arrived, or was preempted."""
+        """Called when `job` starts to wait: it arrived, or was preempted."""
 
     def admitted(self, job: Job, now: int) -> None:
-        """Learn that `job` got a seat: for the first time, again, or after a pause."""
+        """Called when `job` starts to run: for the first time, again, or after a pause."""
 
     def finished(self, job: Job, now: int) -> None:
-        """Learn that `job` has generated its last token."""
+        """Called when `job` has generated its last token."""
 
     def plan(self, state: LoopState) -> StepPlan:
-        """Return who is to gain and lose seats. The full tier: override it as a whole.
+        """Return which jobs to schedule and to pause. The full tier: override it as a whole.
 
         Unless overridden it is not called: the loop does the same, without sorting.
         """
@@ -243,7 +256,7 @@ class Scheduler(Plugin):
         pause: list[Job] = []
         if self.preemptive:
             running = sorted(state.running, key=lambda job: (priority(job, now), job.serial))
-            for job in waiting[state.seats :]:
+            for job in waiting[state.free_slots :]:
                 if not running or priority(running[-1], now) <= priority(job, now):
                     break
                 pause.append(running.pop())

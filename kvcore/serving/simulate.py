@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from time import perf_counter
+from typing import Literal
 
-from kvcore.cache import KVCache, Residency
+from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
 from kvcore.serving.arrivals import Arrivals
-from kvcore.serving.batching import Batching
-from kvcore.serving.contiguous import Allocation, contiguous
-from kvcore.serving.executor import Executor, SimulatedExecutor
-from kvcore.serving.latency import LatencyModel
-from kvcore.serving.loop import ServingLoop
+from kvcore.serving.batcher import Batching
+from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache, longest_output
+from kvcore.serving.decode_batch import DecodeAllocator
+from kvcore.serving.fragmentation import MeasuredAllocator, MeasuredLoop
+from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
+from kvcore.serving.loop import AllocatorFactory, ServingLoop
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.scheduler import Scheduler
+
+Allocation = Literal["paged", "contiguous"]
+"""How memory is allocated: in blocks, or in one piece for each request."""
 
 
 def simulate(
@@ -41,9 +47,9 @@ def simulate(
     Args:
         workload: a workload, or any requests in order of arrival.
         cache: where K/V is kept, in `tokens` counting; a new one for each run.
-        scheduler: who gets a seat in the batch; None is the `fcfs` plugin.
+        scheduler: the order in which requests are served; None is the `fcfs` plugin.
         latency: how long a step takes; None is the `roofline` plugin.
-        batching: the caps of a step; None: `Batching()`.
+        batching: the limits of a step; None: `Batching()`.
         slo: what is expected for requests that bring no SLO of their own.
         rate_scale: how many times as fast open-loop requests arrive.
         allocation: `paged`, or `contiguous`, as servers allocated before paging: memory of
@@ -65,14 +71,11 @@ def simulate(
         PolicyError: a plugin failed, or the scheduler lets nothing run.
     """
     check_cache(cache, "simulate")
+    allocator: AllocatorFactory | None = None
     if allocation == "contiguous":
-        if cache.retention is not None:
-            msg = (
-                f"allocation='contiguous' with retention policy {cache.retention.name!r}: a "
-                "piece of memory can only be given back whole; take one of the two"
-            )
-            raise InputError(msg)
-        cache = contiguous(cache, workload, max_output)
+        cache = contiguous_cache(cache)
+        max_output = longest_output(workload, max_output)
+        allocator = partial(ContiguousAllocator, max_output=max_output)
     elif allocation != "paged":
         msg = f"allocation={allocation!r} is not known; there are: paged, contiguous"
         raise InputError(msg)
@@ -83,7 +86,7 @@ def simulate(
     latency = resolve("latency", latency, "roofline")
     latency.bind()
     batching = Batching() if batching is None else batching
-    loop, took = serve(
+    loop, wall_s = serve(
         workload,
         cache,
         scheduler,
@@ -91,20 +94,28 @@ def simulate(
         batching,
         slo=slo,
         rate_scale=rate_scale,
-        fragmentation=fragmentation or allocation == "contiguous",
+        fragmentation=fragmentation,
         residency=residency,
         jumps=jumps,
+        allocator=allocator,
     )
-    measured = None if loop.occupancy is None else loop.occupancy.summary()
-    return Result(loop.log, cache, batching, latency, measured, took)
+    return Result(
+        loop.log,
+        cache,
+        batching,
+        latency,
+        loop.fragmentation(),
+        wall_s=wall_s,
+        max_output=max_output,
+    )
 
 
 def check_cache(cache: KVCache, verb: str) -> None:
     """Raise InputError if `cache` cannot serve a run under a clock, or has served one."""
-    if cache.geometry.count != "tokens":
+    if cache.geometry.accounting != "tokens":
         msg = (
-            f"{verb} with a cache in {cache.geometry.count!r} counting: under a clock tokens "
-            "count; make it with KVCache(..., count='tokens')"
+            f"{verb} with a cache in {cache.geometry.accounting!r} accounting: under a clock "
+            "tokens count; make it with KVCache(..., accounting='tokens')"
         )
         raise InputError(msg)
     if cache.sequences or cache.stats.requests:
@@ -113,7 +124,7 @@ def check_cache(cache: KVCache, verb: str) -> None:
 
 
 def _check_types(batching: object, slo: object) -> None:
-    """Refuse caps and expectations that are none, before anything is asked of them."""
+    """Raise InputError if `batching` or `slo` is of another type."""
     if not isinstance(batching, Batching):
         msg = f"batching={batching!r:.60}: give a Batching, such as Batching(max_seqs=64)"
         raise InputError(msg)
@@ -134,14 +145,31 @@ def serve(
     fragmentation: bool = False,
     residency: bool = True,
     jumps: bool = True,
+    allocator: AllocatorFactory | None = None,
 ) -> tuple[ServingLoop, float]:
-    """Serve `workload`, whatever runs the steps; return the loop and the seconds it took.
+    """Serve `workload` with any executor; return the loop and the seconds it took.
+
+    Args:
+        workload: a workload, or any requests in order of arrival.
+        cache: where K/V is kept.
+        scheduler: the order of jobs.
+        executor: runs a step, or computes the time it takes.
+        batching: the limits of a step.
+        slo: the SLO of requests that bring none of their own.
+        rate_scale: how many times as fast open-loop requests arrive.
+        fragmentation: whether to measure what memory is used for.
+        residency: whether to measure how long blocks rest.
+        jumps: whether decode steps between two events are run as one.
+        allocator: makes an allocator that measures; None: blocks, measured or not.
 
     Raises:
         InputError: as `simulate` does.
     """
     _check_types(batching, slo)
-    loop = ServingLoop(
+    loop_type: type[ServingLoop] = ServingLoop
+    if allocator is not None or fragmentation:
+        loop_type, allocator = MeasuredLoop, allocator or MeasuredAllocator
+    loop = loop_type(
         Arrivals(workload, rate_scale),
         cache,
         scheduler,
@@ -149,7 +177,7 @@ def serve(
         batching,
         jumps=jumps,
         slo=slo,
-        fragmentation=fragmentation,
+        allocator=allocator or DecodeAllocator,
     )
     if cache.trace is not None:
         record_run(
@@ -162,7 +190,7 @@ def serve(
             slo=slo,
         )
     if residency:
-        cache.prefix.residency = Residency(cache.pool.blocks)
+        cache.record_residency()
     start = perf_counter()
     loop.run()
     return loop, perf_counter() - start

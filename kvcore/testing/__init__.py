@@ -26,7 +26,7 @@ from kvcore.testing.harness import (
     steps,
 )
 from kvcore.testing.latency import LatencyModelTests
-from kvcore.testing.prefix import PrefixCacheTests
+from kvcore.testing.prefix import PrefixIndexTests
 from kvcore.testing.retention import RetentionPolicyTests
 from kvcore.testing.scheduler import STEP, SchedulerTests, ToyServer, watched
 from kvcore.testing.workload import WorkloadTests
@@ -41,7 +41,7 @@ __all__ = [
     "EvictionPolicyTests",
     "GeneratorTests",
     "LatencyModelTests",
-    "PrefixCacheTests",
+    "PrefixIndexTests",
     "RecordingPolicy",
     "RetentionPolicyTests",
     "SchedulerTests",

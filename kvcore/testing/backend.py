@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 import pytest
 
-from kvcore.engine import Backend, Rows, TensorLayout
+from kvcore.engine import Backend, RaggedBatch, TensorLayout
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import StorageError
 from kvcore.plugins.base import qualified
@@ -44,15 +44,17 @@ _windows = pytest.mark.parametrize(
 
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
-"""How far attention may be from that in fp64 over the same numbers, which are drawn from a
-normal distribution: a few units in the last place of outputs, which are below 5."""
+"""Allowed difference of attention from that in fp64 over the same numbers.
+
+Numbers are normally distributed, so outputs are below 5, and the tolerance is a few units in
+their last place."""
 
 
 class BackendTests:
-    """What holds of every backend. Derive a `Test...` class and say how to make yours.
+    """Tests that every backend passes. Derive a `Test...` class that makes yours.
 
-    `backend` (or `make`, if that needs fixtures of the instance) returns a new one, made
-    with the same options each time:
+    `backend` (or `make`, if that needs fixtures of the instance) returns a new backend,
+    made with the same options each time:
 
         class TestMine(BackendTests):
             backend = Mine
@@ -61,8 +63,8 @@ class BackendTests:
     in fp64 over plain tensors. Needs torch. Tensors of another library need `numbers`.
 
     Attributes:
-        dtypes: what it can compute in. What it cannot is skipped.
-        tolerances: by dtype, how far attention may be off.
+        dtypes: dtypes that the backend can compute in; tests in other dtypes are skipped.
+        tolerances: allowed absolute and relative difference of attention, by dtype.
     """
 
     backend: ClassVar[Callable[[], Backend]]
@@ -100,13 +102,13 @@ class BackendTests:
     @_dtypes
     @_seeds
     def test_paged_is_dense(self, seed: int, dtype: str) -> None:
-        """Attention over block tables is that over plain tensors: any batch, any dtype."""
+        """Attention over block tables equals that over plain tensors: any batch, any dtype."""
         self.batch(seed, dtype).check()
 
     @_block_sizes
     @_seeds
     def test_any_block_size(self, seed: int, block_size: int) -> None:
-        """How many tokens a block has makes no difference."""
+        """The block size makes no difference to the output."""
         self.batch(seed, block_size=block_size).check()
 
     @_windows
@@ -125,7 +127,7 @@ class BackendTests:
     @pytest.mark.parametrize("group", [1, 2, 8])
     @pytest.mark.parametrize("kv_heads", [1, 2, 3])
     def test_query_heads_share(self, kv_heads: int, group: int) -> None:
-        """One K/V head for all query heads, for some, or for each: the neighbours share."""
+        """Neighbouring query heads share a K/V head, whether all, some, or each has its own."""
         self.batch(kv_heads, kv_heads=kv_heads, group=group).check()
 
     @_together
@@ -138,12 +140,12 @@ class BackendTests:
             batch.check(window=9, sinks=1)
 
     def test_scale(self) -> None:
-        """A scale that is given takes the place of 1 / sqrt(head_dim)."""
+        """A given scale replaces 1 / sqrt(head_dim)."""
         self.batch(1).check(scale=0.3)
 
     @_seeds
     def test_chunks_are_one_prefill(self, seed: int) -> None:
-        """A prompt computed in chunks, however cut, has the output it has at once."""
+        """A prompt computed in chunks has the output of a prompt computed at once."""
         import torch  # noqa: PLC0415 - as above
 
         random = Random(seed)  # noqa: S311
@@ -160,7 +162,7 @@ class BackendTests:
 
     @_seeds
     def test_a_reused_block_leaks_nothing(self, seed: int) -> None:
-        """A block that somebody else had is as good as new: what was in it is not read."""
+        """The earlier content of a reused block is not read."""
         batch = self.batch(seed)
         batch.stored()
         used = [block for table in batch.tables for block in table]
@@ -171,7 +173,7 @@ class BackendTests:
 
     @_seeds
     def test_what_left_the_window_is_not_read(self, seed: int) -> None:
-        """Blocks that neither window nor sinks reach may hold anything, and be others'."""
+        """Blocks outside of window and sinks are not read: they may belong to others."""
         window, sinks = 21, 5
         batch = self.batch(
             seed, lengths=[1, 7, 1, 30, 1, 1], contexts=[90, 80, 200, 100, 9, 333]
@@ -187,13 +189,13 @@ class BackendTests:
     @_together
     @_dtypes
     def test_reads_what_was_stored(self, dtype: str, together: bool) -> None:  # noqa: FBT001
-        """`read` returns the very numbers, of each layer."""
+        """`read` returns the stored numbers exactly, for each layer."""
         batch = self.batch(2, dtype, together=together)
         batch.stored()
         assert all(batch.holds(number, table) for number, table in enumerate(batch.tables))
 
     def test_reads_copies(self) -> None:
-        """What was read stays as it is when the block is written."""
+        """The tensors that `read` returned do not change when the block is written."""
         batch = self.batch(2)
         batch.stored()
         keys, _ = batch.backend.read(0, batch.tables[0], 1)
@@ -202,7 +204,7 @@ class BackendTests:
 
     @_together
     def test_copies_blocks(self, together: bool) -> None:  # noqa: FBT001
-        """A copy has all layers, and goes its own way: copy-on-write."""
+        """A copy has all layers, and is independent of its source: copy-on-write."""
         batch = self.batch(3, contexts=[0], lengths=[40], room=40, together=together)
         batch.stored()
         (table,) = batch.tables
@@ -215,7 +217,7 @@ class BackendTests:
     @_together
     @_dtypes
     def test_swaps(self, dtype: str, together: bool) -> None:  # noqa: FBT001
-        """Blocks swapped out and in, to other places, are as they were; others untouched."""
+        """Blocks swapped out and into other blocks hold the same K/V; others are untouched."""
         fixed: Any = {"contexts": [0, 0], "lengths": [40, 30], "room": 40}
         batch = self.batch(4, dtype, together=together, **fixed)
         batch.stored()
@@ -229,7 +231,7 @@ class BackendTests:
 
     @_together
     def test_fills(self, together: bool) -> None:  # noqa: FBT001
-        """`fill` sets all numbers of the blocks named, or of all, and no others."""
+        """`fill` sets all numbers of the given blocks, or of all blocks, and no others."""
         batch = self.batch(5, room=40, together=together)
         size = batch.layout.block_size
         spare, *others = batch.spare
@@ -242,7 +244,7 @@ class BackendTests:
                 assert part.eq(2).all()
 
     def test_tensors(self) -> None:
-        """Integers stay integers, numbers get the dtype asked for, or the layout's."""
+        """Integers stay integers, other numbers get the given dtype, or the layout's."""
         backend = self.batch(0, self._wide).backend
         assert self.numbers(backend.tensor([[1, 2**40]])).tolist() == [[1, 2**40]]
         assert self.numbers(backend.tensor([0.1, 0.2], "fp64")).tolist() == [0.1, 0.2]
@@ -251,7 +253,7 @@ class BackendTests:
         assert self.numbers(again).tolist() == [0.5, 3.0]
 
     def test_reports_its_memory(self) -> None:
-        """What is allocated is at least the pool; what is free is no more than there is."""
+        """At least the pool is allocated; free memory is at most the total."""
         batch = self.batch(0)
         memory = batch.backend.memory()
         assert memory.allocated >= batch.layout.bytes
@@ -259,7 +261,7 @@ class BackendTests:
             assert 0 <= memory.free <= memory.total
 
     def test_refuses_what_does_not_fit(self) -> None:
-        """Too large a pool is an error with what was asked for, and leaves nothing behind."""
+        """A pool that is too large is an error that names it, and leaves nothing allocated."""
         backend = self.make()
         layout = random_layout(Random(0), dtype=self._wide, blocks=2**44)  # noqa: S311
         before = backend.memory().allocated
@@ -270,33 +272,34 @@ class BackendTests:
 
     @_seeds
     def test_equal_steps_are_equal(self, seed: int) -> None:
-        """The same step computes the same bytes, wherever its blocks lie."""
+        """The same step computes the same bytes, wherever in the pool its blocks lie."""
         one, other = (self.batch(seed, shuffle=shuffle) for shuffle in (1, 2))
         assert one.attend(0, one.stored()).equal(other.attend(0, other.stored()))
 
     @property
     def _wide(self) -> str:
-        """The widest dtype there is."""
+        """The widest of `dtypes`."""
         return next(dtype for dtype in TENSOR_DTYPES if dtype in self.dtypes)
 
-    def batch(self, seed: int, dtype: str | None = None, **fixed: Any) -> RaggedBatch:
-        """Return a random batch of a new backend. What is `fixed` is not random."""
+    def batch(self, seed: int, dtype: str | None = None, **fixed: Any) -> RandomBatch:
+        """Return a random batch of a new backend; `fixed` arguments are not random."""
         dtype = dtype or self._wide
         if dtype not in self.dtypes:
             pytest.skip(f"{qualified(type(self))} says it cannot compute in {dtype}")
-        return RaggedBatch.draw(
+        return RandomBatch.draw(
             seed, self.make(), self.numbers, self.tolerances[dtype], dtype=dtype, **fixed
         )
 
 
 LAYERS = 2
+"""Layers of random layouts."""
 
 
 _HALF = 0.5
 
 
 def random_layout(random: Random, **fixed: Any) -> TensorLayout:
-    """Return a small layout of `LAYERS` layers; what is `fixed` is not random."""
+    """Return a small layout of `LAYERS` layers; `fixed` fields are not random."""
     drawn: dict[str, Any] = {
         "blocks": 1,
         "block_size": random.choice([1, 3, 16, 17]),
@@ -311,16 +314,20 @@ def random_layout(random: Random, **fixed: Any) -> TensorLayout:
 
 
 @attrs.define(kw_only=True, eq=False)
-class RaggedBatch:
-    """Sequences with all their K/V and queries, on the host, and their blocks in a backend.
+class RandomBatch:
+    """Sequences with all their K/V and queries on the host, and their blocks in a backend.
 
     Attributes:
-        backend, layout: whose pool is full of NaN at first.
-        tables: blocks of each sequence, in no order. `spare` are nobody's.
-        contexts, lengths: tokens before the step, and new ones.
-        queries, keys, values: `[layer][sequence]`, of all its tokens, normally distributed.
-        numbers: returns a tensor of the backend in fp64 on the host.
-        tolerance: how far attention may be off.
+        backend: the backend, whose pool is full of NaN at first.
+        layout: layout of the pool.
+        tables: block ids of each sequence, in random order.
+        spare: block ids that belong to no sequence.
+        contexts: number of tokens before the step, of each sequence.
+        lengths: number of new tokens of each sequence.
+        queries, keys, values: `[layer][sequence]` tensors `[tokens, heads, width]` of
+            normally distributed numbers.
+        numbers: function that returns a tensor of the backend in fp64 on the host.
+        tolerance: allowed difference of attention.
     """
 
     backend: Backend
@@ -349,12 +356,12 @@ class RaggedBatch:
         room: int = 3,
         shuffle: int = 0,
         **fixed: Any,
-    ) -> RaggedBatch:
+    ) -> RandomBatch:
         """Return a random batch over a new backend, whose pool it allocates.
 
-        Drawn from `seed`, unless given: contexts, lengths, how many query heads share a K/V
-        head (`group`), and fields of the layout (`fixed`). The pool has `room` blocks more
-        than needed. `shuffle` changes which blocks are whose, and nothing else.
+        Drawn from `seed`, unless given: contexts, lengths, the number of query heads that
+        share a K/V head (`group`), and fields of the layout (`fixed`). The pool has `room`
+        spare blocks. `shuffle` changes the block tables, and nothing else.
         """
         import torch  # noqa: PLC0415 - the kits are imported without it
 
@@ -400,22 +407,22 @@ class RaggedBatch:
         )
 
     def tokens(self, number: int) -> int:
-        """Return how many tokens a sequence has in the end."""
+        """Return the number of tokens of a sequence after the step."""
         return self.contexts[number] + self.lengths[number]
 
     def check(self, **options: Any) -> None:
-        """Store contexts, then the new tokens; compare attention with what it should be."""
+        """Store contexts, then the new tokens; compare attention with that in fp64."""
         self.compare(self.stored(), self.contexts, self.lengths, **options)
 
     def stored(self) -> Any:
-        """Store contexts, then the new tokens; return the plan of the latter."""
+        """Store contexts, then the new tokens; return the plan of the new tokens."""
         self.store([0] * len(self.contexts), self.contexts)
         return self.store(self.contexts, self.lengths)
 
     def store(self, begins: Sequence[int], counts: Sequence[int]) -> Any:
-        """Store so many tokens of each sequence from `begins` on, in all layers.
+        """Store `counts` tokens of each sequence from `begins` on, in all layers.
 
-        Returns the plan, without the sequences that store none.
+        Returns the plan, without sequences of count 0.
         """
         import torch  # noqa: PLC0415 - as above
 
@@ -423,7 +430,7 @@ class RaggedBatch:
         if not chosen:
             return None
         plan = self.backend.plan(
-            Rows(
+            RaggedBatch(
                 [self.tables[number] for number in chosen],
                 [begins[number] for number in chosen],
                 [counts[number] for number in chosen],
@@ -449,7 +456,7 @@ class RaggedBatch:
         counts: Sequence[int] | None = None,
         **options: Any,
     ) -> Tensor:
-        """Return attention of the backend for the tokens of a plan, None: for the new ones."""
+        """Return the backend's attention for the tokens of a plan; None: for the new ones."""
         import torch  # noqa: PLC0415 - as above
 
         begins = self.contexts if begins is None else begins
@@ -466,7 +473,7 @@ class RaggedBatch:
     def compare(
         self, plan: Any, begins: Sequence[int], counts: Sequence[int], **options: Any
     ) -> None:
-        """Compare attention of a plan, in all layers, with that over plain tensors in fp64."""
+        """Compare the attention of a plan, in all layers, with that in fp64."""
         import torch  # noqa: PLC0415 - as above
 
         from kvcore.testing.dense import attention  # noqa: PLC0415 - as above
@@ -485,7 +492,7 @@ class RaggedBatch:
             )
 
     def holds(self, number: int, table: Sequence[int]) -> bool:
-        """Return whether these blocks hold, in all layers, the K/V of a sequence, exactly."""
+        """Return True if the blocks hold exactly the K/V of a sequence, in all layers."""
         return all(
             found.equal(whole[layer][number].double())
             for layer in range(LAYERS)
@@ -497,6 +504,6 @@ class RaggedBatch:
         )
 
     def read(self, layer: int, table: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
-        """Return what the backend reads, on the host."""
+        """Return what `Backend.read` returns, in fp64 on the host."""
         keys, values = self.backend.read(layer, table, tokens)
         return self.numbers(keys), self.numbers(values)

@@ -1,4 +1,4 @@
-"""Attention over plain growing tensors: what a paged cache is compared with. Needs torch."""
+"""Attention over plain growing tensors, to compare paged caches with. Needs torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvcore.engine import Attend, AttendOptions, Backend, DeviceMemory, Generator, TokenStep
+from kvcore.engine import Attend, AttendOptions, Backend, DeviceMemory, Generator, RaggedBatch
 
 DTYPES = {
     "fp64": torch.float64,
@@ -21,12 +21,16 @@ DTYPES = {
 
 @attrs.frozen
 class HostTensors:
-    """What a generator needs of a backend, and no more: tensors in host memory."""
+    """The part of a backend that a generator needs to load: tensors in host memory.
+
+    Attributes:
+        dtype: dtype of numbers for which no other is given.
+    """
 
     dtype: str = "fp64"
 
     def memory(self) -> DeviceMemory:
-        """Return that nobody knows."""
+        """Return that the memory is unknown."""
         return DeviceMemory(0, None, None)
 
     def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
@@ -52,10 +56,10 @@ class Text:
     """A sequence that is generated.
 
     Attributes:
-        tokens: ids, the prompt's first; a copy of what is given.
-        prompt: how many of them are the prompt's.
-        seed: what its samples are drawn from.
-        computed: tokens that have K/V.
+        tokens: token ids, the prompt's first; a copy of the given ones.
+        prompt: number of tokens of the prompt.
+        seed: seed of its samples.
+        computed: number of tokens that have K/V.
     """
 
     tokens: list[int] = attrs.field(converter=_copied)
@@ -65,21 +69,21 @@ class Text:
 
     @property
     def left(self) -> int:
-        """Tokens without K/V: one while it decodes."""
+        """Number of tokens without K/V: one while it decodes."""
         return len(self.tokens) - self.computed
 
 
-def token_step(texts: Sequence[Text], counts: Sequence[int]) -> TokenStep:
-    """Return the step that computes so many more tokens of each text, at most what is left.
+def next_batch(texts: Sequence[Text], counts: Sequence[int]) -> RaggedBatch:
+    """Return the batch that computes `counts` more tokens of each text, at most those left.
 
-    Where it computes the last of them it draws the next.
+    A sequence whose last token it computes generates the next. It has no block tables.
     """
     spans = [range(t.computed, t.computed + n) for t, n in zip(texts, counts, strict=True)]
-    return TokenStep(
-        tokens=[t.tokens[i] for t, span in zip(texts, spans, strict=True) for i in span],
+    return RaggedBatch(
+        token_ids=[t.tokens[i] for t, span in zip(texts, spans, strict=True) for i in span],
         positions=[i for span in spans for i in span],
         lengths=list(counts),
-        draws=[
+        output_indices=[
             len(t.tokens) - t.prompt if n == t.left else None
             for t, n in zip(texts, counts, strict=True)
         ],
@@ -88,25 +92,25 @@ def token_step(texts: Sequence[Text], counts: Sequence[int]) -> TokenStep:
 
 
 class DenseCache:
-    """K and V of each sequence, in each layer, one token after another, without blocks."""
+    """Keeps K and V of each sequence, in each layer, as one growing tensor, without blocks."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}
 
     def attend(self, names: Sequence[Hashable], lengths: Sequence[int]) -> Attend:
-        """Return what a step is given that computes `lengths` more tokens of `names`."""
+        """Return the `Attend` of a step that computes `lengths` more tokens of `names`."""
 
         def attend(
             layer: int,
             queries: Tensor,
             keys: Tensor,
             values: Tensor,
-            **how: Unpack[AttendOptions],
+            **options: Unpack[AttendOptions],
         ) -> Tensor:
             rows = (torch.split(x, list(lengths)) for x in (queries, keys, values))
             return torch.cat(
                 [
-                    attention(q, *self._grown((name, layer), k, v), **how)
+                    attention(q, *self._grown((name, layer), k, v), **options)
                     for name, q, k, v in zip(names, *rows, strict=True)
                 ]
             )
@@ -131,7 +135,7 @@ def attention(
     window: int | None = None,
     sinks: int = 0,
 ) -> Tensor:
-    """Return causal attention of a sequence's last tokens, in fp64, step by step.
+    """Return causal attention of the last tokens of a sequence, computed in fp64.
 
     `softmax(scale · q · kᵀ) · v` for each head, over `[tokens, heads, width]`; shapes and
     options are those of `Backend.attend`. O(queries · keys) memory.
@@ -152,8 +156,8 @@ def attention(
 def advance(
     generator: Generator, texts: Sequence[Text], counts: Sequence[int], attend: Attend
 ) -> list[int | None]:
-    """Compute so many more tokens of each text; append and return what is drawn."""
-    drawn = generator.forward(token_step(texts, counts), attend)
+    """Compute `counts` more tokens of each text; append and return the generated tokens."""
+    drawn = generator.forward(next_batch(texts, counts), attend)
     for text, count, token in zip(texts, counts, drawn, strict=True):
         text.computed += count
         if token is not None:
@@ -164,9 +168,9 @@ def advance(
 def generate(
     generator: Generator, texts: Sequence[Text], output: int, chunk: int | None = None
 ) -> list[list[int]]:
-    """Generate until each text has `output` tokens, in one batch; return these.
+    """Generate until each text has `output` tokens, in one batch; return these tokens.
 
-    Prompts are computed `chunk` tokens a step, at most; None: whole.
+    Prompts are computed at most `chunk` tokens a step; None: whole.
     """
     cache = DenseCache()
     while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvcore.cache import EvictionPolicy, KVCache, PrefixCache
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
 from kvcore.plugins.base import qualified
 from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import Request, Retention
@@ -63,7 +63,7 @@ class EvictionPolicyTests(ABC):
     def make(self) -> EvictionPolicy:
         """Return a new policy, with the same options each time."""
 
-    def make_prefix(self) -> PrefixCache | None:
+    def make_prefix(self) -> PrefixIndex | None:
         """Return a new prefix cache; None for the `radix` plugin."""
         return None
 
@@ -170,8 +170,11 @@ class EvictionPolicyTests(ABC):
         """They keep their leading blocks."""
         requests = random_requests(seed, 60, _HINTS)
         for blocks in (1, 3):
-            for count in ("keys", "tokens"):
-                hits = [decision.hit for decision in self.replay(requests, blocks, count=count)]
+            for accounting in ("keys", "tokens"):
+                hits = [
+                    decision.hit
+                    for decision in self.replay(requests, blocks, accounting=accounting)
+                ]
                 assert max(hit or 0 for hit in hits) <= blocks, "hits exceed the pool"
 
     @_seeds
@@ -224,7 +227,7 @@ class EvictionPolicyTests(ABC):
             prefix=self.make_prefix(),
             key_tokens=_KEY,
             recompute=_flat,
-            **{"count": "keys"} | options,
+            **{"accounting": "keys"} | options,
         )
         return Driver(cache, recording.evicted)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import attrs
 import pytest
 
-from kvcore.engine import AttendOptions, Backend, Generator, Rows, TensorLayout
+from kvcore.engine import AttendOptions, Backend, Generator, RaggedBatch, TensorLayout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import qualified
@@ -25,20 +25,20 @@ _seeds = pytest.mark.parametrize("seed", range(3))
 
 
 class GeneratorTests:
-    """What holds of every generator. Derive a `Test...` class and say how to make yours.
+    """Tests that every generator passes. Derive a `Test...` class that makes yours.
 
-    `generator` (or `make`, if that needs fixtures of the instance) returns a new one, made
-    with the same options each time, small enough to compute some hundred tokens quickly:
+    `generator` (or `make`, if that needs fixtures of the instance) returns a new generator,
+    made with the same options each time, small enough to compute hundreds of tokens quickly:
 
         class TestMine(GeneratorTests):
             generator = Mine
 
-    It generates a few short texts in fp64, over a dense cache and over the paged one, and is
-    watched through the `attend` it is given. Needs torch.
+    It generates a few short texts in fp64, over a dense cache and over the paged one, and
+    its calls of `attend` are recorded. Needs torch.
 
     Attributes:
-        tolerance: how far what is computed one way may be from what is computed another,
-            absolutely and relatively; 0 asks for equal bytes.
+        tolerance: allowed absolute and relative difference between two ways to compute the
+            same; 0 asks for equal bytes.
     """
 
     generator: ClassVar[Callable[[], Generator]]
@@ -57,15 +57,15 @@ class GeneratorTests:
         assert type(generator).__doc__, f"{qualified(type(generator))} has no docstring"
 
     def test_says_what_it_is_before_it_is_loaded(self) -> None:
-        """Shape, vocabulary, windows and ends are known without weights, and fit together."""
+        """Shape, vocabulary, windows and end tokens are known without weights, and fit."""
         generator = self.make()
         assert isinstance(generator.spec, ModelSpec)
         assert len(generator.windows) == generator.spec.layers
         assert generator.vocabulary >= 1
-        assert all(0 <= token < generator.vocabulary for token in generator.ends)
+        assert all(0 <= token < generator.vocabulary for token in generator.eos_token_ids)
 
     def test_refuses_a_dtype(self) -> None:
-        """A dtype that no tensor has is an InputError that names it."""
+        """An unknown dtype is an InputError that names it."""
         from kvcore.testing.dense import HostTensors  # noqa: PLC0415 - torch
 
         host: Any = HostTensors()
@@ -89,15 +89,15 @@ class GeneratorTests:
             for call in step:
                 shapes = [tuple(x.shape) for x in (call.queries, call.keys, call.values)]
                 assert shapes == [
-                    (call.rows, spec.query_heads, spec.head_dim),
-                    (call.rows, spec.kv_heads, spec.head_dim),
-                    (call.rows, spec.kv_heads, spec.value_dim),
+                    (call.count, spec.query_heads, spec.head_dim),
+                    (call.count, spec.kv_heads, spec.head_dim),
+                    (call.count, spec.kv_heads, spec.value_dim),
                 ]
                 dtypes = {x.dtype for x in (call.queries, call.keys, call.values)}
                 assert dtypes == {call.expected}, f"{dtypes} in layer {call.layer}"
 
     def test_draws_where_it_is_asked_to(self) -> None:
-        """A token of the vocabulary where a step ends a text, None within a prefill."""
+        """It returns a token of the vocabulary where a step ends a text, else None."""
         from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
         generator = self._loaded()
@@ -112,7 +112,7 @@ class GeneratorTests:
         assert all(0 <= token < generator.vocabulary for token in tokens), tokens
 
     def test_a_step_without_a_draw(self) -> None:
-        """Nothing is drawn when all there is are inner chunks."""
+        """A step of inner chunks alone returns no token."""
         from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
         generator = self._loaded()
@@ -123,7 +123,7 @@ class GeneratorTests:
 
     @_seeds
     def test_is_deterministic(self, seed: int) -> None:
-        """Two of them, made alike, compute the same bytes and draw the same tokens."""
+        """Two generators with equal options compute the same bytes and the same tokens."""
         runs = []
         for _ in range(2):
             generator = self._loaded()
@@ -137,7 +137,7 @@ class GeneratorTests:
 
     @_seeds
     def test_does_not_depend_on_the_batch(self, seed: int) -> None:
-        """A text alone is computed, and goes on, as it does among others."""
+        """A text has the same K/V and output alone as in a batch."""
         generator = self._loaded()
         together, alone = _texts(generator, seed), _texts(generator, seed)
         rows = _by_text(together, self._watched(generator, together))
@@ -149,7 +149,7 @@ class GeneratorTests:
     @_seeds
     @pytest.mark.parametrize("chunk", [1, 3, 8])
     def test_does_not_depend_on_chunks(self, chunk: int, seed: int) -> None:
-        """A prompt in chunks is computed, and goes on, as a whole one."""
+        """A prompt has the same K/V and output in chunks as computed at once."""
         generator = self._loaded()
         whole, parts = _texts(generator, seed), _texts(generator, seed)
         expected = _by_text(whole, self._watched(generator, whole))
@@ -160,7 +160,7 @@ class GeneratorTests:
 
     @_seeds
     def test_goes_on_after_recompute(self, seed: int) -> None:
-        """A text computed again with what it had generated goes on as if nothing had been."""
+        """A text computed again with its output continues as if it had not been preempted."""
         from kvcore.testing.dense import generate  # noqa: PLC0415 - torch
 
         generator = self._loaded()
@@ -174,7 +174,7 @@ class GeneratorTests:
     @_seeds
     @pytest.mark.parametrize("block_size", [1, BLOCK, 16])
     def test_paged_is_dense(self, block_size: int, seed: int) -> None:
-        """Over blocks, in any order and poisoned before, it generates the same."""
+        """Over shuffled blocks that were full of NaN it generates the same tokens."""
         from kvcore.testing.dense import advance, generate  # noqa: PLC0415 - torch
 
         try:
@@ -189,13 +189,13 @@ class GeneratorTests:
         backend.fill(float("nan"))
         for _ in range(6):
             counts = [text.left for text in paged]
-            rows = Rows(tables, [text.computed for text in paged], counts)
-            advance(generator, paged, counts, _paged(backend, rows))
+            batch = RaggedBatch(tables, [text.computed for text in paged], counts)
+            advance(generator, paged, counts, _paged(backend, batch))
         generate(generator, dense, 6)
         assert [text.tokens for text in paged] == [text.tokens for text in dense]
 
     def test_encodes_text(self) -> None:
-        """Text becomes tokens of the vocabulary, the same each time, and tokens text."""
+        """`encode` returns tokens of the vocabulary, always the same, and `decode` text."""
         generator = self.make()
         tokens = generator.encode("a cache of keys, and of values")
         assert tokens
@@ -212,7 +212,7 @@ class GeneratorTests:
     def _watched(
         self, generator: Generator, texts: list[Text], output: int = 4, chunk: int | None = None
     ) -> list[list[_Call]]:
-        """Generate over a dense cache; return the calls of each step."""
+        """Generate over a dense cache; return the calls of `attend` in each step."""
         from kvcore.testing.dense import DTYPES, DenseCache, advance  # noqa: PLC0415 - torch
 
         cache, steps = DenseCache(), []
@@ -230,7 +230,7 @@ class GeneratorTests:
 
 @attrs.frozen(eq=False)
 class _Call:
-    """What `attend` was given: the texts of the rows, and the rows."""
+    """A recorded call of `attend`; `texts` has the text of each row."""
 
     texts: list[int]
     layer: int
@@ -241,7 +241,7 @@ class _Call:
     expected: Any
 
     @property
-    def rows(self) -> int:
+    def count(self) -> int:
         return len(self.texts)
 
 
@@ -251,17 +251,17 @@ def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) 
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        **how: Unpack[AttendOptions],
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
-        window = how.get("window")
+        window = options.get("window")
         calls.append(_Call(texts, layer, queries, keys, values, window, dtype))
-        return attend(layer, queries, keys, values, **how)
+        return attend(layer, queries, keys, values, **options)
 
     return watched
 
 
 def _texts(generator: Generator, seed: int) -> list[Text]:
-    """Return texts of a token and more; two share a prompt, and draw from other seeds."""
+    """Return texts of different lengths; two share a prompt, and have other seeds."""
     from kvcore.testing.dense import Text  # noqa: PLC0415 - torch
 
     random = Random(seed)  # noqa: S311
@@ -273,7 +273,7 @@ def _texts(generator: Generator, seed: int) -> list[Text]:
 
 
 def _by_text(texts: Sequence[Text], steps: list[list[_Call]]) -> list[dict[Any, list[Tensor]]]:
-    """Return each text's rows in order, by layer and by what they are."""
+    """Return the rows of each text in order, by layer and name of the tensor."""
     found: list[dict[Any, list[Tensor]]] = [{} for _ in texts]
     for call in (call for step in steps for call in step):
         for row, number in enumerate(call.texts):
@@ -297,7 +297,7 @@ def _close(
 def _tables(
     texts: Sequence[Text], output: int, block_size: int, random: Random
 ) -> list[list[int]]:
-    """Return shuffled block tables with room for each text and its output."""
+    """Return shuffled block tables that hold each text and its output."""
     needs = [-(-(text.prompt + output) // block_size) for text in texts]
     ids = list(range(sum(needs)))
     random.shuffle(ids)
@@ -317,12 +317,14 @@ def _layout(generator: Generator, blocks: int, block_size: int) -> TensorLayout:
     )
 
 
-def _paged(backend: Backend, rows: Rows) -> Attend:
-    """Return what reaches the K/V of `rows` through `backend`."""
-    plan = backend.plan(rows)
+def _paged(backend: Backend, batch: RaggedBatch) -> Attend:
+    """Return the `Attend` of `batch` over the blocks of `backend`."""
+    plan = backend.plan(batch)
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
+    def attend(
+        layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
+    ) -> Tensor:
         backend.store(layer, plan, keys, values)
-        return backend.attend(layer, plan, queries, **how)
+        return backend.attend(layer, plan, queries, **options)
 
     return attend

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcore.analysis import served
-from kvcore.cache import BlockPool, EvictionPolicy, KVCache, PrefixCache, Sequence, Span
+from kvcore.cache import BlockPool, EvictionPolicy, KVCache, PrefixIndex, Sequence, Span
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import Key, Request, Retention
 
@@ -409,7 +409,7 @@ class Driver:
         self.cache.check_integrity()
         evicted = _canonical(self._evicted)
         self._evicted.clear()
-        return Decision(action, refused, hit, self.cache.pool.free, evicted)
+        return Decision(action, refused, hit, self.cache.pool.free_blocks, evicted)
 
     def careful_step(self, step: Step) -> Decision:
         """Perform `step`; check that a probe before it, and a refusal of it, change nothing."""
@@ -428,7 +428,7 @@ class Driver:
         again = step.again and bool(self._closed)
         if again:
             request = self._closed[step.which % len(self._closed)]
-        seq = self.cache.open(request, step.tokens, self.now, again=again)
+        seq = self.cache.open(request, step.tokens, self.now, resumed=again)
         self.sequences.append(seq)
         return seq.hit_blocks
 
@@ -466,7 +466,7 @@ def replay(
     for seq in served(requests, cache):
         gone = _canonical(evicted)
         evicted.clear()
-        decisions.append(Decision("open", None, seq.hit_blocks, cache.pool.free, gone))
+        decisions.append(Decision("open", None, seq.hit_blocks, cache.pool.free_blocks, gone))
     return decisions
 
 
@@ -476,12 +476,12 @@ def snapshot(cache: KVCache) -> Any:
     Covers the pool, spans with their pins and the policy's data, sequences and statistics.
     Costs O(blocks).
     """
-    pool, prefix = cache.pool, cache.prefix
-    blocks = (list(pool.freed()), dict(pool.owners)) if isinstance(pool, BlockPool) else None
+    pool, tree = cache.pool, cache.tree
+    blocks = (list(pool.free_ids()), dict(pool.owners)) if isinstance(pool, BlockPool) else None
     return (
-        (pool.free, blocks),
-        (prefix.cached, prefix.unpinned, prefix.evicted, prefix.expired_blocks),
-        [_span_fields(span) for span in prefix.spans()],
+        (pool.free_blocks, blocks),
+        (tree.cached_blocks, tree.unpinned_blocks, tree.evicted_blocks, tree.expired_blocks),
+        [_span_fields(span) for span in tree.spans()],
         [_sequence_fields(seq) for seq in cache.sequences.values()],
         attrs.astuple(cache.stats),
     )
@@ -543,7 +543,7 @@ class CacheMachine(RuleBasedStateMachine):
     def make_eviction(self) -> EvictionPolicy:
         """Return a new eviction policy."""
 
-    def make_prefix(self) -> PrefixCache | None:
+    def make_prefix(self) -> PrefixIndex | None:
         """Return a new prefix cache; None for the `radix` plugin."""
         return None
 
@@ -551,13 +551,13 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(self, blocks: int, layout: tuple[str, int], ids: bool) -> None:  # noqa: FBT001
         """Make the cache."""
         recording = RecordingPolicy(self.make_eviction())
-        count, size = layout
+        accounting, size = layout
         cache = KVCache(
             blocks,
             size,
             eviction=recording,
             prefix=self.make_prefix(),
-            count=count,
+            accounting=accounting,
             key_tokens=_KEY,
             ids=ids,
         )
@@ -615,8 +615,8 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def evictable_unless_pinned(self) -> None:
         """Every span without pins counts as evictable, and the others do not."""
-        prefix = self.driver.cache.prefix
-        assert prefix.unpinned == sum(s.blocks for s in prefix.spans() if not s.ref_count)
+        tree = self.driver.cache.tree
+        assert tree.unpinned_blocks == sum(s.blocks for s in tree.spans() if not s.ref_count)
 
     def take(self, step: Step) -> Decision:
         """Take a step and check what must hold of any."""
@@ -632,13 +632,13 @@ class CacheMachine(RuleBasedStateMachine):
         while self.driver.sequences:
             self.take(Step(action="close"))
         cache = self.driver.cache
-        assert cache.prefix.unpinned == cache.prefix.cached
-        assert cache.pool.free + cache.prefix.cached == cache.pool.blocks
+        assert cache.tree.unpinned_blocks == cache.tree.cached_blocks
+        assert cache.pool.free_blocks + cache.tree.cached_blocks == cache.pool.blocks
 
 
 def cache_machine(
     make_eviction: Callable[[], EvictionPolicy],
-    make_prefix: Callable[[], PrefixCache | None] = lambda: None,
+    make_prefix: Callable[[], PrefixIndex | None] = lambda: None,
 ) -> type[CacheMachine]:
     """Return the machine that drives caches of these plugins.
 
@@ -650,7 +650,7 @@ def cache_machine(
         def make_eviction(self) -> EvictionPolicy:
             return make_eviction()
 
-        def make_prefix(self) -> PrefixCache | None:
+        def make_prefix(self) -> PrefixIndex | None:
             return make_prefix()
 
     return Machine

@@ -16,7 +16,7 @@ import pytest
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import qualified
 from kvcore.plugins.options import as_text, instantiate
-from kvcore.serving import Batch, LatencyModel, Windows
+from kvcore.serving import LatencyModel, StepWork, Windows
 from kvcore.serving.latency import StepTimes
 
 _PLAIN = (type(None), bool, int, float, str, Path)
@@ -65,36 +65,36 @@ class LatencyModelTests:
     def test_lines_are_integers(self, seed: int) -> None:
         """Each line has an `a` and a slope for each window, integers, no slope below 0."""
         model = self.make()
-        for batch in _batches(seed, model.windows):
-            lines = model.pieces(batch)
-            assert lines, f"no line for {batch}"
+        for work in _works(seed, model.windows):
+            lines = model.pieces(work)
+            assert lines, f"no line for {work}"
             for line in lines:
                 assert len(line) == 1 + len(model.windows), f"{line} for {model.windows}"
-                assert all(type(number) is int for number in line), f"{line} for {batch}"
-                assert min(line[1:]) >= 0, f"{line} for {batch}"
+                assert all(type(number) is int for number in line), f"{line} for {work}"
+                assert min(line[1:]) >= 0, f"{line} for {work}"
 
     @_seeds
     def test_the_longest_line_is_the_time(self, seed: int) -> None:
-        """`duration` is the largest of the lines at the batch's context, and not negative."""
+        """`duration` is the largest of the lines at the work's context, and not negative."""
         model = self.make()
-        for batch in _batches(seed, model.windows):
+        for work in _works(seed, model.windows):
             times = [
-                a + sum(b * tokens for b, tokens in zip(slopes, batch.context, strict=True))
-                for a, *slopes in model.pieces(batch)
+                a + sum(b * tokens for b, tokens in zip(slopes, work.context, strict=True))
+                for a, *slopes in model.pieces(work)
             ]
-            assert model.duration(batch) == max(times), batch
-            assert max(times) >= 0, f"a negative time for {batch}"
+            assert model.duration(work) == max(times), work
+            assert max(times) >= 0, f"a negative time for {work}"
 
     @_seeds
     def test_asking_changes_nothing(self, seed: int) -> None:
-        """Equal batches take equal times, asked in any order, and are left as they are."""
+        """Equal work takes equal time, asked in any order, and is left as it is."""
         one, other = self.make(), self.make()
-        batches = list(_batches(seed, one.windows))
-        copies = [attrs.evolve(batch) for batch in batches]
-        times = [one.duration(batch) for batch in batches]
-        assert times == [other.duration(batch) for batch in reversed(batches)][::-1]
-        assert times == [one.duration(batch) for batch in batches]
-        assert batches == copies
+        works = list(_works(seed, one.windows))
+        copies = [attrs.evolve(work) for work in works]
+        times = [one.duration(work) for work in works]
+        assert times == [other.duration(work) for work in reversed(works)][::-1]
+        assert times == [one.duration(work) for work in works]
+        assert works == copies
 
     def test_equal_options_give_equal_times(self) -> None:
         """A model rebuilt from its own `options()` has its coefficients and its times."""
@@ -102,8 +102,8 @@ class LatencyModelTests:
         again = type(model)(**model.options())
         assert again.options() == model.options()
         assert again.coefficients() == model.coefficients()
-        for batch in _batches(0, model.windows):
-            assert again.duration(batch) == model.duration(batch)
+        for work in _works(0, model.windows):
+            assert again.duration(work) == model.duration(work)
 
     def test_is_built_from_text(self) -> None:
         """Its own options, written as text, make a model with equal options."""
@@ -121,24 +121,24 @@ class LatencyModelTests:
         assert orjson.loads(orjson.dumps(coefficients)) == coefficients
 
     @_seeds
-    @pytest.mark.parametrize("what", ["prefill", "pairs", "decode", "context"])
+    @pytest.mark.parametrize("what", ["prefill", "attended_pairs", "decode", "context"])
     def test_more_work_takes_no_less_time(self, what: str, seed: int) -> None:
-        """The time never falls when only one of the numbers of a batch rises."""
+        """The time never falls when only one of the numbers of its work rises."""
         model, random = self.make(), Random(seed)  # noqa: S311
-        for batch in _batches(seed, model.windows):
-            for place in range(len(model.windows)) if what in ("pairs", "context") else (None,):
-                more = _more(batch, what, place, random)
-                assert model.duration(more) >= model.duration(batch), f"{more}, {batch}"
+        for work in _works(seed, model.windows):
+            for place in (
+                range(len(model.windows)) if what in ("attended_pairs", "context") else (None,)
+            ):
+                more = _more(work, what, place, random)
+                assert model.duration(more) >= model.duration(work), f"{more}, {work}"
 
     @_seeds
     def test_lines_hold_while_contexts_grow(self, seed: int) -> None:
         """Where the model lets the simulator jump, lines do not depend on the context."""
         model = self._jumping()
-        for batch in _batches(seed, model.windows):
-            grown = attrs.evolve(batch, context=tuple(3 * c + 1 for c in batch.context))
-            assert list(map(tuple, model.pieces(batch))) == list(
-                map(tuple, model.pieces(grown))
-            )
+        for work in _works(seed, model.windows):
+            grown = attrs.evolve(work, context=tuple(3 * c + 1 for c in work.context))
+            assert list(map(tuple, model.pieces(work))) == list(map(tuple, model.pieces(grown)))
 
     @_seeds
     def test_many_steps_take_what_single_ones_take(self, seed: int) -> None:
@@ -149,10 +149,10 @@ class LatencyModelTests:
                 continue
             steps = _unchanging(lengths, model.windows)
             singles = [
-                model.duration(_batch((), [length + step for length in lengths], model.windows))
+                model.duration(_work((), [length + step for length in lengths], model.windows))
                 for step in range(steps)
             ]
-            first = _batch((), lengths, model.windows)
+            first = _work((), lengths, model.windows)
             growth = [
                 sum(window is None or length < window for length in lengths)
                 for window in model.windows
@@ -187,12 +187,12 @@ def _some(random: Random) -> int:
     return random.randint(1, 2 ** random.randint(0, 17))
 
 
-def _batch(
+def _work(
     chunks: list[tuple[int, int]] | tuple[()], lengths: list[int], windows: Windows
-) -> Batch:
-    return Batch(
+) -> StepWork:
+    return StepWork(
         prefill=sum(tokens for tokens, _ in chunks),
-        pairs=tuple(
+        attended_pairs=tuple(
             sum(attended_pairs(context, tokens, window) for tokens, context in chunks)
             for window in windows
         ),
@@ -204,17 +204,17 @@ def _batch(
     )
 
 
-def _batches(seed: int, windows: Windows) -> Iterator[Batch]:
-    return (_batch(chunks, lengths, windows) for chunks, lengths in _loads(seed))
+def _works(seed: int, windows: Windows) -> Iterator[StepWork]:
+    return (_work(chunks, lengths, windows) for chunks, lengths in _loads(seed))
 
 
-def _more(batch: Batch, what: str, place: int | None, random: Random) -> Batch:
-    risen: Any = getattr(batch, what)
+def _more(work: StepWork, what: str, place: int | None, random: Random) -> StepWork:
+    risen: Any = getattr(work, what)
     if place is None:
         risen += _some(random)
     else:
         risen = (*risen[:place], risen[place] + _some(random), *risen[place + 1 :])
-    return attrs.evolve(batch, **{what: risen})
+    return attrs.evolve(work, **{what: risen})
 
 
 def _unchanging(lengths: list[int], windows: Windows) -> int:

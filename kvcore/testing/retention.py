@@ -54,7 +54,7 @@ class RetentionPolicyTests:
         """Each range begins before it ends, and lies within what is computed."""
         policy = self.make()
         for seq in _grow(policy, prompt, chunk):
-            for start, end in policy.forgettable(seq):
+            for start, end in policy.droppable(seq):
                 assert 0 <= start <= end <= seq.computed, f"{start} to {end} of {seq.computed}"
 
     @_lengths
@@ -62,26 +62,26 @@ class RetentionPolicyTests:
         """Asking changes nothing: neither the answer, nor the sequence."""
         policy, other = self.make(), self.make()
         for seq in _grow(policy, prompt, 5):
-            before = repr(seq), seq.computed, seq.gaps
-            answers = [list(policy.forgettable(seq)) for _ in range(2)]
-            answers.append(list(other.forgettable(seq)))
+            before = repr(seq), seq.computed, seq.holes
+            answers = [list(policy.droppable(seq)) for _ in range(2)]
+            answers.append(list(other.droppable(seq)))
             assert answers[0] == answers[1] == answers[2]
-            assert (repr(seq), seq.computed, seq.gaps) == before
+            assert (repr(seq), seq.computed, seq.holes) == before
 
     @_lengths
     @_chunks
     def test_keeps_the_newest_token(self, prompt: int, chunk: int) -> None:
         """The block of the newest token stays: the next one attends to it at least."""
         for seq in _grow(self.make(), prompt, chunk):
-            assert seq.private_blocks + seq.span.end > seq.forgotten - seq.returned
-            assert seq.forgotten * BLOCK < seq.computed
+            assert seq.private_blocks + seq.span.end > seq.dropped - seq.freed
+            assert seq.dropped * BLOCK < seq.computed
 
     def test_forgets(self) -> None:
         """A long sequence forgets some of its tokens, unless the class says otherwise."""
         if not self.forgets:
             pytest.skip("the policy declares that it forgets nothing of 400 tokens")
         *_, seq = _grow(self.make(), 400, 5)
-        assert seq.forgotten, "of 400 tokens nothing was forgotten"
+        assert seq.dropped, "of 400 tokens nothing was forgotten"
 
     def test_serves_many_at_once(self) -> None:
         """Requests that share prompts, crowd and preempt one another are all served."""
@@ -101,7 +101,7 @@ class RetentionPolicyTests:
         result = simulate(requests, cache=cache)
         cache.check_integrity()
         assert result.summary()["completed"] == len(requests)
-        assert cache.pool.free + cache.prefix.cached == cache.pool.blocks
+        assert cache.pool.free_blocks + cache.tree.cached_blocks == cache.pool.blocks
 
 
 def _grow(policy: RetentionPolicy, prompt: int, chunk: int) -> Iterator[Sequence]:

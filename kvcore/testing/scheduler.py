@@ -21,15 +21,15 @@ from kvcore.plugins.base import qualified
 from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import SLO, Key, Request
 from kvcore.serving import (
-    Batch,
     Batching,
     DecodeSteps,
     Job,
     LatencyModel,
-    Line,
+    LinearPiece,
     LoopState,
     Scheduler,
     StepPlan,
+    StepWork,
     simulate,
 )
 from kvcore.serving.scheduler import DECODE, DONE, PAUSED, PREFILL, WAITING
@@ -41,7 +41,7 @@ STEP = 10**7
 
 
 CHUNK = 16
-"""Tokens that a step computes of each prompt that has a seat."""
+"""Tokens that a step computes of each prompt that is being prefilled."""
 
 
 Call: TypeAlias = tuple[str, int, int | str | None]
@@ -88,34 +88,34 @@ class Steady(LatencyModel):
 
     name: ClassVar[str] = "steady"
 
-    def pieces(self, batch: Batch) -> list[Line]:
+    def pieces(self, work: StepWork) -> list[LinearPiece]:
         """Return one line."""
-        return [((STEP + batch.prefill) * PS_PER_NS, *(0 for _ in batch.context))]
+        return [((STEP + work.prefill) * PS_PER_NS, *(0 for _ in work.context))]
 
 
 class ToyServer:
     """Serves requests as a scheduler plans, without a cache, a latency model or a fast path.
 
-    Every step takes 10 ms, computes up to 16 tokens of each prompt that has a seat, and
-    generates a token for each job whose prompt is done. A job takes room for its prompt and
-    output when it is admitted, and keeps it while it is paused. If all who hold room are
-    paused and nobody else fits, the last of them in order gives its room back. Prefixes that
-    are computed stay cached for good.
+    Every step takes 10 ms, computes up to 16 tokens of each prompt of a running job, and
+    generates a token for each job whose prompt is done. A job takes slots for its prompt and
+    output when it is admitted, and keeps them while it is paused. If all jobs that hold slots
+    are paused and no other fits, the last of them in order gives its slots back. Prefixes
+    that are computed stay cached for good.
 
     The scheduler is asked when something has happened, not at every step, and its answers are
     checked: AssertionError says which of them was wrong.
 
     Args:
         scheduler: a new one.
-        seats: jobs that may run at once.
-        room: tokens that all jobs may hold together.
+        max_seqs: jobs that may run at once.
+        slots: tokens that all jobs may hold together.
     """
 
-    def __init__(self, scheduler: Scheduler, seats: int = 3, room: int = 400) -> None:
+    def __init__(self, scheduler: Scheduler, max_seqs: int = 3, slots: int = 400) -> None:
         """Take the scheduler into use."""
         self._scheduler = scheduler
         self._asks = find_override(scheduler, "plan") is None
-        self._seats, self._room = seats, room
+        self._max_seqs, self._free = max_seqs, slots
         self._now = self._arrived = 0
         self._steps = DecodeSteps()
         self._changed = False
@@ -194,21 +194,23 @@ class ToyServer:
         if self._asks:
             self._check_order()
         running = list(self._running)
-        seats = self._seats - len(running)
-        state = LoopState(self._now, self._waiting.keys(), running, seats, self._room, self)
+        free_slots = self._max_seqs - len(running)
+        state = LoopState(
+            self._now, self._waiting.keys(), running, free_slots, self._free, self
+        )
         plan = self._scheduler.plan(state)
         for job in plan.pause:
             assert self._scheduler.preemptive, f"{job!r} was paused, and preemptive is false"
-            assert job in self._running, f"{job!r} was paused, and has no seat"
+            assert job in self._running, f"{job!r} was paused, and is not running"
             self._pause(job)
         for job in plan.admit:
-            assert job in self._waiting, f"{job!r} was offered a seat, and does not wait"
-            if len(self._running) == self._seats or self._need(job) > self._room:
+            assert job in self._waiting, f"{job!r} was admitted, and does not wait"
+            if len(self._running) == self._max_seqs or self._need(job) > self._free:
                 break
-            self._seat(job)
+            self._admit(job)
         else:
-            assert not self._waiting or len(self._running) == self._seats, (
-                f"a seat is free, and was not offered to {list(self._waiting)}"
+            assert not self._waiting or len(self._running) == self._max_seqs, (
+                f"a slot is free, and was not offered to {list(self._waiting)}"
             )
         if not self._running and self._waiting:
             self._recompute()
@@ -227,7 +229,7 @@ class ToyServer:
             for job, other in self._before:
                 if job in running and other in waiting:
                     assert running[job] <= waiting[other], (
-                        f"{job!r} went before {other!r} until it had a seat for a while"
+                        f"{job!r} went before {other!r} until it had run for a while"
                     )
             self._before = {
                 (job, other)
@@ -239,9 +241,9 @@ class ToyServer:
     def _need(self, job: Job) -> int:
         return 0 if job in self._held else job.request.prompt_tokens + job.request.output_tokens
 
-    def _seat(self, job: Job) -> None:
+    def _admit(self, job: Job) -> None:
         if job not in self._held:
-            self._room -= self._need(job)
+            self._free -= self._need(job)
             self._held[job] = self._need(job)
             job.computed = self.probe(job.request, self._now)
             if job.admitted is None:
@@ -268,7 +270,7 @@ class ToyServer:
         order = {job: (priority(job, self._now), job.serial) for job in self._held}
         assert order, f"nobody runs or holds room, and {list(self._waiting)} were not served"
         job = max(order, key=lambda job: order[job])
-        self._room += self._held.pop(job)
+        self._free += self._held.pop(job)
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         job.stage = WAITING
         job.recomputes += 1
@@ -296,7 +298,7 @@ class ToyServer:
         job.leave()
         job.stage = DONE
         del self._running[job]
-        self._room += self._held.pop(job)
+        self._free += self._held.pop(job)
         self._before = {pair for pair in self._before if job not in pair}
         self._changed = True
         self._scheduler.finished(job, self._now)
@@ -305,7 +307,7 @@ class ToyServer:
 _KEY = 4
 
 
-_SEATS = 3
+_MAX_SEQS = 3
 
 
 _AMPLE = 10**5
@@ -366,7 +368,7 @@ class SchedulerTests(ABC):
     @_servers
     @_seeds
     def test_serves_everyone_once(self, seed: int, server: str) -> None:
-        """With less room than the seats could use, every request ends, and exactly once."""
+        """With less memory than running jobs could use, every request ends exactly once."""
         requests = _requests(seed)
         calls = self.serve(server, requests, tokens=64)
         ended = Counter(job for method, _, job in calls if method == "finished")
@@ -374,28 +376,28 @@ class SchedulerTests(ABC):
 
     @_servers
     @_seeds
-    def test_takes_no_more_seats_than_there_are(self, seed: int, server: str) -> None:
-        """At no time do more jobs run than there are seats, and none runs twice at once."""
+    def test_runs_no_more_jobs_than_it_may(self, seed: int, server: str) -> None:
+        """At no time do more jobs run than the limit allows, and none runs twice at once."""
         running: set[object] = set()
         for method, now, job in self.serve(server, _requests(seed), tokens=64):
             if method == "admitted":
-                assert job not in running, f"{now}: request {job} has a seat already"
+                assert job not in running, f"{now}: request {job} runs already"
                 running.add(job)
-                assert len(running) <= _SEATS, f"{now}: {running} run on {_SEATS} seats"
+                assert len(running) <= _MAX_SEQS, f"{now}: {running}, not {_MAX_SEQS}"
             elif method in {"queued", "finished"}:
                 running.discard(job)
 
     @_servers
     @_seeds
-    def test_leaves_no_seat_empty(self, seed: int, server: str) -> None:
-        """With ample room nobody waits for longer than a step while a seat is free."""
+    def test_leaves_no_slot_empty(self, seed: int, server: str) -> None:
+        """With ample memory no job waits for longer than a step while fewer run than may."""
         running: set[object] = set()
         waiting: set[object] = set()
         since = 0
         for method, now, job in self.serve(server, _requests(seed)):
             if method not in {"queued", "admitted", "finished"}:
                 continue
-            idle = len(running) < _SEATS and waiting
+            idle = len(running) < _MAX_SEQS and waiting
             assert not idle or now - since <= STEP + _AMPLE, (
                 f"from {since} to {now} {waiting} waited while only {running} ran"
             )
@@ -468,12 +470,12 @@ class SchedulerTests(ABC):
         scheduler: Scheduler | None = None,
         jobs: WeakSet[Job] | None = None,
     ) -> list[Call]:
-        """Serve `requests` with 3 seats and room for so many tokens; return what was called.
+        """Serve `requests`, 3 at a time, in memory for `tokens` tokens; return the calls.
 
         Args:
             server: `toy` or `loop`.
             requests: what to serve, in order of arrival.
-            tokens: room for prompts and outputs.
+            tokens: tokens of prompts and outputs that fit.
             jumps: whether the loop may run many steps at once.
             scheduler: None for a new one.
             jobs: where to put those that arrive.
@@ -484,15 +486,15 @@ class SchedulerTests(ABC):
             pytest.skip(f"cannot work here: {reason}")
         calls = watched(scheduler, jobs)
         if server == "toy":
-            ToyServer(scheduler, _SEATS, tokens).run(requests)
+            ToyServer(scheduler, _MAX_SEQS, tokens).run(requests)
             return calls
-        cache = KVCache(tokens // _KEY, _KEY, count="tokens", key_tokens=_KEY)
+        cache = KVCache(tokens // _KEY, _KEY, accounting="tokens", key_tokens=_KEY)
         simulate(
             requests,
             cache=cache,
             scheduler=scheduler,
             latency=Steady(),
-            batching=Batching(max_seqs=_SEATS),
+            batching=Batching(max_seqs=_MAX_SEQS),
             jumps=jumps,
         )
         cache.check_integrity()
@@ -510,7 +512,7 @@ def _request(
 
 
 def _requests(seed: int) -> list[Request]:
-    """Return requests of all kinds, more than three seats can serve as they come."""
+    """Return requests of all kinds, more than three at a time can serve as they come."""
     random = Random(seed)  # noqa: S311 - nothing secret
     traffic = Traffic(key_tokens=_KEY, longest_wait=2)
     return [

@@ -109,7 +109,6 @@ def check_event(
 
 
 replay = check_trace
-advanced = check_event
 
 
 def _report(
@@ -224,11 +223,11 @@ class TraceChecker:
 
     def _miss(self, event: events.Miss) -> None:
         if self._due is None:
-            prompt, hit, again = self._admit(event, 0), 0, bool(event.again)
+            prompt, hit, resumed = self._admit(event, 0), 0, bool(event.again)
         else:
             seq = self.state.sequence(event.seq)
-            prompt, hit, again = seq.prompt, seq.hit, seq.again
-        if (event.request, event.block, bool(event.again)) != (prompt.id, hit, again):
+            prompt, hit, resumed = seq.prompt, seq.hit, seq.resumed
+        if (event.request, event.block, bool(event.again)) != (prompt.id, hit, resumed):
             violated(f"sequence {event.seq} is of request {prompt.id!r} and hit {hit} blocks")
         if hit == prompt.limit:
             reasons = ["no keys" if prompt.unkeyed else "partial"]
@@ -249,11 +248,6 @@ class TraceChecker:
             )
         self._must_be_new(event.upper)
 
-    def _join(self, event: events.Join) -> None:
-        lower, upper = self.state.span(event.span), self.state.span(event.upper)
-        if lower.parent is not upper or upper.children != 1 or upper.pins != lower.pins:
-            violated(f"spans {upper.id} and {lower.id} are not the halves of a split")
-
     def _alloc(self, event: events.Alloc) -> None:
         seq, ids = self.state.sequence(event.seq), self.state.ids(event.runs)
         if event.first != seq.blocks:
@@ -265,7 +259,7 @@ class TraceChecker:
         seq, source = self.state.sequence(event.seq), event.source
         if not seq.private or (event.block, source) != (seq.blocks - 1, seq.private[-1]):
             violated(f"block {source} is not the private tail of sequence {seq.id}")
-        if not self._order.pool.disown(source):
+        if not self._order.pool.unshare(source):
             violated(f"block {source} has one owner, who may write to it")
         self._order.take(array("i", [event.to]), seq.prompt.id, copy=True)
 
@@ -276,7 +270,7 @@ class TraceChecker:
             violated(
                 f"the private blocks of sequence {seq.id} are {seq.span.end} to {seq.blocks}"
             )
-        if seq.gaps:
+        if seq.holes:
             violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
         if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
@@ -312,7 +306,7 @@ class TraceChecker:
             self._next = ("FREE", seq.id, "duplicate")
             return
         self._unpinned -= len(ids)
-        if ids != span.ids or not all(map(self._order.pool.disown, ids)):
+        if ids != span.ids or not all(map(self._order.pool.unshare, ids)):
             violated(f"sequence {seq.id} does not hold the blocks of span {span.id}")
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
@@ -349,7 +343,7 @@ class TraceChecker:
             violated(f"by retention policy {self._retention!r}, not {event.by!r}")
         if not self._order.pool.owners.keys().isdisjoint(seq.private):
             violated(f"sequence {seq.id} shares private blocks with a fork: it keeps them")
-        if end > seq.blocks or any(low < end and first < high for low, high in seq.gaps):
+        if end > seq.blocks or any(low < end and first < high for low, high in seq.holes):
             violated(f"blocks {first} to {end} are not in the table of sequence {seq.id}")
         freed = seq.private[seq.private_slice(first, end)][::-1]
         self._must_free(seq, event.runs, freed)
@@ -373,14 +367,14 @@ class TraceChecker:
             keep = 0
             if reason == "rollback":
                 first = event.first if isinstance(event.first, int) else seq.blocks - len(ids)
-                keep = first - seq.span.end - seq.returned
+                keep = first - seq.span.end - seq.freed
                 if not 0 <= keep < len(seq.private):
                     violated(f"blocks {seq.span.end} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
         self._must_free(seq, event.runs, self._order.pool.release(dropped[::-1]))
         if reason == "close":
             if (event.forgotten or []) != seq.forgotten:
-                told = [list(gap) for gap in seq.forgotten]
+                told = [list(hole) for hole in seq.forgotten]
                 violated(f"sequence {seq.id} has forgotten {told}, as first and count")
             if self._due is None:
                 self.lifecycles.close(seq.prompt.id, seq.id)
@@ -406,12 +400,12 @@ class TraceChecker:
 
     def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedPrompt:
         """Check the first line of an admission: its hit must be what is cached."""
-        prompt, again = self.state.prompt(event.request), bool(event.again)
+        prompt, resumed = self.state.prompt(event.request), bool(event.again)
         self._order.serve(prompt.id)
         cached = min(self._cached_keys.match(prompt.keys), prompt.limit)
         if hit != cached:
             violated(f"{hit} blocks hit; {cached} are cached and may hit")
-        self.lifecycles.admit(prompt.id, event.seq, again=again)
+        self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
         self._must_open(event.seq)
         return prompt
 
@@ -440,7 +434,7 @@ class TraceChecker:
 
 
 _CHECKED = (
-    *("REQUEST", "HIT", "MISS", "SPLIT", "JOIN", "ALLOC", "COPY", "COMMIT", "EVICT"),
+    *("REQUEST", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
     *("FREE", "FORK", "KEYS", "END"),
 )
 
@@ -504,7 +498,7 @@ class AllocationOrder:
     @property
     def free(self) -> int:
         """Blocks that hold nothing."""
-        return self.pool.free + len(self._victims)
+        return self.pool.free_blocks + len(self._victims)
 
     def evict(self, ids: Ids, requester: int | str) -> None:
         """Record victims, evicted because request `requester` needs blocks."""
@@ -514,7 +508,7 @@ class AllocationOrder:
     def expire(self, ids: Ids) -> None:
         """Record blocks that were evicted as expired: they are free at once."""
         self.settle()
-        self.pool.give(ids, len(ids))
+        self.pool.free(ids, len(ids))
 
     def take(self, ids: Ids, requester: int | str, *, copy: bool = False) -> None:
         """Allocate `ids`, which must be the next, to a sequence of request `requester`.
@@ -530,7 +524,7 @@ class AllocationOrder:
             violated(f"{count} blocks are taken; {available} are free")
         if victims and count < available and not copy:
             violated(f"{available - count} more blocks were evicted than were missing")
-        order = self.pool.take(min(count, self.pool.free))
+        order = self.pool.allocate(min(count, self.pool.free_blocks))
         rest = count - len(order)
         order.extend(victims[:rest])
         del victims[:rest]
@@ -549,7 +543,7 @@ class AllocationOrder:
         if self._victims:
             if self._copied:
                 violated(f"{len(self._victims)} more blocks were evicted than were missing")
-            ids = self.pool.take(self.pool.free) + self._victims
-            self.pool.give(ids[::-1], len(ids))
+            ids = self.pool.allocate(self.pool.free_blocks) + self._victims
+            self.pool.free(ids[::-1], len(ids))
             self._victims = array("i")
         self._copied = False

@@ -5,7 +5,7 @@ imports msgspec, which takes as long as a tenth of kvcore: import it where lines
 """
 
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import orjson
@@ -95,25 +95,7 @@ class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
     @property
     def event(self) -> str:
         """The name of the event."""
-        return cast("str", self.__struct_config__.tag)
-
-    # Reading as from a dict, until all readers of traces use the attributes.
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a field by its name in JSON."""
-        return self.as_dict()[name]
-
-    def __contains__(self, name: str) -> bool:
-        """Return True if the line has the field."""
-        return name in self.as_dict()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field by its name in JSON, or `default`."""
-        return self.as_dict().get(name, default)
-
-    def items(self) -> Any:
-        """Return the fields with their names in JSON."""
-        return self.as_dict().items()
+        return self.__struct_config__.tag  # type: ignore[return-value]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line as JSON has it. O(its values)."""
@@ -199,13 +181,6 @@ class Split(Event, tag="SPLIT"):
     span: Count
     upper: Count
     at: Size
-
-
-class Join(Event, tag="JOIN"):
-    """A split was taken back, since the call that made it failed."""
-
-    span: Count
-    upper: Count
 
 
 class Alloc(Event, tag="ALLOC"):
@@ -336,7 +311,7 @@ class End(Event, tag="END"):
 
 
 _TAGGED = (
-    Header | Request | Hit | Miss | Split | Join | Alloc | Commit | Evict | Free | Fork | Copy
+    Header | Request | Hit | Miss | Split | Alloc | Commit | Evict | Free | Fork | Copy
     | FirstToken | Preempt | Resume | Keys | Finish | Reject | End
 )  # fmt: skip
 
@@ -347,8 +322,8 @@ EVENTS: dict[str, type[Event]] = {
 
 _decode_tagged = msgspec.json.Decoder(_TAGGED).decode
 
-# A union has one Struct a tag, so lines of the other scope are told by how the writer ends
-# them; one that says it elsewhere goes the long way, through the check of each field.
+# A union has one Struct a tag, so lines of the other scope are known by how the writer
+# ends them; a line that has its scope elsewhere takes the slow way of `decode`.
 _decode_drop = msgspec.json.Decoder(Drop).decode
 _DROP_ENDS = b'"scope":"sequence"}'
 

@@ -33,14 +33,14 @@ import orjson
 
 from kvcore.errors import InputError, TraceError
 from kvcore.files import (
+    AtomicFile,
     Compressor,
     CutError,
     DamageError,
-    WholeFile,
     compressor,
-    decoded,
-    refusal,
-    storing,
+    decompressed,
+    storage_errors,
+    unreadable_reason,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class BackgroundFile(io.RawIOBase):
     """The raw file below a write buffer, whose work is done by a thread.
 
     The thread digests, compresses (`.gz`, `.zst`) and writes one buffer while the next one is
-    filled; an error it meets is raised by the next call. A path is written as an `WholeFile`,
+    filled; an error it meets is raised by the next call. A path is written as an `AtomicFile`,
     a file object is written to as it is.
 
     Args:
@@ -78,12 +78,12 @@ class BackgroundFile(io.RawIOBase):
         super().__init__()
         from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  (10 ms)
 
-        self._file: WholeFile | BinaryIO
+        self._file: AtomicFile | BinaryIO
         self._compressor = None
         if isinstance(file, (str, os.PathLike)):
             self.name = os.fspath(file)
             self._what = f"the {kind} {self.name}"
-            self._file = WholeFile(Path(file), self._what)
+            self._file = AtomicFile(Path(file), self._what)
             self._compressor = compressor(Path(file))
         else:
             self.name = str(getattr(file, "name", "a file object"))
@@ -119,10 +119,10 @@ class BackgroundFile(io.RawIOBase):
         """Write what the compressor still holds, close, and give the file its name."""
         self._wait()
         self._worker.shutdown()
-        with storing(self._what):
+        with storage_errors(self._what):
             if self._compressor is not None:
                 _write_all(self._file, self._compressor.finish())
-            if isinstance(self._file, WholeFile):
+            if isinstance(self._file, AtomicFile):
                 self._file.finish()
             else:
                 self._file.flush()
@@ -131,7 +131,7 @@ class BackgroundFile(io.RawIOBase):
         """Drop all later writes, and remove the unfinished file. Never raises."""
         self._discarded = True
         self._worker.shutdown()
-        if isinstance(self._file, WholeFile):
+        if isinstance(self._file, AtomicFile):
             self._file.discard()
 
     def _submit(self, job: Callable[[_T], None], argument: _T) -> None:
@@ -159,7 +159,7 @@ class BackgroundFile(io.RawIOBase):
     def _wait(self) -> None:
         """Wait until the thread is done; raise the error it met."""
         if self._job is not None:
-            with storing(self._what):
+            with storage_errors(self._what):
                 self._job.result()
 
 
@@ -288,9 +288,9 @@ class SealedReader(ABC, Generic[_Item]):
         """Yield the items."""
         try:
             with self.file.open("rb") as file:
-                yield from self._items(decoded(file))
+                yield from self._items(decompressed(file))
         except OSError as error:
-            reason = refusal(self.file, error)
+            reason = unreadable_reason(self.file, error)
             msg = f"cannot read the {self.kind} {self.file}: {reason}"
             raise InputError(msg) from error
 
@@ -391,7 +391,7 @@ def _is_json(raw: bytes) -> bool:
     return True
 
 
-def _write_all(file: WholeFile | BinaryIO, data: bytes) -> None:
+def _write_all(file: AtomicFile | BinaryIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]

@@ -77,16 +77,16 @@ class Lifecycles:
         """Record a request that asks for `output` tokens."""
         self._requests[request] = Lifecycle(request, output)
 
-    def admit(self, request: int | str, seq: int, *, again: bool) -> None:
+    def admit(self, request: int | str, seq: int, *, resumed: bool) -> None:
         """Record that `request` runs as the new sequence `seq`.
 
         Raises:
             ViolationError: it is over, or no admission of that kind is due.
         """
         life = self._running(request)
-        if again and life.seq is None:
+        if resumed and life.seq is None:
             violated(f"request {request!r} was not admitted before")
-        if self._complete and life.stage != (PREEMPTED if again else WAITING):
+        if self._complete and life.stage != (PREEMPTED if resumed else WAITING):
             violated(f"request {request!r} is {life.stage}, and is admitted")
         life.stage, life.seq = RUNNING, seq
 
@@ -104,7 +104,7 @@ class Lifecycles:
         """Record a server's event; return True if the next line must close its sequence.
 
         Raises:
-            ViolationError: it cannot follow from what was told of its request.
+            ViolationError: it cannot follow from the events of its request before it.
         """
         self._apply[event.event](event)
         return event.event == "FINISH" or getattr(event, "how", None) == "recompute"

@@ -15,7 +15,7 @@ import attrs
 
 from kvcore.cache import Residency
 from kvcore.cache.pool import Ids
-from kvcore.cache.sequence import Gap, merged
+from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.errors import TraceError
 from kvcore.trace.fields import decode_runs
 from kvcore.trace.reader import TraceReader
@@ -156,9 +156,9 @@ class TracedSequence:
 
     Attributes:
         hit: how many blocks of its prompt hit.
-        again: whether a preempted request was admitted again.
-        gaps: the blocks it has dropped, as positions `[first, end)` in its table.
-        returned: how many of them were private.
+        resumed: whether a preempted request was admitted again.
+        holes: the blocks it has dropped, as positions `[first, end)` in its table.
+        freed: how many of them were private.
     """
 
     id: int
@@ -166,26 +166,26 @@ class TracedSequence:
     span: TracedSpan
     private: Ids
     hit: int
-    again: bool
-    gaps: tuple[Gap, ...] = ()
-    returned: int = 0
+    resumed: bool
+    holes: tuple[Hole, ...] = ()
+    freed: int = 0
 
     @property
     def blocks(self) -> int:
         """How many blocks its table has, dropped ones included."""
-        return self.span.end + len(self.private) + self.returned
+        return self.span.end + len(self.private) + self.freed
 
     @property
     def forgotten(self) -> list[tuple[int, int]]:
         """The blocks it has dropped, as its closing FREE has them: (first, count)."""
-        return [(first, end - first) for first, end in self.gaps]
+        return [(first, end - first) for first, end in self.holes]
 
     def table(self) -> Ids:
         """Return its block table: the ids of the blocks it has not dropped, in order."""
         table: Ids = array("i")
         for part in reversed([span.ids for span in path(self.span)]):
             table.extend(part)
-        for first, end in reversed(self.gaps):
+        for first, end in reversed(self.holes):
             del table[first:end]
         return table + self.private
 
@@ -194,7 +194,7 @@ class TracedSequence:
         start = max(first, self.span.end)
         # Positions that were dropped before have no entry in `private` any more.
         dropped = sum(
-            max(min(high, start) - max(low, self.span.end), 0) for low, high in self.gaps
+            max(min(high, start) - max(low, self.span.end), 0) for low, high in self.holes
         )
         at = start - self.span.end - dropped
         return slice(at, at + max(end - start, 0))
@@ -203,8 +203,8 @@ class TracedSequence:
         """Drop the blocks `[first, end)`."""
         own = self.private_slice(first, end)
         del self.private[own]
-        self.gaps = merged([*self.gaps, (first, end)])
-        self.returned += own.stop - own.start
+        self.holes = merge_holes([*self.holes, (first, end)])
+        self.freed += own.stop - own.start
 
 
 def path(span: TracedSpan) -> Iterator[TracedSpan]:
@@ -224,9 +224,9 @@ class Hits:
     looked_up: int = 0
     ratios: float = 0.0
 
-    def count(self, lookup: int, hit: int, *, again: bool) -> None:
+    def count(self, lookup: int, hit: int, *, resumed: bool) -> None:
         """Count an admission that hit `hit` of `lookup` blocks."""
-        if again:
+        if resumed:
             self.self_hit_blocks += hit
         elif lookup:
             self.lookup_blocks += lookup
@@ -272,13 +272,13 @@ class CacheState:
         self.requests: dict[int | str, TracedPrompt] = {}
         self.cached = self.private = 0
         self.hits = Hits()
+        self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
         self._apply: dict[str, Callable[[Any], None]] = {
             "REQUEST": self._request,
             "HIT": self._hit,
             "MISS": self._miss,
             "SPLIT": self._split,
-            "JOIN": self._join,
             "ALLOC": self._alloc,
             "COPY": self._copy,
             "COMMIT": self._commit,
@@ -335,15 +335,18 @@ class CacheState:
         return prompt or violated(f"request {request!r} has no REQUEST line before this")
 
     def ids(self, runs: list[tuple[int, int]]) -> Ids:
-        """Return the block ids that runs stand for.
+        """Return the block ids that runs stand for, not to be changed.
 
         Raises:
             ViolationError: a run is empty, could be longer, or leaves the pool.
         """
-        try:
-            return decode_runs(runs, self.header.blocks)
-        except ValueError as error:
-            raise ViolationError(*error.args) from error
+        # A check decodes the runs of a line, and so does the state just after it.
+        if runs is not self._decoded[0]:
+            try:
+                self._decoded = runs, decode_runs(runs, self.header.blocks)
+            except ValueError as error:
+                raise ViolationError(*error.args) from error
+        return self._decoded[1]
 
     def _request(self, event: events.Request) -> None:
         self.requests[event.id] = self.layout.prompt(event)
@@ -355,7 +358,7 @@ class CacheState:
             span.pins += 1
             span.creator = None
             span.last_access = event.t
-            span.hits += not seq.again
+            span.hits += not seq.resumed
 
     def _miss(self, event: events.Miss) -> None:
         # After a HIT of the same admission the sequence is open already.
@@ -364,9 +367,9 @@ class CacheState:
 
     def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedSequence:
         """Open the sequence of the first line of an admission."""
-        prompt, again = self.prompt(event.request), bool(event.again)
-        self.hits.count(prompt.lookup, hit, again=again)
-        seq = TracedSequence(event.seq, prompt, self._root, array("i"), hit, again)
+        prompt, resumed = self.prompt(event.request), bool(event.again)
+        self.hits.count(prompt.lookup, hit, resumed=resumed)
+        seq = TracedSequence(event.seq, prompt, self._root, array("i"), hit, resumed)
         self.sequences[seq.id] = seq
         return seq
 
@@ -378,11 +381,6 @@ class CacheState:
         )
         self.spans[upper.id] = upper
         lower.start, lower.ids, lower.parent = event.at, lower.ids[cut:], upper
-
-    def _join(self, event: events.Join) -> None:
-        lower, upper = self.span(event.span), self.span(event.upper)
-        lower.start, lower.ids, lower.parent = upper.start, upper.ids + lower.ids, upper.parent
-        del self.spans[upper.id]
 
     def _alloc(self, event: events.Alloc) -> None:
         ids = self.ids(event.runs)
@@ -435,7 +433,7 @@ class CacheState:
         if event.reason == "rollback":
             # Without `first` exactly the freed blocks were dropped.
             first = event.first if isinstance(event.first, int) else seq.blocks - freed
-            del seq.private[first - seq.span.end - seq.returned :]
+            del seq.private[first - seq.span.end - seq.freed :]
         elif event.reason == "close":
             seq.span.creator = None
             for span in path(seq.span):
@@ -514,7 +512,7 @@ class _RebuiltResidency:
         if event.again:
             return
         for span in path(self._state.span(event.span)):
-            self.residency.aged(event.t - span.last_access, len(span.ids))
+            self.residency.record_hit(event.t - span.last_access, len(span.ids))
 
     def _split(self, event: events.Split) -> None:
         self._stored[event.upper] = self._stored.get(event.span, 0)
@@ -524,7 +522,7 @@ class _RebuiltResidency:
             self._stored.setdefault(event.span, event.t)
             keys, first = self._state.sequence(event.seq).prompt.keys, event.first
             ratio = self._state.layout.ratio
-            self.residency.entered(keys, first, first + event.blocks, ratio)
+            self.residency.record_store(keys, first, first + event.blocks, ratio)
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "sequence":
@@ -532,6 +530,6 @@ class _RebuiltResidency:
         span, blocks = self._state.span(event.span), run_blocks(event.runs)
         rested = event.age, event.t - self._stored[span.id], event.hits
         place = span.keys, span.end - blocks, span.end, self._state.layout.ratio
-        self.residency.left(*place, rested, event.reason)
+        self.residency.record_evict(*place, rested, event.reason)
         if blocks == len(span.ids):
             del self._stored[span.id]

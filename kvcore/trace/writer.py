@@ -101,6 +101,7 @@ class Trace(SealedWriter, Recorder):
         workload: Workload | Mapping[str, Any] | None = None,
         seed: int | None = None,
         plugins: Mapping[str, Mapping[str, Any]] | None = None,
+        key_tokens: int | None = None,
         **fields: Any,
     ) -> None:
         """Add to HEADER what the run is, before the first line is written.
@@ -110,6 +111,7 @@ class Trace(SealedWriter, Recorder):
             workload: as for the trace itself; that of the trace stays if it was given one.
             seed: as for the trace itself; that of the trace stays if it was given one.
             plugins: more plugins by kind, each with name and options.
+            key_tokens: tokens a block key stands for, in place of what `begin` said.
             fields: other header fields, which replace those given before: `batching` (the
                 loop's caps), `latency` (its coefficients), `rate_scale`, `executor`, `slo`,
                 and as for the trace itself.
@@ -136,6 +138,8 @@ class Trace(SealedWriter, Recorder):
             run["seed"] = seed
         self._run |= run
         self._plugins |= plugins or {}
+        if key_tokens is not None:
+            self._cache["key_tokens"] = key_tokens
 
     def request(self, request: Request, now: int) -> None:
         """Write REQUEST, the first time a request is seen. O(keys) in C.

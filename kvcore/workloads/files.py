@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.files import CHUNK_BYTES, CutError, DamageError, decoded, refusal
+from kvcore.files import CHUNK_BYTES, CutError, DamageError, decompressed, unreadable_reason
 
 
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
@@ -28,7 +28,7 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_split(decoded(file)), 1):
+            for number, line in enumerate(_split(decompressed(file)), 1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():
@@ -79,4 +79,4 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path}: cannot be read: {refusal(path, error)}")
+    return InputError(f"{path}: cannot be read: {unreadable_reason(path, error)}")

@@ -92,11 +92,11 @@ def cache_lru(
         size,
         eviction=LRU(),
         prefix=Radix(),
-        count="keys",
+        accounting="keys",
         key_tokens=KEY_TOKENS,
         ids=ids,
     )
-    prefix = cache.prefix
+    tree = cache.tree
     start, first = 0.0, -1
     for number, request in enumerate(requests):
         now = request.arrival
@@ -104,7 +104,7 @@ def cache_lru(
         seq = cache.open(request, None, now)
         cache.commit(seq, seq.tokens - seq.computed, now)
         cache.close(seq, now)
-        if first < 0 and prefix.evicted:
+        if first < 0 and tree.evicted_blocks:
             start, first = begun, number
     return perf_counter() - start, len(requests) - first
 

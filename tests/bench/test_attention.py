@@ -15,7 +15,7 @@ import pytest
 from bench.harness import medians
 
 from kvcore import Backend
-from kvcore.engine import Rows, TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout
 from kvcore_plugins.backend import TorchCPU
 
 torch = pytest.importorskip("torch")
@@ -77,10 +77,12 @@ def test_decode(dtype: str) -> None:
     shape = SEQUENCES, KV_HEADS, CONTEXT, WIDTH
     keys, values = (torch.randn(shape).to(DTYPES[dtype]) for _ in range(2))
     rows = [x.transpose(1, 2).reshape(-1, KV_HEADS, WIDTH) for x in (keys, values)]
-    paged.store(0, paged.plan(Rows(tables, [0] * SEQUENCES, [CONTEXT] * SEQUENCES)), *rows)
+    paged.store(
+        0, paged.plan(RaggedBatch(tables, [0] * SEQUENCES, [CONTEXT] * SEQUENCES)), *rows
+    )
     queries = torch.randn(SEQUENCES, HEADS, WIDTH).to(DTYPES[dtype])
     packed = queries.view(SEQUENCES, KV_HEADS, HEADS // KV_HEADS, WIDTH)
-    plan = paged.plan(Rows(tables, [CONTEXT - 1] * SEQUENCES, [1] * SEQUENCES))
+    plan = paged.plan(RaggedBatch(tables, [CONTEXT - 1] * SEQUENCES, [1] * SEQUENCES))
     dense = torch.nn.functional.scaled_dot_product_attention
 
     found = paged.attend(0, plan, queries).view_as(packed)
@@ -107,7 +109,7 @@ def test_store(dtype: str) -> None:
     """Print what scattering K/V costs; nothing is promised but that it arrives."""
     paged, order = backend(STORED, dtype)
     keys, values = (torch.randn(STORED, KV_HEADS, WIDTH).to(DTYPES[dtype]) for _ in range(2))
-    plan = paged.plan(Rows([order], [0], [STORED]))
+    plan = paged.plan(RaggedBatch([order], [0], [STORED]))
     targets = torch.empty_like(keys), torch.empty_like(values)
 
     def copy() -> None:

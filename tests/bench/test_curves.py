@@ -16,7 +16,7 @@ import pytest
 from bench.harness import KEY_TOKENS, bundled, medians
 
 from kvcore.analysis import Belady, Future, Steps
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 
 pytest.importorskip("numba")
 peer = pytest.importorskip("kvcache_sim", reason="run `tox -e bench-curves`")
@@ -69,7 +69,7 @@ def sizes(requests):
 
 def read(requests):
     """Return the reuse in `requests`."""
-    return Reuse.read(requests, Geometry("keys", KEY_TOKENS, KEY_TOKENS))
+    return Reuse.read(requests, BlockLayout("keys", KEY_TOKENS, KEY_TOKENS))
 
 
 def curve(requests):
@@ -137,7 +137,7 @@ def test_in_cpp(requests, trace, sizes):
 
 def test_the_optimum(requests):
     """The compiled optimum is faster a size than the one in plain Python; printed only."""
-    geometry = Geometry("keys", KEY_TOKENS, KEY_TOKENS)
+    geometry = BlockLayout("keys", KEY_TOKENS, KEY_TOKENS)
     reuse, future = read(requests), Future.read(requests, geometry)
     ours, plain = medians(
         7,

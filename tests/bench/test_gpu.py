@@ -14,7 +14,7 @@ from time import perf_counter
 import pytest
 
 from kvcore import Backend
-from kvcore.engine import Rows, TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout
 from kvcore_plugins.backend import TorchCUDA
 
 torch = pytest.importorskip("torch")
@@ -81,7 +81,7 @@ def test_decode() -> None:
             held = context // BLOCK
             backend, order = make(batch * held)
             tables = [order[first : first + held] for first in range(0, len(order), held)]
-            plan = backend.plan(Rows(tables, [context - 1] * batch, [1] * batch))
+            plan = backend.plan(RaggedBatch(tables, [context - 1] * batch, [1] * batch))
             queries = backend.tensor([0]).new_zeros(batch, HEADS, WIDTH, dtype=torch.float16)
             took = seconds(backend, lambda p=plan, q=queries, b=backend: b.attend(0, p, q))
             reached = batch * context * TOKEN / took
@@ -95,7 +95,7 @@ def test_moving_blocks() -> None:
     size = MOVED * BLOCK * TOKEN
     new = torch.zeros(MOVED * BLOCK, KV_HEADS, WIDTH, dtype=torch.float16)
     here = new.to(backend.tensor([0]).device)
-    plan = backend.plan(Rows([order[:MOVED]], [0], [MOVED * BLOCK]))
+    plan = backend.plan(RaggedBatch([order[:MOVED]], [0], [MOVED * BLOCK]))
     pairs = list(zip(order[:MOVED], order[MOVED:], strict=True))
     host = backend.swap_out(order[:MOVED])
     device, bus = copy_rate(backend), copy_rate(backend, host=True)

@@ -33,7 +33,7 @@ def test_full_pool(policy: type[EvictionPolicy]) -> None:
     quarter = len(requests) // 4
 
     def ratio() -> float:
-        cache = KVCache(POOL, KEY_TOKENS, eviction=policy(), prefix=Radix(), count="keys")
+        cache = KVCache(POOL, KEY_TOKENS, eviction=policy(), prefix=Radix(), accounting="keys")
         rates, full = [], None
         for part in range(4):
             chunk = requests[part * quarter : (part + 1) * quarter]
@@ -44,7 +44,7 @@ def test_full_pool(policy: type[EvictionPolicy]) -> None:
                 cache.close(seq, request.arrival)
             blocks = sum(len(request.keys) for request in chunk)
             rates.append(blocks / (perf_counter() - start))
-            if full is None and cache.prefix.evicted:
+            if full is None and cache.tree.evicted_blocks:
                 full = part
         assert full is not None
         return rates[-1] / rates[full]
@@ -58,7 +58,7 @@ def _eviction_seconds(
     policy: type[EvictionPolicy], leaves: int, evictions: int = 2_000
 ) -> float:
     """Return the seconds an eviction takes with `leaves` one-block leaves cached."""
-    cache = KVCache(leaves, 1, eviction=policy(), prefix=Radix(), count="keys")
+    cache = KVCache(leaves, 1, eviction=policy(), prefix=Radix(), accounting="keys")
     key = 0
 
     def one() -> None:

@@ -80,7 +80,7 @@ def _loop(
             block_size,
             eviction=LRU(),
             prefix=Radix(),
-            count="tokens",
+            accounting="tokens",
             key_tokens=workload.key_tokens,
             trace=trace,
             ids=ids,

@@ -29,16 +29,20 @@ PROMISED = 1.3
 REACHED = 2.5
 
 
-class Memory:
+class Memory(Recorder):
     """A recorder that keeps the dicts of a trace; with `keep=False` it does nothing."""
 
     def __init__(self, *, keep: bool) -> None:
         """Start without lines."""
         self.keep = keep
         self.lines: list[dict[str, Any]] = []
+        self.write = self._keep
 
     def begin(self, **fields: Any) -> None:
         """Ignore the header."""
+
+    def describe(self, **header: Any) -> None:
+        """Ignore more of it."""
 
     def request(self, request: Request, now: int) -> None:
         """Keep the line of a request."""
@@ -48,13 +52,13 @@ class Memory:
             "output": request.output_tokens,
         }
         keys = {"keys": request.keys, "key_tokens": request.key_tokens}
-        self.line("REQUEST", now, **fields, **keys)
+        self.write({"n": 0, "t": now, "event": "REQUEST", **fields, **keys})
 
-    def line(self, event: str, now: int, **fields: Any) -> None:
+    def _keep(self, line: dict[str, Any]) -> None:
         """Keep a line; arrays of ids go on changing, so as copies."""
         if self.keep:
-            copies = {k: v[:] if isinstance(v, array) else v for k, v in fields.items()}
-            self.lines.append({"n": len(self.lines), "t": now, "event": event, **copies})
+            copies = {k: v[:] if isinstance(v, array) else v for k, v in line.items()}
+            self.lines.append(copies | {"n": len(self.lines)})
 
 
 @pytest.mark.parametrize("ratio", [1, 32], ids=["block 512", "block 16"])
@@ -69,7 +73,7 @@ def test_tracing(ratio: int, tmp_path: Path) -> None:
             KEY_TOKENS // ratio,
             eviction=LRU(),
             prefix=Radix(),
-            count="keys",
+            accounting="keys",
             key_tokens=KEY_TOKENS,
             trace=trace,
             ids=ids,

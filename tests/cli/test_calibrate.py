@@ -13,7 +13,7 @@ from kvcore import Plugins
 from kvcore.cli.calibrate import calibrate
 from kvcore.cli.main import run as run_kvcore
 from kvcore.errors import InputError
-from kvcore.serving import Batch
+from kvcore.serving import StepWork
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOW_TO = (DOCS / "how-to/calibrate.md").read_text("utf-8")
@@ -61,7 +61,7 @@ def test_json_is_alone_on_stdout_and_says_its_schema(steps):
     model = Plugins().build("latency", document["latency"])
     assert model.options() == document["coefficients"]
     row = document["worst"][0]
-    batch = Batch(
+    batch = StepWork(
         row["prefill_tokens"], (0,), row["decode_sequences"], (row["context_tokens"],)
     )
     assert model.duration(batch) / 1e12 == row["fitted_seconds"]

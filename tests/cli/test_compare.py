@@ -383,3 +383,19 @@ def test_as_a_process_json_is_alone_on_stdout():
     )  # fmt: skip
     assert (process.returncode, process.stderr) == (0, b"")
     assert json.loads(process.stdout)["schema"] == 1
+
+
+def test_the_older_name_of_accounting_is_taken(capsys):
+    """`--count` says on stderr what it is called now; the result is the same."""
+    documents = []
+    for flag in ("--count", "--accounting"):
+        flags = [flag, "tokens", "--eviction", "lru", "--blocks", "40", "--json"]
+        assert frame.run(["compare", "zipf:requests=20", *flags]) == 0
+        out, err = capsys.readouterr()
+        notice = "kvcore: --count is called --accounting now; use that\n"
+        assert err == (notice if flag == "--count" else "")
+        document = json.loads(out)
+        for row in document["rows"]:
+            del row["wall_s"]
+        documents.append(document)
+    assert documents[0] == documents[1]

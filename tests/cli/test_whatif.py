@@ -86,7 +86,7 @@ def test_caps_are_those_of_simulate(folder, tmp_path):
     more = ["--watermark", 0.2, "--rate-scale", 2, "--slo", "ttft=1"]
     done = run("replay", folder / "m.jsonl.gz", *caps, *more, "--export", new)
     assert done.returncode == 0
-    header = next(iter(read_events(new)))
+    header = next(iter(read_events(new))).as_dict()
     assert header["batching"] == {
         "max_tokens": 512,
         "max_seqs": 4,

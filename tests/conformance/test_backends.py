@@ -1,5 +1,8 @@
 """The built-in backends pass the tests that every backend must pass."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvcore import Plugins
@@ -7,7 +10,7 @@ from kvcore.testing import BackendTests
 
 torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in torch tensors")
 
-from kvcore_plugins.backend import jobs, sdpa  # noqa: E402 - these need torch
+from kvcore_plugins.backend import _sdpa  # noqa: E402 - these need torch
 
 CONFIGURATIONS = ["torch-cpu", "torch-cuda"]
 
@@ -41,9 +44,9 @@ class TestByItself(TestBuiltIn):
 
     @pytest.fixture(autouse=True)
     def _narrow(self, monkeypatch):
-        monkeypatch.setattr(sdpa, "NARROW", 1)
-        monkeypatch.setattr(sdpa, "BROAD", 1)
-        monkeypatch.setattr(jobs, "MASKED_PAIRS", 500)
+        monkeypatch.setattr(_sdpa, "CPU_GATHER_BYTES", 1)
+        monkeypatch.setattr(_sdpa, "GPU_GATHER_BYTES", 1)
+        monkeypatch.setattr(_sdpa, "MAX_MASK_PAIRS", 500)
 
 
 class TestInOneBatch(TestBuiltIn):
@@ -51,8 +54,26 @@ class TestInOneBatch(TestBuiltIn):
 
     @pytest.fixture(autouse=True)
     def _broad(self, monkeypatch):
-        monkeypatch.setattr(sdpa, "NARROW", 1 << 40)
-        monkeypatch.setattr(jobs, "LEEWAY", 1 << 40)
+        monkeypatch.setattr(_sdpa, "CPU_GATHER_BYTES", 1 << 40)
+        monkeypatch.setattr(_sdpa, "GROUP_SPREAD", 1 << 40)
+
+
+class TestPage(BackendTests):
+    """The backend that the reference page writes: six methods, and the defaults of the rest."""
+
+    dtypes = ("fp64", "fp32")
+
+    def make(self):
+        """Take it from the page."""
+        page = Path(__file__).parents[2] / "docs/reference/backends.md"
+        (source,) = re.findall(
+            r"^```python\n([^`]*?\nclass Numpy.*?)^```$",
+            page.read_text("utf-8"),
+            re.DOTALL | re.MULTILINE,
+        )
+        names = {"__name__": "page"}
+        exec(source, names)  # noqa: S102
+        return names["Numpy"]()
 
 
 def test_every_backend_is_in_the_list():

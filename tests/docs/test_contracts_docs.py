@@ -18,7 +18,7 @@ from kvcore import (
     Generator,
     Job,
     LatencyModel,
-    PrefixCache,
+    PrefixIndex,
     Request,
     RetentionPolicy,
     Scheduler,
@@ -26,11 +26,11 @@ from kvcore import (
     Span,
     Workload,
 )
-from kvcore.cache import GhostTree, SpanGeometry, root_span
-from kvcore.engine import DeviceMemory, Rows, TensorLayout, TokenStep
+from kvcore.cache import BlockLayout, GhostTree
+from kvcore.engine import DeviceMemory, RaggedBatch, TensorLayout
 from kvcore.plugins import Plugin, find_override, policy_error
 from kvcore.request import Retention
-from kvcore.serving import Batch, LoopState, Server, StepPlan
+from kvcore.serving import LoopState, ServiceTimes, StepPlan, StepWork
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "reference" / "contracts.md").read_text("utf-8")
@@ -40,22 +40,21 @@ CONTRACTS = (
     GhostTree,
     ScoreEviction,
     Span,
-    SpanGeometry,
-    PrefixCache,
+    BlockLayout,
+    PrefixIndex,
     RetentionPolicy,
     Scheduler,
     Job,
     LoopState,
     StepPlan,
-    Server,
+    ServiceTimes,
     LatencyModel,
-    Batch,
+    StepWork,
     Backend,
     TensorLayout,
-    Rows,
+    RaggedBatch,
     DeviceMemory,
     Generator,
-    TokenStep,
     Workload,
     Request,
     SLO,
@@ -120,7 +119,7 @@ def test_each_member_has_an_entry(cls):
 
 def test_each_helper_has_an_entry():
     """The functions that plugin authors call are there, with their parameters."""
-    helpers = (policy_error, find_override, root_span)
+    helpers = (policy_error, find_override)
     assert entries("Helpers") == {f"{f.__name__}{parameters(f)}" for f in helpers}
 
 

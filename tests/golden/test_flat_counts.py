@@ -11,7 +11,7 @@ import pytest
 from kvcore import KVCache, Plugins, Request
 from kvcore.analysis import Belady, replay
 from kvcore.analysis.belady import Future
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
 
@@ -40,13 +40,13 @@ def test_flat_misses(policy, flat):
     found = []
     for blocks in (1_827, 18_279):
         eviction = Plugins().build("eviction", policy)
-        cache = KVCache(blocks, 1, eviction=eviction, prefix=Radix(), count="keys")
+        cache = KVCache(blocks, 1, eviction=eviction, prefix=Radix(), accounting="keys")
         found.append(len(flat) - replay(flat, cache).hit_blocks)
     assert tuple(found) == MISSES[policy]
 
 
 def test_the_optimum_is_beladys(flat):
     """Where nothing is before anything, the optimum that must admit is Belady's algorithm."""
-    future = Future.read(flat, Geometry("keys", 1, 1))
+    future = Future.read(flat, BlockLayout("keys", 1, 1))
     hits = [Belady().replay(future, blocks, 1)[0].hit_blocks for blocks in (1_827, 18_279)]
     assert [len(flat) - hit for hit in hits] == [217_437, 182_790]

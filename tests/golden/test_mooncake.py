@@ -44,14 +44,14 @@ def keys_fine():
 @pytest.fixture(scope="module")
 def tokens():
     """Return LRU in `tokens` counting, a block a key."""
-    return compare(Mooncake(), ["lru"], SIZES, count="tokens")
+    return compare(Mooncake(), ["lru"], SIZES, accounting="tokens")
 
 
 @pytest.fixture(scope="module")
 def tokens_fine():
     """Return LRU in `tokens` counting, in blocks of 16 tokens."""
     sizes = [32 * size for size in FINE]
-    return compare(Mooncake(), ["lru"], sizes, block_size=16, count="tokens")
+    return compare(Mooncake(), ["lru"], sizes, block_size=16, accounting="tokens")
 
 
 def test_lru_counting_keys(keys):

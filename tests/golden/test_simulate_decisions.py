@@ -42,7 +42,7 @@ def test_a_small_run(scheduler):
         run.sum("recomputes"),
         cache.stats.hit_blocks,
         cache.stats.self_hit_blocks,
-        cache.prefix.evicted,
+        cache.tree.evicted_blocks,
         run.sum("first_token") - run.sum("arrival"),
         run.sum("finish") - run.sum("arrival"),
     )

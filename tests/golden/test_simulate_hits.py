@@ -27,7 +27,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def untimed():
     """Return the hit blocks of untimed LRU replay by pool size."""
-    rows = compare(Mooncake(), ["lru"], SIZES, count="tokens").rows
+    rows = compare(Mooncake(), ["lru"], SIZES, accounting="tokens").rows
     return {row.blocks: row.hit_blocks for row in rows}
 
 
@@ -35,7 +35,7 @@ def untimed():
 @pytest.mark.parametrize("blocks", SIZES)
 def test_a_clock_hardly_changes_what_hits(untimed, blocks, model):
     """Served in time, as many blocks hit as one after another, within 1.5 points of all."""
-    cache = KVCache(blocks, 512, eviction=LRU(), count="tokens")
+    cache = KVCache(blocks, 512, eviction=LRU(), accounting="tokens")
     simulate(Mooncake(), cache=cache, latency=MODELS[model]())
     stats = cache.stats
     assert (stats.requests, stats.lookup_blocks) == (12_031, 276_491)
@@ -73,7 +73,7 @@ def test_preempted_requests_count_once():
         ask(number, prompt=12 + number % 5, output=30, keys=shared) for number in range(40)
     ]
     run = serve(requests, blocks=20, max_seqs=4)
-    alone = KVCache(1000, 4, eviction=LRU(), count="tokens")
+    alone = KVCache(1000, 4, eviction=LRU(), accounting="tokens")
     bound = replay([attrs.evolve(each, arrival=0) for each in requests], alone)
     stats = run.result.cache.stats
     assert run.sum("recomputes") > 10

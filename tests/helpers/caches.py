@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import KVCache, Request, ScoreEviction
+from kvcore.cache import Recorder
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 
@@ -67,7 +68,7 @@ def spell(span):
 
 def spans(cache):
     """Return the spans of `cache` by their text."""
-    return {spell(span): span for span in cache.prefix.spans()}
+    return {spell(span): span for span in cache.tree.spans()}
 
 
 def pins(cache):
@@ -129,8 +130,8 @@ class Mortal(LRU):
         span.expires = now + 10
 
 
-@attrs.define(eq=False)
-class Lines:
+@attrs.define(slots=False, eq=False)
+class Lines(Recorder):
     """A trace in memory: the lines, as (event, fields)."""
 
     lines: list[Any] = attrs.field(factory=list)
@@ -148,11 +149,13 @@ class Lines:
         del now
         self.lines.append(("REQUEST", {"id": request.id}))
 
-    def line(self, event, now, **fields):
+    def write(self, line):
         """Note an event."""
-        del now
         # Arrays are the cache's own and go on changing: written down is what they are now.
-        self.lines.append((event, {name: deepcopy(field) for name, field in fields.items()}))
+        fields = {name: deepcopy(field) for name, field in line.items()}
+        event = fields.pop("event")
+        del fields["n"], fields["t"]
+        self.lines.append((event, fields))
 
     def events(self):
         """Return the names of the events, HEADER and REQUEST left out."""

@@ -129,7 +129,7 @@ def way_of_request():
                 sys.setprofile(None)
             yield request
 
-    cache = KVCache(1000, BLOCK, count="tokens")
+    cache = KVCache(1000, BLOCK, accounting="tokens")
     try:
         kvcore.simulate(read(), cache=cache)
     finally:

@@ -14,7 +14,6 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, Run
 
 from kvcore import Backend, Generator, InputError, KVCache, Trace, run
-from kvcore.engine import DeviceMemory
 from kvcore.models.spec import ModelSpec
 from kvcore.serving import Batching
 
@@ -50,17 +49,17 @@ class Exact(Generator):
         return VOCABULARY
 
     @property
-    def ends(self):
+    def eos_token_ids(self):
         """Two of the tokens."""
         return frozenset(ENDS)
 
-    def forward(self, step, attend):
+    def forward(self, batch, attend):
         """Read all there is, in both layers."""
-        attend(0, step.tokens, step.tokens, step.tokens)
-        negative = [-token for token in step.tokens]
-        seen = attend(1, step.tokens, step.tokens, negative)
+        attend(0, batch.token_ids, batch.token_ids, batch.token_ids)
+        negative = [-token for token in batch.token_ids]
+        seen = attend(1, batch.token_ids, batch.token_ids, negative)
         drawn, row = [], -1
-        for length, draw in zip(step.lengths, step.draws, strict=True):
+        for length, draw in zip(batch.lengths, batch.output_indices, strict=True):
             row += length
             keys, end = seen[row]
             drawn.append(None if draw is None else self.next(keys[:end]))
@@ -95,25 +94,25 @@ class Slots(Backend):
         """Return it as it is."""
         return data
 
-    def plan(self, rows):
+    def plan(self, batch):
         """Forget what lies in the slots that the step is to fill."""
         assert all(
             len(table) * self.layout.block_size - length - context
             in range(self.layout.block_size)
             for table, context, length in zip(
-                rows.tables, rows.contexts, rows.lengths, strict=True
+                batch.block_tables, batch.contexts, batch.lengths, strict=True
             )
         )
         for layer in self.slots:
-            for block, place in self._new(rows):
+            for block, place in self._new(batch):
                 layer[block][place] = None
-        return rows
+        return batch
 
-    def _new(self, rows):
+    def _new(self, batch):
         """Yield the slot of each row."""
         size = self.layout.block_size
         for table, context, length in zip(
-            rows.tables, rows.contexts, rows.lengths, strict=True
+            batch.block_tables, batch.contexts, batch.lengths, strict=True
         ):
             for position in range(context, context + length):
                 yield table[position // size], position % size
@@ -121,7 +120,7 @@ class Slots(Backend):
     def store(self, layer, plan, keys, values):
         """Fill the slots."""
         slots = list(self._new(plan))
-        assert len(set(slots)) == len(slots) == plan.total
+        assert len(set(slots)) == len(slots) == plan.total_tokens
         for (block, place), key, value in zip(slots, keys, values, strict=True):
             self.slots[layer][block][place] = key, value
 
@@ -129,13 +128,17 @@ class Slots(Backend):
         """Return keys, and of how many each row may attend to; all must have been stored."""
         outputs = []
         for table, context, length in zip(
-            plan.tables, plan.contexts, plan.lengths, strict=True
+            plan.block_tables, plan.contexts, plan.lengths, strict=True
         ):
             keys, values = self.read(layer, table, context + length)
             assert [abs(value) for value in values] == keys
             outputs += [(keys, context + row + 1) for row in range(length)]
         assert [keys[end - 1] for keys, end in outputs] == list(queries)
         return outputs
+
+    def layer_blocks(self, layer):
+        """Return the slots, whose keys and values lie together."""
+        return self.slots[layer], self.slots[layer]
 
     def read(self, layer, table, tokens):
         """Return the keys and the values."""
@@ -148,25 +151,11 @@ class Slots(Backend):
             for source, target in pairs:
                 layer[target] = list(layer[source])
 
-    def swap_out(self, blocks):
-        """Return copies."""
-        return [[list(layer[block]) for block in blocks] for layer in self.slots]
-
-    def swap_in(self, host, blocks):
-        """Put them back."""
-        for layer, kept in zip(self.slots, host, strict=True):
-            for block, content in zip(blocks, kept, strict=True):
-                layer[block] = content
-
     def fill(self, value, blocks=None):
         """Forget everything."""
         for layer in self.slots:
             for block in range(self.layout.blocks) if blocks is None else blocks:
                 layer[block] = [None] * self.layout.block_size
-
-    def memory(self):
-        """Nobody knows."""
-        return DeviceMemory(0, None, None)
 
 
 def compute(

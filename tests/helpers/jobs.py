@@ -32,8 +32,8 @@ def job(request, serial=1):
     )
 
 
-def serve(scheduler, requests, *, what="admitted", seats=1):
+def serve(scheduler, requests, *, what="admitted", max_seqs=1):
     """Serve `requests` one at a time; return their names, in order of what happened."""
     calls = watched(scheduler)
-    ToyServer(scheduler, seats, 10**5).run(requests)
+    ToyServer(scheduler, max_seqs, 10**5).run(requests)
     return "".join(name for method, _, name in calls if method == what)

@@ -4,10 +4,10 @@ from functools import cache
 from itertools import count
 
 from kvcore import KVCache, OutOfBlocks, Request
-from kvcore.engine import Rows, TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout
 from kvcore.plugins.options import instantiate, parse
 from kvcore.request import block_keys
-from kvcore.testing.dense import DenseCache, Text, advance, loaded, token_step
+from kvcore.testing.dense import DenseCache, Text, advance, loaded, next_batch
 from kvcore_plugins.backend import TorchCPU
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.generator import Transformer
@@ -53,7 +53,7 @@ class Paged:
             prefix=Radix(),
             retention=retention,
             ids=True,
-            copied=self._copied,
+            on_copy=self._copied,
         )
         self.texts = {}
         self.copies = []
@@ -73,7 +73,7 @@ class Paged:
         text = self.texts[seq]
         self.close(seq)
         text.computed = 0
-        return self._admitted(self.cache.open(seq.request, again=True), text)
+        return self._admitted(self.cache.open(seq.request, resumed=True), text)
 
     def fork(self, seq, seed):
         """Return a child that draws from another seed."""
@@ -96,12 +96,12 @@ class Paged:
         if not counts:
             return {}
         texts = [self.texts[seq] for seq in counts]
-        contexts = [self.texts[seq].computed - seq.forgotten_tokens for seq in counts]
+        contexts = [self.texts[seq].computed - seq.dropped_tokens for seq in counts]
         tables = [
             self.cache.block_table(seq)[: self._blocks(context + n)]
             for (seq, n), context in zip(counts.items(), contexts, strict=True)
         ]
-        plan = self.backend.plan(Rows(tables, contexts, list(counts.values())))
+        plan = self.backend.plan(RaggedBatch(tables, contexts, list(counts.values())))
 
         def attend(layer, queries, keys, values, **how):
             self.backend.store(layer, plan, keys, values)
@@ -146,7 +146,7 @@ class Paged:
             self.cache.extend(seq, missing)
         except OutOfBlocks:
             return False
-        self._poison(self.cache.block_table(seq)[before - seq.forgotten :])
+        self._poison(self.cache.block_table(seq)[before - seq.dropped :])
         return True
 
     def _blocks(self, tokens):
@@ -164,7 +164,7 @@ class Paged:
 @cache
 def uncached(generator, tokens, prompt, seed=0):
     """Return the logits after a tuple of tokens, computed at once, and what is drawn."""
-    step = token_step([Text(list(tokens), prompt, seed)], [len(tokens)])
+    step = next_batch([Text(list(tokens), prompt, seed)], [len(tokens)])
     (drawn,) = generator.forward(step, DenseCache().attend([0], [len(tokens)]))
     return generator.seen[0], drawn
 

@@ -27,7 +27,7 @@ PLUGINS = Plugins(extra=[Here()])
 def untimed(path, texts, blocks=4, **cache):
     """Record a replay of one request for each text, a letter a block; all come at once."""
     with Trace(path) as trace:
-        cache = KVCache(blocks, 4, eviction=LRU(), count="keys", trace=trace, **cache)
+        cache = KVCache(blocks, 4, eviction=LRU(), accounting="keys", trace=trace, **cache)
         replay([ask_for(place, text) for place, text in enumerate(texts)], cache)
     return path
 

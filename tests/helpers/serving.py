@@ -28,9 +28,9 @@ class Even(LatencyModel):
 
     name: ClassVar[str] = "even"
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return one flat line."""
-        del batch
+        del work
         return [(STEP * 1000, 0)]
 
 
@@ -47,11 +47,11 @@ class Bent(LatencyModel):
         """The windows it was made with."""
         return self.reach
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return the lines, with a slope for each window."""
-        work = 300 * batch.prefill + sum(batch.pairs) + 50 * batch.decode
-        lines = ((1_000 + work, 7), (4_000 + 100 * batch.prefill, 19), (9_000, 3))
-        return [(a, *(b for _ in batch.context)) for a, b in lines]
+        cost = 300 * work.prefill + sum(work.attended_pairs) + 50 * work.decode
+        lines = ((1_000 + cost, 7), (4_000 + 100 * work.prefill, 19), (9_000, 3))
+        return [(a, *(b for _ in work.context)) for a, b in lines]
 
 
 @attrs.define(slots=False, eq=False)
@@ -69,9 +69,9 @@ class Tally(LatencyModel):
     name: ClassVar[str] = "tally"
     TOKEN: ClassVar[int] = 10**6
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return one flat line."""
-        return [(batch.prefill + self.TOKEN * batch.decode, 0)]
+        return [(work.prefill + self.TOKEN * work.decode, 0)]
 
 
 EVICTIONS = (*POLICIES, "lfu:half_life=1e-6", "ttl:ttl=3e-7")
@@ -162,7 +162,7 @@ def serve(
         block_size,
         eviction=LRU() if eviction is None else eviction,
         retention=retention,
-        count="tokens",
+        accounting="tokens",
         key_tokens=block_size if key_tokens is None else key_tokens,
         trace=writer,
     )
@@ -179,7 +179,7 @@ def serve(
         writer.close()
     cache.check_integrity()
     assert not cache.sequences
-    assert cache.pool.free + cache.prefix.cached == blocks
+    assert cache.pool.free_blocks + cache.tree.cached_blocks == blocks
     log = result.log
     columns = [getattr(log, column) for column in COLUMNS]
     rows = {

@@ -52,7 +52,7 @@ def write(path, *events, **cache):
             if isinstance(event, Request):
                 trace.request(event, now)
             else:
-                trace.line(event[0], now, **event[1])
+                trace.write({"n": 0, "t": now, "event": event[0], **event[1]})
     return path
 
 
@@ -86,7 +86,7 @@ def drive(cache):
     last = cache.open(ask("last", "qrstuv", 25), None, 19)
     cache.commit(last, 24, 20)
     cache.close(last, 21)
-    again = cache.open(ask("first", "abc", 13), None, 22, again=True)
+    again = cache.open(ask("first", "abc", 13), None, 22, resumed=True)
     cache.close(again, 23)
 
 
@@ -120,29 +120,29 @@ def serve(path):
         long, short = ask("long", "abc", output_tokens=6), ask("short", "abx", output_tokens=1)
         for request in (long, ask("huge", "h", 36)):
             trace.request(request, 0)
-        trace.line("REJECT", 0, request="huge", why="needs 9 blocks, the pool has 8")
+        trace.reject(0, request="huge", why="needs 9 blocks, the pool has 8")
         seq = cache.open(long, None, 0)
         cache.commit(seq, 12, 1)
-        trace.line("FIRST_TOKEN", 1, request="long", seq=1)
+        trace.first_token(1, request="long", seq=1)
         trace.request(short, 1)
-        trace.line("PREEMPT", 1, request="long", seq=1, how="pause", **{"for": "short"})
+        trace.preempt(1, request="long", seq=1, how="pause", requester="short")
         quick = cache.open(short, None, 1)
         cache.commit(quick, 4, 2)
-        trace.line("FIRST_TOKEN", 2, request="short", seq=2)
-        trace.line("FINISH", 2, request="short", seq=2, output=1)
+        trace.first_token(2, request="short", seq=2)
+        trace.finish(2, request="short", seq=2, output=1)
         cache.close(quick, 2)
-        trace.line("RESUME", 2, request="long", seq=1)
+        trace.resume(2, request="long", seq=1)
         cache.extend(seq, 2, 2)
-        trace.line("PREEMPT", 4, request="long", seq=1, how="recompute")
+        trace.preempt(4, request="long", seq=1, how="recompute")
         cache.close(seq, 4)
         silent = cache.open(ask("silent", "y"), None, 4)
         cache.commit(silent, 4, 5)
-        trace.line("FINISH", 5, request="silent", seq=3, output=0)
+        trace.finish(5, request="silent", seq=3, output=0)
         cache.close(silent, 5)
-        seq = cache.open(long, None, 5, again=True)
+        seq = cache.open(long, None, 5, resumed=True)
         cache.extend(seq, 5, 5)
         cache.commit(seq, 9, 6)
-        trace.line("FINISH", 9, request="long", seq=4, output=6)
+        trace.finish(9, request="long", seq=4, output=6)
         cache.close(seq, 9)
     return path
 

@@ -26,5 +26,7 @@ def number(text):
 
 def replayed_hits(served, ratio, blocks):
     """Return what LRU hits when each of `served` is opened, committed and closed in turn."""
-    cache = KVCache(blocks, 1, eviction=LRU(), prefix=Radix(), count="keys", key_tokens=ratio)
+    cache = KVCache(
+        blocks, 1, eviction=LRU(), prefix=Radix(), accounting="keys", key_tokens=ratio
+    )
     return replay(served, cache).hit_blocks

@@ -8,7 +8,7 @@ from helpers.tries import number, replayed_hits, requests
 from hypothesis import given, settings
 
 from kvcore.analysis import Belady, Future, Steps
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 
 pytest.importorskip("numba")
 from kvcore.analysis._reuse import Reuse
@@ -18,7 +18,7 @@ TEXTS = st.lists(st.text("ab", max_size=6), max_size=14)
 
 def read(served, ratio):
     """Return the reuse of requests whose keys are `ratio` blocks of a token."""
-    return Reuse.read(served, Geometry("keys", 1, ratio))
+    return Reuse.read(served, BlockLayout("keys", 1, ratio))
 
 
 @given(texts=TEXTS, ratio=st.integers(1, 3), key=st.sampled_from([str, number]))
@@ -54,7 +54,7 @@ def test_the_compiled_optimum_is_the_optimum(texts, ratio, bypass):
     """At every size it hits what `Belady.replay` does, which equals brute force."""
     served = requests(texts, ratio)
     reuse = read(served, ratio)
-    future = Future.read(served, Geometry("keys", 1, ratio))
+    future = Future.read(served, BlockLayout("keys", 1, ratio))
     for size in range(1, reuse.distinct_blocks + 3):
         stats, _ = Belady(bypass).replay(future, size, 1)
         assert reuse.optimum(size, bypass=bypass) == stats.hit_blocks

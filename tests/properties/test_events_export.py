@@ -35,7 +35,7 @@ def cached(path):
     state = CacheState(header)
     for line in lines:
         state.apply(line)
-    ratio = max(1, header["key_tokens"] // header["block_size"])
+    ratio = max(1, header.key_tokens // header.block_size)
     return {
         block_hash(span.keys[place // ratio], place % ratio, ratio)
         for span in state.spans.values()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from kvcore import KVCache, Request, Trace
 from kvcore.analysis import Belady, Future, explain, replay, served
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore.testing import Driver, Traffic, request_lists, step_lists
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
@@ -37,7 +37,7 @@ def explained(data):
 def make(blocks, layout, eviction, **options):
     """Return a cache of that counting and block size."""
     count, size = layout
-    return KVCache(blocks, size, eviction=eviction, count=count, key_tokens=6, **options)
+    return KVCache(blocks, size, eviction=eviction, accounting=count, key_tokens=6, **options)
 
 
 def recorded(requests, blocks, layout, policy, prefix=None):
@@ -139,11 +139,11 @@ def hit_with_exempt(requests, cache, user, request, end):
     path = Request(
         id="path", prompt_tokens=end * size + 1, keys=keys, key_tokens=request.key_tokens
     )
-    exempt = cache.open(path, 0, requests[before - 1].arrival, again=True)
+    exempt = cache.open(path, 0, requests[before - 1].arrival, resumed=True)
     assert exempt.hit_blocks >= end
     room = cache.pool.blocks
     cache.pool.blocks += exempt.hit_blocks
-    cache.pool.free += exempt.hit_blocks
+    cache.pool.free_blocks += exempt.hit_blocks
     for other in requests[before:after]:
         short = fitting(other, room, cache)
         cache_once(cache, short, other.arrival)
@@ -152,7 +152,7 @@ def hit_with_exempt(requests, cache, user, request, end):
 
 def fitting(request, room, cache):
     """Return (request, first tokens) as a replay in a pool of `room` blocks opens it."""
-    by_key, size = cache.geometry.count == "keys", cache.geometry.block_size
+    by_key, size = cache.geometry.accounting == "keys", cache.geometry.block_size
     tokens = len(request.keys) * request.key_tokens if by_key else request.prompt_tokens
     if tokens <= room * size:
         return request, None
@@ -203,7 +203,7 @@ def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks,
     count, size = layout
     best = belady([laid(request, layout) for request in requests], blocks)
     if count == "keys":
-        future = Future.read(requests, Geometry(count, size, 6))
+        future = Future.read(requests, BlockLayout(count, size, 6))
         assert sum(best) == Belady().replay(future, blocks, size)[0].hit_blocks
     for reasons, hit in zip(explanation.requests.values(), best, strict=True):
         lost = [loss for loss in reasons.losses if loss.eviction and not loss.eviction.expired]

@@ -21,7 +21,7 @@ SHARES = st.sampled_from([0, 0.2, 0.5, 1])
 
 def hits(policy, blocks, items):
     """Return for each of `items`, a one-block request, whether it hit."""
-    cache = KVCache(blocks, 1, eviction=policy, prefix=Radix(), count="keys")
+    cache = KVCache(blocks, 1, eviction=policy, prefix=Radix(), accounting="keys")
     requests = (
         Request(id=number, prompt_tokens=1, keys=[item], key_tokens=1)
         for number, item in enumerate(items)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from kvcore import Request
 from kvcore.analysis import Belady, Future
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 
 PROMPTS = st.lists(st.text("ab", max_size=3), min_size=1, max_size=7)
 
@@ -23,7 +23,7 @@ def optimum_hits(prompts, ratio, pool, *, bypass):
         )
         for number, prompt in enumerate(prompts)
     ]
-    future = Future.read(requests, Geometry("keys", 1, ratio))
+    future = Future.read(requests, BlockLayout("keys", 1, ratio))
     stats, _ = Belady(bypass).replay(future, pool, 1)
     return stats.hit_blocks
 

@@ -29,9 +29,9 @@ def used_pool(history):
     """Return a pool of 40 blocks to which `history` has happened."""
     pool = BlockPool(40)
     for count, back in history:
-        ids = pool.take(min(count, pool.free))
+        ids = pool.allocate(min(count, pool.free_blocks))
         if back:
-            pool.give(ids, len(ids))
+            pool.free(ids, len(ids))
     return pool
 
 
@@ -50,7 +50,7 @@ def test_a_pool_that_counts(history, count):
     ids, counted = used_pool(history), CountingPool(40)
     counted.take(40 - ids.free)
     for pool in (ids, counted):
-        pool.take(min(count, pool.free))
+        pool.allocate(min(count, pool.free_blocks))
     assert ids.free == counted.free
 
 
@@ -69,8 +69,8 @@ def extended(name, seed, parts_of):
     replay(cache, random_requests(seed, 60, TRAFFIC))
     now = 60 * TRAFFIC.longest_wait
     seq = cache.open(Request(id="last", prompt_tokens=2, key_tokens=KEY), now=now)
-    room = cache.pool.free + cache.prefix.unpinned
-    assert cache.prefix.unpinned > room // 2
+    room = cache.pool.free_blocks + cache.tree.unpinned_blocks
+    assert cache.tree.unpinned_blocks > room // 2
     for blocks in parts_of(room):
         cache.extend(seq, 2 * blocks, now)
     assert len(cache.block_table(seq)) == room + 1
@@ -97,7 +97,7 @@ def test_counting_replays_as_ids_do(name):
 def cache(name, count, *, ids):
     """Make a cache of 24 blocks, three a key."""
     return KVCache(
-        24, 2, eviction=RecordingPolicy(build(name)), count=count, key_tokens=KEY, ids=ids
+        24, 2, eviction=RecordingPolicy(build(name)), accounting=count, key_tokens=KEY, ids=ids
     )
 
 

@@ -41,7 +41,7 @@ every_policy = pytest.mark.parametrize("name", PLAIN)
 
 def flat_hits(name, keys, blocks):
     """Return which of `keys`, each a request of its own, hit in a cache of as many blocks."""
-    cache = KVCache(blocks, 1, eviction=build(name), count="keys")
+    cache = KVCache(blocks, 1, eviction=build(name), accounting="keys")
     requests = (
         Request(id=number, prompt_tokens=1, keys=[key], key_tokens=1)
         for number, key in enumerate(keys)
@@ -111,7 +111,7 @@ def test_halves_of_one_past_are_one(name, seed):
             for (cache, evicted), asked in ((whole, request), (cut, hinted))
         )
         assert found == expected
-        more += len(list(cut[0].prefix.spans())) - len(list(whole[0].prefix.spans()))
+        more += len(list(cut[0].tree.spans())) - len(list(whole[0].tree.spans()))
     assert more, "nothing was cut"
 
 
@@ -119,7 +119,7 @@ def cached(name, blocks, ratio=1):
     """Return a cache in `keys` counting, and the list in which its evictions appear."""
     recording = RecordingPolicy(build(name))
     size = KEY // ratio
-    cache = KVCache(blocks * ratio, size, eviction=recording, count="keys", key_tokens=KEY)
+    cache = KVCache(blocks * ratio, size, eviction=recording, accounting="keys", key_tokens=KEY)
     return cache, recording.evicted
 
 

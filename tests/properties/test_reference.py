@@ -37,7 +37,7 @@ def seconds(context, tokens):
 def caches(name, blocks, count, size):
     """Make the cache and its reference, each with the list in which evictions appear."""
     recording = RecordingPolicy(build(name))
-    options = {"count": count, "key_tokens": KEY, "recompute": seconds}
+    options = {"accounting": count, "key_tokens": KEY, "recompute": seconds}
     cache = KVCache(blocks, size, eviction=recording, **options)
     reference = BlockCache(blocks, size, POLICIES[name](), **options)
     return (cache, recording.evicted), (reference, reference.evicted)

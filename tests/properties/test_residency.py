@@ -34,7 +34,7 @@ def of_trace(content):
 def test_under_a_clock(server, scheduler):
     """With preemption, growth, hints, expiry and overlapping requests."""
     run = server.run(scheduler)
-    assert run.result.cache.prefix.residency.as_dict() == of_trace(run.trace)
+    assert run.result.cache.tree.residency.as_dict() == of_trace(run.trace)
 
 
 @given(
@@ -49,11 +49,11 @@ def test_in_untimed_replay(requests, policy, blocks, layout):
     out = BytesIO()
     with Trace(out) as trace:
         cache = KVCache(
-            blocks, size, eviction=build(policy), count=count, key_tokens=4, trace=trace
+            blocks, size, eviction=build(policy), accounting=count, key_tokens=4, trace=trace
         )
-        cache.prefix.residency = Residency(blocks)
+        cache.tree.residency = Residency(blocks)
         replay(requests, cache)
-    assert cache.prefix.residency.as_dict() == of_trace(out.getvalue())
+    assert cache.tree.residency.as_dict() == of_trace(out.getvalue())
 
 
 @given(
@@ -63,8 +63,8 @@ def test_in_untimed_replay(requests, policy, blocks, layout):
 )
 def test_refaults_equal_a_clock_for_each_block(requests, blocks, window):
     """With a key a block: stored again with at most `window` evictions after its own."""
-    cache = KVCache(blocks, 4, eviction=build("lru"), count="keys")
-    cache.prefix.residency = seen = Watching(blocks)
+    cache = KVCache(blocks, 4, eviction=build("lru"), accounting="keys")
+    cache.tree.residency = seen = Watching(blocks)
     seen.refaults, seen.expected = Refaults(window), ByBlock(window, 1)
     replay(requests, cache)
     assert seen.restored_blocks == seen.expected.blocks
@@ -73,8 +73,8 @@ def test_refaults_equal_a_clock_for_each_block(requests, blocks, window):
 @given(requests=request_lists(Traffic(key_tokens=4)), blocks=st.integers(4, 60))
 def test_refaults_of_blocks_smaller_than_keys(requests, blocks):
     """Without a window, blocks that share a key are counted one by one as well."""
-    cache = KVCache(blocks, 1, eviction=build("lru"), count="keys", key_tokens=4)
-    cache.prefix.residency = seen = Watching(blocks)
+    cache = KVCache(blocks, 1, eviction=build("lru"), accounting="keys", key_tokens=4)
+    cache.tree.residency = seen = Watching(blocks)
     seen.refaults, seen.expected = Refaults(10**9), ByBlock(10**9, 4)
     replay(requests, cache)
     assert seen.restored_blocks == seen.expected.blocks
@@ -89,10 +89,10 @@ def test_counting_at_once_is_counting_one_by_one(requests, blocks, size):
     """How many events are noted before they are counted makes no difference."""
 
     def seen(kind):
-        cache = KVCache(blocks, size, eviction=build("lru"), count="keys", key_tokens=4)
-        cache.prefix.residency = kind(blocks)
+        cache = KVCache(blocks, size, eviction=build("lru"), accounting="keys", key_tokens=4)
+        cache.tree.residency = kind(blocks)
         replay(requests, cache)
-        return cache.prefix.residency.as_dict()
+        return cache.tree.residency.as_dict()
 
     assert seen(Residency) == seen(Hasty)
 
@@ -114,14 +114,14 @@ class Hasty(Residency):
 class Watching(Residency):
     """Tells the reference what it is told."""
 
-    def stored(self, span, blocks):
+    def on_store(self, span, blocks):
         """Tell it too."""
-        super().stored(span, blocks)
+        super().on_store(span, blocks)
         self.expected.stored(span.path_keys, span.end - blocks, span.end)
 
-    def evicted(self, span, blocks, now, reason):
+    def on_evict(self, span, blocks, now, reason):
         """Tell it too."""
-        super().evicted(span, blocks, now, reason)
+        super().on_evict(span, blocks, now, reason)
         self.expected.evicted(span.path_keys, span.end - blocks, span.end)
 
 

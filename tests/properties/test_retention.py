@@ -20,9 +20,9 @@ schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "fickle"])
 class Attending(Bent):
     """A step takes a nanosecond for each token that is attended to, in any layer."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return one line: what prefill attends to, and a slope of 1 for each window."""
-        return [(1000 * sum(batch.pairs), *(1000 for _ in batch.context))]
+        return [(1000 * sum(work.attended_pairs), *(1000 for _ in work.context))]
 
 
 def attended(prompt, output, chunk, reach, window):
@@ -95,7 +95,7 @@ def test_a_trace_can_be_replayed(tmp_path_factory, server, window):
     run = simulated(server, "urgent", window)
     report = replayed(run.trace, tmp_path_factory.mktemp("trace") / "run.jsonl")
     assert (report.complete, report.pool["private"]) == (True, 0)
-    assert report.pool["cached"] == run.result.cache.prefix.cached
+    assert report.pool["cached"] == run.result.cache.tree.cached_blocks
 
 
 @schedulers

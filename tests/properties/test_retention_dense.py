@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 from helpers.paged import Paged, loaded_model  # noqa: E402 - needs torch
 
 from kvcore import OutOfBlocks  # noqa: E402
-from kvcore.testing.dense import DenseCache, Text, token_step  # noqa: E402
+from kvcore.testing.dense import DenseCache, Text, next_batch  # noqa: E402
 from kvcore_plugins.retention import Window  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ class Reference:
         attend = self.dense.attend([0], [count])
         start = self.text.computed
         self.dense.there += range(start, start + count)
-        self.generator.forward(token_step([self.text], [count]), attend)
+        self.generator.forward(next_batch([self.text], [count]), attend)
         self.text.computed += count
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvcore import Job, Request
 from kvcore.serving import DecodeSteps
-from kvcore.serving.decode_batch import Decoders
+from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.stats import TokenGaps
 
 WINDOWS = (None, 1, 7)
 
@@ -35,7 +36,7 @@ class Model:
         """Return what the next step, or one `after` steps later, attends to."""
         return [
             sum(
-                min(length - job.seq.forgotten * self.size + after + 1, window or 10**9)
+                min(length - job.seq.dropped * self.size + after + 1, window or 10**9)
                 for job, length in self.lengths.items()
             )
             for window in WINDOWS
@@ -69,22 +70,22 @@ class Model:
 
 
 @given(histories, st.integers(1, 5))
-def test_decoders(history, size):
+def test_decode_batch(history, size):
     """After any history the counts are those of the jobs, one by one."""
     model = Model(size)
-    decoders = Decoders(model.steps, size, WINDOWS)
+    batch = DecodeBatch(model.steps, size, WINDOWS, TokenGaps())
     for number, (action, *arguments) in enumerate(history):
         if action == "add":
-            _add(model, decoders, number, *arguments)
+            _add(model, batch, number, *arguments)
         elif model.lengths and action == "run":
-            _run(model, decoders, *arguments)
+            _run(model, batch, *arguments)
         elif model.lengths:
             job = list(model.lengths)[arguments[0] % len(model.lengths)]
-            (_remove if action == "remove" else _forget)(model, decoders, job, *arguments[1:])
-        _check(model, decoders)
+            (_remove if action == "remove" else _forget)(model, batch, job, *arguments[1:])
+        _check(model, batch)
 
 
-def _add(model, decoders, number, prompt, output, keyed):
+def _add(model, batch, number, prompt, output, keyed):
     keys = (1,) if keyed else ()
     request = Request(
         id=number, prompt_tokens=prompt, output_tokens=output, key_tokens=1, output_keys=keys
@@ -92,50 +93,51 @@ def _add(model, decoders, number, prompt, output, keyed):
     job = Job(request, number, 0, model.steps, prompt)
     # Sequences may join in another order than that in which they were admitted.
     job.seq = SimpleNamespace(admission=number * 7 % 25, forgotten=0)
-    decoders.add(job, 1)
+    batch.add(job, 1)
     model.lengths[job] = prompt
 
 
-def _run(model, decoders, most):
-    steps = min(most, decoders.until_change())
-    decoders.advance(steps, 0)
+def _run(model, batch, most):
+    steps = min(most, batch.until_change())
+    assert batch.advance(0, ((10, 0, steps),)) == (steps, 10 * steps)
     for job in model.lengths:
         model.lengths[job] += steps
-    assert decoders.committers() == model.committers()
+    assert batch.committers() == model.committers()
     done = [job for job in model.lengths if not job.output_left]
-    assert sorted(decoders.finished(), key=id) == sorted(done, key=id)
+    assert sorted(batch.pop_finished(), key=id) == sorted(done, key=id)
     for job in done:
-        _remove(model, decoders, job)
+        del model.lengths[job]
+        model.removed = True
 
 
-def _remove(model, decoders, job):
-    decoders.remove(job)
+def _remove(model, batch, job):
+    batch.remove(job)
     del model.lengths[job]
     model.removed = True
 
 
-def _forget(model, decoders, job, most):
-    blocks = min(model.lengths[job] // model.size - job.seq.forgotten, most)
-    job.seq.forgotten += blocks
-    decoders.forgot(job, blocks * model.size)
+def _forget(model, batch, job, most):
+    blocks = min(model.lengths[job] // model.size - job.seq.dropped, most)
+    job.seq.dropped += blocks
+    batch.forgot(job, blocks * model.size)
     model.removed = True
 
 
-def _check(model, decoders):
+def _check(model, batch):
     now, size = model.steps.count, model.size
-    assert decoders.jobs == len(model.lengths)
-    assert list(decoders) == list(model.lengths)
-    assert {job: job.length for job in decoders} == model.lengths
-    assert decoders.context == model.context()
-    assert decoders.growth == model.rise()
+    assert batch.size == len(model.lengths)
+    assert list(batch) == list(model.lengths)
+    assert {job: job.length for job in batch} == model.lengths
+    assert batch.context == model.context()
+    assert batch.growth == model.rise()
     for step in range(now, now + 2 * size):
-        assert (decoders.growing(step) or []) == model.growing(step)
+        assert (batch.growing(step) or []) == model.growing(step)
     for end in (now + 1, now + 2, now + size + 1, now + 40):
         steps = [step for step in range(now, end) if model.growing(step)]
-        assert list(decoders.growing_between(now, end)) == steps
+        assert list(batch.growing_between(now, end)) == steps
         blocks = sum(len(model.growing(step)) for step in steps)
-        assert decoders.growth_between(now, end) == blocks
+        assert batch.growth_between(now, end) == blocks
     if model.lengths:
         # A window that a job would have filled that has left may cut a jump short.
-        assert 1 <= decoders.until_change() <= model.until_change()
-        assert model.removed or decoders.until_change() == model.until_change()
+        assert 1 <= batch.until_change() <= model.until_change()
+        assert model.removed or batch.until_change() == model.until_change()

@@ -19,7 +19,7 @@ def outcome(run):
     log = run.result.log
     columns = {column: getattr(log, column) for column in COLUMNS}
     stats = attrs.asdict(run.result.cache.stats)
-    return log.ids, log.reasons, columns, log.steps, log.busy, log.itl.distribution(1), stats
+    return log.ids, log.reasons, columns, log.steps, log.busy_ps, log.itl.percentiles(1), stats
 
 
 @every_scheduler
@@ -88,7 +88,7 @@ def test_no_work_is_lost_or_done_twice(scheduler, server):
     outputs = {request.id: request.output_tokens for request in server.requests}
     first = sum(outputs[name] > 0 for name in run.rows)
     assert first + run.result.log.itl.count == run.sum("output")
-    decode, prefill = divmod(run.result.log.busy, Tally.TOKEN)
+    decode, prefill = divmod(run.result.log.busy_ps, Tally.TOKEN)
     again = run.sum("output") - first - decode
     assert 0 <= again <= run.sum("recomputes")
     computed = prefill - (run.sum("prompt") - run.sum("hit"))

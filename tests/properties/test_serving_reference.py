@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.models.cost import attended_pairs
-from kvcore.serving import Batch
+from kvcore.serving import StepWork
 
 
 @attrs.define
@@ -92,7 +92,7 @@ def _batch(chunks, decoding, windows):
         lengths = [job.request.prompt_tokens + job.generated for job in decoding]
         context.append(sum(min(length, window or length) for length in lengths))
     prefill = sum(tokens for _, tokens in chunks)
-    return Batch(prefill, tuple(pairs), len(decoding), tuple(context))
+    return StepWork(prefill, tuple(pairs), len(decoding), tuple(context))
 
 
 ROWS = st.tuples(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvcore import Job, Request
 from kvcore.serving import DecodeSteps
-from kvcore.serving.batcher import SLACK, Waiting
+from kvcore.serving.batcher import _SLACK, WaitingQueue
 from kvcore.serving.scheduler import PAUSED
 from kvcore_plugins.eviction import LRU
 
@@ -27,7 +27,7 @@ def jobs():
 @given(histories)
 def test_waiting(history):
     """The head is always the first by rank, then the paused, then those who came first."""
-    everybody, waiting, queue = jobs(), Waiting(LRU()), []
+    everybody, waiting, queue = jobs(), WaitingQueue(LRU()), []
     for action, which, *how in history:
         if action == "push":
             job = everybody[which]
@@ -55,10 +55,10 @@ def _order(job):
 
 def test_what_was_ranked_again_does_not_pile_up():
     """A job that is ranked anew a thousand times leaves a heap of a few entries."""
-    waiting = Waiting(LRU())
+    waiting = WaitingQueue(LRU())
     first, second, *_ = jobs()
     for turn in range(1000):
         for job in (first, second):
             job.rank = turn
             waiting.push(job, 0)
-        assert len(waiting._heap) <= SLACK * (len(waiting) + SLACK) + 1
+        assert len(waiting._heap) <= _SLACK * (len(waiting) + _SLACK) + 1

@@ -228,7 +228,7 @@ def test_random_runs_replay_clean(damaged, seed, blocks, geometry, policy):
             size,
             eviction=policy(),
             prefix=Radix(),
-            count=count,
+            accounting=count,
             key_tokens=key_tokens,
             trace=trace,
         )
@@ -239,8 +239,8 @@ def test_random_runs_replay_clean(damaged, seed, blocks, geometry, policy):
             except (OutOfBlocks, InputError):
                 continue
     report = check_trace(damaged)
-    assert report.pool["free"] == cache.pool.free
-    assert report.pool["cached"] == cache.prefix.cached
-    assert report.pool["spans"] == len(list(cache.prefix.spans()))
+    assert report.pool["free"] == cache.pool.free_blocks
+    assert report.pool["cached"] == cache.tree.cached_blocks
+    assert report.pool["spans"] == len(list(cache.tree.spans()))
     assert report.hit["hit_blocks"] == cache.stats.hit_blocks
     assert report.hit["ratio"]["request"] == cache.stats.ratios()["request"]

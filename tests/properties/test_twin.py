@@ -30,9 +30,9 @@ def computed(server, scheduler):
 def expected(request, vocabulary=10_007):
     """Return the output that the whole sequence, computed without a cache, would have."""
     stream = TokenStream(request, vocabulary, 0)
-    tokens = stream.between(0, request.prompt_tokens)
+    tokens = stream.token_ids(0, request.prompt_tokens)
     for _ in range(request.output_tokens):
-        tokens.append(stream.add(digest(tokens)))
+        tokens.append(stream.append(digest(tokens)))
     return tokens[request.prompt_tokens :]
 
 
@@ -81,7 +81,7 @@ def test_twins_on_recorded_requests(recorded, eviction, scheduler):
     run = computed(server, scheduler)
     assert decided(run.trace) == decided(simulated.trace)
     assert simulated.of("FINISH")
-    assert simulated.result.cache.prefix.evicted
+    assert simulated.result.cache.tree.evicted_blocks
 
 
 def test_every_policy_is_in_the_list():

@@ -165,7 +165,7 @@ def test_without_a_clock(eviction, requests, count, prefix, blocks, size):
             size,
             eviction=build(eviction),
             prefix=PLUGINS.build("prefix", prefix),
-            count=count,
+            accounting=count,
             key_tokens=6,
             trace=trace,
         )

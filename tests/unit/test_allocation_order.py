@@ -16,7 +16,7 @@ def order():
     """Return the order of 6 blocks: 3 and 1 freed, in this order, 0 and 2 in use."""
     order = AllocationOrder(6)
     order.take(ids(0, 1, 2, 3), "r")
-    order.pool.give(ids(3, 1), 2)
+    order.pool.free(ids(3, 1), 2)
     return order
 
 

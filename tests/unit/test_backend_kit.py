@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="the backends here keep K/V in torch
 from kvcore.engine import DeviceMemory, TensorLayout  # noqa: E402 - these need torch
 from kvcore.testing import BackendTests  # noqa: E402
 from kvcore_plugins.backend import TorchCPU  # noqa: E402
-from kvcore_plugins.backend.pool import Pool  # noqa: E402
+from kvcore_plugins.backend._pool import Pool  # noqa: E402
 
 
 class Narrow(TorchCPU):
@@ -72,15 +72,15 @@ class Shallow(TorchCPU):
 
     def copy_blocks(self, pairs):
         """Copy half of it."""
-        runs, self._pool.runs = self._pool.runs, self._pool.runs[:2]
+        matrices, self._pool.matrices = self._pool.matrices, self._pool.matrices[:2]
         super().copy_blocks(pairs)
-        self._pool.runs = runs
+        self._pool.matrices = matrices
 
     def swap_in(self, host, blocks):
         """Put back a half."""
-        runs, self._pool.runs = self._pool.runs, self._pool.runs[:2]
-        self._pool.put(host[:, : sum(run.shape[1] for run in runs[:2])], blocks)
-        self._pool.runs = runs
+        matrices, self._pool.matrices = self._pool.matrices, self._pool.matrices[:2]
+        self._pool.scatter(host[:, : sum(part.shape[1] for part in matrices[:2])], blocks)
+        self._pool.matrices = matrices
 
 
 class Sloppy(TorchCPU):

@@ -6,12 +6,10 @@ import sys
 import pytest
 
 from kvcore import InputError, PluginError, Plugins, StorageError
-from kvcore.engine import Rows, TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout
 from kvcore_plugins.backend import TorchCPU, TorchCUDA, torch_backend, torch_cpu, torch_cuda
 
 torch = pytest.importorskip("torch", reason="these keep K/V in torch tensors")
-
-from kvcore_plugins.backend.staging import Staging  # noqa: E402 - needs torch
 
 SMALL = TensorLayout(blocks=8, block_size=4, layers=2, kv_heads=2, head_dim=6, value_dim=6)
 
@@ -139,8 +137,10 @@ def test_staging_copies_beside_the_current_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: Recorded(log, "side"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Recorded(log, "current"))
-    staging = Staging(torch.device("cuda", 0), pin=True)
-    staging.copy(staging.stage(Recorded(log, "keys")))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    keys = Recorded(log, "keys")
+    keys.device = torch.device("cpu")
+    TorchCUDA().stage(keys)
     assert log == [
         ("keys", "pin_memory"),
         ("side", "begins"),
@@ -179,11 +179,11 @@ def test_memory_nobody_knows_of(monkeypatch, tmp_path):
 
 def test_together_a_block_is_one_run(backend):
     """K and V of all layers of a block lie side by side, layer after layer."""
-    assert len(backend._pool.runs) == 2 * SMALL.layers
+    assert len(backend._pool.matrices) == 2 * SMALL.layers
     backend.allocate(layout(together=True))
-    (run,) = backend._pool.runs
-    assert run.is_contiguous()
-    assert run.shape == (SMALL.blocks, SMALL.bytes_per_block // 4)
+    (matrix,) = backend._pool.matrices
+    assert matrix.is_contiguous()
+    assert matrix.shape == (SMALL.blocks, SMALL.bytes_per_block // 4)
     parts = [backend._pool.keys[0], backend._pool.values[0], backend._pool.keys[1]]
     half = SMALL.bytes_per_block // 4 // SMALL.layers // 2
     assert [part.blocks.storage_offset() for part in parts] == [0, half, 2 * half]
@@ -198,7 +198,7 @@ def test_apart_a_layer_is_one_tensor(backend):
 
 def test_gather_buffers_are_used_again(backend):
     """A second step of the same size allocates none, and memory counts them."""
-    plan = backend.plan(Rows([[1, 2]], [0], [6]))
+    plan = backend.plan(RaggedBatch([[1, 2]], [0], [6]))
     for _ in range(2):
         backend.attend(0, plan, rows(tokens=6))
         held = {name: x.data_ptr() for name, x in backend._kernel._buffers.items()}
@@ -209,22 +209,22 @@ def test_gather_buffers_are_used_again(backend):
 
 def test_tables_may_be_longer_than_needed(backend):
     """Blocks behind the last new token are not looked at."""
-    plan = backend.plan(Rows([[1, 99]], [0], [4]))
+    plan = backend.plan(RaggedBatch([[1, 99]], [0], [4]))
     assert backend.attend(0, plan, rows(tokens=4)).shape == (4, 2, 6)
 
 
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (Rows([], [], []), "at least one sequence"),
-        (Rows([[1]], [0], [0]), "0 new tokens after 0"),
-        (Rows([[1]], [-1], [1]), "1 new tokens after -1"),
+        (RaggedBatch([], [], []), "at least one sequence"),
+        (RaggedBatch([[1]], [0], [0]), "0 new tokens after 0"),
+        (RaggedBatch([[1]], [-1], [1]), "1 new tokens after -1"),
         (
-            Rows([[0], [1]], [0, 4], [1, 1]),
+            RaggedBatch([[0], [1]], [0, 4], [1, 1]),
             "sequence 1 has 1 blocks of 4 tokens .* 2 are needed",
         ),
-        (Rows([[8]], [0], [1]), "has block 8: there are 0 to 7"),
-        (Rows([[-1]], [0], [1]), "has block -1"),
+        (RaggedBatch([[8]], [0], [1]), "has block 8: there are 0 to 7"),
+        (RaggedBatch([[-1]], [0], [1]), "has block -1"),
     ],
 )
 def test_steps_that_cannot_be(backend, step, message):
@@ -243,7 +243,7 @@ def test_steps_that_cannot_be(backend, step, message):
 )
 def test_keys_that_do_not_fit(backend, keys, message):
     """A wrong shape or dtype is an error that has both."""
-    plan = backend.plan(Rows([[1]], [0], [1]))
+    plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match=message):
         backend.store(0, plan, keys, rows())
 
@@ -259,7 +259,7 @@ def test_keys_that_do_not_fit(backend, keys, message):
 )
 def test_queries_that_do_not_fit(backend, queries, options, message):
     """So are heads that cannot be shared out, and windows that hold nothing."""
-    plan = backend.plan(Rows([[1]], [0], [1]))
+    plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match=message):
         backend.attend(0, plan, queries, **options)
 
@@ -279,7 +279,7 @@ def test_unknown_dtype(backend):
 
 def test_nothing_is_recorded_for_gradients(backend):
     """Queries that require gradients do not make outputs that do."""
-    plan = backend.plan(Rows([[1]], [0], [1]))
+    plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     queries = rows().requires_grad_()
     backend.store(0, plan, queries, queries)
     assert not backend.attend(0, plan, queries).requires_grad

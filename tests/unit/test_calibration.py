@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcore import Plugins
 from kvcore.errors import InputError
-from kvcore.serving import Batch
+from kvcore.serving import StepWork
 from kvcore.serving.calibration import fit_linear
 from kvcore_plugins.latency import Linear
 
@@ -27,7 +28,7 @@ def write(path, rows):
 
 def measured(model, grid=GRID):
     """Return the rows that `model` itself would measure."""
-    return [(p, d, c, model.duration(Batch(p, (0,), d, (c,))) / 10**12) for p, d, c in grid]
+    return [(p, d, c, model.duration(StepWork(p, (0,), d, (c,))) / 10**12) for p, d, c in grid]
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_the_residuals_are_those_of_the_spec(fit):
     model = Plugins().build("latency", found.spec)
     for residual in found.residuals:
         prefill, decode, context = residual.step.counts
-        assert residual.fitted == model.duration(Batch(prefill, (0,), decode, (context,)))
+        assert residual.fitted == model.duration(StepWork(prefill, (0,), decode, (context,)))
 
 
 def test_the_errors_of_a_fit_by_hand(fit):
@@ -102,7 +103,8 @@ def test_no_coefficient_is_negative(fit):
         for change in (0.999, 1.001):
             other = Linear(**without.options() | {name: getattr(without, name) * change})
             off = [
-                other.duration(Batch(r.step.prefill, (0,), r.step.decode, (0,))) - r.step.time
+                other.duration(StepWork(r.step.prefill, (0,), r.step.decode, (0,)))
+                - r.step.time
                 for r in found.residuals
             ]
             assert sum(error**2 for error in off) >= best
@@ -147,3 +149,10 @@ def test_columns_that_say_too_little_are_refused(fit, grid, problem):
     message = str(caught.value)
     assert f"steps.csv: {problem}" in message
     assert message.endswith("in every row; measure steps in which it varies by itself")
+
+
+def test_without_scipy_the_extra_is_named(fit, monkeypatch):
+    """What to install is part of the error."""
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(InputError, match=r"numpy and scipy .*pip install 'kvcore\[lab\]'"):
+        fit(measured(TRUTH))

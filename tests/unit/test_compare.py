@@ -93,7 +93,7 @@ def test_empty_prompts_are_compared(tmp_path):
     line = '{"event":"REQUEST","id":%d,"t":0,"prompt":0,"output":1,"keys":[],"key_tokens":16}\n'
     path.write_text(line % 1 + line % 2)
     for policies, count in (("lru,optimum", "keys"), ("lru", "tokens")):
-        for row in compare(Jsonl(path), policies, 5, count=count).rows:
+        for row in compare(Jsonl(path), policies, 5, accounting=count).rows:
             assert (row.requests, row.lookup_blocks) == (2, 0)
 
 
@@ -284,11 +284,16 @@ def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
         (["lru"], [2**31], {}, "a pool of 2147483648 blocks"),
         (["lru"], [10], {"block_size": 0}, "block size 0"),
         (["lru"], [10], {"block_size": 5}, "block size 5 .* keys of 16 tokens"),
-        (["lru"], [10], {"count": "words"}, "'words' is not known"),
+        (["lru"], [10], {"accounting": "words"}, "'words' is not known"),
         (["lru"], [10], {"prefix": "tree"}, "no prefix plugin is named 'tree'"),
         (["lru:size=3"], [10], {}, "'lru' has no option 'size'"),
         (["optimum:size=3"], [10], {}, "the optimum has no option 'size'"),
-        (["optimum"], [10], {"count": "tokens"}, "in `keys` counting alone, not in 'tokens'"),
+        (
+            ["optimum"],
+            [10],
+            {"accounting": "tokens"},
+            "in `keys` accounting alone, not in 'tokens'",
+        ),
         (["optimum"], [10], {"trace": "x"}, "there is no trace of it"),
         (["lru,fifo"], [10], {"trace": "x"}, "policies given: 2, sizes given: 1"),
         (["lru"], None, {"trace": "x"}, "policies given: 1, sizes given: none"),

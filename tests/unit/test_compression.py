@@ -1,4 +1,4 @@
-"""gzip and zstd: decoded piece by piece, cut told from damaged."""
+"""gzip and zstd: decompressed piece by piece, cut told from damaged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from kvcore.files import CutError, DamageError, compressor, decoded
+from kvcore.files import CutError, DamageError, compressor, decompressed
 
 LONG = b"".join(b"%d " % (n * n) for n in range(100_000))
 PACK = {"gzip": gzip.compress, "zstd": zstandard.compress}
@@ -19,7 +19,7 @@ def read(data):
     """Return what `data` decodes to, and the error with which it ends, if any."""
     pieces = []
     try:
-        pieces.extend(decoded(io.BytesIO(data)))
+        pieces.extend(decompressed(io.BytesIO(data)))
     except (CutError, DamageError) as error:
         return b"".join(pieces), error
     return b"".join(pieces), None
@@ -61,7 +61,7 @@ def test_a_cut_between_streams_is_none(kind):
 
 @pytest.mark.parametrize("kind", PACK)
 def test_what_is_no_stream_is_damage(kind):
-    """Something else behind a stream cannot be decoded, and is no cut."""
+    """Something else behind a stream cannot be decompressed, and is no cut."""
     content, error = read(PACK[kind](LONG) + b"more")
     assert content == LONG
     assert type(error) is DamageError

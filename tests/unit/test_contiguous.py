@@ -6,9 +6,11 @@ from helpers.serving import BLOCK, Even, ask, servers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import InputError, KVCache, OutOfBlocks, Trace
-from kvcore.serving import Batching, simulate
-from kvcore.serving.contiguous import AddressSpace, ContiguousCache
+from kvcore import InputError, Job, KVCache, OutOfBlocks, Trace
+from kvcore.serving import Batching, DecodeSteps, simulate
+from kvcore.serving.contiguous import AddressSpace, ContiguousAllocator, contiguous_cache
+from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.stats import TokenGaps
 
 
 def taken(size, *lengths):
@@ -21,7 +23,16 @@ def taken(size, *lengths):
 
 def memory(blocks=5, max_output=4):
     """Return contiguous memory of 20 slots for outputs of up to 4 tokens."""
-    return ContiguousCache(blocks, BLOCK, max_output)
+    cache = contiguous_cache(KVCache(blocks, BLOCK))
+    batch = DecodeBatch(DecodeSteps(), BLOCK, (None,), TokenGaps())
+    return ContiguousAllocator(cache, batch, max_output)
+
+
+def opened(allocator, request):
+    """Return a job for `request` that has a piece, or none if there is no hole for it."""
+    job = Job(request, 1, 0, DecodeSteps(), request.prompt_tokens)
+    job.seq = allocator.open(job, None, 0, 0)
+    return job
 
 
 def run(requests, *, blocks=5, scheduler=None, trace=None, max_seqs=8, **options):
@@ -89,80 +100,59 @@ def test_no_hole_is_long_enough():
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=60))
 def test_pieces_and_holes_tile_the_space(turns):
     """Whatever comes and goes, no slot is lent twice or lost, and no two holes touch."""
-    cache = ContiguousCache(25, BLOCK, 0)
+    allocator, jobs = memory(25, 0), []
+    cache = allocator._cache
     for number, (length, leaving) in enumerate(turns):
-        try:
-            cache.open(ask(number, prompt=length, output=0))
-        except OutOfBlocks:
-            assert cache.space.largest < length
-        if leaving < len(cache.sequences):
-            cache.close(list(cache.sequences.values())[leaving])
-        cache.check_integrity()
-        held = sum(cache.piece(seq)[1] for seq in cache.sequences.values())
-        assert cache.space.free == 100 - held
-        assert cache.pool.free == cache.space.free // BLOCK
+        request = ask(number, prompt=length, output=0)
+        fits = allocator.space.largest >= length
+        job = opened(allocator, request)
+        assert (job.seq is not None) == fits
+        if fits:
+            jobs.append(job)
+        if leaving < len(jobs):
+            allocator.close(jobs.pop(leaving), 0)
+        allocator.check_integrity()
+        held = sum(allocator.piece(job.seq)[1] for job in jobs)
+        assert allocator.space.free == 100 - held
+        assert cache.pool.free_blocks == allocator.space.free // BLOCK
+        assert len(cache.sequences) == len(jobs)
 
 
 def test_a_request_reserves_the_longest_output():
     """A piece has the prompt and the longest output, or its own output if that is longer."""
-    cache = memory(max_output=4)
-    short, long = cache.open(ask("short", output=1)), cache.open(ask("long", output=6))
-    assert [cache.piece(seq) for seq in (short, long)] == [(0, 8), (8, 10)]
+    allocator = memory(max_output=4)
+    jobs = [opened(allocator, ask(name, output=n)) for name, n in (("short", 1), ("long", 6))]
+    assert [allocator.piece(job.seq) for job in jobs] == [(0, 8), (8, 10)]
 
 
 def test_nothing_is_shared():
     """A prompt that was computed before, and still is, does not hit."""
-    cache = memory()
-    first = cache.open(ask("a", keys="x"))
-    cache.commit(first, BLOCK)
+    allocator = memory()
+    cache = allocator._cache
+    first = opened(allocator, ask("a", keys="x"))
+    cache.commit(first.seq, BLOCK)
     again = ask("b", keys="x")
     assert cache.probe(again) == 0
-    assert cache.open(again).computed == 0
+    assert opened(allocator, again).seq.computed == 0
     assert (cache.stats.lookup_blocks, cache.stats.hit_blocks) == (2, 0)
 
 
 def test_a_refused_admission_changes_nothing():
     """Without a hole that is long enough there is no sequence, and no access is counted."""
-    cache = memory()
-    cache.open(ask("a", prompt=10))
-    with pytest.raises(OutOfBlocks, match="request b: a piece of 8 slots"):
-        cache.open(ask("b"))
-    assert (len(cache.sequences), cache.space.free, cache.stats.requests) == (1, 6, 1)
+    allocator = memory()
+    opened(allocator, ask("a", prompt=10))
+    assert opened(allocator, ask("b")).seq is None
+    cache = allocator._cache
+    assert (len(cache.sequences), allocator.space.free, cache.stats.requests) == (1, 6, 1)
 
 
 def test_growth_stays_in_the_piece():
-    """A sequence may use all it reserved, and not a slot more."""
-    cache = memory()
-    seq = cache.open(ask("a"))
-    cache.extend(seq, 4)
-    assert cache.space.free == 12
-    with pytest.raises(InputError, match="has 8 slots, of which 8 are in use; give 0 to 0"):
-        cache.extend(seq, 1)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda cache, seq: cache.fork(seq),
-        lambda cache, seq: cache.rollback(seq, 1),
-    ],
-    ids=["fork", "rollback"],
-)
-def test_what_only_paging_can_do(call):
-    """To fork or roll back is refused, naming what can do it."""
-    cache = memory()
-    with pytest.raises(InputError, match="use KVCache"):
-        call(cache, cache.open(ask("a")))
-
-
-@pytest.mark.parametrize("call", ["extend", "commit", "close"])
-def test_a_closed_sequence(call):
-    """A piece that was given back cannot be used, nor given back again."""
-    cache = memory()
-    seq = cache.open(ask("a"))
-    cache.close(seq)
-    with pytest.raises(InputError, match=r"sequence 1 \(request a\) is closed"):
-        getattr(cache, call)(*[seq, 1][: 1 if call == "close" else 2])
+    """A sequence uses slots that it reserved; no others are taken."""
+    allocator = memory()
+    job = opened(allocator, ask("a"))
+    assert allocator.can_extend(job.seq)
+    allocator.extend(job.seq, 4, 0)
+    assert (job.seq.tokens, allocator.space.free) == (8, 12)
 
 
 def test_lost_slots_are_noticed():
@@ -171,7 +161,7 @@ def test_lost_slots_are_noticed():
     lost.space.take(4)
     with pytest.raises(AssertionError, match="slots 4 to 19 follow slot -1"):
         lost.check_integrity()
-    overlapping.open(ask("a"))
+    opened(overlapping, ask("a"))
     overlapping.space.give(0, 4)
     with pytest.raises(AssertionError, match="follow slot"):
         overlapping.check_integrity()
@@ -180,8 +170,8 @@ def test_lost_slots_are_noticed():
 def test_the_longest_output_of_the_workload():
     """Unless it is given, the longest output is what the workload has."""
     requests = [ask("a", output=2), ask("b", output=7)]
-    assert run(requests).cache.max_output == 7
-    assert run(requests, max_output=3).cache.max_output == 3
+    assert run(requests).max_output == 7
+    assert run(requests, max_output=3).max_output == 3
 
 
 def test_what_can_never_fit_is_rejected():
@@ -258,9 +248,9 @@ def test_every_request_ends_once(server, scheduler):
     assert {log.ids[row] for row in log.reasons} == {
         request.id
         for request in server.requests
-        if not 0 < request.prompt_tokens <= blocks * size - cache.max_output
+        if not 0 < request.prompt_tokens <= blocks * size - result.max_output
     }
-    assert cache.space.holes == [(0, blocks * size)]
+    assert cache.pool.free_blocks == blocks
     cache.check_integrity()
 
 

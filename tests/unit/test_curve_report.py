@@ -26,7 +26,7 @@ def made(*curves, looked_up=200, distinct=100):
     """Return curves of a workload called `chat`, half of whose blocks can hit."""
     return Curves(
         workload=Source(name="chat", digest="00", requests=7, key_tokens=16, options={}),
-        count="keys",
+        accounting="keys",
         block_size=16,
         lookup_blocks=looked_up,
         distinct_blocks=distinct,

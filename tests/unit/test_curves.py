@@ -17,7 +17,7 @@ from helpers.tries import number, requests
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
 from kvcore.analysis import Belady, Steps, compare, curve
 from kvcore.analysis.mrc import spread_sizes
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Zipf
 
@@ -63,19 +63,19 @@ def hits(curves):
 def test_it_hits_what_compare_says(count):
     """Whether in one pass or replayed, the numbers are those of `compare`."""
     policies = "lru,lfu,optimum" if count == "keys" else "lru,lfu"
-    rows = compare(SMALL, policies, SIZES, count=count).rows
+    rows = compare(SMALL, policies, SIZES, accounting=count).rows
     expected = {}
     for row in rows:
         expected.setdefault(row.eviction, []).append(row.hit_blocks)
-    assert hits(curve(SMALL, policies, SIZES, count=count)) == expected
+    assert hits(curve(SMALL, policies, SIZES, accounting=count)) == expected
 
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 def test_its_bounds_are_those_of_compare(count):
     """Blocks looked up, the footprint, and what an endless cache hits."""
-    infinite = compare(SMALL, "lru", 10, count=count).infinite
+    infinite = compare(SMALL, "lru", 10, accounting=count).infinite
     for policies in ("lru", "fifo"):
-        found = curve(SMALL, policies, SIZES, count=count)
+        found = curve(SMALL, policies, SIZES, accounting=count)
         assert found.lookup_blocks == infinite.lookup_blocks
         assert found.distinct_blocks == infinite.distinct_blocks
         assert found.hit_blocks == infinite.hit_blocks
@@ -86,7 +86,7 @@ def test_only_lru_in_keys_counting_is_known_at_every_size():
     """The optimum, other policies and `tokens` counting are known at the sizes asked for."""
     found = curve(SMALL, "lru,lfu,optimum", SIZES).curves
     assert [each.steps is not None for each in found] == [True, False, False]
-    (tokens,) = curve(SMALL, "lru", SIZES, count="tokens").curves
+    (tokens,) = curve(SMALL, "lru", SIZES, accounting="tokens").curves
     assert tokens.steps is None
 
 
@@ -148,8 +148,8 @@ def test_nothing_to_look_up_is_no_error():
 def test_a_key_may_be_anything(key):
     """What a key is changes no hit, nor does the first that is no 64-bit integer."""
     texts = ["abcd", "ab", "abce", "xyz", "abcd", "xy", "xyzw", "abce"] * 3
-    reuse = Reuse.read(requests(texts, key=key), Geometry("keys", 1))
-    assert reuse.lru() == Reuse.read(requests(texts), Geometry("keys", 1)).lru()
+    reuse = Reuse.read(requests(texts, key=key), BlockLayout("keys", 1))
+    assert reuse.lru() == Reuse.read(requests(texts), BlockLayout("keys", 1)).lru()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_keys_are_named_in_portions(monkeypatch, key):
     """However many are named at a time, the same keys are the same."""
     monkeypatch.setattr("kvcore.analysis._reuse.AT_ONCE", 3)
     texts = ["abcd", "ab", "", "abce", "xyz", "abcd", "xy"] * 2
-    reuse = Reuse.read(requests(texts, key=key), Geometry("keys", 1))
+    reuse = Reuse.read(requests(texts, key=key), BlockLayout("keys", 1))
     assert (reuse.lookup_blocks, reuse.distinct_blocks) == (38, 8)
 
 
@@ -205,8 +205,8 @@ def test_keys_of_another_size_are_refused():
         ({"policies": "lru", "points": 1}, "a curve through 1 sizes"),
         ({"policies": "lru", "jobs": 0}, "0 jobs"),
         ({"policies": "lru", "block_size": 5}, "block size 5"),
-        ({"policies": "optimum", "count": "tokens"}, "`keys` counting alone"),
-        ({"policies": "lru", "count": "bytes"}, "counting 'bytes'"),
+        ({"policies": "optimum", "accounting": "tokens"}, "`keys` accounting alone"),
+        ({"policies": "lru", "accounting": "bytes"}, "accounting 'bytes'"),
     ],
 )
 def test_what_makes_no_curve_is_refused(options, message):
@@ -341,7 +341,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch):
 def test_the_loops_say_the_same_uncompiled(monkeypatch):
     """Python runs the very functions that numba compiles, to the same arrays."""
     served = requests(["abcd", "ab", "abce", "xyz", "abcd", "xy", "abce"] * 2)
-    geometry = Geometry("keys", 1)
+    geometry = BlockLayout("keys", 1)
     compiled = Reuse.read(served, geometry)
     sizes = range(1, 12)
     expected = [compiled.optimum(size, bypass=bypass) for size in sizes for bypass in (0, 1)]

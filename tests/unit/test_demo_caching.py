@@ -50,7 +50,7 @@ class Told(Generator):
 
     def forward(self, step, attend):
         """Return the token."""
-        return [self.answer(step.tokens)]
+        return [self.answer(step.token_ids)]
 
 
 class Products(torch.overrides.TorchFunctionMode):
@@ -88,15 +88,15 @@ def test_the_output_is_no_loop(default):
 
 def test_projections_are_counted(default):
     """10 + 11 + ... + 109 without a cache, 10 + 99 with one."""
-    assert [each.keeping for each in default] == ["none", "dense", "paged"]
-    assert [each.projections for each in default] == [5_950, 109, 109]
+    assert [each.cache for each in default] == ["none", "dense", "paged"]
+    assert [each.token_projections for each in default] == [5_950, 109, 109]
 
 
 @pytest.mark.slow
 def test_projections_of_a_long_output():
     """1,000 new tokens: 505 times as many without a cache."""
     small = Plugins().build("generator", "transformer:layers=1,hidden=8,heads=1,kv_heads=1")
-    counts = [each.projections for each in generations(small, output=1_000)]
+    counts = [each.token_projections for each in generations(small, output=1_000)]
     assert counts == [509_500, 1_009, 1_009]
 
 
@@ -105,7 +105,7 @@ def test_the_count_is_that_of_the_models_matrix_products():
     generator = Plugins().build("generator", "transformer:layers=3")
     # 4 query heads and 2 + 2 of keys and values, 16 wide.
     with Products(columns=128) as products:
-        counts = [each.projections for each in generations(generator, output=7)]
+        counts = [each.token_projections for each in generations(generator, output=7)]
     warm_up = 10
     assert products.rows == 3 * (sum(counts) + warm_up)
 
@@ -114,9 +114,9 @@ def test_the_count_is_that_of_the_models_matrix_products():
 def test_the_formulas_say_the_same(prompt, output):
     """What is counted is what `token_projections` computes."""
     naive, *cached = generations(prompt_tokens=prompt, output=output)
-    assert naive.projections == token_projections(prompt, output, cached=False)
+    assert naive.token_projections == token_projections(prompt, output, cached=False)
     for each in cached:
-        assert each.projections == token_projections(prompt, output, cached=True)
+        assert each.token_projections == token_projections(prompt, output, cached=True)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 256])
@@ -124,10 +124,10 @@ def test_bytes_held(block_size):
     """Nothing; room for all from the start; and blocks as they are needed."""
     none, dense, paged = generations(output=30, block_size=block_size)
     token = 2 * 2 * 2 * 16 * 8  # K and V, layers, K/V heads, width, bytes
-    assert set(none.step_bytes) == {0}
-    assert set(dense.step_bytes) == {39 * token}
+    assert set(none.step_kv_bytes) == {0}
+    assert set(dense.step_kv_bytes) == {39 * token}
     blocks = [-(-(10 + step) // block_size) for step in range(30)]
-    assert list(paged.step_bytes) == [block_size * token * count for count in blocks]
+    assert list(paged.step_kv_bytes) == [block_size * token * count for count in blocks]
 
 
 def test_every_step_is_timed_and_told():

@@ -123,7 +123,7 @@ def test_generated_blocks_are_shared():
 def test_a_text_that_publishes_nothing():
     """Without `publish` generated blocks stay private, and no keys are told."""
     run = compute([text("a", 10, 12)])
-    assert run.result.cache.prefix.cached == 2
+    assert run.result.cache.tree.cached_blocks == 2
     assert not [line for line in run.lines if "output_keys" in line or line["event"] == "KEYS"]
 
 
@@ -202,7 +202,7 @@ def test_an_early_end_shares_what_is_computed(output, shared):
     )
     (told,) = [line for line in run.lines if line["event"] == "FINISH"]
     assert told["output"] == output
-    assert len(told.get("output_keys", ())) == shared == run.result.cache.prefix.cached - 1
+    assert len(told.get("output_keys", ())) == shared == run.result.cache.tree.cached_blocks - 1
 
 
 def test_a_request_is_not_changed_by_a_run():
@@ -234,7 +234,7 @@ def test_times_are_checked(pieces):
     class Wrong(LatencyModel):
         name = "wrong"
 
-        def pieces(self, batch):
+        def pieces(self, work):
             return pieces
 
     with pytest.raises(PolicyError, match="latency plugin 'wrong'"):
@@ -259,7 +259,7 @@ def test_the_wall_clock_measures(tmp_path):
     assert sum(step.decode for step in steps) == 4
     assert sum(step.context for step in steps) == 11 + 12 + 13 + 8
     assert [step.time // 1000 for step in steps] == [s.time // 1000 for s in ran.result.steps]
-    assert ran.result.log.busy == sum(step.time for step in ran.result.steps)
+    assert ran.result.log.busy_ps == sum(step.time for step in ran.result.steps)
     assert orjson.loads(ran.trace.splitlines()[0])["mode"] == "wall"
 
 
@@ -288,7 +288,7 @@ def test_stand_ins_notice():
     class Forgetful(Slots):
         def store(self, layer, plan, keys, values):
             super().store(layer, plan, keys, values)
-            self.fill(0, [plan.tables[0][0]])
+            self.fill(0, [plan.block_tables[0][0]])
 
     with pytest.raises(PolicyError, match=r"backend plugin .* raised TypeError in attend"):
         compute([text("a")], backend=Forgetful())
@@ -313,7 +313,7 @@ def test_what_a_backend_raises_is_its_own():
 class Endless(Exact):
     """Has no token that ends a text."""
 
-    ends = frozenset()
+    eos_token_ids = frozenset()
 
 
 def parts(**given):
@@ -326,7 +326,7 @@ def parts(**given):
     ("given", "message"),
     [
         ({"cache": KVCache(9, 4)}, "only counts blocks: make it with ids=True"),
-        ({"cache": KVCache(9, 4, count="keys", ids=True)}, "count='tokens'"),
+        ({"cache": KVCache(9, 4, accounting="keys", ids=True)}, "accounting='tokens'"),
         ({"clock": "sun"}, "clock='sun' is not known; there are: model, wall"),
         ({"stop_at_eos": True}, "take clock='wall'"),
         (
@@ -382,7 +382,7 @@ def test_steps_of_tensors_are_not_foreseen():
     executor = TensorExecutor(*given.values())
     assert isinstance(executor.latency, LatencyModel)
     with pytest.raises(InputError, match="run them one by one"):
-        executor.lines(3)
+        executor.decode_times(3, (9,), (3,))
 
 
 def test_decided_leaves_out_the_frame():

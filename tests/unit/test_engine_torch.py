@@ -31,7 +31,7 @@ def backend_of(name):
 
         def plan(self, rows):
             size = self.layout.block_size
-            pairs = zip(rows.tables, rows.contexts, strict=True)
+            pairs = zip(rows.block_tables, rows.contexts, strict=True)
             fresh = [
                 block for table, context in pairs for block in table[-(-context // size) :]
             ]
@@ -85,7 +85,7 @@ def test_crowded_is_alone(generator, backend, options):
             dtype="fp64",
         )
         assert crowded.result.outputs[request.id] == alone.result.outputs[request.id]
-    assert crowded.result.cache.prefix.evicted or crowded.of("PREEMPT")
+    assert crowded.result.cache.tree.evicted_blocks or crowded.of("PREEMPT")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -29,7 +29,7 @@ CONSTRUCTED = {
 
 def served(policy, blocks, texts, **options):
     """Return the cache, counting keys, after serving `texts`."""
-    cache = make(blocks, policy, count="keys", **options)
+    cache = make(blocks, policy, accounting="keys", **options)
     serve(cache, *texts)
     return cache
 
@@ -164,7 +164,7 @@ def test_adaptive_draws_by_seed():
     requests = [attrs.evolve(ask(text), id=number) for number, text in enumerate("abcdefgab")]
     outcomes = []
     for seed in (*range(8), 0):
-        cache = make(3, Adaptive(experts="lru+mru", rate=0, seed=seed), count="keys")
+        cache = make(3, Adaptive(experts="lru+mru", rate=0, seed=seed), accounting="keys")
         replay(requests, cache)
         outcomes.append(set(spans(cache)))
     assert outcomes[0] == outcomes[-1]

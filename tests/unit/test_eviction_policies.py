@@ -49,10 +49,10 @@ def test_a_policy_differs_from_lru(name):
     """On its constructed trace a policy keeps what its idea says, and LRU keeps the other."""
     policy, blocks, texts, its, lrus = CONSTRUCTED[name]
     # Counting all blocks, so that the last token of a prompt need not be computed again.
-    cache = make(blocks, policy(), count="keys")
+    cache = make(blocks, policy(), accounting="keys")
     serve(cache, *texts)
     assert set(spans(cache)) == its
-    cache = make(blocks, LRU(), count="keys")
+    cache = make(blocks, LRU(), accounting="keys")
     serve(cache, *texts)
     assert set(spans(cache)) == lrus
 
@@ -120,7 +120,7 @@ def test_random_takes_every_leaf():
 
 def touched(policy, uses, idle=0):
     """Return the frequency of a block used in each of `uses` requests, then idle for some."""
-    cache = make(64, policy, count="keys")
+    cache = make(64, policy, accounting="keys")
     serve(cache, *["a"] * uses)
     (span,) = [span for text, span in spans(cache).items() if text == "|a"]
     return policy.frequency(span, accesses=uses + idle)
@@ -147,7 +147,7 @@ def test_lfu_half_life_by_access():
 def test_lfu_half_life_in_seconds():
     """A use counts half after `half_life` seconds, and two uses add up."""
     policy = LFU(half_life=60)
-    cache = make(8, policy, count="keys")
+    cache = make(8, policy, accounting="keys")
     serve(cache, "a")
     serve(cache, "a", now=60 * SECOND)
     (span,) = spans(cache).values()
@@ -157,7 +157,7 @@ def test_lfu_half_life_in_seconds():
 def test_lfu_lets_old_fame_fade():
     """Used often long ago loses to used once now; plain LFU keeps the old."""
     for half_life, left in ((1.0, {"|b", "|c"}), (float("inf"), {"|a", "|c"})):
-        cache = make(2, LFU(half_life=half_life), count="keys")
+        cache = make(2, LFU(half_life=half_life), accounting="keys")
         serve(cache, "a", "a", "a")
         serve(cache, "b", now=100 * SECOND)
         serve(cache, "c", now=100 * SECOND)
@@ -166,7 +166,7 @@ def test_lfu_lets_old_fame_fade():
 
 def test_lfu_compares_over_a_year():
     """Weights do not overflow: an hour's uses still compare after a year of them."""
-    cache = make(2, LFU(half_life=60), count="keys")
+    cache = make(2, LFU(half_life=60), accounting="keys")
     year = 365 * 86_400 * SECOND
     serve(cache, "a", now=year)
     serve(cache, "b", now=year + SECOND)
@@ -176,7 +176,7 @@ def test_lfu_compares_over_a_year():
 
 def test_cost_ages():
     """What was worth much long ago is overtaken: the clock rises with every victim."""
-    cache = make(3, Cost(), count="keys")
+    cache = make(3, Cost(), accounting="keys")
     serve(cache, "a", "a", "a", *"bcdefghijklmnop")
     assert "|a" not in spans(cache)
 

@@ -26,7 +26,9 @@ def told(reasons):
     return [(loss.category, loss.first / BLOCK, loss.tokens / BLOCK) for loss in reasons.losses]
 
 
-def served(file, *requests, blocks=8, eviction=None, prefix=None, count="tokens", **options):
+def served(
+    file, *requests, blocks=8, eviction=None, prefix=None, accounting="tokens", **options
+):
     """Explain a replay of `requests`, a nanosecond apart unless they say when they arrive."""
     for now, request in enumerate(requests):
         request.arrival = request.arrival or now
@@ -36,7 +38,7 @@ def served(file, *requests, blocks=8, eviction=None, prefix=None, count="tokens"
             BLOCK,
             eviction=LRU() if eviction is None else eviction,
             prefix=Radix() if prefix is None else prefix,
-            count=count,
+            accounting=accounting,
             trace=trace,
         )
         replay(requests, cache)
@@ -187,7 +189,7 @@ def test_the_next_turn_of_a_conversation_extends_the_last(file):
 
 def test_a_last_key_of_a_part_of_a_block_ends(file):
     """In `keys` counting a new last key may be the beginning of a longer one: none can tell."""
-    explanation = served(file, ask("one", "abc"), ask("two", "abx", 10), count="keys")
+    explanation = served(file, ask("one", "abc"), ask("two", "abx", 10), accounting="keys")
     loss = of("ends", explanation, "two")
     assert (loss.first, loss.tokens, loss.other) == (8, 4, "one")
 
@@ -223,7 +225,9 @@ def test_tokens_without_keys_have_no_keys(file):
 
 def test_what_a_pool_cannot_keep_of_one_request_is_truncated(file):
     """Blocks beyond the pool's size were dropped by the first request as well."""
-    explanation = served(file, ask("a", "abcdef"), ask("b", "abcdef"), blocks=4, count="keys")
+    explanation = served(
+        file, ask("a", "abcdef"), ask("b", "abcdef"), blocks=4, accounting="keys"
+    )
     assert explanation.of("b").hit == 16
     assert told(explanation.of("b")) == [("truncated", 4, 2)]
 
@@ -245,7 +249,7 @@ def test_generated_blocks_count_as_sent(file):
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = cache.open(ask("first", "ab", output_tokens=9), None, 0)
         cache.commit(first, 8, 1)
-        trace.line("KEYS", 1, request="first", keys=ask("", "abcd").keys[2:])
+        trace.keys(1, request="first", keys=ask("", "abcd").keys[2:])
         cache.open(ask("next", "abcdef"), None, 2)
     follow = explain(file).of("next")
     assert told(follow) == [("in_flight", 2, 2), ("compulsory", 4, 2)]
@@ -258,7 +262,7 @@ def test_generated_blocks_that_a_later_request_sent_are_the_later_ones(file):
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = cache.open(ask("first", "ab", output_tokens=9), None, 0)
         cache.close(cache.open(ask("second", "abcd"), None, 1), 1)
-        trace.line("KEYS", 2, request="first", keys=ask("", "abcd").keys[2:])
+        trace.keys(2, request="first", keys=ask("", "abcd").keys[2:])
         cache.close(first, 2)
         cache.open(ask("next", "abcd", 17), None, 3)
     assert of("unstored", explain(file), "next").other == "second"
@@ -270,7 +274,7 @@ def test_keys_told_before_the_admission_come_with_it(file):
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = ask("first", "ab", output_tokens=9)
         trace.request(first, 0)
-        trace.line("KEYS", 0, request="first", keys=ask("", "abc").keys[2:])
+        trace.keys(0, request="first", keys=ask("", "abc").keys[2:])
         cache.open(first, None, 1)
         cache.open(ask("next", "abcd"), None, 2)
     assert told(explain(file).of("next"))[0] == ("in_flight", 0, 3)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvcore import InputError, StorageError
-from kvcore.files import WholeFile, whole_file
+from kvcore.files import AtomicFile, atomic_file
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path):
     """While it is written there is no file of that name; then there is nothing else."""
     path = tmp_path / "rows.csv"
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write("é\n")
         assert not path.exists()
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
@@ -26,7 +26,7 @@ def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
     """An exception while writing leaves what was there, and nothing beside it."""
     path = tmp_path / "rows.csv"
     path.write_text("old")
-    file = whole_file(path)
+    file = atomic_file(path)
     file.__enter__().write("new")
     assert not file.__exit__(RuntimeError, RuntimeError(), None)
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
@@ -36,7 +36,7 @@ def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
 @pytest.mark.parametrize("place", ["missing/rows.csv", "."])
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path, place):
     """A missing directory, or a directory in its place, is said at once."""
-    with pytest.raises(InputError, match="cannot write"), whole_file(tmp_path / place):
+    with pytest.raises(InputError, match="cannot write"), atomic_file(tmp_path / place):
         pytest.fail("opened")
 
 
@@ -47,7 +47,7 @@ def test_a_pipe_is_written_in_place(tmp_path):
     read = []
     reader = threading.Thread(target=lambda: read.append(path.read_text()))
     reader.start()
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write("row\n")
     reader.join()
     assert (read, path.is_fifo()) == (["row\n"], True)
@@ -59,7 +59,7 @@ def test_a_full_disk_is_told_with_the_path(text):
     """A disk that is full is an error of its own, also if it shows only at the end."""
     with (
         pytest.raises(StorageError, match=r"cannot write /dev/full: No space left"),
-        whole_file(Path("/dev/full")) as file,
+        atomic_file(Path("/dev/full")) as file,
     ):
         file.write(text)
 
@@ -67,7 +67,7 @@ def test_a_full_disk_is_told_with_the_path(text):
 def test_a_name_that_is_taken_meanwhile_is_told(tmp_path):
     """If the file cannot get its name in the end, that is told, and nothing is left of it."""
     path = tmp_path / "rows.csv"
-    with pytest.raises(StorageError, match=r"cannot write .*rows.csv"), whole_file(path):
+    with pytest.raises(StorageError, match=r"cannot write .*rows.csv"), atomic_file(path):
         path.mkdir()
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
@@ -75,10 +75,10 @@ def test_a_name_that_is_taken_meanwhile_is_told(tmp_path):
 def test_two_runs_do_not_share_a_part(tmp_path):
     """While a file is written another run cannot begin it; the first goes on undisturbed."""
     path = tmp_path / "rows.csv"
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write("first")
         with pytest.raises(InputError, match=r"rows.csv.part is being written by another run"):
-            whole_file(path).__enter__()
+            atomic_file(path).__enter__()
     assert path.read_text() == "first"
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
@@ -88,18 +88,18 @@ def test_what_a_killed_run_has_left_is_kept(tmp_path):
     part = tmp_path / "rows.csv.part"
     part.write_text("all there is")
     with pytest.raises(InputError, match=r"left by one that was killed: remove it, or name"):
-        whole_file(tmp_path / "rows.csv").__enter__()
+        atomic_file(tmp_path / "rows.csv").__enter__()
     assert part.read_text() == "all there is"
     part.unlink()
-    with whole_file(tmp_path / "rows.csv") as file:
+    with atomic_file(tmp_path / "rows.csv") as file:
         file.write("new")
 
 
 def test_giving_up_twice_spares_the_next_run(tmp_path):
     """What was discarded once is no longer ours: the `.part` may be another run's."""
-    first = WholeFile(tmp_path / "rows", "rows")
+    first = AtomicFile(tmp_path / "rows", "rows")
     first.discard()
-    second = WholeFile(tmp_path / "rows", "rows")
+    second = AtomicFile(tmp_path / "rows", "rows")
     first.discard()
     second.finish()
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows"]
@@ -107,7 +107,7 @@ def test_giving_up_twice_spares_the_next_run(tmp_path):
 
 def test_a_file_that_is_given_up_is_removed(tmp_path):
     """What is discarded leaves nothing, however often that is said."""
-    file = WholeFile(tmp_path / "rows", "rows")
+    file = AtomicFile(tmp_path / "rows", "rows")
     file.write(b"row")
     file.discard()
     file.discard()

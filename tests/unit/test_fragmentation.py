@@ -7,8 +7,7 @@ from helpers.serving import BLOCK, Even, ask, servers
 from hypothesis import given
 
 from kvcore import KVCache
-from kvcore.serving import Batching, simulate
-from kvcore.serving.contiguous import Fragmentation
+from kvcore.serving import Batching, Fragmentation, simulate
 
 
 def run(requests, blocks=5, **options):

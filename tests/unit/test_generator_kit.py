@@ -52,7 +52,7 @@ class Mine(Generator):
 
     def numbers(self, step):
         """Return a number for each row."""
-        return [t + p / 9 for t, p in zip(step.tokens, step.positions, strict=True)]
+        return [t + p / 9 for t, p in zip(step.token_ids, step.positions, strict=True)]
 
     def forward(self, step, attend):
         """Attend twice."""
@@ -70,8 +70,8 @@ class Mine(Generator):
         """Return the next of each."""
         ends = [sum(step.lengths[: i + 1]) - 1 for i in range(len(step.lengths))]
         return [
-            None if place is None else (step.tokens[end] + 1) % self.vocab
-            for end, place in zip(ends, step.draws, strict=True)
+            None if place is None else (step.token_ids[end] + 1) % self.vocab
+            for end, place in zip(ends, step.output_indices, strict=True)
         ]
 
 
@@ -145,7 +145,7 @@ class Forgetful(Mine):
     def drawn(self, step):
         """Return what nobody can repeat."""
         type(self).asked += 1
-        return [None if place is None else self.asked % 50 for place in step.draws]
+        return [None if place is None else self.asked % 50 for place in step.output_indices]
 
 
 class Careless(Mine):
@@ -161,7 +161,7 @@ class Beyond(Mine):
 
     def drawn(self, step):
         """Return a large one."""
-        return [None if place is None else 50 for place in step.draws]
+        return [None if place is None else 50 for place in step.output_indices]
 
 
 class Wordless(Mine):

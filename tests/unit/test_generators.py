@@ -19,10 +19,10 @@ from kvcore.testing.dense import (  # noqa: E402
     attention,
     generate,
     loaded,
-    token_step,
+    next_batch,
 )
 from kvcore_plugins.generator import SinCos, Transformer  # noqa: E402
-from kvcore_plugins.generator.decoder import rotated  # noqa: E402
+from kvcore_plugins.generator._decoder import rotated  # noqa: E402
 from kvcore_plugins.generator.sampling import sample  # noqa: E402
 
 
@@ -34,14 +34,14 @@ def stored(generator, tokens, positions=None):
         found.append((keys, values))
         return queries
 
-    step = token_step([Text(list(tokens))], [len(tokens)])
+    step = next_batch([Text(list(tokens))], [len(tokens)])
     generator.forward(attrs.evolve(step, positions=positions or step.positions), attend)
     return found
 
 
 def logits_of(generator, tokens):
     """Return the logits after `tokens`."""
-    step = token_step([Text(list(tokens))], [len(tokens)])
+    step = next_batch([Text(list(tokens))], [len(tokens)])
     return generator.logits(step, DenseCache().attend([0], [len(tokens)]))[0]
 
 

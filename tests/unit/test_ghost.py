@@ -128,7 +128,7 @@ def remembered(tree):
 
 def haunted(policy, blocks, count, size):
     """Return the driver of a cache with `policy`."""
-    return Driver(KVCache(blocks, size, eviction=policy, count=count, key_tokens=KEY))
+    return Driver(KVCache(blocks, size, eviction=policy, accounting=count, key_tokens=KEY))
 
 
 def assert_alike(policy, steps, count, size):
@@ -180,7 +180,7 @@ def test_an_expert_remembers_the_same(seed):
 def test_the_tail_leaves_first():
     """Over capacity a run loses its tail, as the cache would have evicted it."""
     policy = Haunted(room=3)
-    cache = make(5, policy, block_size=KEY, count="keys")
+    cache = make(5, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, "abcde", "vwxyz")
     assert [matched(policy, text) for text in ("abc", "abcde", "v")] == [3, 3, 0]
 
@@ -188,7 +188,7 @@ def test_the_tail_leaves_first():
 def test_a_gap_is_no_end():
     """What is remembered below a prefix that is still cached is found."""
     policy = Haunted()
-    cache = make(5, policy, block_size=KEY, count="keys")
+    cache = make(5, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, "abcde", "xy")
     assert "|abc" in spans(cache)
     assert matched(policy, "abcde") == 2
@@ -197,7 +197,7 @@ def test_a_gap_is_no_end():
 def test_memory_is_that_of_runs():
     """A span that loses one block at a time is one run, below what is left of it."""
     policy = Haunted()
-    cache = make(40, policy, block_size=KEY, count="keys")
+    cache = make(40, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, "".join(map(chr, range(2000, 2040))), *map(chr, range(3000, 3039)))
     assert [run.end - run.start for run in nodes(policy.ghosts)] == [1, 39]
     policy.ghosts.resize(0)
@@ -219,7 +219,7 @@ def test_no_run_is_there_for_nothing(seed):
 def test_resize_forgets_the_oldest():
     """A smaller capacity holds at once; a larger one brings nothing back."""
     policy = Haunted()
-    cache = make(1, policy, block_size=KEY, count="keys")
+    cache = make(1, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, *"abcd")
     policy.ghosts.resize(2 * KEY + KEY - 1)
     assert [matched(policy, text) for text in "abc"] == [0, 1, 1]
@@ -230,7 +230,7 @@ def test_resize_forgets_the_oldest():
 def test_match_changes_nothing():
     """To look is not to use: the order in which ghosts leave stays as it was."""
     policy = Haunted(room=2)
-    cache = make(1, policy, block_size=KEY, count="keys")
+    cache = make(1, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, *"abc")
     before = remembered(policy.ghosts)
     assert matched(policy, "a") == 1
@@ -240,7 +240,7 @@ def test_match_changes_nothing():
 def test_runs_that_are_adjacent_again_are_joined():
     """Runs between which nothing is left in the order become one."""
     policy = Haunted()
-    cache = make(3, policy, block_size=KEY, count="keys")
+    cache = make(3, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, "ab", "y", "c", "a", "d", "e", "f")
     assert remembered(policy.ghosts) == [(1, 2), (0, 1), (0, 1), (0, 1)]
     serve_keys(cache, "y", "c")

@@ -8,8 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvcore.cache.residency import PERCENTS, Histogram, borders
-from kvcore.serving.stats import nearest_rank
+from kvcore.histogram import PERCENTS, Histogram, borders, nearest_rank
 
 VALUES = st.integers(0, 300) | st.integers(0, 10**6) | st.integers(0, 2**63 - 1)
 PAIRS = st.lists(st.tuples(VALUES, st.integers(1, 9)), min_size=1, max_size=60)

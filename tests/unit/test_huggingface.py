@@ -104,11 +104,11 @@ def test_vocabulary_and_ends():
     """The vocabulary is the config's, the ends are those of the generation config."""
     model = tiny("llama")
     assert HuggingFace(model).vocabulary == VOCABULARY
-    assert HuggingFace(model).ends == frozenset()
+    assert HuggingFace(model).eos_token_ids == frozenset()
     model.generation_config.eos_token_id = [7, 8]
-    assert HuggingFace(model).ends == {7, 8}
+    assert HuggingFace(model).eos_token_ids == {7, 8}
     model.generation_config.eos_token_id = 9
-    assert HuggingFace(model).ends == {9}
+    assert HuggingFace(model).eos_token_ids == {9}
 
 
 @pytest.fixture

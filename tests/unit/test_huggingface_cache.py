@@ -50,7 +50,7 @@ def test_padding_takes_no_blocks():
     ids, mask = padded(17, 1)
     with paged.attached(model):
         model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=1)
-        used = paged.cache.pool.blocks - paged.cache.pool.free
+        used = paged.cache.pool.blocks - paged.cache.pool.free_blocks
     assert used == 5 + 1
 
 
@@ -96,7 +96,7 @@ def test_everything_is_free_or_cached_afterwards():
     generated(model, ids, paged, attention_mask=mask)
     assert not paged.cache.sequences
     paged.cache.check_integrity()
-    assert paged.cache.room == paged.cache.pool.blocks
+    assert paged.cache.available_blocks == paged.cache.pool.blocks
 
 
 def test_the_model_is_as_it_was():
@@ -237,7 +237,7 @@ def test_out_of_blocks_gives_everything_back():
     with pytest.raises(OutOfBlocks):
         generated(model, prompt(14), paged)
     assert not paged.cache.sequences
-    assert paged.cache.room == 4
+    assert paged.cache.available_blocks == 4
     paged.cache.check_integrity()
 
 

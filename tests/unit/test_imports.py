@@ -34,6 +34,7 @@ LAYERS = [
     {"analysis", "kv_events"},
     {"report"},
     {"demo"},
+    {"api"},
     {"cli", "__main__"},
     {"testing", "__init__"},
 ]

@@ -32,13 +32,13 @@ def refuses(cache, message):
 def test_a_lost_block(ids):
     """The sum of free, cached and private is the pool's: the message has all four numbers."""
     cache = lived_in(ids=ids)
-    cache.pool.free -= 1
+    cache.pool.free_blocks -= 1
     refuses(cache, r"5 free \+ 8 cached \+ 2 private blocks are 15, .* 16")
 
 
 def test_a_block_gained(cache):
     """One free block too many is found as well."""
-    cache.pool.free += 1
+    cache.pool.free_blocks += 1
     refuses(cache, "are 17, but the pool has 16")
 
 
@@ -79,7 +79,7 @@ def test_a_block_in_two_spans(cache):
 
 def test_a_block_nowhere(cache):
     """An id that was handed out and is in no place is missed."""
-    cache.pool.minted += 1
+    cache.pool.high_water += 1
     refuses(cache, "blocks have been used, but")
 
 
@@ -91,13 +91,13 @@ def test_a_span_with_too_few_ids(cache):
 
 def test_a_wrong_count_of_cached_blocks(cache):
     """What the spans hold is what is counted."""
-    cache.prefix.cached += 1
+    cache.tree.cached_blocks += 1
     refuses(cache, "spans hold 8 blocks, .* counted are 9")
 
 
 def test_a_wrong_count_of_unpinned_blocks(cache):
     """Admission rests on it: one off is found."""
-    cache.prefix.unpinned -= 1
+    cache.tree.unpinned_blocks -= 1
     refuses(cache, "3 unpinned; counted are 8 and 2")
 
 
@@ -148,7 +148,7 @@ def test_a_child_pinned_more_than_its_parent(cache):
 def test_a_pin_without_a_sequence(cache, pins):
     """A leaked pin would keep a span for ever, a lost one would free what is in use."""
     span = spans(cache)["|lm"]
-    cache.prefix.unpinned += span.blocks * (not pins)
+    cache.tree.unpinned_blocks += span.blocks * (not pins)
     span.ref_count = pins
     refuses(cache, "on the paths of 1 open sequences")
 
@@ -156,8 +156,8 @@ def test_a_pin_without_a_sequence(cache, pins):
 def test_a_sequence_on_a_span_that_is_gone(cache):
     """What a sequence stands on is in the tree."""
     span = spans(cache)["|lm"]
-    del cache.prefix.root.children["l"]
-    cache.prefix.cached -= span.blocks
+    del cache.tree.root.children["l"]
+    cache.tree.cached_blocks -= span.blocks
     refuses(cache, "hold .*which are not cached")
 
 

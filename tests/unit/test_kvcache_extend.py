@@ -15,7 +15,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import InputError, OutOfBlocks, PolicyError
+from kvcore import InputError, OutOfBlocks
 from kvcore.testing.harness import snapshot
 
 
@@ -26,7 +26,7 @@ def test_blocks_follow_tokens(tokens, blocks):
     seq = start(cache, "ab", BLOCK + 2)
     cache.extend(seq, tokens)
     assert (seq.tokens, seq.blocks) == (BLOCK + 2 + tokens, blocks)
-    assert cache.pool.free == 8 - blocks
+    assert cache.pool.free_blocks == 8 - blocks
     cache.check_integrity()
 
 
@@ -75,7 +75,7 @@ def test_a_refusal_changes_nothing():
     assert snapshot(cache) == before
     assert cache.eviction.told == told
     cache.extend(seq, 5 * BLOCK)
-    assert cache.pool.free == 0
+    assert cache.pool.free_blocks == 0
 
 
 def test_negative_tokens_are_refused():
@@ -117,33 +117,6 @@ def test_nothing_taken_is_not_traced():
     trace.lines.clear()
     cache.extend(seq, 3)
     assert trace.lines == []
-
-
-def test_a_policy_that_fails_extends_nothing():
-    """The sequence stays as it was; blocks of victims already taken are free."""
-
-    class Once(Recorded):
-        """Gives one victim, then raises."""
-
-        name = "once"
-
-        def victim(self, now):
-            if any(what in {"on_remove", "on_trim"} for what, _ in self.told):
-                msg = "no more"
-                raise RuntimeError(msg)
-            return super().victim(now)
-
-    cache = make(4, Once())
-    serve(cache, "x", "yz")
-    seq = start(cache, "a")
-    with pytest.raises(
-        PolicyError, match=r"'once' .* raised RuntimeError in victim\(\): no more"
-    ):
-        cache.extend(seq, 3 * BLOCK)
-    cache.check_integrity()
-    assert (seq.tokens, seq.blocks, cache.pool.free) == (BLOCK, 1, 1)
-    cache.extend(seq, BLOCK)
-    assert table(cache, seq) == [3, 0]
 
 
 def test_what_is_extended_can_be_committed():

@@ -17,7 +17,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import InputError, OutOfBlocks, PolicyError
+from kvcore import InputError, OutOfBlocks
 from kvcore.testing.harness import snapshot
 from kvcore_plugins.prefix import NoPrefix
 
@@ -41,7 +41,7 @@ def test_fork_allocates_nothing(cache):
     seq = start(cache, "abc", 2 * BLOCK + HALF)
     child = cache.fork(seq)
     assert table(cache, child) == table(cache, seq) == [0, 1, 2]
-    assert (cache.pool.free, pins(cache)) == (9, {"|ab": 2})
+    assert (cache.pool.free_blocks, pins(cache)) == (9, {"|ab": 2})
     cache.check_integrity()
 
 
@@ -89,9 +89,9 @@ def test_the_last_owner_writes_in_place(cache):
     child, third = cache.fork(seq), cache.fork(seq)
     cache.extend(child, 1)
     cache.close(third)
-    free = cache.pool.free
+    free = cache.pool.free_blocks
     cache.extend(seq, 1)
-    assert (table(cache, seq), cache.pool.free) == ([0, 1], free)
+    assert (table(cache, seq), cache.pool.free_blocks) == ([0, 1], free)
 
 
 def test_a_full_tail_is_not_copied(cache):
@@ -147,9 +147,9 @@ def test_the_trace_of_a_copy():
 
 
 def test_who_keeps_the_tensors_is_told_of_a_copy():
-    """`copied` hears of source and target, once for each copy, and of nothing else."""
+    """`on_copy` hears of source and target, once for each copy, and of nothing else."""
     copies = []
-    cache = make(12, copied=lambda source, target: copies.append((source, target)))
+    cache = make(12, on_copy=lambda source, target: copies.append((source, target)))
     seq = start(cache, "ab", BLOCK + HALF)
     child, third = cache.fork(seq), cache.fork(seq)
     for writer in (child, third, seq):
@@ -164,10 +164,10 @@ def test_a_private_block_is_freed_with_its_last_owner():
     seq = start(cache, "ab", BLOCK + HALF)
     child = cache.fork(seq)
     cache.close(seq)
-    assert cache.pool.free == 10
+    assert cache.pool.free_blocks == 10
     cache.close(child)
     assert [list(line["runs"]) for line in trace.of("FREE")] == [[], [1]]
-    assert (cache.pool.free, pins(cache)) == (11, {"|a": 0})
+    assert (cache.pool.free_blocks, pins(cache)) == (11, {"|a": 0})
     cache.check_integrity()
 
 
@@ -246,29 +246,6 @@ def test_siblings_that_hold_different_parts(cache):
     assert pins(cache) == {"|a": 3, "a|b": 3, "ab|c": 2, "abc|d": 1}
 
 
-def test_a_policy_that_fails_at_the_cut_leaves_siblings_pinned(cache):
-    """They share the blocks already: the error is reported when all is in order."""
-
-    class Uncut(Recorded):
-        """Cannot bear a split."""
-
-        name = "uncut"
-
-        def on_split(self, upper, lower):
-            msg = f"{upper!r} and {lower!r}"
-            raise RuntimeError(msg)
-
-    cache = make(12, Uncut())
-    seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
-    child = cache.fork(seq)
-    cache.extend(child, HALF)
-    cache.extend(seq, HALF)
-    with pytest.raises(PolicyError, match=r"'uncut'.*in on_split\(\)"):
-        cache.commit(seq, 2 * BLOCK)
-    cache.check_integrity()
-    assert pins(cache) == {"|a": 2, "a|b": 1}
-
-
 def test_a_sibling_follows_a_switch(cache):
     """Where the committer has taken over another's blocks, its sibling does as well."""
     seq = cache.open(ask("abc"))
@@ -277,7 +254,7 @@ def test_a_sibling_follows_a_switch(cache):
     compute(cache, seq)
     assert pins(cache) == {"|ab": 2, "ab|c": 2}
     assert table(cache, child) == table(cache, seq) == [3, 4, 2]
-    assert cache.pool.free == 9
+    assert cache.pool.free_blocks == 9
 
 
 def test_a_duplicate_is_freed_with_its_last_owner(cache):
@@ -289,7 +266,7 @@ def test_a_duplicate_is_freed_with_its_last_owner(cache):
     assert (table(cache, seq), table(cache, child)) == ([2, 3], [0, 1])
     compute(cache, child)
     assert table(cache, child) == [2, 3]
-    assert (cache.pool.free, cache.pool.owners) == (10, {})
+    assert (cache.pool.free_blocks, cache.pool.owners) == (10, {})
 
 
 def test_the_trace_of_a_sibling_commit():
@@ -340,7 +317,7 @@ def test_fork_in_the_middle_of_a_prompt(cache):
     cache.extend(seq, 6)
     compute(cache, seq)
     assert table(cache, seq) == table(cache, child)
-    assert {spell(span): span.ref_count for span in cache.prefix.spans()} == {
+    assert {spell(span): span.ref_count for span in cache.tree.spans()} == {
         "|a": 2,
         "a|bc": 2,
     }
@@ -364,7 +341,7 @@ def test_a_counting_cache_gets_ids_by_its_first_fork():
     child = cache.fork(seq)
     assert table(cache, child) == table(cache, seq)
     assert not set(table(cache, seq)) & set(table(cache, other))
-    assert cache.pool.free == 7
+    assert cache.pool.free_blocks == 7
     cache.check_integrity()
     cache.extend(child, 1)
     assert table(cache, child) != table(cache, seq)
@@ -384,7 +361,9 @@ def test_a_counting_cache_decides_the_same_around_a_fork():
         cache.close(seq)
         serve(cache, "lm")
         cache.close(child)
-        seen.append((pins(cache), cache.pool.free, cache.prefix.evicted, cache.stats))
+        seen.append(
+            (pins(cache), cache.pool.free_blocks, cache.tree.evicted_blocks, cache.stats)
+        )
     assert seen[0] == seen[1]
 
 
@@ -397,4 +376,4 @@ def test_fork_without_a_prefix_cache():
     assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 2])
     for member in (seq, child):
         cache.close(member)
-    assert cache.pool.free == 12
+    assert cache.pool.free_blocks == 12

@@ -34,7 +34,7 @@ def test_the_last_token_is_always_computed():
 
 def test_keys_counting_hits_the_whole_prompt():
     """A full match is a full hit."""
-    cache = make(count="keys")
+    cache = make(accounting="keys")
     serve(cache, "abc")
     seq = cache.open(ask("abc", 1))
     assert (seq.hit_blocks, seq.private_blocks) == (3, 0)
@@ -107,7 +107,7 @@ def test_a_preempted_request_finds_its_own_blocks_without_reuse():
     cache = make(8, Recorded())
     serve(cache, "abc", now=1)
     cache.eviction.told.clear()
-    cache.open(ask("abcd"), now=5, again=True)
+    cache.open(ask("abcd"), now=5, resumed=True)
     span = spans(cache)["|abc"]
     assert (span.hit_count, span.last_hit_order, span.last_access) == (0, 1, 5)
     assert (cache.stats.hit_blocks, cache.stats.self_hit_blocks) == (0, 3)
@@ -167,7 +167,7 @@ def test_blocks_of_several_keys():
 
 def test_keys_of_another_size_are_refused():
     """Neither probe nor open guess: the error names both sizes."""
-    cache = make()
+    cache = make(key_tokens=BLOCK)
     wrong = ask("abc", key_tokens=16)
     for call in (cache.probe, cache.open):
         with pytest.raises(InputError, match=r"keys of 16 tokens.*key_tokens=4"):

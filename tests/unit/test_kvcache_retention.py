@@ -200,7 +200,7 @@ def test_a_preempted_return_asks_for_nothing():
     """Finding its own blocks again is no hit, and renews no hint."""
     cache = make()
     serve(cache, "abc", retention=(hint(0, None, 80, 100),))
-    cache.open(ask("abcd", retention=(hint(0, None, 80, 100),)), now=50, again=True)
+    cache.open(ask("abcd", retention=(hint(0, None, 80, 100),)), now=50, resumed=True)
     assert hints(cache) == {"|abc": (80, 100)}
 
 

@@ -24,7 +24,7 @@ def test_whole_blocks_are_freed(tokens, left):
     cache.rollback(seq, tokens)
     assert table(cache, seq) == left
     assert (seq.tokens, seq.computed, seq.blocks) == (10 - tokens, 10 - tokens, len(left))
-    assert cache.pool.free == 8 - len(left)
+    assert cache.pool.free_blocks == 8 - len(left)
     cache.check_integrity()
 
 
@@ -115,7 +115,7 @@ def test_a_prompt_not_yet_computed_can_be_dropped():
     cache = make()
     seq = cache.open(ask("abc"))
     cache.rollback(seq, 2 * BLOCK)
-    assert (seq.blocks, cache.pool.free) == (1, 7)
+    assert (seq.blocks, cache.pool.free_blocks) == (1, 7)
     compute(cache, seq)
     assert pins(cache) == {"|a": 1}
 
@@ -127,10 +127,10 @@ def test_a_shared_private_block_stays_for_the_other_owner():
     child = cache.fork(seq)
     cache.rollback(child, 6)
     assert (table(cache, seq), table(cache, child)) == ([0, 1, 2], [0])
-    assert cache.pool.free == 5
+    assert cache.pool.free_blocks == 5
     cache.check_integrity()
     cache.rollback(seq, 6)
-    assert cache.pool.free == 7
+    assert cache.pool.free_blocks == 7
     cache.check_integrity()
 
 
@@ -150,5 +150,5 @@ def test_a_counting_cache_rolls_back_alike():
     cache = make(ids=False)
     seq = drafted(cache, 6)
     cache.rollback(seq, 5)
-    assert (seq.tokens, seq.blocks, cache.pool.free) == (5, 2, 6)
+    assert (seq.tokens, seq.blocks, cache.pool.free_blocks) == (5, 2, 6)
     cache.check_integrity()

@@ -11,7 +11,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvcore import LatencyModel
+from kvcore import LatencyModel, PolicyError
+from kvcore.serving import StepWork
 from kvcore.testing import LatencyModelTests
 
 
@@ -22,9 +23,9 @@ class Mine(LatencyModel):
     name = "mine"
     work: int = 1_000_000
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return the one line."""
-        return [(10**9 + self.work * (batch.prefill + batch.decode), 1000)]
+        return [(10**9 + self.work * (work.prefill + work.decode), 1000)]
 
 
 class TestMine(LatencyModelTests):
@@ -52,9 +53,9 @@ class TestPage(LatencyModelTests):
 class Bent(Mine):
     """The larger of two lines, one of which begins below 0."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return both."""
-        return [(10**6 * batch.prefill, 10), (-(10**6), 2000)]
+        return [(10**6 * work.prefill, 10), (-(10**6), 2000)]
 
 
 class TestBent(LatencyModelTests):
@@ -63,14 +64,72 @@ class TestBent(LatencyModelTests):
     latency = Bent
 
 
+class Easy(LatencyModel):
+    """As a third party would write it who thinks in seconds."""
+
+    name = "easy"
+
+    def seconds(self, work):
+        """Return what is no line in the context."""
+        return 1e-3 + 1e-6 * (work.prefill + work.decode) + 1e-6 * work.context[0] ** 0.5
+
+
+class TestEasy(LatencyModelTests):
+    """A model in seconds need not be a line, and is never jumped."""
+
+    latency = Easy
+
+
+def test_seconds_alone_do_not_jump():
+    """A class that writes `seconds` alone is asked for every step; with `pieces` it is not."""
+
+    class Both(Easy):
+        """Has lines as well."""
+
+        jumps = True
+        pieces = Mine.pieces
+
+    assert (Easy.jumps, Both.jumps, LatencyModel.jumps) == (False, True, True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-9, "1", None])
+def test_no_time(value):
+    """What is no finite number from 0 on is refused, naming the plugin."""
+
+    class Wrong(Easy):
+        """Returns what is no time."""
+
+        name = "wrong"
+
+        def seconds(self, work):
+            """Return it."""
+            del work
+            return value
+
+    with pytest.raises(PolicyError, match=r"'wrong'.* seconds"):
+        Wrong().pieces(StepWork())
+
+
+def test_neither_tier():
+    """A model without a method says which to write."""
+
+    class Nothing(LatencyModel):
+        """Has no method."""
+
+        name = "nothing"
+
+    with pytest.raises(PolicyError, match=r"'nothing' defines neither seconds\(\) nor pieces"):
+        Nothing().duration(StepWork())
+
+
 class Windowed(Mine):
     """Tells two windows apart."""
 
     windows = (None, 100)
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return a slope for each."""
-        return [(batch.decode, 3, 5), (2 * batch.prefill, 4, 4)]
+        return [(work.decode, 3, 5), (2 * work.prefill, 4, 4)]
 
 
 class TestWindowed(LatencyModelTests):
@@ -84,9 +143,9 @@ class Squared(Mine):
 
     jumps = False
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return what holds for this context."""
-        return [(batch.context[0] ** 2, 0)]
+        return [(work.context[0] ** 2, 0)]
 
 
 class TestSquared(LatencyModelTests):
@@ -104,15 +163,15 @@ class Boastful(Squared):
 class Floating(Mine):
     """Computes in floats."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return one."""
-        return [(batch.prefill / 3, 0)]
+        return [(work.prefill / 3, 0)]
 
 
 class Falling(Mine):
     """Rewards long contexts."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return a line that falls."""
         return [(10**15, -1)]
 
@@ -120,7 +179,7 @@ class Falling(Mine):
 class Short(Mine):
     """Forgets the slope."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return half a line."""
         return [(1,)]
 
@@ -128,7 +187,7 @@ class Short(Mine):
 class Silent(Mine):
     """Says nothing."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return no line."""
         return []
 
@@ -136,7 +195,7 @@ class Silent(Mine):
 class Moody(Mine):
     """Never says the same again."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return anything."""
         return [(int(random() * 10**15), 0)]  # noqa: S311 - nothing secret
 
@@ -144,34 +203,34 @@ class Moody(Mine):
 class Greedy(Mine):
     """Changes what it is given."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Count a token more."""
-        batch.prefill += 1
-        return super().pieces(batch)
+        work.prefill += 1
+        return super().pieces(work)
 
 
 class Batched(Mine):
     """Is faster with more sequences."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return less for more."""
-        return [(10**9 // (1 + batch.decode), 0)]
+        return [(10**9 // (1 + work.decode), 0)]
 
 
 class Eager(Mine):
     """Is faster with more prompt tokens."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return less for more."""
-        return [(10**9 // (1 + batch.prefill), 0)]
+        return [(10**9 // (1 + work.prefill), 0)]
 
 
 class Deep(Mine):
     """Is faster with more pairs."""
 
-    def pieces(self, batch):
+    def pieces(self, work):
         """Return less for more."""
-        return [(10**9 // (1 + batch.pairs[0]), 0)]
+        return [(10**9 // (1 + work.attended_pairs[0]), 0)]
 
 
 class Double(Mine):
@@ -247,7 +306,7 @@ def test_finds_what_is_wrong(model, test):
 
 
 @pytest.mark.parametrize(
-    ("model", "what"), [(Eager, "prefill"), (Deep, "pairs"), (Batched, "decode")]
+    ("model", "what"), [(Eager, "prefill"), (Deep, "attended_pairs"), (Batched, "decode")]
 )
 def test_finds_what_gets_faster_with_more(model, what):
     """Each of the numbers is tested by itself."""

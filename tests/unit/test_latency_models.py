@@ -9,7 +9,7 @@ import pytest
 
 from kvcore import InputError, Plugins
 from kvcore.plugins.base import REQUIRED, options_of
-from kvcore.serving import Batch
+from kvcore.serving import StepWork
 from kvcore_plugins.latency import Linear, TokenRate
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/latency.md").read_text("utf-8")
@@ -20,7 +20,7 @@ MICROSECOND = 10**6
 def test_linear_adds_four_terms():
     """5 ms, 1,000 prompt tokens of 20 us, 8 sequences of 50 us, 4,000 tokens of 10 ns."""
     model = Linear(step=0.005, prefill=2e-5, decode=5e-5, context=1e-8)
-    batch = Batch(prefill=1000, pairs=(500_500,), decode=8, context=(4000,))
+    batch = StepWork(prefill=1000, attended_pairs=(500_500,), decode=8, context=(4000,))
     assert model.pieces(batch) == ((25_400 * MICROSECOND, 10_000),)
     assert model.duration(batch) == 25_440 * MICROSECOND
 
@@ -28,7 +28,7 @@ def test_linear_adds_four_terms():
 def test_linear_quantises_its_options_once():
     """A third of a nanosecond is 333 ps, a thousand times as much in a thousand tokens."""
     model = Linear(step=0, prefill=1e-9 / 3, decode=0, context=0)
-    assert model.duration(Batch(prefill=1000)) == 333_000
+    assert model.duration(StepWork(prefill=1000)) == 333_000
     assert model.coefficients() == {
         "step_ps": 0,
         "prefill_ps": 333,
@@ -56,20 +56,23 @@ def test_linear_refuses_what_is_no_time(option, value):
 def test_token_rate_divides_by_rates():
     """300 prompt tokens at 40 a ms, and 5 sequences at 2 a ms, are 7.5 + 2.5 ms."""
     model = TokenRate(prefill=40, decode=2)
-    assert model.duration(Batch(prefill=300, decode=5)) == 10 * MILLISECOND
+    assert model.duration(StepWork(prefill=300, decode=5)) == 10 * MILLISECOND
 
 
 def test_token_rate_ignores_contexts():
     """Neither pairs nor contexts take time."""
     model = TokenRate(prefill=1, decode=1)
-    batch = Batch(prefill=2, pairs=(10**9,), decode=1, context=(10**9,))
+    batch = StepWork(prefill=2, attended_pairs=(10**9,), decode=1, context=(10**9,))
     assert model.pieces(batch) == ((3 * MILLISECOND, 0),)
 
 
 def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
     """At one token a ms k steps of one token take k ms, as queueing theory counts them."""
     model = TokenRate(prefill=1, decode=1)
-    assert [model.duration(Batch(decode=k)) for k in (1, 7)] == [MILLISECOND, 7 * MILLISECOND]
+    assert [model.duration(StepWork(decode=k)) for k in (1, 7)] == [
+        MILLISECOND,
+        7 * MILLISECOND,
+    ]
 
 
 @pytest.mark.parametrize("option", ["prefill", "decode"])

@@ -8,7 +8,7 @@ import pytest
 from kvcore import InputError
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.serving import Batch
+from kvcore.serving import StepWork
 from kvcore_plugins.latency import Roofline
 
 # Weights: 2 GB. K/V: 10,240 bytes a token. FLOP: 2e9 a token and 40,960 a pair.
@@ -28,8 +28,8 @@ DEVICE = DeviceSpec(
     flops=10**14,
     host_link=10**10,
 )
-PROMPT = Batch(prefill=1000, pairs=(500_500,))
-DECODE = Batch(decode=10, context=(10_000,))
+PROMPT = StepWork(prefill=1000, attended_pairs=(500_500,))
+DECODE = StepWork(decode=10, context=(10_000,))
 
 
 def roofline(model=MODEL, **options):
@@ -60,10 +60,10 @@ def test_the_defaults():
     """Llama 3 8B on four H100, half of the FLOP/s, 80 % of the bandwidth, 2 ms a step."""
     flops, bandwidth = 4 * 989.5e12 * 0.5, 4 * 3.35e12 * 0.8
     token, pair = 2 * 8_030_261_248 / flops, 4 * 32 * 32 * 128 / flops
-    prompt = Batch(prefill=8192, pairs=(8192 * 8193 // 2,))
-    seconds = 0.002 + 8192 * token + prompt.pairs[0] * pair
+    prompt = StepWork(prefill=8192, attended_pairs=(8192 * 8193 // 2,))
+    seconds = 0.002 + 8192 * token + prompt.attended_pairs[0] * pair
     assert Roofline().duration(prompt) / 1e12 == pytest.approx(seconds, rel=1e-9)
-    decode = Batch(decode=64, context=(64 * 4096,))
+    decode = StepWork(decode=64, context=(64 * 4096,))
     seconds = 0.002 + (2 * 8_030_261_248 + 131_072 * (64 * 4096 + 64)) / bandwidth
     assert Roofline().duration(decode) / 1e12 == pytest.approx(seconds, rel=1e-4)
 
@@ -108,7 +108,7 @@ def test_experts_are_read_as_they_are_taken():
     latency = roofline(model, overhead=0)
     for tokens in (1, 5, 1000):
         seconds = model.weight_bytes_read(tokens) / 5e11 + tokens * 131_072 / 5e11
-        for batch in (Batch(decode=tokens), Batch(prefill=tokens)):
+        for batch in (StepWork(decode=tokens), StepWork(prefill=tokens)):
             _, (reading, _) = latency.pieces(batch)
             assert reading / 1e12 == pytest.approx(seconds, rel=1e-9)
 
@@ -118,7 +118,9 @@ def test_windows_count_for_their_layers():
     model = attrs.evolve(MODEL, windows=(None, 64) * 4 + (64, 64))
     latency = roofline(model, overhead=0)
     assert latency.windows == (None, 64)
-    compute, memory = latency.pieces(Batch(prefill=1, pairs=(1000, 64), context=(0, 0)))
+    compute, memory = latency.pieces(
+        StepWork(prefill=1, attended_pairs=(1000, 64), context=(0, 0))
+    )
     assert compute == (40_000_000 + (4 * 1000 + 6 * 64) * 8192 // 100, 328, 492)
     assert memory[1:] == (4 * 2048, 6 * 2048)
 
@@ -142,7 +144,7 @@ def test_small_times_are_not_lost():
     )
     fast = attrs.evolve(DEVICE, flops=10**15)
     latency = Roofline(tiny, fast, tensor_parallel=1, compute=1, overhead=0)
-    compute, _ = latency.pieces(Batch(pairs=(10**6,)))
+    compute, _ = latency.pieces(StepWork(attended_pairs=(10**6,)))
     assert compute == (4000, 0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import InputError
-from kvcore.serving import Batch
+from kvcore.serving import StepWork
 from kvcore_plugins.latency import Table
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
@@ -42,7 +42,7 @@ def table(tmp_path):
 
 def milliseconds(model, prefill, decode, context):
     """Return what a step takes."""
-    return model.duration(Batch(prefill, (0,), decode, (context,))) / 10**9
+    return model.duration(StepWork(prefill, (0,), decode, (context,))) / 10**9
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_simulator_is_told_not_to_jump(table):
     """The line is flat, and holds for this context alone."""
     model = table()
     assert not model.jumps
-    assert model.pieces(Batch(context=(500,))) == ((1_500_000_000, 0),)
+    assert model.pieces(StepWork(context=(500,))) == ((1_500_000_000, 0),)
 
 
 def test_columns_come_in_any_order(table):

@@ -6,7 +6,7 @@ import pytest
 
 from kvcore import InputError, Request
 from kvcore.analysis import Belady, Future
-from kvcore.cache.layout import Geometry
+from kvcore.cache.layout import BlockLayout
 
 
 def requests(prompts, key_tokens=1):
@@ -24,7 +24,7 @@ def requests(prompts, key_tokens=1):
 
 def read(prompts, ratio=1):
     """Return the future of prompts whose letters are blocks, `ratio` a letter."""
-    return Future.read(requests(prompts.split(), ratio), Geometry("keys", 1, ratio))
+    return Future.read(requests(prompts.split(), ratio), BlockLayout("keys", 1, ratio))
 
 
 def play(prompts, blocks, *, bypass=False, ratio=1):
@@ -82,7 +82,8 @@ def test_a_request_longer_than_the_pool_may_end_inside_a_key():
 def test_a_request_without_keys_looks_nothing_up():
     """A request without keys counts, but has no ratio."""
     future = Future.read(
-        [Request(id=0, prompt_tokens=9, key_tokens=1), *requests(["a"])], Geometry("keys", 1, 1)
+        [Request(id=0, prompt_tokens=9, key_tokens=1), *requests(["a"])],
+        BlockLayout("keys", 1, 1),
     )
     stats, _ = Belady().replay(future, 1, 1)
     assert (stats.requests, stats.looked_up) == (2, 1)
@@ -111,13 +112,13 @@ def test_a_key_under_two_parents_has_no_future():
         Request(id="third", prompt_tokens=2, keys=["a", "b"], key_tokens=1),
     ]
     with pytest.raises(InputError, match="request 'third': key 'b' does not follow"):
-        Future.read(wrong, Geometry("keys", 1, 1))
+        Future.read(wrong, BlockLayout("keys", 1, 1))
 
 
 def test_keys_of_another_size_are_refused():
     """A geometry for other keys is refused, naming both sizes."""
     with pytest.raises(InputError, match=r"keys of 2 tokens.*key_tokens=1"):
-        Future.read(requests(["a"], 2), Geometry("keys", 1, 1))
+        Future.read(requests(["a"], 2), BlockLayout("keys", 1, 1))
 
 
 @pytest.mark.parametrize(

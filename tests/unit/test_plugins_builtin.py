@@ -95,5 +95,5 @@ def test_no_hook_is_called_while_a_cache_works(monkeypatch):
         sequence = cache.open(request, now=number)
         cache.commit(sequence, sequence.tokens - sequence.computed, now=number)
         cache.close(sequence, now=number)
-    assert prefix.evicted > 0
+    assert cache.tree.evicted_blocks > 0
     assert calls == []

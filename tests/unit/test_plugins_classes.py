@@ -269,5 +269,5 @@ def test_a_policy_of_any_style_works(cls):
         cache.commit(sequence, sequence.tokens - sequence.computed, now=number)
         cache.close(sequence, now=number)
     cache.check_integrity()
-    assert cache.prefix.evicted == 16
+    assert cache.tree.evicted_blocks == 16
     assert policy.options() == {"width": 8}

@@ -1,21 +1,24 @@
-"""A policy that fails: the error names it, and the cache is as if the call had not been."""
-
-from contextlib import suppress
-from random import Random
+"""A policy that fails: the error names it, and the cache cannot be used any more."""
 
 import attrs
 import pytest
+from helpers.caches import BLOCK, ask, compute, make, serve, spans, start
 
-from kvcore import KVCache, PolicyError, Request, ScoreEviction, Trace
-from kvcore.testing import EVEN, FORKS, Driver, Traffic, random_steps, snapshot
-from kvcore.trace import check_trace
+from kvcore import (
+    KVCache,
+    OutOfBlocks,
+    PolicyError,
+    PrefixIndex,
+    RetentionPolicy,
+    ScoreEviction,
+)
+from kvcore.testing import EVEN, FORKS, Driver, Traffic, random_steps
 from kvcore_plugins.prefix import Radix
 
-BLOCK = 4
 NAME = r"eviction plugin 'failing' \(.*\.Failing\)"
-TOLD = [
-    "on_insert", "on_access", "on_extend", "on_split", "on_pin", "on_release",
-    "on_leaf", "on_trim", "on_remove", "on_miss",
+CALLBACKS = [
+    "on_insert", "on_access", "on_extend", "on_split", "on_pin", "on_release", "on_leaf",
+    "on_trim", "on_remove", "on_miss",
 ]  # fmt: skip
 
 
@@ -33,20 +36,20 @@ class Failing(ScoreEviction):
         return span.released_order
 
     def victim(self, now):
-        """Fail, answer as told, or answer well."""
+        """Fail, give the answer that is set, or a right one."""
         self.fails("victim")
         return super().victim(now) if self.answer is None else self.answer()
 
 
 def _failing_after(method):
-    def told(self, *args):
+    def called(self, *args):
         getattr(super(Failing, self), method)(*args)
         self.fails(method)
 
-    return told
+    return called
 
 
-for _method in TOLD:
+for _method in CALLBACKS:
     setattr(Failing, _method, _failing_after(_method))
 
 
@@ -61,115 +64,69 @@ def fail_in(*methods):
     return fails
 
 
-def ask(keys, **fields):
-    """Return a request with a block for each letter of `keys`; its id is `keys`."""
-    chain = [keys[: end + 1] for end in range(len(keys))]
-    fields = {"prompt_tokens": len(keys) * BLOCK} | fields
-    return Request(id=keys, keys=chain, key_tokens=BLOCK, **fields)
-
-
-def make(blocks):
-    """Make a cache that counts keys, of a policy that does not fail yet."""
-    return KVCache(blocks, BLOCK, eviction=Failing(), prefix=Radix(), count="keys", ids=True)
-
-
-def serve(cache, keys):
-    """Open, commit and close a request."""
-    seq = cache.open(ask(keys))
-    cache.commit(seq, seq.tokens - seq.computed)
-    cache.close(seq)
-
-
 def full():
     """Return a full cache of 8 blocks: ab, below it cd and e, and apart from it xyz."""
-    cache = make(8)
-    for keys in ("abcd", "abe", "xyz"):
-        serve(cache, keys)
-    assert cache.pool.free == 0
+    cache = make(8, Failing(), accounting="keys")
+    serve(cache, "abcd", "abe", "xyz")
+    assert cache.pool.free_blocks == 0
     return cache
 
 
-def spans(cache):
-    """Return the spans by their last key."""
-    return {span.keys()[-1]: span for span in cache.prefix.spans()}
-
-
-def blocks(cache):
-    """Return what is known of each cached block, by key and position."""
-    ratio = cache.geometry.ratio
-    return {
-        (span.path_keys[position // ratio], position): (
-            None if span.ids is None else span.ids[position - span.start],
-            *(getattr(span, name) for name in HISTORY),
-        )
-        for span in cache.prefix.spans()
-        for position in range(span.start, span.end)
-    }
-
-
-HISTORY = (
-    "created_order",
-    "last_hit_order",
-    "last_request",
-    "last_access",
-    "hit_count",
-    "released_order",
-    "priority",
-    "ref_count",
-)
-
-
-def rest(cache):
-    """Return the rest of the state: sequences and statistics."""
-    return snapshot(cache)[3:]
-
-
-def assert_only_evicted(cache, before):
-    """Check that nothing has changed since but evictions, whose blocks are free."""
-    cache.check_integrity()
-    known, others, free = before
-    left = blocks(cache)
-    assert left.items() <= known.items()
-    assert rest(cache) == others
-    assert cache.pool.free == free + len(known) - len(left)
-
-
-def state(cache):
-    """Return what `assert_only_evicted` compares with."""
-    return blocks(cache), rest(cache), cache.pool.free
+def assert_poisoned(cache, error, *sequences):
+    """Check that every call raises the first error again, whatever the policy does now."""
+    if isinstance(cache.eviction, Failing):
+        cache.eviction.fails = fail_in()
+    request = ask("q")
+    calls = [
+        lambda: cache.probe(request),
+        lambda: cache.open(request),
+        cache.check_integrity,
+    ]
+    for seq in sequences:
+        calls += [
+            lambda seq=seq: cache.extend(seq, 1),
+            lambda seq=seq: cache.commit(seq, 0),
+            lambda seq=seq: cache.fork(seq),
+            lambda seq=seq: cache.rollback(seq, 0),
+            lambda seq=seq: cache.close(seq),
+        ]
+    for call in calls:
+        with pytest.raises(PolicyError) as again:
+            call()
+        assert str(again.value) == str(error)
+        assert again.value.__cause__ is error, "the first error is kept, with its cause"
 
 
 @pytest.mark.parametrize(
-    ("method", "keys", "evicted"),
+    ("method", "keys"),
     [
-        ("on_split", "abc!", 0),
-        ("on_pin", "abcd!", 0),
-        ("victim", "abcd!", 0),
-        ("on_trim", "ab!", 1),
-        ("on_remove", "ab!!", 2),
-        ("on_leaf", "!!!!!!", 3),
-        ("on_miss", "abc!!", 0),
-        ("on_access", "abc!", 1),
+        ("on_split", "abc!"),
+        ("on_pin", "abcd!"),
+        ("victim", "abcd!"),
+        ("on_trim", "ab!"),
+        ("on_remove", "ab!!"),
+        ("on_leaf", "!!!!!!"),
+        ("on_miss", "abc!!"),
+        ("on_access", "abc!"),
     ],
 )
-def test_raising_in_open(method, keys, evicted):
-    """Nobody is admitted, and nothing is different but the evictions already made."""
+def test_raising_in_open(method, keys):
+    """The call says which method of which plugin raised what; so do all later calls."""
     cache = full()
-    before = state(cache)
-    parts = len(spans(cache))
+    seq = cache.open(ask(""))
     cache.eviction.fails = fail_in(method)
-    with pytest.raises(PolicyError, match=rf"{NAME} raised RuntimeError in {method}\(\): no"):
+    with pytest.raises(
+        PolicyError, match=rf"{NAME} raised RuntimeError in {method}\(\): no"
+    ) as caught:
         cache.open(ask(keys))
-    assert_only_evicted(cache, before)
-    assert cache.prefix.evicted == evicted
-    assert not cache.sequences
-    assert len(spans(cache)) <= parts, "what was split is joined again"
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert_poisoned(cache, caught.value, seq)
 
 
 @pytest.mark.parametrize("method", ["on_insert", "on_extend", "on_split", "on_pin"])
 def test_raising_in_commit(method):
-    """The blocks are shared all the same, and the sequence goes on."""
-    cache = make(12)
+    """A commit that inserts, appends, splits or switches to what is cached."""
+    cache = make(12, Failing(), accounting="keys")
     first, second = (cache.open(ask(keys)) for keys in ("abcd", "abx"))
     cache.commit(first, BLOCK)
     if method in {"on_split", "on_pin"}:
@@ -177,57 +134,55 @@ def test_raising_in_commit(method):
         cache.close(first)
     seq = first if method == "on_extend" else second
     cache.eviction.fails = fail_in(method)
-    with pytest.raises(PolicyError, match=rf"{NAME} raised RuntimeError in {method}"):
+    with pytest.raises(PolicyError, match=rf"{NAME} raised RuntimeError in {method}") as caught:
         cache.commit(seq, 2 * BLOCK if method != "on_insert" else 3 * BLOCK)
-    cache.check_integrity()
-    cache.eviction.fails = fail_in()
-    cache.commit(seq, seq.tokens - seq.computed)
-    assert seq.private_blocks == 0
-    cache.close(seq)
-    cache.check_integrity()
+    assert_poisoned(cache, caught.value, seq)
 
 
-def test_raising_in_close():
-    """The sequence is closed, and everything it held is released."""
+def test_raising_in_extend_and_close():
+    """Room for a sequence that grows, and a path that is released."""
+    cache = full()
+    seq = cache.open(ask(""))
+    cache.eviction.fails = fail_in("victim")
+    with pytest.raises(PolicyError, match=f"{NAME} raised RuntimeError in victim") as caught:
+        cache.extend(seq, 3 * BLOCK)
+    assert_poisoned(cache, caught.value, seq)
     cache = full()
     seq = cache.open(ask("abcd"))
     cache.eviction.fails = fail_in("on_release")
-    with pytest.raises(PolicyError, match=f"{NAME} raised RuntimeError in on_release"):
+    with pytest.raises(PolicyError, match=f"{NAME} raised RuntimeError in on_rel") as caught:
         cache.close(seq)
-    cache.check_integrity()
-    assert not cache.sequences
-    assert cache.prefix.unpinned == cache.prefix.cached == 8
+    assert_poisoned(cache, caught.value)
 
 
-def test_raising_while_it_is_told_of_an_undo():
-    """A policy that fails again when a split is joined hides nothing of the first failure."""
+def test_only_the_first_error_counts():
+    """A policy that would fail again is not asked again."""
     cache = full()
-    before = state(cache)
-    cache.eviction.fails = fail_in("on_access", "joined", "on_release")
-    with pytest.raises(PolicyError, match="in on_access"):
-        cache.open(ask("abc"))
-    assert_only_evicted(cache, before)
+    cache.eviction.fails = fail_in("on_miss", "victim", "on_release")
+    with pytest.raises(PolicyError, match="in on_miss") as caught:
+        cache.open(ask("abc!"))
+    assert_poisoned(cache, caught.value)
 
 
 def pinned(cache):
     """Return a span that an open sequence holds."""
     cache.open(ask("xyz"))
-    return spans(cache)["xyz"]
+    return spans(cache)["|xyz"]
 
 
 def inner(cache):
     """Return a span with children."""
-    return spans(cache)["ab"]
+    return spans(cache)["|ab"]
 
 
 def foreign(_cache):
     """Return a span of another cache."""
-    return spans(full())["abcd"]
+    return spans(full())["ab|cd"]
 
 
 def removed(cache):
     """Return a span that has been evicted."""
-    span = spans(cache)["abcd"]
+    span = spans(cache)["ab|cd"]
     cache.open(ask("!!"))
     assert span.parent is None
     return span
@@ -235,7 +190,7 @@ def removed(cache):
 
 def root(cache):
     """Return the empty span above all others."""
-    return cache.prefix.root
+    return cache.tree.root
 
 
 @pytest.mark.parametrize(
@@ -252,87 +207,126 @@ def root(cache):
 )
 @pytest.mark.parametrize("call", ["open", "extend"])
 def test_wrong_victims(answer, fault, call):
-    """The error says what is wrong with the answer; the caller has got nothing."""
+    """The error says what is wrong with the answer."""
     cache = full()
     if call == "extend":
         seq = cache.open(ask(""))
     wrong = answer(cache)
-    before = state(cache)
     cache.eviction.answer = lambda: wrong
-    with pytest.raises(PolicyError, match=rf"{NAME} answered victim\(\) with .*{fault}"):
+    with pytest.raises(
+        PolicyError, match=rf"{NAME} answered victim\(\) with .*{fault}"
+    ) as caught:
         cache.open(ask("!!!")) if call == "open" else cache.extend(seq, 3 * BLOCK)
-    assert_only_evicted(cache, before)
+    assert_poisoned(cache, caught.value)
 
 
-@pytest.mark.parametrize("call", ["open", "extend"])
-def test_a_wrong_victim_after_a_right_one(call):
-    """The valid eviction stands: its blocks are free."""
-    cache = full()
-    if call == "extend":
-        seq = cache.open(ask(""))
-    before = state(cache)
-    answers = iter([spans(cache)["abe"], spans(cache)["ab"]])
-    cache.eviction.answer = lambda: next(answers)
-    with pytest.raises(PolicyError, match="only leaves can go"):
-        cache.open(ask("!!!")) if call == "open" else cache.extend(seq, 3 * BLOCK)
-    assert_only_evicted(cache, before)
-    assert cache.pool.free == 1
+def test_a_wrong_number_of_evictable_blocks():
+    """The error names plugin, method, span and answer."""
+
+    class Greedy(Failing):
+        def evictable_blocks(self, span):
+            return span.blocks + 1
+
+    cache = make(4, Greedy())
+    serve(cache, "ab")
+    with pytest.raises(
+        PolicyError, match=r"answered evictable_blocks\(\) of <Span .* 3: give 1 to 2"
+    ) as caught:
+        cache.open(ask("uvw"))
+    assert_poisoned(cache, caught.value)
 
 
-def now_and_then(seed, share):
-    """Return what makes a policy raise in a `share` of all calls."""
-    random = Random(seed)  # noqa: S311 - nothing secret
+def test_a_retention_policy_that_fails():
+    """A plugin of another kind ends the use of the cache in the same way."""
 
-    def fails(method):
-        if random.random() < share:
-            msg = f"no luck in {method}"
+    class Lost(RetentionPolicy):
+        name = "lost"
+
+        def droppable(self, seq):
+            raise KeyError(seq.id)
+
+    cache = make(retention=Lost())
+    seq = cache.open(ask("ab"))
+    with pytest.raises(
+        PolicyError, match=r"retention plugin 'lost' .* raised KeyError in droppable"
+    ) as caught:
+        cache.commit(seq, 1)
+    assert_poisoned(cache, caught.value, seq)
+
+
+@pytest.mark.parametrize("method", ["match", "insert", "split", "remove"])
+def test_an_index_that_fails(method):
+    """Likewise an index: `probe` asks it as well."""
+
+    def fail(self, *args):
+        if self.fails:
+            msg = f"no luck with {len(args)}"
             raise RuntimeError(msg)
+        return getattr(Radix, method)(self, *args)
 
-    return fails
+    index = type("Lost", (Radix,), {"name": "lost", "fails": False, method: fail})()
+    cache = make(4, prefix=index)
+    serve(cache, "abc")
+    index.fails = True
+    with pytest.raises(
+        PolicyError, match=rf"prefix plugin 'lost' .* raised RuntimeError in {method}\(\): no"
+    ) as caught:
+        cache.probe(ask("ab"))
+        compute(cache, cache.open(ask("abxy")))
+    assert_poisoned(cache, caught.value)
 
 
-@pytest.mark.parametrize("count", ["keys", "tokens"])
+def test_an_index_that_does_not_find_what_is_cached():
+    """Two spans would begin with one key: the commit is refused, and the index named."""
+
+    class Blind(PrefixIndex):
+        name = "blind"
+
+        def match(self, keys, limit, after):
+            del keys, limit
+            return after, after.end
+
+    cache = make(8, prefix=Blind())
+    first, second = cache.open(ask("ab")), cache.open(ask("ab"))
+    cache.commit(first, BLOCK)
+    with pytest.raises(AssertionError, match="prefix plugin 'blind' finds"):
+        cache.check_integrity()
+    with pytest.raises(
+        PolicyError, match=r"prefix plugin 'blind' .* answered match\(\) with no more than"
+    ) as caught:
+        cache.commit(second, BLOCK)
+    assert_poisoned(cache, caught.value, first, second)
+
+
+def test_refusals_are_no_failures():
+    """What is refused before anything has changed leaves a cache that goes on."""
+    cache = full()
+    seq = start(cache, "ab")
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("!" * 9))
+    cache.close(seq)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("accounting", ["keys", "tokens"])
 @pytest.mark.parametrize("mix", [EVEN, FORKS])
-@pytest.mark.parametrize("seed", range(15))
-def test_failing_now_and_then(seed, mix, count):
-    """Whatever fails, an open that failed has admitted nobody, and the cache goes on."""
+@pytest.mark.parametrize("seed", range(5))
+def test_failing_at_any_time(seed, mix, accounting):
+    """Whatever was going on: the integrity holds up to the failure, and then nothing works."""
     policy = Failing()
     cache = KVCache(
-        45, BLOCK, eviction=policy, prefix=Radix(), count=count, key_tokens=3 * BLOCK, ids=True
+        45, BLOCK, eviction=policy, accounting=accounting, key_tokens=3 * BLOCK, ids=True
     )
-    policy.fails = now_and_then(seed, 0.1)
+    calls = iter(range(10**6))
+
+    def fails(_method):
+        if next(calls) == 20 * (seed + 1):
+            msg = "enough"
+            raise RuntimeError(msg)
+
+    policy.fails = fails
     driver = Driver(cache)
-    failed = 0
-    for step in random_steps(seed, 200, Traffic(key_tokens=3 * BLOCK, hints=True, mix=mix)):
-        before = state(cache)
-        try:
-            driver.step(step)
-        except PolicyError:
-            failed += 1
-            cache.check_integrity()
-            if step.action in {"open", "extend"}:
-                assert_only_evicted(cache, before)
-    assert failed
-    policy.fails = fail_in()
-    while driver.sequences:
-        cache.close(driver.sequences.pop(), driver.now)
-    cache.check_integrity()
-    assert cache.prefix.unpinned == cache.prefix.cached == 45 - cache.pool.free
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_failing_policy_leaves_a_trace_that_replays(seed, tmp_path):
-    """What is written of a call that fails is what stands of it."""
-    policy = Failing()
-    steps = random_steps(seed, 150, Traffic(key_tokens=BLOCK, hints=True))
-    with Trace(tmp_path / "trace.jsonl") as trace:
-        cache = KVCache(12, BLOCK, eviction=policy, prefix=Radix(), trace=trace)
-        policy.fails = now_and_then(seed, 0.1)
-        driver = Driver(cache)
-        for step in steps:
-            with suppress(PolicyError):
-                driver.step(step)
-    report = check_trace(tmp_path / "trace.jsonl")
-    assert report.complete
-    assert report.pool["free"] == cache.pool.free
-    assert report.pool["cached"] == cache.prefix.cached
+    steps = random_steps(seed, 400, Traffic(key_tokens=3 * BLOCK, hints=True, mix=mix))
+    with pytest.raises(PolicyError, match="enough") as caught:
+        driver.run(steps)
+    assert_poisoned(cache, caught.value, *cache.sequences.values())

@@ -16,72 +16,72 @@ def ids(*blocks):
 def test_unused_ids_come_in_ascending_order():
     """A fresh pool hands out 0, 1, 2 and so on."""
     pool = BlockPool(8)
-    assert pool.take(3) == ids(0, 1, 2)
-    assert pool.take(2) == ids(3, 4)
+    assert pool.allocate(3) == ids(0, 1, 2)
+    assert pool.allocate(2) == ids(3, 4)
 
 
 def test_last_freed_is_taken_first():
     """The block freed last is the next to be taken."""
     pool = BlockPool(8)
-    pool.take(6)
-    pool.give(ids(5, 1, 3), 3)
-    assert pool.take(3) == ids(3, 1, 5)
+    pool.allocate(6)
+    pool.free(ids(5, 1, 3), 3)
+    assert pool.allocate(3) == ids(3, 1, 5)
 
 
 def test_freed_blocks_come_before_unused_ones():
     """A request larger than what was freed is completed with ids never used."""
     pool = BlockPool(8)
-    pool.take(4)
-    pool.give(ids(2, 0), 2)
-    assert pool.take(4) == ids(0, 2, 4, 5)
+    pool.allocate(4)
+    pool.free(ids(2, 0), 2)
+    assert pool.allocate(4) == ids(0, 2, 4, 5)
 
 
 def test_taking_part_of_the_freed_leaves_the_rest_in_order():
     """What is not taken keeps its place."""
     pool = BlockPool(8)
-    pool.take(4)
-    pool.give(ids(3, 2, 1, 0), 4)
-    assert pool.take(2) == ids(0, 1)
-    assert pool.freed() == ids(3, 2)
-    assert pool.take(2) == ids(2, 3)
+    pool.allocate(4)
+    pool.free(ids(3, 2, 1, 0), 4)
+    assert pool.allocate(2) == ids(0, 1)
+    assert pool.free_ids() == ids(3, 2)
+    assert pool.allocate(2) == ids(2, 3)
 
 
 @pytest.mark.parametrize("first", range(6))
 def test_two_takes_are_one(first):
-    """take(a + b) hands out the same ids as take(a) and then take(b)."""
+    """allocate(a + b) gives the same ids as allocate(a) and then allocate(b)."""
     one, two = BlockPool(8), BlockPool(8)
     for pool in (one, two):
-        pool.take(5)
-        pool.give(ids(4, 0, 2), 3)
-    parts = two.take(first)
-    parts.extend(two.take(5 - first))
-    assert one.take(5) == parts
+        pool.allocate(5)
+        pool.free(ids(4, 0, 2), 3)
+    parts = two.allocate(first)
+    parts.extend(two.allocate(5 - first))
+    assert one.allocate(5) == parts
 
 
 def test_taking_nothing_changes_nothing():
     """take(0) returns no ids, also where blocks lie freed."""
     pool = BlockPool(4)
-    pool.give(pool.take(2)[::-1], 2)
-    assert pool.take(0) == ids()
-    assert (pool.free, pool.freed(), pool.minted) == (4, ids(1, 0), 2)
+    pool.free(pool.allocate(2)[::-1], 2)
+    assert pool.allocate(0) == ids()
+    assert (pool.free_blocks, pool.free_ids(), pool.high_water) == (4, ids(1, 0), 2)
 
 
 @pytest.mark.parametrize("kind", [CountingPool, BlockPool])
 def test_taking_more_than_is_free_changes_nothing(kind):
     """It is refused with both numbers, and nothing is taken."""
     pool = kind(4)
-    pool.take(1)
+    pool.allocate(1)
     with pytest.raises(OutOfBlocks, match="4 blocks were asked for; 3 of 4 are free"):
-        pool.take(4)
-    assert pool.free == 3
+        pool.allocate(4)
+    assert pool.free_blocks == 3
 
 
 def test_counting_pool_counts():
     """It hands out no ids and keeps the number of free blocks."""
     pool = CountingPool(4)
-    assert pool.take(3) is None
-    pool.give(None, 2)
-    assert pool.free == 3
+    assert pool.allocate(3) is None
+    pool.free(None, 2)
+    assert pool.free_blocks == 3
 
 
 @pytest.mark.parametrize("blocks", [0, -1, 2**31])
@@ -94,33 +94,33 @@ def test_size_must_be_possible(blocks):
 def test_the_largest_pool_costs_nothing():
     """Ids never used are not stored: a pool of 2^31 - 1 blocks is made and used at once."""
     pool = BlockPool(2**31 - 1)
-    assert pool.take(2) == ids(0, 1)
-    assert len(pool.freed()) == 0
+    assert pool.allocate(2) == ids(0, 1)
+    assert len(pool.free_ids()) == 0
 
 
 def test_release_frees_what_has_one_owner():
     """Without a second owner the blocks are free, the last of them next to be taken."""
     pool = BlockPool(4)
-    pool.take(3)
+    pool.allocate(3)
     assert pool.release(ids(2, 1)) == ids(2, 1)
-    assert pool.take(2) == ids(1, 2)
+    assert pool.allocate(2) == ids(1, 2)
 
 
 def test_shared_blocks_are_freed_by_their_last_owner():
     """A block of three owners survives two releases."""
     pool = BlockPool(4)
-    blocks = pool.take(2)
+    blocks = pool.allocate(2)
     pool.share(blocks)
     pool.share(blocks[:1])
     assert pool.release(blocks) == ids()
     assert pool.release(blocks) == ids(1)
     assert pool.release(blocks[:1]) == ids(0)
-    assert (pool.free, pool.owners) == (4, {})
+    assert (pool.free_blocks, pool.owners) == (4, {})
 
 
 def test_disown_says_whether_another_owner_is_left():
     """The last owner is told that nobody else holds the block."""
     pool = BlockPool(4)
-    pool.share(pool.take(1))
-    assert pool.disown(0)
-    assert not pool.disown(0)
+    pool.share(pool.allocate(1))
+    assert pool.unshare(0)
+    assert not pool.unshare(0)

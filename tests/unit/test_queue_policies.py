@@ -12,7 +12,7 @@ every_policy = pytest.mark.parametrize("policy", [ARC, S3FIFO, SIEVE])
 
 def cache_of(blocks, policy):
     """Return a cache that counts every block, so that a prompt can hit as a whole."""
-    return make(blocks, policy, count="keys")
+    return make(blocks, policy, accounting="keys")
 
 
 @every_policy

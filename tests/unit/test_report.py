@@ -36,7 +36,7 @@ def comparison(*rows, hits=60):
     ratio = {"block": hits / 100, "token": hits / 100, "request": hits / 100}
     return Comparison(
         workload=Source(name="toy", digest="00", requests=1234, key_tokens=16, options={}),
-        count="keys",
+        accounting="keys",
         rows=list(rows),
         infinite=Infinite(
             distinct_blocks=40, lookup_blocks=100, hit_blocks=hits, hit_ratio=ratio
@@ -123,7 +123,7 @@ def test_the_headline_of_nothing_to_look_up(count, reason):
     """Without a lookup there is nothing but the reason."""
     nothing = comparison(row("lru", 10, 0), hits=0)
     empty = attrs.evolve(nothing.infinite, lookup_blocks=0)
-    told = ComparisonReport(attrs.evolve(nothing, count=count, infinite=empty))
+    told = ComparisonReport(attrs.evolve(nothing, accounting=count, infinite=empty))
     assert told.empty
     assert told.headline == f"toy: 1,234 requests.\n{reason}: there is nothing to look up."
 

@@ -16,13 +16,15 @@ from kvcore_plugins.eviction import LRU
 def explained(tmp_path):
     """Return a function that replays requests a nanosecond apart, and explains that."""
 
-    def make(*requests, blocks=8, eviction=None, count="tokens"):
+    def make(*requests, blocks=8, eviction=None, accounting="tokens"):
         file = tmp_path / "trace.jsonl"
         for now, request in enumerate(requests):
             request.arrival = request.arrival or now
         with Trace(file) as trace:
             eviction = LRU() if eviction is None else eviction
-            cache = KVCache(blocks, BLOCK, eviction=eviction, count=count, trace=trace)
+            cache = KVCache(
+                blocks, BLOCK, eviction=eviction, accounting=accounting, trace=trace
+            )
             replay(requests, cache)
         return explain(file, source="run")
 
@@ -82,7 +84,7 @@ def test_what_is_new_is_told_by_how_it_begins(explained):
         ask("new", "z", salt="s"),
         ask("cut", "abcdx", 18),
         blocks=99,
-        count="keys",
+        accounting="keys",
     )
     words = {name: told(explanation, name)[2] for name in ("more", "other", "new", "cut")}
     assert words["more"].endswith("Goes on where request one ends, as nobody did before.")
@@ -96,7 +98,7 @@ def test_what_is_new_is_told_by_how_it_begins(explained):
 
 def test_a_prompt_that_hits_whole_has_nothing_to_explain(explained):
     """In `keys` counting a full match is a full hit: no loss is told."""
-    explanation = explained(ask("a", "ab"), ask("b", "ab"), count="keys")
+    explanation = explained(ask("a", "ab"), ask("b", "ab"), accounting="keys")
     assert told(explanation, "b")[1:] == ["Of 8 tokens, 8 hit and 0 missed."]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.caches import BLOCK, Mortal, ask, make, serve, start
 
 from kvcore.cache import Residency
-from kvcore.cache.residency import Histogram
+from kvcore.histogram import Histogram
 from kvcore_plugins.prefix import NoPrefix
 
 
@@ -28,7 +28,7 @@ class Listed(Histogram):
 def watched(blocks=8, *args, **options):
     """Return a cache whose blocks are watched, and who watches."""
     cache = make(blocks, *args, **options)
-    cache.prefix.residency = seen = Residency(blocks)
+    cache.tree.residency = seen = Residency(blocks)
     seen.age_at_hit, seen.age_at_eviction = Listed(), Listed()
     seen.lifetime, seen.hits_at_eviction = Listed(), Listed()
     return cache, seen
@@ -50,7 +50,7 @@ def evictions(seen):
 
 def test_nobody_is_told_unless_asked_for():
     """A cache has no observer of its own."""
-    assert make().prefix.residency is None
+    assert make().tree.residency is None
 
 
 def test_a_hit_has_the_age_of_the_access_before():
@@ -77,7 +77,7 @@ def test_a_preempted_request_hits_nothing():
     request = ask("abc")
     cache.close(cache.open(request, now=0))
     serve(cache, "abc", now=5)
-    cache.close(cache.open(request, now=9, again=True))
+    cache.close(cache.open(request, now=9, resumed=True))
     assert hits(seen) == []
 
 

@@ -19,7 +19,7 @@ class Ranges(RetentionPolicy):
         super().__init__()
         self.ranges = ranges
 
-    def forgettable(self, seq):
+    def droppable(self, seq):
         """Return those that are computed."""
         return [(a, b) for a, b in self.ranges if b <= seq.computed]
 
@@ -37,7 +37,7 @@ def test_a_window_frees_what_a_sequence_generated():
     """Blocks of its own that lie before the window are free while the sequence runs."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 16)
-    assert (cache.pool.free, seq.private_blocks, seq.returned) == (7, 1, 3)
+    assert (cache.pool.free_blocks, seq.private_blocks, seq.freed) == (7, 1, 3)
     cache.check_integrity()
 
 
@@ -45,8 +45,12 @@ def test_shared_blocks_are_hidden_and_stay_pinned():
     """What it published stays in the cache, pinned, but is not in its table any more."""
     cache = make(retention=Window(tokens=4))
     seq = start(cache, "abc")
-    assert (table(cache, seq), seq.forgotten, seq.returned) == ([2], 2, 0)
-    assert (cache.prefix.cached, cache.prefix.unpinned, cache.pool.free) == (3, 0, 5)
+    assert (table(cache, seq), seq.dropped, seq.freed) == ([2], 2, 0)
+    assert (cache.tree.cached_blocks, cache.tree.unpinned_blocks, cache.pool.free_blocks) == (
+        3,
+        0,
+        5,
+    )
 
 
 def test_sinks_stay():
@@ -68,7 +72,7 @@ def test_a_sequence_publishes_nothing_after_it_forgot():
     seq = cache.open(ask("abcd"))
     cache.commit(seq, 12)
     cache.commit(seq, 4)
-    assert (cache.prefix.cached, seq.span.end) == (3, 3)
+    assert (cache.tree.cached_blocks, seq.span.end) == (3, 3)
     assert cache.probe(ask("abcde")) == 3
 
 
@@ -76,7 +80,7 @@ def test_a_chunk_that_nothing_was_forgotten_before_is_published_whole():
     """Forgetting comes after the tokens are computed, so all of a first chunk is shareable."""
     cache = make(retention=Window(tokens=4))
     start(cache, "abcdef")
-    assert cache.prefix.cached == 6
+    assert cache.tree.cached_blocks == 6
 
 
 def test_closing_frees_what_is_left():
@@ -84,7 +88,7 @@ def test_closing_frees_what_is_left():
     cache = make(retention=Window(tokens=4, sinks=4))
     cache.close(running(cache, "ab", 13))
     cache.check_integrity()
-    assert (cache.pool.free, cache.prefix.cached) == (6, 2)
+    assert (cache.pool.free_blocks, cache.tree.cached_blocks) == (6, 2)
 
 
 def test_counting_decides_alike():
@@ -95,14 +99,14 @@ def test_counting_decides_alike():
         for cache, seq in zip(caches, sequences, strict=True):
             cache.extend(seq, 1)
             compute(cache, seq)
-        assert caches[0].pool.free == caches[1].pool.free
+        assert caches[0].pool.free_blocks == caches[1].pool.free_blocks
 
 
 def test_gaps_may_lie_anywhere():
     """Ranges in any order, overlapping or told again: each block goes once."""
     cache = make(retention=Ranges((16, 20), (4, 8), (4, 12), (0, 3), (4, 8)))
     seq = start(cache, "abcdef")
-    assert (table(cache, seq), seq.gaps) == ([0, 3, 5], ((1, 3), (4, 5)))
+    assert (table(cache, seq), seq.holes) == ([0, 3, 5], ((1, 3), (4, 5)))
 
 
 def test_gaps_among_blocks_of_its_own():
@@ -110,7 +114,7 @@ def test_gaps_among_blocks_of_its_own():
     cache = make(retention=Ranges((4, 8), (12, 16), (20, 24)))
     seq = cache.open(Request(id=0, prompt_tokens=28, key_tokens=BLOCK))
     cache.commit(seq, 20)
-    assert (table(cache, seq), list(cache.pool.freed())) == ([0, 2, 4, 5, 6], [3, 1])
+    assert (table(cache, seq), list(cache.pool.free_ids())) == ([0, 2, 4, 5, 6], [3, 1])
     compute(cache, seq)
     assert table(cache, seq) == [0, 2, 4, 6]
 
@@ -119,8 +123,8 @@ def test_a_gap_reaches_over_shared_and_private_blocks():
     """Of one range, what is shared is hidden and what is private is freed."""
     cache = make(retention=Ranges((4, 16)))
     seq = running(cache, "ab", 8)
-    assert (table(cache, seq), seq.forgotten, seq.returned) == ([0], 3, 2)
-    assert cache.pool.free == 6
+    assert (table(cache, seq), seq.dropped, seq.freed) == ([0], 3, 2)
+    assert cache.pool.free_blocks == 6
 
 
 def test_a_fork_keeps_what_it_shares():
@@ -131,11 +135,11 @@ def test_a_fork_keeps_what_it_shares():
     for _ in range(8):
         cache.extend(seq, 1)
         compute(cache, seq)
-    assert (seq.forgotten, table(cache, child)[0]) == (0, table(cache, seq)[0])
+    assert (seq.dropped, table(cache, child)[0]) == (0, table(cache, seq)[0])
     cache.close(child)
     cache.extend(seq, 4)
     compute(cache, seq)
-    assert seq.forgotten == 3
+    assert seq.dropped == 3
     cache.check_integrity()
 
 
@@ -150,7 +154,7 @@ def test_a_fork_that_shares_nothing_of_its_own_forgets():
     for fork in (seq, child):
         cache.extend(fork, 9)
         compute(cache, fork)
-    assert (seq.returned, child.returned) == (2, 2)
+    assert (seq.freed, child.freed) == (2, 2)
 
 
 def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published():
@@ -161,8 +165,8 @@ def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published(
     compute(cache, seq)
     cache.close(seq)
     compute(cache, child, 2 * BLOCK)
-    assert (child.span.end, child.gaps) == (3, ())
-    assert compute(cache, child).gaps == ((0, 2),)
+    assert (child.span.end, child.holes) == (3, ())
+    assert compute(cache, child).holes == ((0, 2),)
 
 
 def test_a_fork_of_what_has_forgotten():
@@ -175,7 +179,7 @@ def test_a_fork_of_what_has_forgotten():
     cache.check_integrity()
     cache.close(child)
     cache.check_integrity()
-    assert cache.pool.free == 8
+    assert cache.pool.free_blocks == 8
 
 
 def test_rollback_stops_at_what_is_forgotten():
@@ -188,25 +192,24 @@ def test_rollback_stops_at_what_is_forgotten():
     assert snapshot(cache) == before
     cache.rollback(seq, 4)
     cache.check_integrity()
-    assert cache.pool.free == 8
+    assert cache.pool.free_blocks == 8
 
 
 @pytest.mark.parametrize("ranges", [(-1, 4), (0, 99), (8, 4), "ab", (1,), (0.0, 4.0)])
-def test_a_wrong_answer_changes_nothing(ranges):
+def test_a_wrong_answer_drops_nothing(ranges):
     """Tokens that are not computed, and what is no range: the plugin is named."""
 
     class Wrong(Ranges):
         name = "wrong"
 
-        def forgettable(self, seq):
+        def droppable(self, seq):
             return [ranges]
 
     cache = make(retention=Wrong())
     seq = cache.open(Request(id=0, prompt_tokens=8, key_tokens=BLOCK))
-    with pytest.raises(PolicyError, match=r"retention plugin 'wrong'.* raised .*forgettable"):
+    with pytest.raises(PolicyError, match=r"retention plugin 'wrong'.* raised .*droppable"):
         cache.commit(seq, 8)
-    assert (seq.gaps, cache.pool.free) == ((), 6)
-    cache.check_integrity()
+    assert (seq.holes, cache.pool.free_blocks) == ((), 6)
 
 
 def test_one_policy_serves_one_cache():
@@ -270,4 +273,4 @@ def test_a_full_pool_has_room_once_something_was_forgotten():
         cache.extend(seq, 1)
     compute(cache, seq)
     cache.extend(seq, 1)
-    assert cache.pool.free == 2
+    assert cache.pool.free_blocks == 2

@@ -10,9 +10,9 @@ from kvcore.testing import STEP, ToyServer
 from kvcore_plugins.scheduler import Fair
 
 
-def counters(scheduler, requests, seats=1):
+def counters(scheduler, requests, max_seqs=1):
     """Return the tenants' counters after `requests` were served."""
-    ToyServer(scheduler, seats, 10**5).run(requests)
+    ToyServer(scheduler, max_seqs, 10**5).run(requests)
     return scheduler._counters
 
 
@@ -50,7 +50,7 @@ def test_generated_tokens_count_while_they_come():
     tenants = dict(zip("abcdge", "xyxyxy", strict=True))
     requests = [ask(name, output=outputs[name], tenant=tenants[name]) for name in outputs]
     # At step 4 x has 2 prompts and 5 tokens, 4 of them of a, which still runs; y 2 and 3.
-    assert serve(Fair(), requests, seats=2) == "abcdeg"
+    assert serve(Fair(), requests, max_seqs=2) == "abcdeg"
 
 
 def test_having_been_away_is_no_credit():

@@ -47,21 +47,21 @@ class Drifting(ScoreEviction):
 
 def test_the_lowest_score_goes_first():
     """The victim is the leaf with the lowest score."""
-    cache = make(5, Backwards(), count="keys")
+    cache = make(5, Backwards(), accounting="keys")
     serve(cache, "ab", "abc", "x", "y", "z")
     assert set(spans(cache)) == {"|ab", "|x", "|y", "|z"}
 
 
 def test_ties_go_to_the_least_recent():
     """Among equal scores the policy is LRU."""
-    cache = make(3, Alike(), count="keys")
+    cache = make(3, Alike(), accounting="keys")
     serve(cache, "a", "b", "c", "a", "d")
     assert set(spans(cache)) == {"|a", "|c", "|d"}
 
 
 def test_ties_go_to_the_deeper_of_one_path():
     """A split leaves halves of equal recency; the lower goes first."""
-    cache = make(4, Alike(), count="keys")
+    cache = make(4, Alike(), accounting="keys")
     serve(cache, "ab", "x")
     serve(cache, "y", "z")
     assert "|ab" not in spans(cache)
@@ -71,7 +71,7 @@ def test_ties_go_to_the_deeper_of_one_path():
 @pytest.mark.parametrize(("now", "left"), [(0, {"|b", "|c"}), (10, {"|a", "|c"})])
 def test_drifting_scores_are_those_of_the_moment(now, left):
     """A policy that drifts is asked for its scores when a victim is needed."""
-    cache = make(2, Drifting(), count="keys")
+    cache = make(2, Drifting(), accounting="keys")
     serve(cache, "a", "b")
     serve(cache, "c", now=now)
     assert set(spans(cache)) == left
@@ -80,7 +80,7 @@ def test_drifting_scores_are_those_of_the_moment(now, left):
 def test_the_heap_does_not_grow_with_time():
     """Entries that no longer count are dropped: memory is that of the spans cached now."""
     policy = Alike()
-    cache = make(4, policy, count="keys")
+    cache = make(4, policy, accounting="keys")
     serve(cache, *["a", "b", "c"] * 300)
     assert len(policy._leaves._heap) <= 40
 
@@ -99,12 +99,12 @@ class Ticking(ScoreEviction):
 def test_a_drifting_policy_gives_one_answer():
     """However many leaves there are, the victim stays the same until something changes."""
     policy = Ticking()
-    cache = make(200, policy, count="keys")
+    cache = make(200, policy, accounting="keys")
     serve(cache, *map(chr, range(1000, 1200)))
     answers = {policy.victim(50) for _ in range(5)}
     assert len(answers) == 1
     serve(cache, "x", now=50)
-    assert answers.isdisjoint(cache.prefix.spans())
+    assert answers.isdisjoint(cache.tree.spans())
 
 
 def test_a_score_may_depend_on_size():
@@ -116,6 +116,6 @@ def test_a_score_may_depend_on_size():
         def score(self, span, now):
             return -span.blocks
 
-    cache = make(10, Longest(), count="keys")
+    cache = make(10, Longest(), accounting="keys")
     serve(cache, "abcdef", "wxy", "abcd!")
     assert cache.prefix.eviction.victim(0) is spans(cache)["|wxy"]

@@ -14,7 +14,11 @@ def turn(name, at=0, *, after=None, think_time=0, session="s", **fields):
 
 def take(arrivals, now=NEVER - 1):
     """Return what arrives up to `now`: (time, id)."""
-    return [(at, request.id) for at, request in arrivals.until(now)]
+    taken = []
+    while arrivals.next_at <= now:
+        at, request = arrivals.take()
+        taken.append((at, request.id))
+    return taken
 
 
 def test_requests_come_in_order():

@@ -35,8 +35,9 @@ def test_a_token_for_each_sequence_is_enough():
 
 
 @pytest.mark.parametrize(
-    ("watermark", "blocks", "spare"), [(0, 100, 0), (0.01, 100, 1), (0.01, 101, 2), (0.5, 7, 4)]
+    ("watermark", "blocks", "reserved"),
+    [(0, 100, 0), (0.01, 100, 1), (0.01, 101, 2), (0.5, 7, 4)],
 )
-def test_spare(watermark, blocks, spare):
+def test_reserved_blocks(watermark, blocks, reserved):
     """A watermark keeps whole blocks, rounded up."""
-    assert Batching(watermark=watermark).spare(blocks) == spare
+    assert Batching(watermark=watermark).reserved_blocks(blocks) == reserved

@@ -111,8 +111,8 @@ def _answering(answer):
     [
         (lambda: 1 // 0, r"raised ZeroDivisionError in pieces\(\): .* division"),
         (list, r"raised ValueError in pieces\(\)"),
-        (lambda: [(1e4, 0)], r"'answering': Batch\(.*\) takes 10000\.0 ps; give whole pico"),
-        (lambda: [(10_000, 0.5)], r"'answering': Batch\(.*\) takes 10000\.0 ps"),
+        (lambda: [(1e4, 0)], r"'answering': StepWork\(.*\) takes 10000\.0 ps; give whole pico"),
+        (lambda: [(10_000, 0.5)], r"'answering': StepWork\(.*\) takes 10000\.0 ps"),
         (lambda: [(10_000, -5)], r"the lines of 1 decoding sequences are \[\(10000, -5\)\]"),
         (lambda: [(-10_000, 5)], r"the lines of 1 decoding sequences are \[\(-10000, 5\)\]"),
     ],
@@ -174,7 +174,7 @@ def test_a_plan_that_admits_who_has_a_seat():
             """Return them."""
             return StepPlan([*state.running, *state.waiting])
 
-    message = r"'twice': plan\(\) admitted <Job 1: request 0, decode>, which has a seat already"
+    message = r"'twice': plan\(\) admitted <Job 1: request 0, decode>, which is not waiting"
     with pytest.raises(PolicyError, match=message):
         serve(REQUESTS, scheduler=Twice())
 
@@ -191,7 +191,7 @@ def test_a_plan_that_pauses_who_has_no_seat():
             """Return them."""
             return StepPlan((), list(state.waiting))
 
-    with pytest.raises(PolicyError, match=r"plan\(\) paused <Job 1: .*>, which has no seat"):
+    with pytest.raises(PolicyError, match=r"plan\(\) paused <Job 1: .*>, which is not running"):
         serve(REQUESTS, scheduler=Wrong())
 
 

@@ -122,7 +122,7 @@ def test_the_clock_counts_picoseconds():
     run = serve([ask("a", prompt=1, output=8)], latency=TokenRate(prefill=4e5, decode=4e5))
     assert run.rows["a"]["first_token"] == 2
     assert run.rows["a"]["finish"] == 20
-    assert run.result.log.busy == 20_000
+    assert run.result.log.busy_ps == 20_000
 
 
 def test_an_idle_server_waits():
@@ -238,27 +238,27 @@ def test_attention_windows():
     class Asked(Bent):
         """Notes the batches."""
 
-        def pieces(self, batch):
+        def pieces(self, work):
             """Note the batch."""
-            asked.append(attrs.evolve(batch))
-            return super().pieces(batch)
+            asked.append(attrs.evolve(work))
+            return super().pieces(work)
 
     latency = Asked(reach=(None, 4))
     serve([ask("a", prompt=3, output=4)], latency=latency, jumps=False)
-    assert [batch.pairs for batch in asked] == [(6, 6), (0, 0), (0, 0), (0, 0)]
-    assert [batch.context for batch in asked] == [(0, 0), (4, 4), (5, 4), (6, 4)]
+    assert [work.attended_pairs for work in asked] == [(6, 6), (0, 0), (0, 0), (0, 0)]
+    assert [work.context for work in asked] == [(0, 0), (4, 4), (5, 4), (6, 4)]
 
 
 def test_a_cache_that_counts_keys_is_refused():
     """Under a clock tokens count."""
-    cache = KVCache(9, 4, eviction=LRU(), count="keys", key_tokens=4)
-    with pytest.raises(InputError, match="'keys' counting: under a clock tokens count"):
+    cache = KVCache(9, 4, eviction=LRU(), accounting="keys", key_tokens=4)
+    with pytest.raises(InputError, match="'keys' accounting: under a clock tokens count"):
         simulate([], cache=cache, latency=Even())
 
 
 def test_a_cache_that_has_served_is_refused():
     """Each run begins with an empty cache."""
-    cache = KVCache(9, 4, eviction=LRU(), count="tokens", key_tokens=4)
+    cache = KVCache(9, 4, eviction=LRU(), accounting="tokens", key_tokens=4)
     simulate([ask("a")], cache=cache, latency=Even())
     with pytest.raises(InputError, match="served before: make a new KVCache for each run"):
         simulate([ask("a")], cache=cache, latency=Even())

@@ -68,7 +68,7 @@ def test_no_token_is_generated_twice():
     assert run.sum("recomputes") > 5
     assert len(run.of("FIRST_TOKEN")) == 5
     assert run.result.log.itl.count == 5 * 39
-    assert run.result.log.itl.distribution(1000)["p50"] == STEP
+    assert run.result.log.itl.percentiles(1000).p50 == STEP
 
 
 def test_among_equals_the_latest_admitted_goes():

@@ -4,15 +4,15 @@ import pytest
 from helpers.serving import Bent, Single
 
 from kvcore import KVCache
-from kvcore.serving import Batch, Batching
-from kvcore.serving.latency import ServiceTimes
+from kvcore.serving import StepWork
+from kvcore.serving.latency import ServiceEstimates
 
-SEATS = 8
+MAX_SEQS = 8
 
 
 def server(latency):
-    """Return a server with 8 seats."""
-    return ServiceTimes(KVCache(100, 4), latency, Batching(max_seqs=SEATS))
+    """Return the estimates of a server that takes 8 sequences."""
+    return ServiceEstimates(KVCache(100, 4), latency, MAX_SEQS)
 
 
 def step_by_step(latency, tokens, context, count):
@@ -20,7 +20,7 @@ def step_by_step(latency, tokens, context, count):
     time = 0
     for length in range(context + 1, context + tokens + 1):
         pairs = tuple(count * min(length, window or length) for window in latency.windows)
-        time += latency.duration(Batch(0, (0,) * len(pairs), count, pairs))
+        time += latency.duration(StepWork(0, (0,) * len(pairs), count, pairs))
     return time // 1000
 
 
@@ -35,10 +35,10 @@ def test_decoding_takes_what_its_steps_take(windows, tokens, context):
     assert server(latency).decode_ns(tokens, context, 3) == expected
 
 
-def test_no_more_sequences_decode_than_there_are_seats():
+def test_no_more_sequences_decode_than_may_run():
     """The others that were thought of have to wait."""
     asked = server(Bent())
-    assert asked.decode_ns(5, 9, 100) == asked.decode_ns(5, 9, SEATS)
+    assert asked.decode_ns(5, 9, 100) == asked.decode_ns(5, 9, MAX_SEQS)
 
 
 def test_without_lines_the_time_left_never_rises():

@@ -62,7 +62,7 @@ def digest(**fields):
 
 def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
     """The same hits, evictions and share of the optimum as `compare` finds."""
-    policies = ["optimum", "lru", "lfu:half_life=5", "optimum:bypass=true"]
+    policies = ["belady", "lru", "lfu:half_life=5", "optimum:bypass=true"]
     rows = swept("compare", workload=ZIPF, eviction=policies, blocks=[40, 160]).rows
     by_size = compare(Zipf(requests=60, prefixes=4, seed=0), policies, [40, 160]).rows
     expected = sorted(by_size, key=lambda row: row.blocks)

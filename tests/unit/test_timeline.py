@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvcore.serving.stats import MOST, PoolTimeline
+from kvcore.serving.stats import MAX_SAMPLES, PoolTimeline
 
 
 def test_means_are_weighted_by_time():
     """2 blocks for 10 ns and 6 for 30 ns are 5 in the mean; the peak is 6."""
     timeline = PoolTimeline(8)
-    timeline.add(0, 6, 0)
-    timeline.add(10, 2, 0)
-    timeline.add(40, 0, 8)
+    timeline.pending.append((0, 6, 0))
+    timeline.pending.append((10, 2, 0))
+    timeline.pending.append((40, 0, 8))
     summary = timeline.summary(0, 40)
     assert (summary["active"], summary["cached"]) == ({"mean": 5, "peak": 6}, {"mean": 0})
 
@@ -18,16 +18,16 @@ def test_means_are_weighted_by_time():
 def test_what_the_last_event_left_counts_to_the_end():
     """From 10 to 40 ns nothing happens: 8 cached blocks are 6 in the mean."""
     timeline = PoolTimeline(8)
-    timeline.add(0, 8, 0)
-    timeline.add(10, 0, 8)
+    timeline.pending.append((0, 8, 0))
+    timeline.pending.append((10, 0, 8))
     assert timeline.summary(0, 40)["cached"] == {"mean": 6}
 
 
 def test_what_can_be_evicted_is_cached():
     """Free, cached and active add up to the pool."""
     timeline = PoolTimeline(8)
-    timeline.add(0, 5, 1)
-    timeline.add(2_000_000_000, 4, 4)
+    timeline.pending.append((0, 5, 1))
+    timeline.pending.append((2_000_000_000, 4, 4))
     assert timeline.summary(0, 2_000_000_000)["timeline"] == {
         "t_s": [0.0, 2.0],
         "active": [2, 0],
@@ -39,7 +39,7 @@ def test_what_can_be_evicted_is_cached():
 def test_a_span_without_length_has_no_mean():
     """Nothing happened for no time: there is no mean, and no error."""
     timeline = PoolTimeline(8)
-    timeline.add(0, 8, 0)
+    timeline.pending.append((0, 8, 0))
     assert timeline.summary(0, 0)["active"] == {"mean": None, "peak": 0}
 
 
@@ -47,10 +47,10 @@ def test_samples_are_thinned_out_and_means_are_not():
     """100,000 events leave a bounded number of samples, the last among them, exact means."""
     timeline = PoolTimeline(100)
     for now in range(100_001):
-        timeline.add(now, 100 - now % 10, 0)
+        timeline.pending.append((now, 100 - now % 10, 0))
     summary = timeline.summary(0, 100_000)
     times = summary["timeline"]["t_s"]
-    assert MOST // 4 < len(times) <= MOST
+    assert MAX_SAMPLES // 4 < len(times) <= MAX_SAMPLES
     assert times == sorted(set(times))
     assert (times[0], times[-1]) == (0, 100_000 / 10**9)
     assert summary["active"] == {"mean": 4.5, "peak": 9}
@@ -60,6 +60,6 @@ def test_samples_lie_evenly_in_time():
     """A burst of events does not crowd out the rest."""
     timeline = PoolTimeline(100)
     for now in [*range(50_000), *range(50_000, 1_000_000, 1000)]:
-        timeline.add(now, 50, 0)
+        timeline.pending.append((now, 50, 0))
     times = [round(time * 10**9) for time in timeline.summary(0, 10**6)["timeline"]["t_s"]]
     assert sum(time >= 500_000 for time in times) > len(times) / 3

@@ -128,18 +128,19 @@ def test_a_header_that_json_cannot_hold_is_refused(tmp_path):
         trace.begin(**CACHE)
         trace.describe(batching={"max_tokens": 2**70})
         with pytest.raises(InputError, match=r"the header cannot be written to a trace"):
-            trace.line("FREE", 0, seq=1, runs=[], reason="close")
+            trace.free(0, seq=1, runs=[], reason="close")
         trace.describe(batching={})
     assert [line["event"] for line in lines(tmp_path / "trace.jsonl")] == ["HEADER", "END"]
 
 
-def test_a_bound_line_outlives_the_header(tmp_path):
-    """`line` that was looked up before the header was written goes on writing lines."""
+def test_a_bound_write_outlives_the_header(tmp_path):
+    """`write` that was looked up before the header was written goes on writing lines."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
-        line = trace.line
+        write = trace.write
         for seq in (1, 2):
-            line("FREE", 0, seq=seq, runs=[], reason="close")
+            fields = {"seq": seq, "runs": [], "reason": "close"}
+            write({"n": 0, "t": 0, "event": "FREE", **fields})
     assert [line.get("seq") for line in lines(tmp_path / "trace.jsonl")] == [None, 1, 2, None]
 
 

@@ -135,7 +135,7 @@ def serving(path, mode="model"):
 
 def finish(trace, cache, seq, output=0):
     """Finish the request of a sequence."""
-    trace.line("FINISH", cache.now, request=seq.request.id, seq=seq.id, output=output)
+    trace.finish(cache.now, request=seq.request.id, seq=seq.id, output=output)
     cache.close(seq)
 
 
@@ -145,7 +145,7 @@ def test_nothing_is_admitted_after_its_end(tmp_path):
     for mode in ("untimed", "model"):
         with serving(path, mode) as (trace, cache):
             finish(trace, cache, cache.open(ask("r", "a")))
-            cache.open(ask("r", "a"), again=True)
+            cache.open(ask("r", "a"), resumed=True)
         assert told(path) == "7: MISS: request 'r' is finished: nothing of it follows"
 
 
@@ -154,10 +154,10 @@ def test_a_paused_request_may_lose_its_blocks(tmp_path):
     path = tmp_path / "trace.jsonl"
     with serving(path) as (trace, cache):
         seq = cache.open(ask("r", "a"))
-        trace.line("PREEMPT", 0, request="r", seq=1, how="pause")
-        trace.line("PREEMPT", 0, request="r", seq=1, how="recompute", **{"for": "r"})
+        trace.preempt(0, request="r", seq=1, how="pause")
+        trace.preempt(0, request="r", seq=1, how="recompute", requester="r")
         cache.close(seq)
-        finish(trace, cache, cache.open(ask("r", "a"), again=True))
+        finish(trace, cache, cache.open(ask("r", "a"), resumed=True))
     assert check_trace(path).preemptions == {"pause": 1, "recompute": 1}
 
 
@@ -166,7 +166,7 @@ def test_an_admission_again_follows_a_recompute(tmp_path):
     path = tmp_path / "trace.jsonl"
     with serving(path) as (_, cache):
         cache.open(ask("r", "a"))
-        cache.open(ask("r", "a"), again=True)
+        cache.open(ask("r", "a"), resumed=True)
     assert told(path) == "5: MISS: request 'r' is running, and is admitted"
 
 
@@ -175,7 +175,7 @@ def test_without_a_clock_not_all_is_told(tmp_path):
     path = tmp_path / "trace.jsonl"
     with serving(path, "untimed") as (_, cache):
         cache.close(cache.open(ask("r", "a")))
-        cache.open(ask("r", "a"), again=True)
+        cache.open(ask("r", "a"), resumed=True)
     assert check_trace(path).finished == 0
 
 
@@ -211,7 +211,7 @@ def test_a_model_may_stop_early(tmp_path):
     path = tmp_path / "trace.jsonl"
     with serving(path, "wall") as (trace, cache):
         seq = cache.open(ask("r", "a", output_tokens=5))
-        trace.line("FIRST_TOKEN", 0, request="r", seq=1)
+        trace.first_token(0, request="r", seq=1)
         finish(trace, cache, seq, 3)
         finish(trace, cache, cache.open(ask("silent", "a", output_tokens=5)))
     assert check_trace(path).finished == 2

@@ -5,7 +5,7 @@ import pytest
 import zstandard
 from helpers.traces import CACHE, lines, record, seal, write
 
-from kvcore import InputError, Trace, TraceError
+from kvcore import InputError, Request, Trace, TraceError
 from kvcore.trace import read_events
 
 
@@ -25,7 +25,7 @@ def edited(path, number, **fields):
 
 def test_events_come_with_header_and_end(trace):
     """Iterating yields each line of the file, the first and the last included."""
-    events = [line["event"] for line in read_events(trace)]
+    events = [event.event for event in read_events(trace)]
     assert (len(events), events[0], events[-1]) == (49, "HEADER", "END")
 
 
@@ -42,7 +42,7 @@ def test_reading_streams(trace):
     """The first event is there before the rest of the file has been looked at."""
     whole = trace.read_bytes()
     trace.write_bytes(whole + b"no JSON\n" * 100_000)
-    assert next(iter(read_events(trace)))["event"] == "HEADER"
+    assert next(iter(read_events(trace))).event == "HEADER"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_long_lines_are_read_whole(tmp_path):
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         trace.begin(**CACHE)
-        trace.line("REQUEST", 0, id=1, prompt=4, output=0, keys=keys, key_tokens=4)
+        trace.request(Request(id=1, prompt_tokens=4, keys=keys, key_tokens=4), 0)
     assert lines(path)[1]["keys"] == keys
 
 

@@ -23,10 +23,10 @@ def test_a_recorded_run_replays_clean(trace):
     report = check_trace(trace)
     assert (report.complete, report.cut_reason, report.lines) == (True, None, 49)
     assert report.pool == {
-        "free": cache.pool.free,
-        "cached": cache.prefix.cached,
+        "free": cache.pool.free_blocks,
+        "cached": cache.tree.cached_blocks,
         "private": 0,
-        "spans": len(list(cache.prefix.spans())),
+        "spans": len(list(cache.tree.spans())),
     }
 
 
@@ -77,7 +77,7 @@ def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
         seq = cache.open(request)
         cache.commit(seq, 12)
         cache.close(seq)
-        cache.open(request, again=True)
+        cache.open(request, resumed=True)
     hit = check_trace(path).hit
     assert (hit["lookup_blocks"], hit["hit_blocks"], hit["self_hit_blocks"]) == (3, 0, 2)
 
@@ -132,7 +132,7 @@ def test_the_bundled_workload_replays_clean(tmp_path, count, size):
             size,
             eviction=LRU(),
             prefix=Radix(),
-            count=count,
+            accounting=count,
             key_tokens=512,
             trace=trace,
         )
@@ -142,7 +142,7 @@ def test_the_bundled_workload_replays_clean(tmp_path, count, size):
             cache.close(seq, request.arrival)
     report = check_trace(path)
     ratios = cache.stats.ratios()
-    assert report.pool["cached"] == cache.prefix.cached
+    assert report.pool["cached"] == cache.tree.cached_blocks
     assert report.hit["hit_blocks"] == cache.stats.hit_blocks
     assert report.hit["ratio"] == {unit: ratios[unit] for unit in ("block", "request")}
 
@@ -316,21 +316,6 @@ def test_a_block_is_freed_once(trace):
     events = lines(trace)
     with pytest.raises(TraceError, match=":21: FREE: no sequence 1 is open"):
         check_trace(seal(trace, [*events[:20], *events[19:]]))
-
-
-def test_a_split_can_be_taken_back(trace):
-    """JOIN makes the halves of a split one span again."""
-    events = lines(trace)[:9]
-    join = {"n": 9, "t": 5, "event": "JOIN", "span": 1, "upper": 2}
-    assert check_trace(seal(trace, [*events, join])).pool["spans"] == 1
-
-
-def test_only_halves_can_be_joined(trace):
-    """JOIN of spans that are no halves of one is told."""
-    events = lines(trace)[:9]
-    join = {"n": 9, "t": 5, "event": "JOIN", "span": 2, "upper": 1}
-    with pytest.raises(TraceError, match="spans 1 and 2 are not the halves of a split"):
-        check_trace(seal(trace, [*events, join]))
 
 
 def test_victims_of_a_call_that_failed_are_free(trace):

@@ -15,7 +15,7 @@ from kvcore_plugins.prefix import Radix
 def test_every_kind_of_line_is_heard(tmp_path):
     """A run with switches, forks, rollbacks, splits and a return says what it said alive."""
     cache = KVCache(8, traces.BLOCK, eviction=LRU(), prefix=Radix(), ids=True)
-    cache.prefix.residency = seen = Residency(8)
+    cache.tree.residency = seen = Residency(8)
     traces.drive(cache)
     told = residency(traces.record(tmp_path / "run.jsonl"))
     assert told.as_dict() == seen.as_dict()

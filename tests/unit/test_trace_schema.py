@@ -191,7 +191,6 @@ CALLS = {
     "hit": {"request": "r", "seq": 1, "blocks": 2, "span": 3, "again": True},
     "miss": {"request": 1, "seq": 1, "block": 2, "why": "no keys", "again": True},
     "split": {"span": 1, "upper": 2, "at": 3},
-    "join": {"span": 1, "upper": 2},
     "alloc": {"seq": 1, "first": 2, "runs": array("i", [3])},
     "commit": {"seq": 1, "span": 2, "first": 3, "blocks": 4, "how": "grown"},
     "evict": {

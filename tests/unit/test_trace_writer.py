@@ -149,7 +149,7 @@ def test_a_trace_spans_many_buffers(tmp_path):
     with Trace(path) as trace:
         trace.begin(**CACHE)
         for now in range(20_000):
-            trace.line("FREE", now, seq=now, runs=[(1, 2)] * 10, reason="close")
+            trace.free(now, seq=now, runs=[(1, 2)] * 10, reason="close")
     assert [line.get("seq") for line in lines(path)[1:-1]] == list(range(20_000))
 
 
@@ -186,7 +186,7 @@ from kvcore import Trace
 trace = Trace({str(tmp_path / "trace.jsonl")!r})
 trace.begin(**{CACHE!r})
 for now in range(50_000):
-    trace.line("FREE", now, seq=now, runs=[], reason="close")
+    trace.free(now, seq=now, runs=[], reason="close")
 trace._digest_so_far()
 os._exit(9)
 """
@@ -203,7 +203,7 @@ from kvcore import Trace
 trace = Trace({str(tmp_path / "trace.jsonl")!r})
 trace.begin(**{CACHE!r})
 for now in range(30_000):
-    trace.line("FREE", now, seq=now, runs=[], reason="close")
+    trace.free(now, seq=now, runs=[], reason="close")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     reader = read_events(tmp_path / "trace.jsonl.part")
@@ -243,11 +243,11 @@ def test_lines_stand_between_header_and_end(tmp_path):
     """A line before the header or after the end is an error that says so."""
     trace = Trace(tmp_path / "trace.jsonl")
     with pytest.raises(InputError, match=r"FREE before the header"):
-        trace.line("FREE", 0, seq=1, runs=[], reason="close")
+        trace.free(0, seq=1, runs=[], reason="close")
     trace.begin(**CACHE)
     trace.close()
     with pytest.raises(InputError, match=r"FREE after the end"):
-        trace.line("FREE", 0, seq=1, runs=[], reason="close")
+        trace.free(0, seq=1, runs=[], reason="close")
 
 
 def test_what_cannot_be_opened_is_refused_at_once(tmp_path):
@@ -262,7 +262,7 @@ def full(name):
     with Trace(name) as trace:
         trace.begin(**CACHE)
         for now in range(40_000):
-            trace.line("FREE", now, seq=now, runs=[], reason="close")
+            trace.free(now, seq=now, runs=[], reason="close")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

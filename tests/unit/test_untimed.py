@@ -12,24 +12,24 @@ def test_a_request_comes_at_its_time_and_leaves_at_once():
     """Nothing stays open, and what was committed stays cached."""
     cache = make(8)
     replay([ask("ab"), ask("abc")], cache)
-    assert (cache.sequences, cache.prefix.cached, cache.prefix.unpinned) == ({}, 3, 3)
+    assert (cache.sequences, cache.tree.cached_blocks, cache.tree.unpinned_blocks) == ({}, 3, 3)
     cache.check_integrity()
 
 
 def test_the_time_is_that_of_the_arrival():
     """A span was created and last used when the request arrived."""
-    cache = make(8, count="keys")
+    cache = make(8, accounting="keys")
     replay([ask("a", arrival=7), ask("a", arrival=9)], cache)
-    (span,) = cache.prefix.spans()
+    (span,) = cache.tree.spans()
     assert (span.created, span.last_access) == (7, 9)
 
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 def test_a_request_longer_than_the_pool_keeps_its_leading_blocks(count):
     """Two of four blocks are cached; all four are looked up, and two hit the second time."""
-    cache = make(2, count=count)
+    cache = make(2, accounting=count)
     stats = replay([ask("abcd"), ask("abcd")], cache)
-    assert (cache.prefix.cached, stats.lookup_blocks, stats.hit_blocks) == (2, 8, 2)
+    assert (cache.tree.cached_blocks, stats.lookup_blocks, stats.hit_blocks) == (2, 8, 2)
 
 
 def test_the_last_token_is_computed():
@@ -41,9 +41,9 @@ def test_a_partial_block_is_not_cached():
     """Counting tokens, of a prompt of 9 tokens in blocks of 4 two blocks are cached."""
     cache = make(8)
     replay([ask("abc", 9)], cache)
-    assert cache.prefix.cached == 2
+    assert cache.tree.cached_blocks == 2
 
 
 def test_whole_keys_hit_whole():
     """Counting keys, lengths do not matter: a full match is a full hit."""
-    assert replay([ask("abc", 9), ask("abc", 9)], make(8, count="keys")).hit_blocks == 3
+    assert replay([ask("abc", 9), ask("abc", 9)], make(8, accounting="keys")).hit_blocks == 3

@@ -53,7 +53,7 @@ class TestAnotherPolicy:
         """What is exported is what a fresh run under that policy writes."""
         whatif(path, eviction="mru", export=tmp_path / "new.jsonl")
         with Trace(tmp_path / "fresh.jsonl") as trace:
-            cache = KVCache(2, 4, eviction=MRU(), count="keys", trace=trace)
+            cache = KVCache(2, 4, eviction=MRU(), accounting="keys", trace=trace)
             replay([ask_for(place, text) for place, text in enumerate("abcabc")], cache)
         assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
 

@@ -89,9 +89,9 @@ def test_the_first_requests():
 
 def test_what_hits_is_the_same():
     """In blocks divided alike, as many hit as at full length; but for rounding, none else."""
-    full = replay(islice(Mooncake(), 500), KVCache(2000, 512, count="keys"))
+    full = replay(islice(Mooncake(), 500), KVCache(2000, 512, accounting="keys"))
     small = replay(
-        WorkloadSample(Mooncake(), limit=500, scale=32), KVCache(2000, 16, count="keys")
+        WorkloadSample(Mooncake(), limit=500, scale=32), KVCache(2000, 16, accounting="keys")
     )
     assert small.lookup_blocks <= full.lookup_blocks < small.lookup_blocks * 1.05
     assert small.hit_blocks <= full.hit_blocks < small.hit_blocks * 1.05

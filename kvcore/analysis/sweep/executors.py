@@ -98,7 +98,7 @@ class RayCluster:
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError if nobody listens at `host:port`: Ray itself would try for minutes."""
+    """Raise OSError if `host:port` does not answer: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
@@ -142,8 +142,8 @@ def _ray() -> Any:
 class Processes:
     """Runs tasks in processes of this machine.
 
-    A worker that dies takes its own task along and no other; that is begun anew, a few
-    times, before it counts as failed.
+    When a worker dies, the tasks that were running are begun anew, each alone; one whose
+    workers die a few times counts as failed.
 
     Attributes:
         jobs: how many processes; None: one for each CPU that this one may use.

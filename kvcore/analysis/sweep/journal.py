@@ -11,7 +11,7 @@ from typing import Any, Self
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.files import refusal, storing
+from kvcore.files import storage_errors, unreadable_reason
 
 SCHEMA = 1
 
@@ -44,7 +44,7 @@ class Journal:
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
-            msg = f"{self.path}: cannot be written: {refusal(self.path, error)}"
+            msg = f"{self.path}: cannot be written: {unreadable_reason(self.path, error)}"
             raise InputError(msg) from error
         try:
             self._lock()
@@ -73,7 +73,7 @@ class Journal:
 
     def _write(self, entry: dict[str, Any]) -> None:
         line = orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
-        with storing(f"the journal {self.path}"):
+        with storage_errors(f"the journal {self.path}"):
             while line:
                 line = line[os.write(self._file, line) :]
             os.fsync(self._file)

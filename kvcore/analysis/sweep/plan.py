@@ -143,7 +143,7 @@ def _add_shares(rows: list[Row]) -> None:
     def contest(row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in axes)
 
-    best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] == Belady.name}
+    best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] in Belady.names}
     for row in rows:
         most, hits = best.get(contest(row)), row["hit_blocks"]
         row["share_of_optimum"] = None if not most or hits is None else hits / most

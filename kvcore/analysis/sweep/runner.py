@@ -133,7 +133,7 @@ class WorkloadCache:
     def future(self, parts: RunParts) -> Future:
         """Return the future references of a workload; those of the latest one are kept."""
         geometry = parts.geometry
-        key = self.digest(parts), geometry.count, geometry.block_size
+        key = self.digest(parts), geometry.accounting, geometry.block_size
         if self._future is None or self._future[0] != key:
             self._future = key, Future.read(parts.workload, geometry)
         return self._future[1]
@@ -161,7 +161,7 @@ class CellRun:
         self.parts = parts = known.parts(cell)
         self.eviction: EvictionPolicy | Belady
         self.cache: KVCache | None = None
-        if not cell.timed and cast("Spec", cell.eviction).name == Belady.name:
+        if not cell.timed and cast("Spec", cell.eviction).name in Belady.names:
             self.eviction = _optimum(parts)
         else:
             self.cache = parts.cache()
@@ -179,7 +179,7 @@ class CellRun:
         if cell.timed:
             row["slo"] = slo_text(cast("SLO", cell.slo))
         else:
-            row["accounting"] = parts.geometry.count
+            row["accounting"] = parts.geometry.accounting
         return row | {
             "model": parts.model.name,
             "block_size": parts.geometry.block_size,
@@ -222,7 +222,7 @@ class CellRun:
             stats, evicted = optimum.replay(future, parts.blocks, parts.geometry.block_size)
         else:
             stats = replay(parts.workload, self.cache)
-            evicted = self.cache.prefix.evicted + self.cache.prefix.expired_blocks
+            evicted = self.cache.tree.evicted_blocks + self.cache.tree.expired_blocks
         return {
             "requests": stats.requests,
             "lookup_blocks": stats.lookup_blocks,
@@ -240,7 +240,7 @@ class CellRun:
             "kvcore": version("kvcore"),
             "mode": cell.mode,
             "workload": {"name": parts.workload.name, "digest": self._known.digest(parts)},
-            "count": parts.geometry.count,
+            "count": parts.geometry.accounting,
             "key_tokens": parts.geometry.key_tokens,
             "block_size": parts.geometry.block_size,
             "blocks": parts.blocks,
@@ -310,10 +310,9 @@ def _optimum(parts: RunParts) -> Belady:
     except InputError as error:
         msg = f"eviction: {error}"
         raise InputError(msg) from error
-    if parts.geometry.count != "keys":
-        msg = (
-            f"accounting: the optimum is known in `keys` alone, not in {parts.geometry.count!r}"
-        )
+    if parts.geometry.accounting != "keys":
+        given = parts.geometry.accounting
+        msg = f"accounting: the optimum is known in `keys` alone, not in {given!r}"
         raise InputError(msg)
     prefix = parts.built("prefix").name
     if prefix != SHARING:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore import Backend
-from kvcore.hookspecs import hookimpl
+from kvcore import Backend, hookimpl
 from kvcore_plugins.backend.torch_cpu import TorchCPU
 from kvcore_plugins.backend.torch_cuda import TorchCUDA
 

@@ -1,4 +1,4 @@
-"""What the torch backends share. Imports torch only when something is allocated."""
+"""The base of the torch backends. Torch is imported when the first tensor is made."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from kvcore import Backend, InputError, StorageError
-from kvcore.engine import Rows, TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout
 from kvcore.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcore_plugins.backend.pool import Pool
-    from kvcore_plugins.backend.sdpa import Sdpa
-    from kvcore_plugins.backend.steps import Step
-
-
-ATTENTION = ("sdpa",)
+    from kvcore_plugins.backend._pool import Pool
+    from kvcore_plugins.backend._sdpa import Sdpa, StepPlan
 
 
 @attrs.define(slots=False, eq=False)
 class TorchBackend(Backend):
-    """K/V in one torch tensor. A device says where, and how data gets there."""
+    """Keeps K/V in one torch tensor.
+
+    A derived class names the device, and overrides `upload`, `download` and `stage` where
+    that is not the host.
+    """
 
     attention: Literal["sdpa"] = attrs.field(
-        default="sdpa", validator=attrs.validators.in_(ATTENTION), kw_only=True
+        default="sdpa", validator=attrs.validators.in_(("sdpa",)), kw_only=True
     )
 
     _pool: Pool = attrs.field(init=False, default=None, repr=False)
@@ -37,14 +37,14 @@ class TorchBackend(Backend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Say that torch is not installed, if it is not."""
+        """Return that torch is not installed, if it is not."""
         if find_spec("torch") is None:
             return "torch is not installed: pip install 'kvcore[torch]'"
         return None
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the K/V is: the CPU, unless overridden."""
+        """The device that holds K/V: the CPU unless overridden."""
         import torch  # noqa: PLC0415 - see the module
 
         return torch.device("cpu")
@@ -54,17 +54,22 @@ class TorchBackend(Backend):
         return tensor
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the device on the host."""
+        """Return a tensor of the device in host memory."""
         return tensor
 
-    def arrived(self, rows: Tensor) -> Tensor:
-        """Return new K or V on the device, wherever it was computed."""
+    def stage(self, rows: Tensor) -> Tensor:
+        """Return new K or V on the device, whether computed there or on the host."""
         return rows
 
     def allocate(self, layout: TensorLayout) -> None:
-        """Allocate one tensor for all layers."""
-        from kvcore_plugins.backend.pool import Pool  # noqa: PLC0415 - see the module
-        from kvcore_plugins.backend.sdpa import Sdpa  # noqa: PLC0415 - likewise
+        """Allocate one tensor for all layers.
+
+        Raises:
+            InputError: the device cannot take this layout.
+            StorageError: there is too little memory.
+        """
+        from kvcore_plugins.backend._pool import Pool  # noqa: PLC0415 - see the module
+        from kvcore_plugins.backend._sdpa import Sdpa  # noqa: PLC0415 - see the module
 
         self.check(layout)
         free = self.memory().free
@@ -78,48 +83,54 @@ class TorchBackend(Backend):
         self.layout = layout
 
     def check(self, layout: TensorLayout) -> None:
-        """Raise InputError for a layout the device cannot take: for none, unless overridden."""
+        """Raise InputError for a layout that the device cannot take. None unless overridden."""
 
     def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
-        """Return `data` as a tensor on the device."""
+        """Return `data` as a tensor on the device.
+
+        Raises:
+            InputError: the dtype is unknown.
+        """
         import torch  # noqa: PLC0415 - see the module
 
-        from kvcore_plugins.backend.pool import DTYPES  # noqa: PLC0415 - likewise
+        from kvcore_plugins.backend._pool import TORCH_DTYPES  # noqa: PLC0415 - see the module
 
         if dtype is None:
             found = torch.as_tensor(data)
             if not found.is_floating_point():
                 return self.upload(found)
             dtype = self.layout.dtype if self.layout else "fp32"
-        elif dtype not in DTYPES:
-            msg = f"dtype {dtype!r} is not known; there are: {', '.join(DTYPES)}"
+        elif dtype not in TORCH_DTYPES:
+            msg = f"dtype {dtype!r} is not known; there are: {', '.join(TORCH_DTYPES)}"
             raise InputError(msg)
-        return self.upload(torch.as_tensor(data, dtype=DTYPES[dtype]))
+        return self.upload(torch.as_tensor(data, dtype=TORCH_DTYPES[dtype]))
 
-    def plan(self, rows: Rows) -> Step:
-        """Return slots of the new tokens, and what attention makes of the block tables."""
-        from kvcore_plugins.backend.steps import make_step  # noqa: PLC0415 - see the module
+    def plan(self, batch: RaggedBatch) -> StepPlan:
+        """Return the slots of the new tokens, and what attention needs of the block tables.
 
-        return make_step(rows, self._pool, self._kernel.plan)
+        Raises:
+            InputError: there is no sequence, or a block table does not hold its sequence.
+        """
+        return self._kernel.plan(batch)
 
-    def store(self, layer: int, plan: Step, keys: Tensor, values: Tensor) -> None:
+    def store(self, layer: int, plan: StepPlan, keys: Tensor, values: Tensor) -> None:
         """Scatter K/V into the slots.
 
         Raises:
-            InputError: shapes or dtypes that are not those of the step and the layout.
+            InputError: shapes or dtypes are not those of the step and the layout.
         """
-        layout, pool = self.layout, self._pool
+        layout, pool, count = self.layout, self._pool, plan.batch.total_tokens
         for what, part, slots, rows, width in (
             ("keys", pool.keys[layer], plan.key_slots, keys, layout.head_dim),
             ("values", pool.values[layer], plan.value_slots, values, layout.value_dim),
         ):
-            self._match(what, rows, (plan.rows, layout.kv_heads, width))
-            part.tokens.index_copy_(0, slots, self.arrived(rows.detach()).flatten(0, 1))
+            self._match(what, rows, (count, layout.kv_heads, width))
+            part.by_token.index_copy_(0, slots, self.stage(rows.detach()).flatten(0, 1))
 
     def attend(
         self,
         layer: int,
-        plan: Step,
+        plan: StepPlan,
         queries: Tensor,
         *,
         scale: float | None = None,
@@ -129,13 +140,13 @@ class TorchBackend(Backend):
         """Return attention's output for the new tokens.
 
         Raises:
-            InputError: queries that are not those of the step, heads that K/V heads do not
-                divide, or a window without a token.
+            InputError: queries are not those of the step, K/V heads do not divide the query
+                heads, or the window has no token.
         """
         import torch  # noqa: PLC0415 - see the module
 
         heads, layout = queries.shape[1], self.layout
-        self._match("queries", queries, (plan.rows, heads, layout.head_dim))
+        self._match("queries", queries, (plan.batch.total_tokens, heads, layout.head_dim))
         if heads % layout.kv_heads:
             msg = (
                 f"{heads} query heads cannot share {layout.kv_heads} K/V heads: use a multiple"
@@ -147,26 +158,30 @@ class TorchBackend(Backend):
             )
             raise InputError(msg)
         with torch.no_grad():
-            return self._kernel.attend(layer, plan.work, queries, scale, window, sinks)
+            return self._kernel.attend(layer, plan, queries, scale, window, sinks)
 
-    def read(self, layer: int, table: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
-        """Return copies of K and V."""
-        return self._pool.read(layer, table, tokens)
+    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the memory of K and of V of a layer."""
+        return self._pool.keys[layer].blocks, self._pool.values[layer].blocks
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks. All sources are read before a target is written."""
-        self._pool.copy(pairs)
+        self._pool.copy_blocks(pairs)
 
     def swap_out(self, blocks: Sequence[int]) -> Tensor:
         """Return a copy of `blocks` on the host, `[blocks, numbers]`."""
-        return self.download(self._pool.take(blocks))
+        return self.download(self._pool.gather(blocks))
 
     def swap_in(self, host: Tensor, blocks: Sequence[int]) -> None:
-        """Put back what `swap_out` returned."""
+        """Write what `swap_out` returned.
+
+        Raises:
+            InputError: another number of blocks was swapped out.
+        """
         if len(host) != len(blocks):
             msg = f"{len(host)} blocks were swapped out, and cannot be put into {len(blocks)}"
             raise InputError(msg)
-        self._pool.put(self.upload(host), blocks)
+        self._pool.scatter(self.upload(host), blocks)
 
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
         """Set every number of the blocks."""
@@ -178,6 +193,7 @@ class TorchBackend(Backend):
         return self._pool.bytes + self._kernel.bytes if self._pool else 0
 
     def _match(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        """Raise InputError unless `tensor` has this shape and the dtype of the pool."""
         if tuple(tensor.shape) != shape or tensor.dtype != self._pool.dtype:
             msg = (
                 f"{what} are {list(tensor.shape)} of {tensor.dtype}, where the step and the "
@@ -187,7 +203,7 @@ class TorchBackend(Backend):
 
 
 def _too_little(layout: TensorLayout, free: int | None, device: str) -> StorageError:
-    """Return the error that says what was asked for, what is free, and what would fit."""
+    """Return an error with the bytes asked for, those free, and how many blocks would fit."""
     asked = (
         f"{layout.blocks:,} blocks of {format_bytes(layout.bytes_per_block)} are "
         f"{format_bytes(layout.bytes)}"

@@ -17,8 +17,8 @@ MEMINFO = Path("/proc/meminfo")
 class TorchCPU(TorchBackend):
     """Keep K/V in host memory and attend to it with torch's CPU kernels.
 
-    Takes fp64, fp32, fp16 and bf16, and any head size. As many threads as torch is set to
-    (`OMP_NUM_THREADS`). Needs torch.
+    Takes fp64, fp32, fp16 and bf16, and any head size. Uses as many threads as torch is
+    set to (`OMP_NUM_THREADS`). Needs torch.
 
     Options:
         attention: what computes attention; `sdpa` is torch's own function over gathered K/V.
@@ -27,13 +27,13 @@ class TorchCPU(TorchBackend):
     name: ClassVar[str] = "torch-cpu"
 
     def memory(self) -> DeviceMemory:
-        """Return what Linux says is available; elsewhere nobody knows."""
-        free, total = host_memory()
+        """Return what Linux reports as available; elsewhere free and total are unknown."""
+        free, total = _host_memory()
         return DeviceMemory(self.allocated, free, total)
 
 
-def host_memory() -> tuple[int | None, int | None]:
-    """Return bytes of the host that can still be used, and all there are."""
+def _host_memory() -> tuple[int | None, int | None]:
+    """Return the available and the total bytes of the host; None where unknown."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -15,9 +15,6 @@ from kvcore_plugins.backend.torch_backend import TorchBackend
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from kvcore_plugins.backend.staging import Staging
-
 
 DRIVERS = ("libcuda.so.1", "nvcuda.dll")
 
@@ -43,7 +40,7 @@ class TorchCUDA(TorchBackend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Say what is missing: torch, a driver, CUDA in torch, or a GPU."""
+        """Return what is missing: torch, a driver, CUDA in torch, or a GPU."""
         reason = super().unavailable()
         if reason is None and not any(map(_loads, DRIVERS)):
             # Asked before torch is imported, which takes seconds.
@@ -52,7 +49,11 @@ class TorchCUDA(TorchBackend):
 
     @cached_property
     def torch_device(self) -> torch.device:
-        """The GPU. Raises InputError if there is none of that number."""
+        """The GPU.
+
+        Raises:
+            InputError: there is no GPU of this number.
+        """
         import torch  # noqa: PLC0415 - as in the base class
 
         count = torch.cuda.device_count()
@@ -62,15 +63,17 @@ class TorchCUDA(TorchBackend):
         return torch.device("cuda", self.device)
 
     @cached_property
-    def staging(self) -> Staging:
-        """The way of K/V from the host."""
-        from kvcore_plugins.backend.staging import Staging  # noqa: PLC0415 - likewise
+    def _copy_stream(self) -> torch.cuda.Stream:
+        """The stream on which K/V is copied from the host."""
+        import torch  # noqa: PLC0415 - as in the base class
 
-        return Staging(self.torch_device, pin=self.pin)
+        make: Any = torch.cuda.Stream  # which has no types
+        stream: torch.cuda.Stream = make(self.torch_device)
+        return stream
 
     def check(self, layout: TensorLayout) -> None:
         """Raise InputError for bf16 on a GPU that cannot compute in it."""
-        import torch  # noqa: PLC0415 - likewise
+        import torch  # noqa: PLC0415 - as in the base class
 
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if layout.dtype == "bf16" and major < 8:  # noqa: PLR2004 - Ampere
@@ -87,23 +90,38 @@ class TorchCUDA(TorchBackend):
         return tensor.to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the GPU on the host, in pinned memory. Waits for it."""
-        import torch  # noqa: PLC0415 - likewise
+        """Return a tensor of the GPU in pinned host memory, after waiting for the copy."""
+        import torch  # noqa: PLC0415 - as in the base class
 
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(self.torch_device).synchronize()
         return host
 
-    def arrived(self, rows: Tensor) -> Tensor:
-        """Return new K or V on the GPU: staged, and copied beside what it computes."""
+    def stage(self, rows: Tensor) -> Tensor:
+        """Return new K or V on the GPU; from the host it is copied beside the computation.
+
+        Nothing waits on the host: the copy runs on a stream of its own, and what comes next
+        on the current stream waits for it there. Without `pin` copies are from pageable
+        memory, and block.
+        """
+        import torch  # noqa: PLC0415 - as in the base class
+
         if rows.device.type != "cpu":
             return rows
-        return self.staging.copy(self.staging.stage(rows))
+        # Torch caches pinned memory, and does not reuse what a copy still reads.
+        pinned = rows.pin_memory() if self.pin else rows
+        current = torch.cuda.current_stream(self.torch_device)
+        with torch.cuda.stream(self._copy_stream):
+            moved = pinned.to(self.torch_device, non_blocking=True)
+        current.wait_stream(self._copy_stream)
+        # Memory of the copy stream may not be reused while the current one reads it.
+        moved.record_stream(current)
+        return moved
 
     def memory(self) -> DeviceMemory:
-        """Return what torch has allocated; free is also what it keeps for later."""
-        import torch  # noqa: PLC0415 - likewise
+        """Return what torch has allocated; memory that torch keeps for later counts as free."""
+        import torch  # noqa: PLC0415 - as in the base class
 
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allocated = torch.cuda.memory_allocated(self.torch_device)
@@ -112,7 +130,7 @@ class TorchCUDA(TorchBackend):
 
     def synchronize(self) -> None:
         """Wait for all streams of the GPU."""
-        import torch  # noqa: PLC0415 - likewise
+        import torch  # noqa: PLC0415 - as in the base class
 
         torch.cuda.synchronize(self.torch_device)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore import EvictionPolicy
-from kvcore.hookspecs import hookimpl
+from kvcore import EvictionPolicy, hookimpl
 from kvcore_plugins.eviction.adaptive import Adaptive
 from kvcore_plugins.eviction.arc import ARC
 from kvcore_plugins.eviction.cost import Cost

@@ -98,5 +98,4 @@ class TailLRU(ScoreEviction):
         missing = (span.data - cached) * size + self.turn
         if self.unit == "tokens":
             return bool(missing <= self.threshold)
-        seconds: float = span.geometry.recompute(cached * size, missing)
-        return seconds <= self.threshold
+        return span.geometry.recompute_seconds(cached * size, missing) <= self.threshold

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore import Generator
-from kvcore.hookspecs import hookimpl
+from kvcore import Generator, hookimpl
 from kvcore_plugins.generator.huggingface import HuggingFace
 from kvcore_plugins.generator.sincos import SinCos
 from kvcore_plugins.generator.transformer import Transformer

@@ -6,16 +6,16 @@ import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
 from kvcore import Backend, Generator, InputError
-from kvcore.engine import Attend, TokenStep
+from kvcore.engine import Attend, RaggedBatch
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.generator.shape import checked_dtype
+from kvcore_plugins.generator._shape import checked_dtype
+from kvcore_plugins.generator.sampling import sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @attrs.define(slots=False, eq=False)
 class HuggingFace(Generator):
-    """A decoder-only transformers model; every step is one ragged batch without padding.
+    """Runs a decoder-only transformers model; every step is one batch without padding.
 
     Llama, Qwen2, Qwen3 and Mistral are tested, sliding windows included; any model works
     whose attention goes through transformers' AttentionInterface, with one K and one V a
@@ -32,12 +32,14 @@ class HuggingFace(Generator):
     Options:
         model: a folder as `save_pretrained` writes it, or a name that transformers finds;
             in code also a model, which is converted in place and stays switched over.
-        tokenizer: likewise, where it is not in the model's folder. With none at all, texts
-            become a hashed token a word.
-        temperature, top_k: of sampling, by the sequences' seeds; 0 takes the likeliest token.
+        tokenizer: the tokenizer's folder, name or object, where it is not in the model's
+            folder. With none at all, each word of a text becomes a hashed token.
+        temperature: divides the logits before sampling, by the sequences' seeds; 0: greedy.
+        top_k: number of the likeliest tokens to sample from; None: all.
 
     Raises:
-        InputError: when first used: a model that cannot be read, or not go through blocks.
+        InputError: when first used: the model cannot be read, or cannot attend through
+            blocks.
     """
 
     name: ClassVar[str] = "huggingface"
@@ -51,35 +53,35 @@ class HuggingFace(Generator):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Say which of torch and transformers is not installed."""
+        """Return which of torch and transformers is not installed."""
         missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
         return f"needs {' and '.join(missing)}: pip install 'kvcore[hf]'" if missing else None
 
     def options(self) -> dict[str, Any]:
-        """Return the options as text can say them: models and tokenizers by their names."""
+        """Return the options as text can give them: models and tokenizers by their names."""
         return {name: _named(value) for name, value in super().options().items()}
 
     @cached_property
     def spec(self) -> ModelSpec:
         """The shape of the model, its parameters counted."""
-        from kvcore_plugins.generator.hf_model import spec_of  # noqa: PLC0415 - transformers
+        from kvcore_plugins.generator._hf_model import spec_of  # noqa: PLC0415 - transformers
 
         return spec_of(self.network)
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model knows."""
+        """Number of the model's token ids."""
         return int(self.network.config.get_text_config(decoder=True).vocab_size)
 
     @property
-    def ends(self) -> frozenset[int]:
+    def eos_token_ids(self) -> frozenset[int]:
         """The token ids that end a text, by the generation config."""
-        ends = getattr(self.network.generation_config, "eos_token_id", None)
-        return frozenset(ends if isinstance(ends, list) else () if ends is None else (ends,))
+        ids = getattr(self.network.generation_config, "eos_token_id", None)
+        return frozenset(ids if isinstance(ids, list) else () if ids is None else (ids,))
 
     @cached_property
     def network(self) -> PreTrainedModel:
-        """The transformers model itself, read when first asked for."""
+        """The transformers model itself, read at the first access."""
         from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: PLC0415
 
         given = self.model
@@ -108,58 +110,66 @@ class HuggingFace(Generator):
         return source  # type: ignore[no-any-return]
 
     def load(self, backend: Backend, dtype: str) -> None:
-        """Convert the weights, put them on the backend's device, switch attention over."""
-        from kvcore_plugins.generator.hf_model import DTYPES, switch_over  # noqa: PLC0415
+        """Convert the weights, put them on the backend's device, attend through `attend`.
+
+        Raises:
+            InputError: no tensor has this dtype, or the model does not call attention by
+                name.
+        """
+        from kvcore_plugins.backend._pool import TORCH_DTYPES  # noqa: PLC0415
+        from kvcore_plugins.generator._hf_model import switch_over  # noqa: PLC0415
 
         super().load(backend, checked_dtype(self, dtype))
         switch_over(self.network)
-        self.network.to(device=backend.tensor([0]).device, dtype=DTYPES[dtype])  # type: ignore[call-arg]
+        self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])  # type: ignore[call-arg]
 
-    def forward(self, step: TokenStep, attend: Attend) -> list[int | None]:
-        """Run the batch as one row of tokens; project those to logits that draw."""
+    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
+        """Run the batch as one row of tokens; compute logits only where it samples."""
         import torch  # noqa: PLC0415
 
-        from kvcore_plugins.generator.hf_model import Packed  # noqa: PLC0415
-        from kvcore_plugins.generator.sampling import sample  # noqa: PLC0415
+        from kvcore_plugins.generator._hf_model import PackedCache  # noqa: PLC0415
 
-        device, packed = self.network.device, Packed(attend)
-        drawing = [
-            (end - 1, (seed, place))
-            for end, seed, place in zip(
-                accumulate(step.lengths), step.seeds, step.draws, strict=True
+        device, packed = self.network.device, PackedCache(attend)
+        sampled = [
+            (row, (seed, index))
+            for row, seed, index in zip(
+                batch.last_rows, batch.seeds, batch.output_indices, strict=True
             )
-            if place is not None
+            if index is not None
         ]
-        last = [row for row, _ in drawing]
+        last = [row for row, _ in sampled]
         with torch.no_grad():
             out = self.network(
-                input_ids=torch.tensor([step.tokens], device=device),
-                position_ids=torch.tensor([step.positions], device=device),
+                input_ids=torch.tensor([batch.token_ids], device=device),
+                position_ids=torch.tensor([batch.positions], device=device),
                 past_key_values=packed,
                 use_cache=True,
                 logits_to_keep=torch.tensor(last, dtype=torch.long, device=device),
                 paged=packed,
             )
-        drawn = iter(
-            sample(out.logits[0], [mark for _, mark in drawing], self.temperature, self.top_k)
-        )
-        return [None if place is None else next(drawn) for place in step.draws]
+        marks = [mark for _, mark in sampled]
+        drawn = iter(sample(out.logits[0], marks, self.temperature, self.top_k))
+        return [None if index is None else next(drawn) for index in batch.output_indices]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text` by the tokenizer, or a hashed one a word."""
+        """Return the token ids of `text` by the tokenizer, or hashes of its words."""
         if self._tokenizer is None:
             return super().encode(text)
         return list(self._tokenizer.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` by the tokenizer, or their ids."""
+        """Return the text of token ids by the tokenizer, or the ids themselves."""
         if self._tokenizer is None:
             return super().decode(tokens)
         return str(self._tokenizer.decode(list(tokens)))
 
 
 def _read(auto: Any, source: str | Path, what: str) -> Any:
-    """Read a pretrained model or tokenizer from a folder, or by name."""
+    """Return a pretrained model or tokenizer, read from a folder or by name.
+
+    Raises:
+        InputError: transformers cannot read it.
+    """
     try:
         return auto.from_pretrained(str(source))
     except (OSError, ValueError) as error:
@@ -171,6 +181,7 @@ def _read(auto: Any, source: str | Path, what: str) -> Any:
 
 
 def _named(value: Any) -> Any:
+    """Return a number as it is, a path as text, and an object by its class."""
     if value is None or isinstance(value, int | float):
         return value
     return str(value) if isinstance(value, str | Path) else type(value).__name__

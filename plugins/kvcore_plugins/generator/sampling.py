@@ -1,29 +1,47 @@
-"""Next tokens from logits: the likeliest, or samples that their marks alone decide."""
+"""Next tokens: from hashes, or from logits, greedily or sampled.
+
+Whatever looks random depends on a seed and a position alone, never on the batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from kvcore_plugins.generator.hashing import uniform
+
+def hashed(*parts: int) -> int:
+    """Return a 64-bit hash of all of `parts`."""
+    written = " ".join(map(str, parts)).encode()
+    return int.from_bytes(blake2b(written, digest_size=8).digest(), "little")
+
+
+def uniform(*parts: int) -> float:
+    """Return a number in [0, 1), one of 2^53 evenly spaced, derived from all of `parts`."""
+    return (hashed(*parts) >> 11) / 2**53
 
 
 def sample(
     logits: Tensor, marks: Sequence[tuple[int, int]], temperature: float, top_k: int | None
 ) -> list[int]:
-    """Return a token for each row of `[sequences, vocabulary]` logits.
+    """Return a token id for each row of `[sequences, vocabulary]` logits.
 
     By inversion: the first token at which the cumulated probability passes a number in
-    [0, 1) made of the row's mark, its seed and its place. Rows never see one another.
+    [0, 1) derived from the row's mark. So rows do not influence one another.
 
     Args:
-        logits: a row for each token to draw.
-        marks: seed and place of each.
-        temperature: 0 takes the likeliest.
-        top_k: how many of the likeliest to draw from (with those as likely as the last).
+        logits: one row for each token to sample.
+        marks: for each row the seed of its sequence, and the index of the token in the
+            output.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: number of the likeliest tokens to sample from (with those as likely as the
+            last); None: all.
     """
+    import torch  # noqa: PLC0415 - hashes need no torch
+
     if not temperature:
         likeliest: list[int] = logits.argmax(dim=-1).tolist()
         return likeliest

@@ -1,4 +1,4 @@
-"""K/V without a model: waves of token, position, layer and dimension."""
+"""K/V without a model: sines and cosines of token, position, layer and dimension."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import Backend, Generator, InputError
-from kvcore.engine import Attend, Tensor, TokenStep
+from kvcore.engine import Attend, RaggedBatch, Tensor
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.generator.hashing import hashed
-from kvcore_plugins.generator.shape import checked_dtype, resized
+from kvcore_plugins.generator._shape import checked_dtype, resized
+from kvcore_plugins.generator.sampling import hashed
 
 PERIOD = 2**18
-"""Phases are whole steps, so many to the circle: no vocabulary in use is larger."""
+"""Steps of phase in a circle: phases are whole steps, and no vocabulary in use is larger."""
 
 
 # Odd, hence invertible, and far from round: neighbours are far apart on the circle.
@@ -26,7 +26,7 @@ QUERY, VALUE = PERIOD // 8, PERIOD // 4
 
 @attrs.define(slots=False, eq=False)
 class SinCos(Generator):
-    """K/V that costs next to nothing and can be told apart: sines and cosines, no weights.
+    """Computes K/V that costs next to nothing and identifies its token: sines, no weights.
 
     In steps of 1 / 2^18 of a circle, dimension d (counted over all heads) has the phase
 
@@ -41,10 +41,10 @@ class SinCos(Generator):
     Options:
         model: a name of the catalogue; in code also a `ModelSpec`. K/V has its size.
         layers, heads, kv_heads, head_dim: sizes in place of the model's.
-        vocab_size: how many token ids there are, at most 2^18.
+        vocab_size: number of token ids, at most 2^18.
 
     Raises:
-        InputError: an unknown model or one with a latent (MLA), or sizes that do not fit.
+        InputError: the model is unknown or has a latent (MLA), or the sizes do not fit.
     """
 
     name: ClassVar[str] = "sincos"
@@ -61,7 +61,7 @@ class SinCos(Generator):
     _rates: tuple[Tensor, Tensor] = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Take the model's shape."""
+        """Look up the model's shape."""
         self._spec = resized(
             self.model,
             layers=self.layers,
@@ -75,12 +75,12 @@ class SinCos(Generator):
 
     @property
     def spec(self) -> ModelSpec:
-        """The shape it takes. Its parameters are those of the model, and not used."""
+        """The shape of K/V. Its parameters are those of the model, and not used."""
         return self._spec
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
         return self.vocab_size
 
     def load(self, backend: Backend, dtype: str) -> None:
@@ -94,36 +94,34 @@ class SinCos(Generator):
             backend.tensor([(d + 1) * PLACE % PERIOD for d in range(width)]),
         )
 
-    def forward(self, step: TokenStep, attend: Attend) -> list[int | None]:
-        """Store and attend to waves, layer by layer; return hashes."""
+    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
+        """Store and attend to sines, layer by layer; return hashes."""
         spec = self._spec
-        tokens = self.backend.tensor(step.tokens)[:, None]
-        positions = self.backend.tensor(step.positions)[:, None]
+        tokens = self.backend.tensor(batch.token_ids)[:, None]
+        positions = self.backend.tensor(batch.positions)[:, None]
         phases = tokens * self._rates[0] + positions * self._rates[1]
         for layer, window in enumerate(spec.windows):
-            now = phases + LAYER * layer
+            shifted = phases + LAYER * layer
             attend(
                 layer,
-                self._waves(now + QUERY, spec.query_heads, spec.head_dim),
-                self._waves(now, spec.kv_heads, spec.head_dim),
-                self._waves(now + VALUE, spec.kv_heads, spec.value_dim),
+                self._waves(shifted + QUERY, spec.query_heads, spec.head_dim),
+                self._waves(shifted, spec.kv_heads, spec.head_dim),
+                self._waves(shifted + VALUE, spec.kv_heads, spec.value_dim),
                 window=window,
             )
-        return self._next(step)
+        return self._next(batch)
 
     def _waves(self, phases: Tensor, heads: int, width: int) -> Tensor:
-        """Return `[tokens, heads, width]` sines of the first phases of each token."""
+        """Return the sines of the first phases of each row, `[rows, heads, width]`."""
         sines: Any = self._sines[phases[:, : heads * width] % PERIOD]
         return sines.reshape(len(phases), heads, width)
 
-    def _next(self, step: TokenStep) -> list[int | None]:
-        drawn: list[int | None] = []
-        row = -1
-        for length, place, seed in zip(step.lengths, step.draws, step.seeds, strict=True):
-            row += length
-            drawn.append(
-                None
-                if place is None
-                else hashed(seed, place, step.tokens[row]) % self.vocab_size
-            )
-        return drawn
+    def _next(self, batch: RaggedBatch) -> list[int | None]:
+        """Return a hash of seed, output index and last token of each sequence."""
+        sequences = zip(batch.last_rows, batch.output_indices, batch.seeds, strict=True)
+        return [
+            None
+            if index is None
+            else hashed(seed, index, batch.token_ids[row]) % self.vocab_size
+            for row, index, seed in sequences
+        ]

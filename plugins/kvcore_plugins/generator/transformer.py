@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 
 from kvcore import Backend, Generator, InputError, StorageError
-from kvcore.engine import Attend, Tensor, TokenStep
-from kvcore.engine.backend import BYTES
+from kvcore.engine import Attend, RaggedBatch, Tensor
+from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
-from kvcore_plugins.generator.shape import checked_dtype, resized
+from kvcore_plugins.generator._shape import checked_dtype, resized
+from kvcore_plugins.generator.sampling import sample
 
 if TYPE_CHECKING:
-    from kvcore_plugins.generator.decoder import Decoder
+    from kvcore_plugins.generator._decoder import Decoder
 
 
 TINY = ModelSpec(
@@ -33,33 +34,33 @@ TINY = ModelSpec(
 
 @attrs.define(slots=False, eq=False)
 class Transformer(Generator):
-    """A decoder-only model with seeded random weights, as Llama has it.
+    """A decoder-only model of Llama's architecture, with seeded random weights.
 
     Pre-norm layers of grouped-query attention and a gated MLP: RMSNorm, rotary positions
-    (keys are cached rotated), SwiGLU. What it says makes no sense, but every number of it
-    is as hard to get right as a trained model's. Weights are drawn on the host in fp32,
+    (keys are cached rotated), SwiGLU. Its texts make no sense, but every number of them is
+    as hard to get right as a trained model's. Weights are drawn on the host in fp32,
     layer after layer, so they are the same numbers on every device and, rounded, in every
     dtype, and a model with fewer layers has the first of them. The MLP of a model with
     experts is a dense one.
 
-    A sample depends on the logits, the sequence's seed and its place in the output, so not
-    on what else is in the batch.
+    A sample depends on the logits, the sequence's seed and the index in its output alone,
+    so not on the rest of the batch.
 
     Options:
         model: a name of the catalogue; in code also a `ModelSpec`; None: a tiny model of 2
             layers, 64 wide, with 4 heads of 16 and 2 K/V heads.
         layers, hidden, heads, kv_heads, head_dim: sizes in place of the model's.
         mlp: width of the MLP; None: 8/3 of `hidden`, rounded up to a multiple of 16.
-        vocab_size: how many token ids there are.
-        window: no layer attends to more tokens; None: as the model has it.
+        vocab_size: number of token ids.
+        window: number of tokens that no layer attends beyond; None: the model's windows.
         rope_theta: base of the rotary wavelengths.
-        seed: of the weights.
-        temperature: that the logits are divided by before sampling; 0: greedy.
-        top_k: sample from the so many likeliest tokens; None: from all.
+        seed: seed of the weights.
+        temperature: divides the logits before sampling; 0: greedy.
+        top_k: number of the likeliest tokens to sample from; None: all.
 
     Raises:
-        InputError: an unknown model or one with a latent (MLA), sizes that do not fit, or
-            an odd `head_dim`.
+        InputError: the model is unknown or has a latent (MLA), the sizes do not fit, or
+            `head_dim` is odd.
 
     Source: Touvron et al., "LLaMA", 2023; Su et al., "RoFormer", 2021; Zhang and Sennrich,
     "Root mean square layer normalization", 2019; Shazeer, "GLU variants improve
@@ -87,7 +88,7 @@ class Transformer(Generator):
     _decoder: Decoder = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Take the model's shape and count its parameters."""
+        """Look up the model's shape and count its parameters."""
         spec = resized(
             TINY if self.model is None else self.model,
             layers=self.layers,
@@ -110,32 +111,32 @@ class Transformer(Generator):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Say that it needs torch, where there is none."""
+        """Return that it needs torch, where there is none."""
         if find_spec("torch") is None:
             return "needs torch: pip install 'kvcore[torch]'"
         return None
 
     @property
     def spec(self) -> ModelSpec:
-        """The shape it has, its parameters counted."""
+        """The shape of the model, its parameters counted."""
         return self._spec
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
         return self.vocab_size
 
     def load(self, backend: Backend, dtype: str) -> None:
         """Draw the weights and put them on the backend's device.
 
         Raises:
-            InputError: a dtype it cannot compute in.
-            StorageError: the weights do not fit: says what they take and what is free.
+            InputError: no tensor has this dtype.
+            StorageError: the weights do not fit; says what they take and what is free.
         """
-        from kvcore_plugins.generator.decoder import Decoder  # noqa: PLC0415 - torch
+        from kvcore_plugins.generator._decoder import Decoder  # noqa: PLC0415 - torch
 
         super().load(backend, checked_dtype(self, dtype))
-        need, free = self._spec.parameters * BYTES[dtype], backend.memory().free
+        need, free = self._spec.parameters * BYTES_PER_NUMBER[dtype], backend.memory().free
         if free is not None and need > free:
             msg = (
                 f"the weights of {self._spec.name} take {format_bytes(need)} in {dtype}, and "
@@ -152,32 +153,33 @@ class Transformer(Generator):
             place=lambda weights: backend.tensor(weights, dtype),
         )
 
-    def logits(self, step: TokenStep, attend: Attend) -> Tensor:
-        """Run a step; return `[sequences that draw, vocabulary]` logits, before temperature."""
+    def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step; return the logits of the sequences that sample, before temperature.
+
+        `[sequences with an output index, vocabulary]`.
+        """
         tensor = self.backend.tensor
-        last, row = [], -1
-        for length, place in zip(step.lengths, step.draws, strict=True):
-            row += length
-            if place is not None:
-                last.append(row)
-        states = self._decoder.states(tensor(step.tokens), tensor(step.positions), attend)
-        return self._decoder.logits(states[last])
-
-    def forward(self, step: TokenStep, attend: Attend) -> list[int | None]:
-        """Run a step; return the likeliest tokens, or samples."""
-        from kvcore_plugins.generator.sampling import sample  # noqa: PLC0415 - torch
-
-        marks = [
-            (seed, place)
-            for seed, place in zip(step.seeds, step.draws, strict=True)
-            if place is not None
+        sampled = [
+            row
+            for row, index in zip(batch.last_rows, batch.output_indices, strict=True)
+            if index is not None
         ]
-        logits = self.logits(step, attend)
+        states = self._decoder.states(tensor(batch.token_ids), tensor(batch.positions), attend)
+        return self._decoder.logits(states[sampled])
+
+    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
+        """Run a step; return the likeliest tokens, or samples."""
+        marks = [
+            (seed, index)
+            for seed, index in zip(batch.seeds, batch.output_indices, strict=True)
+            if index is not None
+        ]
+        logits = self.logits(batch, attend)
         drawn = iter(sample(logits, marks, self.temperature, self.top_k))
-        return [None if place is None else next(drawn) for place in step.draws]
+        return [None if index is None else next(drawn) for index in batch.output_indices]
 
     def _parameters(self, spec: ModelSpec) -> int:
-        """Count the numbers of all weight matrices and norms."""
+        """Return the count of numbers in all weight matrices and norms."""
         hidden = spec.hidden_size
         queries, keys = spec.query_heads * spec.head_dim, spec.kv_heads * spec.head_dim
         values, outputs = spec.kv_heads * spec.value_dim, spec.query_heads * spec.value_dim
@@ -185,7 +187,7 @@ class Transformer(Generator):
         return 2 * self.vocab_size * hidden + spec.layers * layer + hidden
 
     def _check(self, spec: ModelSpec) -> None:
-        """Refuse what a `ModelSpec` knows nothing of."""
+        """Raise InputError for options that `ModelSpec` cannot check."""
         problem = None
         if spec.head_dim % 2:
             problem = f"rotary positions turn pairs: head_dim must be even, not {spec.head_dim}"

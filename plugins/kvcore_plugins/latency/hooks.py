@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore import LatencyModel
-from kvcore.hookspecs import hookimpl
+from kvcore import LatencyModel, hookimpl
 from kvcore_plugins.latency.linear import Linear
 from kvcore_plugins.latency.roofline import Roofline
 from kvcore_plugins.latency.table import Table

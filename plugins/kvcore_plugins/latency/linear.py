@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import LatencyModel
-from kvcore.serving import Batch, Line
+from kvcore.serving import LinearPiece, StepWork
 from kvcore.units import picoseconds
 
 
@@ -41,9 +41,9 @@ class Linear(LatencyModel):
         self._decode = picoseconds(self.decode, "linear: decode")
         self._context = picoseconds(self.context, "linear: context")
 
-    def pieces(self, batch: Batch) -> Sequence[Line]:
+    def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the one line."""
-        a = self._step + self._prefill * batch.prefill + self._decode * batch.decode
+        a = self._step + self._prefill * work.prefill + self._decode * work.decode
         return ((a, self._context),)
 
     def coefficients(self) -> dict[str, Any]:

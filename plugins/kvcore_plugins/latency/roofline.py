@@ -17,10 +17,8 @@ from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import pair_flop
 from kvcore.models.memory import KVLayout, kv_copies
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.serving import Batch, Line, Windows
-from kvcore.units import DECIMAL, NS_PER_S, PS_PER_NS, format_bytes, picoseconds
-
-SECOND = NS_PER_S * PS_PER_NS
+from kvcore.serving import LinearPiece, StepWork, Windows
+from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
 
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""
@@ -107,16 +105,16 @@ class Roofline(LatencyModel):
         """The windows of the model's layers: none first, then the narrowest."""
         return self._windows
 
-    def pieces(self, batch: Batch) -> Sequence[Line]:
+    def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the line of computing and the line of reading. Costs O(windows)."""
-        tokens = batch.prefill + batch.decode
+        tokens = work.prefill + work.decode
         if len(self._pairs) == 1:
-            work = self._token * tokens + self._pairs[0] * batch.pairs[0]
+            computing = self._token * tokens + self._pairs[0] * work.attended_pairs[0]
         else:
-            work = self._token * tokens + sum(map(mul, self._pairs, batch.pairs))
+            computing = self._token * tokens + sum(map(mul, self._pairs, work.attended_pairs))
         traffic = self._weights(tokens) + self._written * tokens
         return (
-            (self._overhead + (work >> SHIFT), *self._computed),
+            (self._overhead + (computing >> SHIFT), *self._computed),
             (self._overhead + (traffic >> SHIFT), *self._read),
         )
 
@@ -164,8 +162,8 @@ class Roofline(LatencyModel):
 
 
 def _fine(seconds: Fraction) -> int:
-    return ceil(seconds * (SECOND << SHIFT))
+    return ceil(seconds * (PS_PER_S << SHIFT))
 
 
 def _whole(seconds: Fraction) -> int:
-    return round(seconds * SECOND)
+    return round(seconds * PS_PER_S)

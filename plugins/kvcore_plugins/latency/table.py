@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import InputError, LatencyModel
-from kvcore.serving import Batch, Line
+from kvcore.serving import LinearPiece, StepWork
 from kvcore.serving.calibration import COUNTS, MeasuredStep, read_steps
 from kvcore.workloads.files import file_digest
 
@@ -57,11 +57,11 @@ class Table(LatencyModel):
         self._beyond = [self._steepest(axis, grid, steps) for axis in range(len(COUNTS))]
         self._digest = file_digest(self.path)
 
-    def pieces(self, batch: Batch) -> Sequence[Line]:
+    def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the time of this very batch, as a flat line. Costs some microseconds."""
         beyond, scale = 0, 1
         corners = [(0, 1)]
-        counts = batch.prefill, batch.decode, batch.context[0]
+        counts = work.prefill, work.decode, work.context[0]
         for count, axis, stride, slope in zip(
             counts, self._axes, self._strides, self._beyond, strict=True
         ):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import InputError, LatencyModel
-from kvcore.serving import Batch, Line
+from kvcore.serving import LinearPiece, StepWork
 from kvcore.units import NS_PER_S, PS_PER_NS
 
 MILLISECOND = NS_PER_S * PS_PER_NS // 1000
@@ -40,9 +40,9 @@ class TokenRate(LatencyModel):
         self._prefill = _token_picoseconds("prefill", self.prefill)
         self._decode = _token_picoseconds("decode", self.decode)
 
-    def pieces(self, batch: Batch) -> Sequence[Line]:
+    def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the one line, which is flat."""
-        return ((self._prefill * batch.prefill + self._decode * batch.decode, 0),)
+        return ((self._prefill * work.prefill + self._decode * work.decode, 0),)
 
     def coefficients(self) -> dict[str, Any]:
         """Return the picoseconds a token takes."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore import RetentionPolicy
-from kvcore.hookspecs import hookimpl
+from kvcore import RetentionPolicy, hookimpl
 from kvcore_plugins.retention.window import Window
 
 

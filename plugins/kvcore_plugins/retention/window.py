@@ -44,7 +44,7 @@ class Window(RetentionPolicy):
             msg = f"window: sinks={value} must be 0 or more"
             raise InputError(msg)
 
-    def forgettable(self, seq: Sequence) -> list[tuple[int, int]]:
+    def droppable(self, seq: Sequence) -> list[tuple[int, int]]:
         """Return what lies between the sinks and the window. O(1)."""
         end = seq.computed - self.tokens
         return [(self.sinks, end)] if self.sinks < end else []

@@ -68,11 +68,11 @@ class Estimating(Scheduler):
         return server.prefill_ns(prompt, 0) + server.decode_ns(steps, prompt, self.concurrency)
 
     def remaining_prefill_ns(self, job: Job) -> int:
-        """Return the ns until `job` generates its next token, given a seat."""
+        """Return the ns until `job` generates its next token, if it runs."""
         return self.server.prefill_ns(job.prefill_left, job.computed)
 
     def remaining_ns(self, job: Job) -> int:
-        """Return the ns until `job` generates its last token, given a seat throughout.
+        """Return the ns until `job` generates its last token, if it runs throughout.
 
         Never rises while the job runs. One that outlives its prediction has, over and over,
         one token left.

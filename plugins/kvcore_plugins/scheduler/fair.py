@@ -104,7 +104,7 @@ class Fair(Scheduler):
         del self._running[job]
 
     def plan(self, state: LoopState) -> StepPlan:
-        """Offer seats to the tenants in turn, as what they are admitted with counts."""
+        """Admit the tenants in turn, by the counters that each admission changes."""
         self._settled = -1
         self._settle(state.now)
         return StepPlan(self._by_counter())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore import Scheduler
-from kvcore.hookspecs import hookimpl
+from kvcore import Scheduler, hookimpl
 from kvcore_plugins.scheduler.fair import Fair
 from kvcore_plugins.scheduler.fcfs import FCFS
 from kvcore_plugins.scheduler.lpm import LPM

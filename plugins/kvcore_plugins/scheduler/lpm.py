@@ -43,13 +43,13 @@ class LPM(Scheduler):
         return job.serial
 
     def plan(self, state: LoopState) -> StepPlan:
-        """Offer seats by what would hit."""
+        """Admit jobs by how much of their prompts would hit."""
         return StepPlan(self._by_hit(state))
 
     def _by_hit(self, state: LoopState) -> Iterator[Job]:
-        # Lazily: without a free seat nobody is probed.
+        # Lazily: without a free slot no job is probed.
         sample = list(islice(state.waiting, self.sample))
         hits = {job: state.server.probe(job.request, state.now) for job in sample}
         yield from sorted(sample, key=lambda job: (-hits[job], job.serial))
-        # By now the queue may have lost those that got a seat.
+        # By now the queue may have lost the jobs that were admitted.
         yield from [job for job in state.waiting if job not in hits]

@@ -21,7 +21,7 @@ class Priority(Scheduler):
     Options:
         ageing: seconds that are worth one level, in whole ns; 0: no ageing, and low
             priorities starve while higher ones keep coming.
-        preemptive: whether a job that has a seat loses it to one that goes before it.
+        preemptive: whether a running job is paused for one that goes before it.
     """
 
     name: ClassVar[str] = "priority"

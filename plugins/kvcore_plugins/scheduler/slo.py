@@ -37,9 +37,9 @@ class LeastSlack(Estimating):
 
     Options:
         ttft, tpot: seconds that a client without a word on it is taken to expect.
-        preemptive: whether a job that has a seat loses it to one that must be started
-            earlier. While it has a seat its rank is the one it waited with: its work
-            shrinks, its latest start moves away, and two jobs would swap a seat forever.
+        preemptive: whether a running job is paused for one that must be started earlier.
+            While it runs its rank is the one it waited with: its work shrinks, its latest
+            start moves away, and two jobs would swap a slot forever.
         length: `true`, or `predicted`, which is the truth where nothing is predicted; this,
             `error`, `seed` and `concurrency` say what is known of a job's length.
     """
@@ -70,7 +70,7 @@ class LeastSlack(Estimating):
         return start + 1 if start >= now else None
 
     def latest_start(self, job: Job) -> int:
-        """Return when (ns) `job` must have a seat, to keep, if it is to meet its deadline."""
+        """Return when (ns) `job` must start, never to be paused, to meet its deadline."""
         slo = job.slo or UNSAID
         starts = []
         if slo.deadline is not None:

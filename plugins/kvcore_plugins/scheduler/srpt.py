@@ -18,7 +18,7 @@ class SRPT(Estimating):
     short ones keep coming.
 
     Options:
-        preemptive: whether a job that has a seat loses it to a shorter one, and waits with
+        preemptive: whether a running job is paused for a shorter one, and waits with
             its blocks kept.
         length: `true`, the bound no server reaches, or `predicted`; this, `error`, `seed`
             and `concurrency` say what is known of a job's length.

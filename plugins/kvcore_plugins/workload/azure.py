@@ -34,7 +34,6 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:\+00:00
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)
 
 
-# In slots: only a slot overrides the contract's read-only `key_tokens` with an option.
 @attrs.define(eq=False)
 class Azure(Workload):
     """Arrival times and lengths of a production service; its requests have no keys.
@@ -46,8 +45,8 @@ class Azure(Workload):
     Source: Patel et al., Splitwise, ISCA'24.
 
     Attributes:
-        path: the file.
-        key_tokens: tokens a key would stand for; what a cache takes as its block size.
+        path: path of the file.
+        key_tokens: tokens a key would stand for; the block size of a cache that serves it.
     """
 
     name: ClassVar[str] = "azure"
@@ -56,7 +55,7 @@ class Azure(Workload):
     key_tokens: int = attrs.field(default=16, validator=ge(1))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a row. Holds one row at a time."""
+        """Yield one request for each row. Keeps one row in memory."""
         source = lines(self.path)
         number, line = next(source)
         if not self.recognises(line):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore import Workload
-from kvcore.hookspecs import hookimpl
+from kvcore import Workload, hookimpl
 from kvcore_plugins.workload import (
     Azure,
     Jsonl,

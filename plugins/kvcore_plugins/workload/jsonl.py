@@ -21,7 +21,7 @@ from kvcore_plugins.workload.rows import Row, field_names, rows
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class Jsonl(Workload):
     """The requests of a kvcore trace, to be run again under other policies.
 
@@ -29,7 +29,7 @@ class Jsonl(Workload):
     nothing but REQUEST lines, sorted by `t`. Fields that are not a request's are ignored.
 
     Attributes:
-        path: the file.
+        path: path of the file.
     """
 
     name: ClassVar[str] = "jsonl"
@@ -37,11 +37,11 @@ class Jsonl(Workload):
     path: Path = attrs.field(converter=Path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a REQUEST line. Holds one line at a time.
+        """Yield one request for each REQUEST line. Keeps one line in memory.
 
-        Of a run on texts also the keys that its FINISH lines tell, which are read first.
+        Of a run on texts the FINISH lines have keys of generated blocks, which are read first.
         """
-        told = self._told()
+        recorded = self._recorded_keys()
         earliest, key_tokens = 0, None
         for row in self._requests():
             arrival = row.natural("t")
@@ -49,8 +49,8 @@ class Jsonl(Workload):
                 raise row.error(field="t", expected=f"{earliest} or later (sorted rows)")
             earliest = arrival
             request = _request(row, arrival)
-            if request.id in told:
-                request.output_keys = told[request.id]
+            if request.id in recorded:
+                request.output_keys = recorded[request.id]
             key_tokens = key_tokens or request.key_tokens
             if request.key_tokens != key_tokens:
                 raise row.error(field="key_tokens", expected=f"{key_tokens}, as before")
@@ -73,8 +73,8 @@ class Jsonl(Workload):
         found = field_names(first_line)
         return found >= {"event", "schema"} or found >= {"event", "id", "prompt"}
 
-    def _told(self) -> dict[int | str, list[Any]]:
-        """Return the keys of generated blocks that only the run could tell, by request."""
+    def _recorded_keys(self) -> dict[int | str, list[Any]]:
+        """Return the keys of generated blocks that the FINISH lines have, by request."""
         with closing(rows(self.path)) as lines:
             if next(lines).fields.get("executor") != "run":
                 return {}

@@ -39,7 +39,7 @@ INCREMENTAL = (
 )
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class KvEvents(Workload):
     """The requests behind recorded KV events.
 

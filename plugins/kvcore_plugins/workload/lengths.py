@@ -54,7 +54,6 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
 
-# In slots: only a slot overrides the contract's read-only `key_tokens` with an option.
 @attrs.define(eq=False)
 class Lengths(Workload):
     """Arrival times and lengths out of a table, CSV or TSV; its requests share nothing.
@@ -72,11 +71,11 @@ class Lengths(Workload):
     Agrawal et al., Vidur, MLSys'24.
 
     Attributes:
-        path: the file.
+        path: path of the file.
         time, input, output: the columns of arrivals, prompt and output lengths.
-        session, tenant: those of what a request belongs to, and of whom.
-        unit: of times that are numbers: s, ms, us, ns.
-        key_tokens: tokens a key would stand for; what a cache takes as its block size.
+        session, tenant: the columns of the session and the tenant of a request.
+        unit: unit of times that are numbers: s, ms, us, ns.
+        key_tokens: tokens a key would stand for; the block size of a cache that serves it.
     """
 
     name: ClassVar[str] = "lengths"
@@ -91,7 +90,7 @@ class Lengths(Workload):
     key_tokens: int = attrs.field(default=16, validator=ge(1))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a row. Holds one row at a time."""
+        """Yield one request for each row. Keeps one row in memory."""
         source = lines(self.path)
         number, line = next(source)
         delimiter = _delimiter(line)
@@ -142,7 +141,7 @@ class Lengths(Workload):
         return all(_usual(role, header) for role in ("time", "input", "output"))
 
     def _columns(self, number: int, header: list[str]) -> dict[str, str]:
-        """Return the name of the column of each role, of those that there are."""
+        """Return the name of the column of each role that the table has."""
         columns = {}
         for role in USUAL:
             given = getattr(self, role)
@@ -172,7 +171,7 @@ class Lengths(Workload):
 
 
 def _delimiter(header: bytes) -> str:
-    """Return what stands between the columns: a tab, semicolon or comma."""
+    """Return the mark between the columns: a tab, semicolon or comma."""
     return next((mark for mark in "\t;" if mark.encode() in header), ",")
 
 
@@ -183,7 +182,7 @@ def _split(line: bytes, delimiter: str) -> list[str]:
 
 
 def _usual(role: str, header: list[str]) -> str | None:
-    """Return the first column of a header that is called as columns of that role are."""
+    """Return the first column of a header that has a usual name of that role."""
     known = USUAL[role].split()
     return next((name for name in header if _LETTERS.sub("", name.lower()) in known), None)
 

@@ -22,7 +22,7 @@ from kvcore_plugins.workload.rows import Row, field_names, rows
 _HASH = re.compile(r"-?0x[0-9a-fA-F]{1,128}")
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class LMCache(Workload):
     """Requests as an LMCache server looked them up, with a key for every full chunk.
 
@@ -40,7 +40,7 @@ class LMCache(Workload):
     (`--lookup-hash-log-dir`).
 
     Attributes:
-        path: the file.
+        path: path of the file.
         model: read only the rows of this `model_name`; None: all.
         output_tokens: tokens that each request generates, which the log does not record.
     """
@@ -52,7 +52,7 @@ class LMCache(Workload):
     output_tokens: int = attrs.field(default=0, validator=ge(0))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a row. Holds one row at a time."""
+        """Yield one request for each row. Keeps one row in memory."""
         key_tokens = self.key_tokens
         first, latest = None, 0
         for row in self._rows():

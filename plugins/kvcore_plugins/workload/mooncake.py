@@ -21,7 +21,7 @@ BUNDLED_REQUESTS = 12_031
 _MILLISECOND = NS_PER_S // 1000
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class Mooncake(Workload):
     """Requests of a deployed chat service, with one key for every 512 prompt tokens.
 
@@ -40,7 +40,7 @@ class Mooncake(Workload):
     path: Path | None = attrs.field(default=None, converter=optional(Path))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a row. Holds one row at a time."""
+        """Yield one request for each row. Keeps one row in memory."""
         earliest = 0
         for row in rows(self._file):
             arrival = row.natural("timestamp", below=INT64_LIMIT // _MILLISECOND)

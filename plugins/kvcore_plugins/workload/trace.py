@@ -1,4 +1,4 @@
-"""A recorded run as a workload: its requests, under the name of whatever they came from."""
+"""A recorded run as a workload: its requests, with the digest of the recorded workload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcore.trace import TraceWorkload
 from kvcore.workloads import file_digest
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class Recording(Workload):
     """The requests of a kvcore trace that is whole, every line of which is checked.
 
@@ -31,7 +31,7 @@ class Recording(Workload):
     path: Path = attrs.field(converter=Path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a REQUEST line. Holds one line at a time.
+        """Yield one request for each REQUEST line. Keeps one line in memory.
 
         Raises:
             TraceError: a line is damaged, or the file is cut.

@@ -26,7 +26,7 @@ _KEY_TOKENS = 64
 _KEY_BITS = 32
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(eq=False)
 class Weka(Workload):
     """Sessions of coding agents, subagents included, merged into one stream.
 
@@ -45,9 +45,9 @@ class Weka(Workload):
     what the recording leaves between the two.
 
     Attributes:
-        path: the file.
+        path: path of the file.
         stagger: mean seconds between the starts of two sessions; 0 starts all at once.
-        seed: of the random starts.
+        seed: seed of the random starts.
     """
 
     name: ClassVar[str] = "weka"
@@ -58,7 +58,7 @@ class Weka(Workload):
     seed: int = 0
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a turn. Holds the sessions that run at that time."""
+        """Yield one request for each turn. Keeps the running sessions in memory."""
         draw = Random(self.seed).random  # noqa: S311 - a workload, not a secret
         start = 0
         ids: set[str] = set()
@@ -97,7 +97,7 @@ class _Turn:
 
 @attrs.define(eq=False)
 class _Session:
-    """A session that runs: its turns are taken off `turns` from the end."""
+    """A running session; `turns` are those to come, the next one last."""
 
     id: str
     start: int

@@ -28,7 +28,6 @@ _WEIGHT = 2**60
 _MANY = 10_000_000
 
 
-# In slots: only a slot overrides the contract's read-only `key_tokens` with an option.
 @attrs.define(eq=False)
 class Zipf(Workload):
     """Prompts of a Zipf-popular prefix and a suffix of their own.
@@ -79,7 +78,7 @@ class Zipf(Workload):
             raise InputError(msg)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests. Holds one number a prefix."""
+        """Yield the requests. Keeps one number for each prefix in memory."""
         prompt = self.prefix_tokens + self.suffix_tokens
         own = -(-prompt // self.key_tokens) - self._shared_keys
         fresh = self.prefixes * self._shared_keys

@@ -82,11 +82,13 @@ class Table:
 class BlockCache:
     """The calls of `KVCache`, and the attributes that a driver reads."""
 
-    def __init__(self, blocks, block_size, policy, *, count="tokens", key_tokens, recompute):
+    def __init__(
+        self, blocks, block_size, policy, *, accounting="tokens", key_tokens, recompute
+    ):
         self.blocks = blocks
         self.block_size = block_size
         self.key_tokens = key_tokens
-        self.count = count
+        self.accounting = accounting
         self.policy = self.eviction = policy
         self.recompute = recompute
         self.pool = self.geometry = self
@@ -101,7 +103,7 @@ class BlockCache:
 
     def length(self, request):
         """Return the tokens of the prompt."""
-        if self.count == "keys":
+        if self.accounting == "keys":
             return len(request.keys) * self.key_tokens
         return request.prompt_tokens
 
@@ -119,7 +121,7 @@ class BlockCache:
 
     def limit(self, request):
         """Return how many blocks may hit; in `tokens` counting the last token may not."""
-        if self.count == "keys":
+        if self.accounting == "keys":
             return self.cacheable(request)
         return min(self.cacheable(request), (request.prompt_tokens - 1) // self.block_size)
 
@@ -139,7 +141,7 @@ class BlockCache:
         """Return how many blocks would hit."""
         return len(self._match(request, now)[0])
 
-    def open(self, request, first_tokens=None, now=0, *, again=False):
+    def open(self, request, first_tokens=None, now=0, *, resumed=False):
         """Admit a request, if what it needs is free or can be evicted."""
         hit, expired = self._match(request, now)
         tokens = self.length(request)
@@ -169,12 +171,12 @@ class BlockCache:
         self._allocate(table, need, now)
         for block in hit:
             block.last_access = now
-            if not again:
+            if not resumed:
                 block.hit_count += 1
                 block.last_hit_order = table.admission
                 block.history += (("hit", table.id),)
                 self.policy.on_access(block, now)
-        if not again:
+        if not resumed:
             self._raise_expiry(hit)
             self._promise(table, hit, now)
         return table

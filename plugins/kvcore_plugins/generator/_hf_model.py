@@ -11,11 +11,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from kvcore import InputError
 from kvcore.models.spec import ModelSpec
+from kvcore_plugins.backend._pool import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,16 +29,8 @@ IMPLEMENTATION = "kvcore"
 """The name under which transformers finds attention through a paged cache."""
 
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
-
-
-class Paged(Cache):
-    """What a model takes for its cache when its K/V is in blocks."""
+class AttentionCache(Cache):
+    """The `past_key_values` of a model whose attention is computed by its cache."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -47,7 +39,7 @@ class Paged(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it."""
+        """Store the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it."""
 
     @abstractmethod
     def attention(
@@ -55,18 +47,20 @@ class Paged(Cache):
     ) -> Tensor:
         """Return attention's output for the new tokens, `[batch, tokens, heads, width]`.
 
-        The K/V given is what `update` returned. Options are those of `Backend.attend`.
+        Queries are `[batch, query_heads, tokens, width]`, keys and values what `update`
+        returned. Options are those of `Backend.attend`.
         """
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the length and the offset of a mask that nobody makes."""
+        """Return the length and the offset of a mask, which `_no_mask` does not make."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
-class Packed(Paged):
-    """A ragged batch that runs as one row of tokens, its K/V going through `attend`."""
+class PackedCache(AttentionCache):
+    """The cache of a ragged batch that runs as one row of tokens, through `attend`."""
 
     def __init__(self, attend: Attend) -> None:
+        """Store the function that stores K/V and attends."""
         super().__init__()
         self._attend = attend
 
@@ -78,45 +72,45 @@ class Packed(Paged):
         *_: Any,
         **__: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the new K/V as it is: it is stored together with being attended to."""
+        """Return the new K/V: `attention` stores it."""
         return key_states, value_states
 
     def attention(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
     ) -> Tensor:
-        """Store the step's K/V and attend, all in one call."""
-        rows = in_rows(queries), in_rows(keys), in_rows(values)
+        """Store the step's K/V and attend, in one call."""
+        rows = as_rows(queries), as_rows(keys), as_rows(values)
         out: Tensor = self._attend(layer, *rows, **options)
         return out.unsqueeze(0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: every token comes with its position, none is counted from here."""
+        """Return 0: every token comes with its position."""
         return 0
 
 
-def in_rows(states: Tensor) -> Tensor:
+def as_rows(states: Tensor) -> Tensor:
     """Return `[batch, heads, tokens, width]` as `[batch × tokens, heads, width]`."""
     return states.transpose(1, 2).flatten(0, 1)
 
 
-def paged_attention(
+def _paged_attention(
     module: Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: object,  # noqa: ARG001 - what may be attended to is known by the blocks
+    attention_mask: object,  # noqa: ARG001 - the blocks determine what is attended to
     *,
-    paged: Paged | None = None,
+    paged: AttentionCache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend through the cache of the step: what transformers calls in every layer.
+    """Attend through the cache of the step. Called by transformers in every layer.
 
     Raises:
-        InputError: no paged cache is attached, or the layer wants of attention what a
-            backend does not do: it names it.
+        InputError: no paged cache is attached, or the layer asks for a kind of attention
+            that no backend computes; names it.
     """
     if paged is None:
         msg = (
@@ -142,18 +136,18 @@ def _given(options: dict[str, Any], name: str) -> bool:
     return options.get(name) is not None
 
 
-def no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask: padding is not stored, and a backend knows what is causal."""
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Make no mask: padding is not stored, and backends attend causally."""
 
 
 def switch_over(model: PreTrainedModel) -> str:
-    """Let `model` attend through paged caches; return what it did before.
+    """Make `model` attend through paged caches; return the name of its attention before.
 
     Raises:
-        InputError: a model that does not call attention by name.
+        InputError: the model does not call attention by name.
     """
-    AttentionInterface.register(IMPLEMENTATION, paged_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, no_mask)
+    AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     before: str = model.config._attn_implementation  # noqa: SLF001 - it has no other name
     if not getattr(model, "_supports_attention_backend", False):
         msg = (
@@ -169,7 +163,7 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
     """Return the shape of a decoder-only `model`, its parameters counted. O(tensors).
 
     Raises:
-        InputError: K/V that is not one K and one V of one width a head in every layer.
+        InputError: K/V is not one K and one V of one width for each head in every layer.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = _layer_types(model, config)
@@ -194,7 +188,7 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
         hidden_size=config.hidden_size,
         parameters=total,
         active_parameters=total - idle,
-        dtype=dtype.replace("fp64", "fp32"),  # what references compute in is never released
+        dtype=dtype.replace("fp64", "fp32"),  # no weights are released in fp64
         experts=count,
         experts_per_token=taken,
         windows=tuple(
@@ -204,19 +198,19 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
 
 
 def dtype_of(model: PreTrainedModel) -> str:
-    """Return the dtype of the weights by our name.
+    """Return the dtype of the weights, one of `TENSOR_DTYPES`.
 
     Raises:
-        InputError: one that K/V is not computed in.
+        InputError: K/V is not computed in this dtype.
     """
-    for name, dtype in DTYPES.items():
+    for name, dtype in TORCH_DTYPES.items():
         if model.dtype == dtype:
             return name
-    return _refuse(model, f"computes in {model.dtype}; one of {', '.join(DTYPES)} can")
+    return _refuse(model, f"computes in {model.dtype}; one of {', '.join(TORCH_DTYPES)} can")
 
 
 def _layer_types(model: PreTrainedModel, config: PreTrainedConfig) -> list[str]:
-    """Return what each layer attends to: `full_attention` or `sliding_attention`."""
+    """Return the kind of each layer: `full_attention` or `sliding_attention`."""
     if model.config.is_encoder_decoder:
         _refuse(model, "is an encoder with a decoder; a decoder-only model can")
     if getattr(config, "kv_lora_rank", None):

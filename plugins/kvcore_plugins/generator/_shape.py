@@ -1,4 +1,4 @@
-"""The shape a generator takes: that of a model, with what options say otherwise."""
+"""The shape of a generator: that of a model, with the sizes that options replace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 from kvcore import Generator, InputError
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.models.catalogue import find_model
-from kvcore.models.spec import MOST_LAYERS, ModelSpec
+from kvcore.models.spec import MAX_LAYERS, ModelSpec
 
 
 def resized(
@@ -21,14 +21,14 @@ def resized(
     head_dim: int | None = None,
     hidden: int | None = None,
 ) -> ModelSpec:
-    """Return `model`, or the well-known model of that name, with other sizes.
+    """Return `model`, or the catalogue's model of that name, with other sizes.
 
-    With `kv_heads` alone as many query heads share one as before. More layers than the
+    With `kv_heads` alone, as many query heads share one as before. More layers than the
     model has repeat its windows.
 
     Raises:
-        InputError: an unknown model, sizes that contradict one another, or a model that
-            stores a latent in place of K/V heads.
+        InputError: the model is unknown or stores a latent in place of K/V heads, or the
+            sizes contradict one another.
     """
     spec = find_model(model) if isinstance(model, str) else model
     if spec.latent:
@@ -48,12 +48,16 @@ def resized(
         head_dim=spec.head_dim if head_dim is None else head_dim,
         value_dim=spec.value_dim if head_dim is None else head_dim,
         hidden_size=spec.hidden_size if hidden is None else hidden,
-        windows=tuple(islice(cycle(spec.windows), max(0, min(layers, MOST_LAYERS)))),
+        windows=tuple(islice(cycle(spec.windows), max(0, min(layers, MAX_LAYERS)))),
     )
 
 
 def checked_dtype(generator: Generator, dtype: str) -> str:
-    """Return `dtype` if tensors can have it. Raises InputError otherwise."""
+    """Return `dtype`.
+
+    Raises:
+        InputError: no tensor has this dtype.
+    """
     if dtype not in TENSOR_DTYPES:
         known = ", ".join(TENSOR_DTYPES)
         msg = f"generator {generator.name!r} cannot compute in {dtype!r}; it can in: {known}"

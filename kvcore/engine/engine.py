@@ -1,4 +1,4 @@
-"""Serve a workload on tensors: what is simulated elsewhere is computed here."""
+"""Serve a workload by computing it on tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from kvcore.engine.executor import Clock, TensorExecutor
 from kvcore.engine.generator import Generator
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
-from kvcore.serving import LatencyModel, Scheduler
-from kvcore.serving.batching import Batching
+from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve
@@ -21,12 +20,12 @@ from kvcore.serving.simulate import check_cache, serve
 
 @attrs.frozen(slots=False, eq=False, kw_only=True)
 class RunResult(Result):
-    """What a run on tensors came to: as of a simulation, and what was generated.
+    """Result of a run on tensors: that of a simulation, and what was generated.
 
     Attributes:
-        outputs: token ids generated, by request id.
-        steps: what each step took, under the wall clock.
-        scheduler: who ran.
+        outputs: generated token ids, by request id.
+        steps: duration of each step, under the wall clock; empty under the model's.
+        scheduler: the scheduler of the run.
     """
 
     outputs: dict[int | str, list[int]]
@@ -38,8 +37,8 @@ def run(
     workload: Iterable[Request],
     *,
     cache: KVCache,
-    generator: Generator,
-    backend: Backend,
+    generator: Generator | type[Generator] | str,
+    backend: Backend | type[Backend] | str,
     dtype: str = "fp32",
     scheduler: Scheduler | None = None,
     latency: LatencyModel | None = None,
@@ -54,31 +53,35 @@ def run(
 ) -> RunResult:
     """Serve `workload` by computing it. All decisions are those of `simulate`.
 
-    Token ids follow from the requests' keys (see `TokenStream`), so that what has an equal
-    key has equal K/V. The whole pool is allocated on the backend's device.
+    Token ids are derived from the block keys of the requests (see `TokenStream`), so equal
+    keys have equal K/V. The whole pool is allocated on the backend's device.
 
     Args:
-        workload: as for `simulate`; requests from text are made by `text_request`.
-        cache: likewise, with block ids: made with `ids=True` or a trace.
-        generator: what computes K/V and next tokens; a new one for each run.
-        backend: where K/V lies; a new one for each run.
-        dtype: what is computed in, one of `TENSOR_DTYPES`.
-        scheduler: as for `simulate`.
-        latency: likewise.
-        batching: likewise.
-        slo: likewise.
-        rate_scale: likewise.
-        fragmentation: likewise.
-        residency: likewise.
+        workload: a workload, or requests in order of arrival; `text_request` makes requests
+            from text.
+        cache: a new cache that counts tokens and has block ids: made with `ids=True` or
+            with a trace.
+        generator: computes K/V and next tokens; an instance that is not in use, a class, or
+            a text such as `transformer:layers=1`.
+        backend: stores K/V and computes attention; given as the generator is.
+        dtype: dtype of the computation, one of `TENSOR_DTYPES`.
+        scheduler: decides which jobs run; None is the `fcfs` plugin.
+        latency: gives the duration of a step under the model's clock; None is the
+            `roofline` plugin.
+        batching: caps of a step; None is `Batching()`.
+        slo: SLO of the requests that bring none of their own.
+        rate_scale: factor by which open-loop requests arrive faster than recorded.
         clock: `model`: a step takes as long as `latency` says, so that a trace is that of
             `simulate` but for its header; `wall`: as long as it takes here. Requests
-            arrive by the same clock, and nobody waits for them.
+            arrive by the same clock, without waiting for it.
         stop_at_eos: whether a text may end before its output is complete; wall clock only.
-        seed: of samples.
+        seed: seed of token ids and samples.
+        fragmentation: whether to measure the use of memory, as for `simulate`.
+        residency: whether to measure how long blocks rest, as for `simulate`.
 
     Raises:
-        InputError: parts that do not fit one another, a dtype or shape that the backend or
-            the generator does not take, or a workload out of order.
+        InputError: the arguments do not fit one another, the backend or the generator
+            cannot compute in this dtype or shape, or the workload is out of order.
         PolicyError: a plugin failed, or the scheduler lets nothing run.
         StorageError: the pool does not fit into the device's memory.
     """
@@ -89,8 +92,8 @@ def run(
     batching = Batching() if batching is None else batching
     executor = TensorExecutor(
         cache,
-        generator,
-        backend,
+        resolve("generator", generator),
+        resolve("backend", backend),
         latency,
         dtype=dtype,
         clock=clock,
@@ -113,7 +116,7 @@ def run(
         cache=cache,
         batching=batching,
         latency=latency,
-        fragmentation=None if loop.occupancy is None else loop.occupancy.summary(),
+        fragmentation=loop.fragmentation(),
         wall_s=took,
         outputs={name: stream.output for name, stream in executor.streams.items()},
         steps=executor.measured,

@@ -1,4 +1,4 @@
-"""The transformer itself, on torch: weights, and a pass over a ragged batch of tokens."""
+"""The network of the `transformer` generator: weights, and a pass over a ragged batch."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ class Layer:
     """The weights of a layer, `[in, out]`.
 
     Attributes:
-        before_attention, before_mlp: gains of the norms, `[hidden]`.
-        into: to queries, keys and values, side by side.
-        out: from the heads' values.
-        widen: to the MLP's gate and its values, side by side.
-        narrow: from them.
+        attention_norm, mlp_norm: gains of the norms before attention and MLP, `[hidden]`.
+        qkv: projection to queries, keys and values, side by side.
+        out: projection of the heads' outputs, back to `hidden`.
+        gate_up: projection to the MLP's gate and up values, side by side.
+        down: projection of the MLP back to `hidden`.
     """
 
-    before_attention: Tensor
-    into: Tensor
+    attention_norm: Tensor
+    qkv: Tensor
     out: Tensor
-    before_mlp: Tensor
-    widen: Tensor
-    narrow: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
 
 
 class Decoder:
     """A stack of layers between an embedding and a head, with random weights.
 
-    Matrices have a standard deviation of 1 / sqrt(in), so that what comes out is as large
-    as what goes in; gains are near 1.
+    Matrices have a standard deviation of 1 / sqrt(in), so that outputs are as large as
+    inputs; gains are near 1.
 
     Args:
         spec: layers, heads, widths, windows.
         mlp: width of the MLP.
-        vocabulary: token ids there are.
+        vocabulary: number of token ids.
         theta: base of the rotary wavelengths.
-        seed: of the weights.
-        place: puts weights, drawn in fp32 on the host, where and into what they belong.
+        seed: seed of the weights.
+        place: returns weights, which are drawn in fp32 on the host, on the device and in
+            the dtype of the model.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Decoder:
 
         hidden = spec.hidden_size
         self.spec = spec
-        # What a layer computes of a token: queries, keys and values.
+        # Heads and width of the queries, keys and values that a layer computes.
         self.shapes = (
             (spec.query_heads, spec.head_dim),
             (spec.kv_heads, spec.head_dim),
@@ -97,13 +98,16 @@ class Decoder:
         self.speeds = (theta**-pairs).to(self.embedding.device)
 
     def states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the states after the last layer, `[tokens, hidden]`."""
+        """Return the hidden states after the last layer, `[rows, hidden]`.
+
+        `tokens` and `positions` are `[rows]`.
+        """
         spec = self.spec
         x = self.embedding[tokens]
         angles = positions[:, None, None] * self.speeds
         turn = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for index, (layer, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
-            y = self._normed(x, layer.before_attention) @ layer.into
+            y = self._normed(x, layer.attention_norm) @ layer.qkv
             queries, keys, values = (
                 part.reshape(-1, *shape)
                 for part, shape in zip(
@@ -118,12 +122,12 @@ class Decoder:
                 window=window,
             )
             x = x + heads.flatten(1) @ layer.out
-            gate, up = (self._normed(x, layer.before_mlp) @ layer.widen).chunk(2, dim=-1)
-            x = x + (silu(gate) * up) @ layer.narrow
+            gate, up = (self._normed(x, layer.mlp_norm) @ layer.gate_up).chunk(2, dim=-1)
+            x = x + (silu(gate) * up) @ layer.down
         return x
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return `[tokens, vocabulary]` logits of states."""
+        """Return the logits of hidden states, `[rows, vocabulary]`."""
         return self._normed(states, self.last_gain) @ self.head
 
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
@@ -131,7 +135,10 @@ class Decoder:
 
 
 def rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn dimension i and i + half of each head by the position's i-th angle."""
+    """Rotate dimensions i and i + half of each head by the i-th angle of the position.
+
+    `x` is `[rows, heads, width]`; `turn` has the cosines and sines, `[rows, 1, width / 2]`.
+    """
     cos, sin = turn
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

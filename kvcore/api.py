@@ -1,0 +1,408 @@
+"""The three calls that most programs need: simulate, run and compare, from names.
+
+Each also takes objects where it takes names. The rooms below are imported by the first call
+that needs them, so that `import kvcore` stays light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
+
+import attrs
+
+from kvcore.cache import KVCache
+from kvcore.engine import RunResult
+from kvcore.engine.engine import run as run_engine
+from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
+from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.plugins import Plugins, resolve
+from kvcore.plugins.options import Spec
+from kvcore.request import SLO, Request
+from kvcore.serving import Batching, Result
+from kvcore.serving.simulate import simulate as run_simulation
+from kvcore.trace import Trace
+from kvcore.workloads import Workload
+
+if TYPE_CHECKING:
+    from kvcore.analysis import Comparison
+    from kvcore.analysis.comparison import Policy
+    from kvcore.cache import PrefixIndex
+    from kvcore.config import EngineParts, RunParts
+    from kvcore.config.values import PluginChoice
+    from kvcore.models.cost import PrefillCost
+    from kvcore.progress import Progress
+
+Source: TypeAlias = str | PathLike[str] | Spec | Workload | Iterable[Request]
+"""Where requests come from: a plugin's name with options, a file, a workload, or requests."""
+
+PLUGINS = ("scheduler", "latency", "generator", "backend")
+
+SERVING = ("scheduler", "latency", "batching", "slo", "rate_scale")
+"""Options that go with a cache of the caller's."""
+
+COMPUTING = ("generator", "backend", "dtype", "clock", "stop_at_eos", "seed")
+"""Options that go with one in a run on tensors."""
+
+
+class PoolOptions(TypedDict, total=False):
+    """Options of the cache that is built, and of what is served on what; see `RunConfig`."""
+
+    model: str | ModelSpec | None
+    device: str | DeviceSpec
+    tensor_parallel: int
+    kv_dtype: str
+    block_size: int | None
+    blocks: int | None
+    memory: int | str | None
+    eviction: PluginChoice
+    prefix: PluginChoice
+    retention: PluginChoice | None
+
+
+class ServingOptions(PoolOptions, total=False):
+    """Options of a run under a clock; see `RunConfig`."""
+
+    scheduler: PluginChoice | None
+    latency: PluginChoice | None
+    batching: Batching | Mapping[str, Any] | None
+    max_tokens: int
+    max_seqs: int
+    steps: Literal["mixed", "prefill-first"]
+    chunked: bool
+    watermark: float
+    rate_scale: float
+    slo: SLO | str | Mapping[str, float] | None
+    seed: int | None
+    allocation: Literal["paged", "contiguous"]
+
+
+class EngineOptions(ServingOptions, total=False):
+    """Options of a run on tensors; see `RunConfig`."""
+
+    generator: PluginChoice
+    backend: PluginChoice
+    dtype: str
+    clock: Literal["model", "wall"]
+    limit: int | None
+    shrink: int | None
+    stop_at_eos: bool
+
+
+def simulate(
+    workload: Source = "mooncake",
+    *,
+    cache: KVCache | None = None,
+    max_output: int | None = None,
+    fragmentation: bool = False,
+    residency: bool = True,
+    jumps: bool = True,
+    trace: str | PathLike[str] | None = None,
+    plugins: Plugins | None = None,
+    **options: Unpack[ServingOptions],
+) -> Result:
+    """Serve a workload in the time that a latency model gives.
+
+    `kvcore.simulate("mooncake", model="llama-3-8b", device="h100", scheduler="srpt")` builds
+    what `kvcore simulate` builds: the pool is what the GPUs leave beside the weights, and
+    defaults are those of the command. With a `cache` of your own, only options of what serves
+    requests are taken, and what is left out is as in `kvcore.serving.simulate`.
+
+    Args:
+        workload: where the requests come from. Without a `cache`, requests need a workload.
+        cache: a new cache that accounts for tokens; None: one is built from the options.
+        max_output: for `allocation="contiguous"`, the longest possible output in tokens;
+            None: the longest of the workload.
+        fragmentation: whether to measure what memory is used for.
+        residency: whether to measure how long blocks rest.
+        jumps: whether decode steps between two events are run as one.
+        trace: the file to write every decision to.
+        plugins: where names are looked up; None: what is installed.
+        options: options of `RunConfig`, and `batching`, which gives several of them.
+
+    Raises:
+        InputError: an option that there is not, parts that do not fit one another, or a
+            workload out of order.
+        PluginError: a plugin that cannot work here.
+        PolicyError: a plugin failed, or the scheduler lets nothing run.
+    """
+    measured: dict[str, Any] = {
+        "max_output": max_output,
+        "fragmentation": fragmentation,
+        "residency": residency,
+        "jumps": jumps,
+    }
+    if cache is not None:
+        _refuse_trace(trace)
+        kept = _kept(options, (*SERVING, "allocation"))
+        return run_simulation(
+            _opened(workload, plugins), cache=cache, **_resolved(kept, plugins), **measured
+        )
+    from kvcore.config import RunConfig, RunParts  # noqa: PLC0415 - `import kvcore` is light
+
+    config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
+    parts = RunParts(config, plugins)
+    with _traced(parts, trace) as written:
+        return run_simulation(
+            parts.workload,
+            cache=parts.cache(written),
+            scheduler=parts.scheduler(),
+            latency=parts.latency(),
+            batching=parts.batching,
+            slo=parts.slo,
+            rate_scale=config.rate_scale,
+            allocation=config.allocation,
+            **measured,
+        )
+
+
+def run(
+    workload: Source = "mooncake",
+    *,
+    cache: KVCache | None = None,
+    prompts: Sequence[str] = (),
+    max_output: int | None = None,
+    fragmentation: bool = False,
+    residency: bool = True,
+    trace: str | PathLike[str] | None = None,
+    plugins: Plugins | None = None,
+    **options: Unpack[EngineOptions],
+) -> RunResult:
+    """Serve a workload, or texts, by computing it on tensors.
+
+    `kvcore.run("mooncake", limit=5)` builds what `kvcore run` builds: a tiny transformer on
+    the CPU serves the first requests, with lengths divided so that a key is a block. With a
+    `cache` of your own (made with `ids=True` or a trace), only options of what serves and
+    computes are taken.
+
+    Args:
+        workload: where the requests come from.
+        cache: a new cache that accounts for tokens; None: one is built from the options.
+        prompts: texts to continue, in place of a workload.
+        max_output: tokens to generate for each text; None: 16.
+        fragmentation: whether to measure what memory is used for.
+        residency: whether to measure how long blocks rest.
+        trace: the file to write every decision to.
+        plugins: where names are looked up; None: what is installed.
+        options: options of `RunConfig`, and `batching`, which gives several of them.
+
+    Raises:
+        InputError: as for `simulate`, or a dtype or shape that backend or generator lack.
+        PluginError: a plugin that cannot work here.
+        PolicyError: a plugin failed, or the scheduler lets nothing run.
+        StorageError: the pool does not fit into the memory of the device.
+    """
+    if cache is not None:
+        _refuse_trace(trace)
+        kept: dict[str, Any] = {"generator": "transformer", "backend": "torch-cpu"}
+        kept |= _kept(options, (*SERVING, *COMPUTING))
+        return run_engine(
+            _opened(workload, plugins),
+            cache=cache,
+            fragmentation=fragmentation,
+            residency=residency,
+            **_resolved(kept, plugins),
+        )
+    from kvcore.config import EngineParts, RunConfig  # noqa: PLC0415 - `import kvcore` is light
+
+    config = RunConfig.of("run", workload=_given(workload), **_flat(options))
+    parts = EngineParts(config, plugins, prompts=prompts, max_output=max_output)
+    with _traced(parts, trace) as written:
+        return run_engine(
+            parts.workload,
+            cache=parts.cache(written),
+            generator=parts.generator,
+            backend=parts.backend,
+            dtype=config.dtype,
+            scheduler=parts.scheduler(),
+            latency=parts.latency(),
+            batching=parts.batching,
+            slo=parts.slo,
+            rate_scale=config.rate_scale,
+            clock=config.clock,
+            stop_at_eos=config.stop_at_eos,
+            seed=config.seed or 0,
+            fragmentation=fragmentation,
+            residency=residency,
+        )
+
+
+def compare(
+    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    policies: Policy | Iterable[Policy] = "lru,fifo,lfu,slru,cost,random,belady",
+    blocks: int | Iterable[int] | None = None,
+    *,
+    memory: int | str | Iterable[int | str] | None = None,
+    model: str | ModelSpec = "llama-3-8b",
+    device: str | DeviceSpec = "h100",
+    kv_dtype: str = "fp16",
+    block_size: int | None = None,
+    accounting: Literal["keys", "tokens"] = "keys",
+    prefix: PluginChoice = "radix",
+    recompute: PrefillCost | None = None,
+    seed: int | None = None,
+    trace: str | PathLike[str] | None = None,
+    residency: bool = False,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Replay a workload, serial and untimed, under each policy in a pool of each size.
+
+    `kvcore.compare("mooncake", ["lru", MyPolicy, "belady"], blocks=[5_859])` says how far
+    each policy is from the optimum, which Belady's algorithm hits.
+
+    Args:
+        workload: a plugin's name with options, the path of a file, or a workload.
+        policies: one or several: names with options (one text may hold several), policy
+            classes, functions that build a policy, and `belady` or its alias `optimum`.
+        blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
+        memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`.
+        model: the model whose K/V is cached.
+        device: the GPU that would compute a block again.
+        kv_dtype: number format in which K/V is kept, which sizes a block.
+        block_size: tokens a block holds; None: as many as a key of the workload.
+        accounting: how blocks are counted.
+        prefix: the prefix cache.
+        recompute: what it costs to compute a block again; None: that of model and device.
+        seed: of the named policies that have an option `seed` and do not set it.
+        trace: the file to write every decision to; with one policy and one size.
+        residency: whether to measure how long blocks rest.
+        plugins: where names are looked up; None: what is installed.
+        progress: is given the number of requests that have been replayed; None: nothing is.
+
+    Raises:
+        InputError: as `kvcore.analysis.compare`, or an option that cannot be.
+        PluginError: a plugin that cannot work here.
+        PolicyError: a policy failed.
+    """
+    from kvcore.analysis import compare as compare_policies  # noqa: PLC0415 - as above
+    from kvcore.config import RunConfig, RunParts  # noqa: PLC0415 - as above
+
+    plugins = plugins or Plugins()
+    config = RunConfig.of(
+        "compare",
+        workload=_given(workload),
+        model=model,
+        device=device,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        accounting=accounting,
+        seed=seed,
+        blocks=1,  # of no pool here: the sizes are those of the rows
+    )
+    parts = RunParts(config, plugins)
+    if memory is not None:
+        if blocks is not None:
+            msg = "blocks and memory both say how large the pool is: give one of them"
+            raise InputError(msg)
+        sizes = [memory] if isinstance(memory, int | str) else memory
+        blocks = [parts.blocks_in(size) for size in sizes]
+    make: str | type[PrefixIndex] = str(prefix) if isinstance(prefix, Spec) else prefix  # type: ignore[assignment]
+    return compare_policies(
+        parts.workload,
+        policies,
+        blocks,
+        block_size=parts.geometry.block_size,
+        accounting=accounting,
+        prefix=make,
+        recompute=recompute or parts.recompute,
+        seed=seed,
+        trace=trace,
+        residency=residency,
+        plugins=plugins,
+        progress=progress,
+    )
+
+
+def _given(workload: object) -> Any:
+    """Return a workload as `RunConfig` takes it.
+
+    Raises:
+        InputError: requests alone, which do not say how long a key is.
+    """
+    if isinstance(workload, str | Spec | Workload):
+        return workload
+    if isinstance(workload, PathLike):
+        return Path(fspath(workload))
+    msg = (
+        f"{workload!r:.60} is no workload: give a name, a file or a Workload, or a cache made "
+        "for these requests"
+    )
+    raise InputError(msg)
+
+
+def _opened(workload: Source, plugins: Plugins | None) -> Iterable[Request]:
+    """Return the requests of a workload, which is opened if it is a name or a path."""
+    if not isinstance(workload, str | Spec | PathLike):
+        return workload
+    from kvcore.config import find_workload  # noqa: PLC0415 - as above
+
+    text = str(Path(workload).absolute()) if isinstance(workload, PathLike) else str(workload)
+    return find_workload(text, plugins or Plugins())
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the caps of `batching` among them, and without what is None."""
+    flat = {
+        name: value
+        for name, value in options.items()
+        if not (value is None and name in ("scheduler", "latency", "batching"))
+    }
+    caps = flat.pop("batching", {})
+    return {**flat, **(attrs.asdict(caps) if isinstance(caps, Batching) else caps)}
+
+
+def _kept(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Return the options that go with a cache of the caller's.
+
+    Raises:
+        InputError: an option of the cache that would be built without it.
+    """
+    for name in options:
+        if name not in known:
+            msg = (
+                f"{name}= is for a cache that is built here; with cache= there are: "
+                f"{', '.join(known)}"
+            )
+            raise InputError(msg)
+    kept = dict(options)
+    slo = kept.get("slo")
+    if isinstance(slo, str | Mapping):
+        from kvcore.config.run_config import read_option  # noqa: PLC0415 - as above
+
+        kept["slo"] = read_option("slo", slo)
+    return kept
+
+
+def _resolved(options: Mapping[str, Any], plugins: Plugins | None) -> dict[str, Any]:
+    """Return options with their plugins built, names by `plugins`."""
+    return {
+        name: resolve(name, value, plugins=plugins) if name in PLUGINS else value
+        for name, value in options.items()
+        if value is not None
+    }
+
+
+def _refuse_trace(trace: object) -> None:
+    if trace is not None:
+        msg = (
+            "trace= is for a cache that is built here; make yours with KVCache(..., trace=...)"
+        )
+        raise InputError(msg)
+
+
+@contextmanager
+def _traced(
+    parts: RunParts | EngineParts, path: str | PathLike[str] | None
+) -> Iterator[Trace | None]:
+    """Open the trace of a run, if it is to have one."""
+    if path is None:
+        yield None
+        return
+    refuse_overwrite(path, parts.workload.options().values())
+    with Trace(path, **parts.header()) as trace:
+        yield trace

@@ -1,0 +1,707 @@
+"""The tree of cached spans: what is shared, who pins it, and what leaves it.
+
+A span is a run of cached blocks, and its children continue it. What is looked up where is
+the matter of a `PrefixIndex`; all that changes spans is here, and the same for every index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Keys
+from typing import Any, Literal, NamedTuple
+
+from kvcore.cache.eviction import EvictionPolicy
+from kvcore.cache.hints import (
+    hinted_ranges,
+    may_append,
+    raise_expiry_above,
+    raise_priority,
+    raise_priority_above,
+    reset_lapsed_priority,
+)
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.prefix import PrefixIndex
+from kvcore.cache.recorder import Recorder
+from kvcore.cache.residency import Residency
+from kvcore.cache.sequence import Sequence
+from kvcore.cache.span import Span
+from kvcore.errors import PolicyError
+from kvcore.plugins import Plugin, find_override, policy_error
+from kvcore.request import DEFAULT_PRIORITY, Key
+
+
+class PrefixMatch(NamedTuple):
+    """The longest cached prefix of a prompt.
+
+    Attributes:
+        span: the deepest span that matches, at least in part.
+        blocks: how many blocks match.
+        unpinned_blocks: those of them that no sequence pins, which can be evicted as yet.
+        expired: the span that would match next, had it not expired; None if there is none.
+    """
+
+    span: Span
+    blocks: int
+    unpinned_blocks: int
+    expired: Span | None
+
+
+class SpanTree:
+    """Keeps the cached spans and their pins, and evicts.
+
+    `KVCache` is pool and sequences around it: it tests that there is room before it calls
+    `open` or `evict`, so these need not. All positions and sizes are in blocks, times in
+    nanoseconds. Keys are chained: a span matches iff its last key does. A child is found by
+    the key at the position where its parent ends, since a span may end inside a key.
+
+    A plugin that raises, or answers what it must not, ends the use of the cache: `failure`
+    is set, and nothing is taken back.
+
+    Attributes:
+        root: the empty span at which every prompt begins. It is pinned, and never evicted.
+        cached_blocks, unpinned_blocks: blocks in spans, and those that no sequence pins.
+        evicted_blocks, expired_blocks: blocks evicted for room, and dropped as expired.
+        failure: the first error of a plugin; None as long as there was none.
+        residency: statistics of hits and evictions; None: they are not kept.
+        pool, index, eviction, geometry, trace: what it works with.
+    """
+
+    def __init__(
+        self,
+        pool: CountingPool,
+        index: PrefixIndex,
+        eviction: EvictionPolicy,
+        geometry: BlockLayout,
+        trace: Recorder | None,
+    ) -> None:
+        """Store the parts, and look up once which methods the plugins override."""
+        self.pool = pool
+        self.index = index
+        self.eviction = eviction
+        self.geometry = geometry
+        self.trace = trace
+        self.residency: Residency | None = None
+        self.failure: PolicyError | None = None
+        self.cached_blocks = self.unpinned_blocks = 0
+        self.evicted_blocks = self.expired_blocks = 0
+        self.root = Span(
+            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
+            None, geometry, (), None, None,
+        )  # fmt: skip
+        self._last_id = self._created = self._released = self._now = 0
+        self._match = index.match
+        self._index_insert = find_override(index, "insert")
+        self._index_split = find_override(index, "split")
+        self._index_remove = find_override(index, "remove")
+        self._expires = eviction.expires_spans
+        self._on_insert = find_override(eviction, "on_insert")
+        self._on_access = find_override(eviction, "on_access")
+        self._on_extend = find_override(eviction, "on_extend")
+        self._on_split = find_override(eviction, "on_split")
+        self._on_pin = find_override(eviction, "on_pin")
+        self._on_release = find_override(eviction, "on_release")
+        self._on_leaf = find_override(eviction, "on_leaf")
+        self._on_trim = find_override(eviction, "on_trim")
+        self._on_remove = find_override(eviction, "on_remove")
+        self._evictable_blocks = find_override(eviction, "evictable_blocks")
+        listeners = (self._index_insert, self._on_insert, self._on_extend)
+        self._announces = self._expires or any(listeners)
+
+    # Looking up.
+
+    def match(self, keys: Keys[Key], limit: int, now: int) -> PrefixMatch:
+        """Find the longest cached prefix of `keys`, at most `limit` blocks. Changes nothing."""
+        try:
+            span, blocks = self._match(keys, limit, self.root)
+        except Exception as error:
+            raise self.fail(self.index, "match", error) from error
+        # Unpinned spans are the lower end of every path, so the walk ends at the first pin
+        # (the root has one). Where several have expired, the match ends above the highest.
+        node, end, unpinned, expired = span, blocks, 0, None
+        while not node.ref_count:
+            unpinned += end - node.start
+            end = node.start
+            parent: Span = node.parent  # type: ignore[assignment]
+            if self._expires and node.expires is not None and node.expires <= now:
+                span, blocks, unpinned, expired = parent, end, 0, node
+            node = parent
+        return PrefixMatch(span, blocks, unpinned, expired)
+
+    def spans(self) -> Iterator[Span]:
+        """Yield every cached span, parents before children."""
+        stack = list((self.root.children or {}).values())
+        while stack:
+            span = stack.pop()
+            yield span
+            stack.extend((span.children or {}).values())
+
+    # Admission and release: pins.
+
+    def open(self, seq: Sequence, match: PrefixMatch, now: int) -> None:
+        """Drop what has expired, split where the hit ends, and pin the path. O(its spans)."""
+        self._now = now
+        span, hit, _, expired = match
+        if expired is not None:
+            self._drop_expired(expired, seq.request.id, now)
+        if hit < span.end:
+            # The upper half is pinned by the split.
+            seq.span = upper = self._split(span, hit)
+            span = upper.parent  # type: ignore[assignment]
+        else:
+            seq.span = span
+        root = self.root
+        on_pin = self._on_pin
+        try:
+            while span is not root:
+                if span.ref_count:
+                    span.ref_count += 1
+                else:
+                    span.ref_count = 1
+                    self.unpinned_blocks -= span.end - span.start
+                    if on_pin is not None:
+                        on_pin(span)
+                span = span.parent  # type: ignore[assignment]
+        except Exception as error:
+            raise self.fail(self.eviction, "on_pin", error) from error
+
+    def record_hit(self, seq: Sequence, now: int, *, resumed: bool) -> None:
+        """Count the access of every span that `seq` hit. O(their number).
+
+        A `resumed` request found its own blocks: the spans were used, but not reused.
+        """
+        span = seq.span
+        root = self.root
+        if resumed:
+            while span is not root:
+                span.creator = None
+                span.last_access = now
+                span = span.parent  # type: ignore[assignment]
+            return
+        if seq.priorities is not None:
+            self._split_at_hints(seq)
+        if self.residency is not None:
+            self.residency.on_hit(span, now)
+        request_id, serial = seq.request.id, seq.admission
+        while span is not root:
+            span.creator = None
+            span.hit_count += 1
+            span.last_hit_order = serial
+            span.last_request = request_id
+            span.last_access = now
+            span = span.parent  # type: ignore[assignment]
+        # The policy hears of an access when the statistics of the whole path are right.
+        if self._on_access is not None:
+            span = seq.span
+            while span is not root:
+                self._call("on_access", self._on_access, span, now)
+                span = span.parent  # type: ignore[assignment]
+            if self._expires:
+                raise_expiry_above(seq.span)
+        if seq.priorities is not None:
+            self._apply_hints(seq, now)
+
+    def close(self, seq: Sequence, now: int) -> None:
+        """Unpin the path of `seq`, leaf to root. O(its spans)."""
+        self._now = now
+        span = seq.span
+        span.creator = None
+        root = self.root
+        on_release = self._on_release
+        try:
+            while span is not root:
+                span.ref_count -= 1
+                if not span.ref_count:
+                    self.unpinned_blocks += span.end - span.start
+                    self._released += 1
+                    span.released_order = self._released
+                    if on_release is not None:
+                        on_release(span, now)
+                span = span.parent  # type: ignore[assignment]
+        except Exception as error:
+            raise self.fail(self.eviction, "on_release", error) from error
+        if self._expires:
+            raise_expiry_above(seq.span)
+
+    def fork(self, seq: Sequence) -> None:
+        """Pin the path of `seq` once more: no access, no hit. O(its spans)."""
+        span = seq.span
+        while span is not self.root:
+            span.creator = None
+            span.ref_count += 1
+            span = span.parent  # type: ignore[assignment]
+
+    # Commit: private blocks become shared ones.
+
+    def commit(self, seq: Sequence, upto: int, now: int) -> None:
+        """Share the blocks of `seq` before position `upto`.
+
+        What another sequence has committed meanwhile is used in place of the own blocks,
+        which are freed; the rest is stored.
+        """
+        if not self.index.shares:
+            return
+        self._now = now
+        if seq.span.children:
+            self._switch_to_cached(seq, upto, now)
+        if seq.priorities is None:
+            if seq.span.end < upto:
+                self._store(seq, upto, DEFAULT_PRIORITY, None, now)
+            return
+        for end, priority, duration in [*seq.priorities, (upto, DEFAULT_PRIORITY, None)]:
+            if seq.span.end < end and seq.span.end < upto:
+                until = None if duration is None else now + duration
+                self._store(seq, min(end, upto), priority, until, now)
+
+    def _switch_to_cached(self, seq: Sequence, upto: int, now: int) -> None:
+        """Put cached blocks in the place of those that `seq` has computed as well."""
+        top = seq.span
+        try:
+            span, end = self._match(seq.keys, upto, top)
+        except Exception as error:
+            raise self.fail(self.index, "match", error) from error
+        path = []
+        while span is not top:
+            path.append(span)
+            span = span.parent  # type: ignore[assignment]
+        for child in reversed(path):
+            if self._expires and self._has_expired(child, now):
+                self._drop_expired(child, seq.request.id, now)
+                break
+            self._switch(seq, child, min(child.end, end), now)
+
+    def _switch(self, seq: Sequence, child: Span, stop: int, now: int) -> None:
+        """Make `seq` use `child` up to position `stop`, and free its own blocks there."""
+        first = seq.span.end
+        if stop < child.end:
+            child = self._split(child, stop)
+        else:
+            child.creator = None
+            child.ref_count += 1
+            if child.ref_count == 1:
+                self.unpinned_blocks -= child.blocks
+                if self._on_pin is not None:
+                    self._call("on_pin", self._on_pin, child)
+        seq.span = child
+        own = None
+        if seq.private is not None:
+            own = seq.private[: stop - first][::-1]
+            del seq.private[: stop - first]
+        self._free_duplicates(seq, child, first, own, now)
+
+    def _free_duplicates(
+        self, seq: Sequence, span: Span, first: int, own: Ids | None, now: int
+    ) -> None:
+        """Free the blocks `own`, now that `seq` uses `span` from position `first` on."""
+        pool = self.pool
+        if isinstance(pool, BlockPool) and own is not None:
+            own = pool.release(own)
+        else:
+            pool.free(None, span.end - first)
+        if self.trace is not None:
+            blocks = span.end - first
+            self.trace.commit(
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same"
+            )
+            self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
+
+    def _store(
+        self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
+    ) -> None:
+        """Move private blocks up to `upto` into the tree: into the leaf, or as a child.
+
+        Only the sequence that made a leaf appends to it, and only while its own is the one
+        pin the leaf ever had (`creator`). So all blocks of a span have one access history.
+        """
+        span = seq.span
+        first = span.end
+        ids = seq.private
+        if ids is not None:
+            count = upto - first
+            seq.private = ids[count:]
+            if len(ids) > count:
+                ids = ids[:count]
+        self.cached_blocks += upto - first
+        appends = span.creator is seq and may_append(span, priority, until)
+        if appends:
+            span.end = upto
+            if span.priority_until != until:
+                span.priority_until = until
+                raise_priority_above(span, now)
+            if ids is not None and span.ids is not None:
+                span.ids.extend(ids)
+        else:
+            span = self._add_child(seq, upto, priority, until, ids, now)
+        if self.trace is not None:
+            blocks = upto - first
+            how: Literal["grown", "new"] = "grown" if appends else "new"
+            self.trace.commit(
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how
+            )
+        if self.residency is not None:
+            self.residency.on_store(span, upto - first)
+        if self._announces:
+            self._announce(span, first, now, appended=appends)
+        if seq.family is not None and ids is not None:
+            self._share_with_forks(seq, first, ids, now)
+
+    def _add_child(
+        self,
+        seq: Sequence,
+        upto: int,
+        priority: int,
+        until: int | None,
+        ids: Ids | None,
+        now: int,
+    ) -> Span:
+        """Put a new span below the deepest of `seq`, and make it the deepest."""
+        parent, request = seq.span, seq.request
+        self._last_id += 1
+        self._created += 1
+        span = Span(
+            self._last_id, parent.end, upto, parent, 1, None, now, now, self._created,
+            seq.admission, request.id, 0, 0, priority, until, None, request.tenant, None,
+            self.geometry, seq.keys, ids, seq,
+        )  # fmt: skip
+        key = seq.keys[parent.end // self.geometry.ratio]
+        if parent.children is None:
+            parent.children = {key: span}
+        elif key in parent.children:
+            why = f"no more than {parent!r}, which {parent.children[key]!r} continues"
+            raise self._refuse(self.index, "match()", why)
+        else:
+            parent.children[key] = span
+        parent.creator = None
+        seq.span = span
+        if (parent.priority, parent.priority_until) != (priority, until):
+            raise_priority_above(span, now)
+        return span
+
+    def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
+        """Tell index and policy of the blocks of `span` from `first` on, which are new."""
+        if self._index_insert is not None:
+            self._call_index("insert", self._index_insert, span, first)
+        if appended:
+            if self._on_extend is not None:
+                self._call("on_extend", self._on_extend, span, span.end - first)
+        elif self._on_insert is not None:
+            self._call("on_insert", self._on_insert, span, now)
+        if self._expires:
+            raise_expiry_above(span)
+
+    # Forks: sequences that hold the same private blocks when one of them commits these.
+
+    def _share_with_forks(self, seq: Sequence, first: int, ids: Ids, now: int) -> None:
+        """Pin what `seq` has just committed for the sequences that hold it since a fork.
+
+        `ids` are the committed blocks, from position `first` on. For another sequence of
+        the family, ownership of these blocks becomes a pin of their span; blocks before
+        `first` that `seq` had exchanged for cached ones are exchanged in its table too.
+        O(sequences · blocks).
+        """
+        for other in seq.family or ():
+            if other is seq or other.private is None or other.span.end > first:
+                continue
+            common = 0
+            for mine, theirs in zip(other.private[first - other.span.end :], ids, strict=False):
+                if mine != theirs:
+                    break
+                common += 1
+            if common:
+                span = seq.span
+                while span.start >= first + common:
+                    span = span.parent  # type: ignore[assignment]
+                if first + common < span.end:
+                    span = self._split_pinned(span, first + common)
+                self._pin_for_fork(other, span, first, now)
+
+    def _pin_for_fork(self, seq: Sequence, deepest: Span, first: int, now: int) -> None:
+        """Put the spans down to `deepest` in the place of private blocks of `seq`.
+
+        From position `first` on these are the same blocks; before it, duplicates.
+        """
+        path = []
+        span = deepest
+        while span is not seq.span:
+            path.append(span)
+            span = span.parent  # type: ignore[assignment]
+        for span in reversed(path):
+            span.creator = None
+            span.ref_count += 1
+            begin = seq.span.end
+            assert seq.private is not None
+            held = seq.private[: span.end - begin]
+            del seq.private[: span.end - begin]
+            seq.span = span
+            if span.end <= first:
+                self._free_duplicates(seq, span, begin, held[::-1], now)
+                continue
+            assert isinstance(self.pool, BlockPool)
+            for block in held:
+                self.pool.unshare(block)
+            if self.trace is not None:
+                blocks = len(held)
+                self.trace.commit(
+                    now, seq=seq.id, span=span.id, first=begin, blocks=blocks, how="shared"
+                )
+
+    # Splitting.
+
+    def _split(self, lower: Span, at: int) -> Span:
+        """Cut `lower` at block position `at`; return the upper half, pinned once more.
+
+            before              after
+
+            parent              parent
+              |                   |
+              |  start            |  start
+            +-----+             +-----+  upper: a new span with a copy of the statistics,
+            |     |             |     |         and the pins of `lower`, plus one
+            |     |             +-----+
+            |     | lower          |  at
+            |     |             +-----+  lower: the same object: its id, its `data`, its
+            |     |             |     |         place in the policy's order, its children,
+            +-----+             +-----+         and the sequences that end in it
+                   end                 end
+
+        The one more pin is the caller's.
+        """
+        geometry = self.geometry
+        parent: Span = lower.parent  # type: ignore[assignment]
+        self._last_id += 1
+        head = lower.ids
+        if head is not None:
+            cut = at - lower.start
+            lower.ids = head[cut:]
+            head = head[:cut]
+        upper = Span(
+            self._last_id, lower.start, at, parent, lower.ref_count + 1,
+            {lower.path_keys[at // geometry.ratio]: lower}, lower.created, lower.last_access,
+            lower.created_order, lower.last_hit_order, lower.last_request,
+            lower.released_order, lower.hit_count, lower.priority, lower.priority_until,
+            lower.expires, lower.tenant, None, geometry, lower.path_keys, head, None,
+        )  # fmt: skip
+        assert parent.children is not None
+        parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
+        lower.parent = upper
+        lower.start = at
+        if not lower.ref_count:
+            self.unpinned_blocks -= upper.blocks
+        if self.trace is not None:
+            self.trace.split(self._now, span=lower.id, upper=upper.id, at=at)
+        if self._index_split is not None:
+            self._call_index("split", self._index_split, upper, lower)
+        if self._on_split is not None:
+            self._call("on_split", self._on_split, upper, lower)
+        return upper
+
+    def _split_pinned(self, lower: Span, at: int) -> Span:
+        """Cut a span that the caller has pinned already; return the upper half."""
+        upper = self._split(lower, at)
+        upper.ref_count -= 1
+        return upper
+
+    def _split_at_hints(self, seq: Sequence) -> None:
+        """Split the spans that `seq` hit where its retention hints begin and end."""
+        ranges = hinted_ranges(seq.priorities or [])
+        borders = sorted({border for start, end, _, _ in ranges for border in (start, end)})
+        span = seq.span
+        while span is not self.root:
+            # The upper halves come next, as parents.
+            inside = [border for border in borders if span.start < border < span.end]
+            if inside:
+                self._split_pinned(span, inside[-1])
+            span = span.parent  # type: ignore[assignment]
+
+    def _apply_hints(self, seq: Sequence, now: int) -> None:
+        """Give the spans that `seq` hit the priorities its request asks for.
+
+        They have been split where its hints begin and end. O(spans hit · hints).
+        """
+        ranges = hinted_ranges(seq.priorities or [])
+        span = seq.span
+        while span is not self.root:
+            reset_lapsed_priority(span, now)
+            for start, end, priority, duration in ranges:
+                if start <= span.start and span.end <= end:
+                    until = None if duration is None else now + duration
+                    raise_priority(span, priority, until, now)
+            raise_priority_above(span, now)
+            span = span.parent  # type: ignore[assignment]
+
+    # Eviction and expiry.
+
+    def evict(self, blocks: int, requester: int | str, now: int) -> Ids | None:
+        """Evict exactly `blocks` blocks, victim by victim, each from its tail.
+
+        The blocks are the caller's: they do not become free. O(victims), ids by slices.
+
+        Returns:
+            Their ids in the order in which they leave; None where the pool counts.
+
+        Raises:
+            PolicyError: the policy raised, or its answer was no unpinned leaf.
+        """
+        self._now = now
+        self.eviction.requester = requester
+        evicted: Ids | None = None
+        missing = blocks
+        while missing:
+            span, count = self._victim(missing, now)
+            ids = span.ids
+            if ids is not None:
+                ids = ids[: -count - 1 : -1]
+                if self.trace is not None:
+                    self._trace_eviction(span, ids, now, "capacity")
+                if evicted is None:
+                    evicted = ids
+                else:
+                    evicted.extend(ids)
+            missing -= count
+            self.evicted_blocks += count
+            if self.residency is not None:
+                self.residency.on_evict(span, count, now, "capacity")
+            if count == span.end - span.start:
+                self._remove(span, "capacity")
+            else:
+                self._trim(span, count)
+        return evicted
+
+    def _victim(self, missing: int, now: int) -> tuple[Span, int]:
+        """Ask the policy for a victim; return it, and how many of its blocks leave."""
+        try:
+            span = self.eviction.victim(now)
+        except Exception as error:
+            raise self.fail(self.eviction, "victim", error) from error
+        if (
+            span.__class__ is not Span
+            or span.geometry is not self.geometry
+            or span.ref_count
+            or span.children
+            or span.parent is None
+        ):
+            raise self._refuse(self.eviction, "victim()", self._why_not(span))
+        count = span.end - span.start
+        if self._evictable_blocks is not None:
+            count = self._checked_count(span, count)
+        return span, count if count < missing else missing
+
+    def _checked_count(self, span: Span, blocks: int) -> int:
+        """Ask the policy how many of the `blocks` blocks of a victim leave at once."""
+        assert self._evictable_blocks is not None
+        try:
+            count = self._evictable_blocks(span)
+        except Exception as error:
+            raise self.fail(self.eviction, "evictable_blocks", error) from error
+        if type(count) is not int or not 1 <= count <= blocks:
+            why = f"{count!r}: give 1 to {blocks}"
+            raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
+        return count
+
+    def _why_not(self, answer: object) -> str:
+        """Return what is wrong with a victim."""
+        if not isinstance(answer, Span):
+            why = f"{answer!r}, which is no span"
+        elif answer.geometry is not self.geometry:
+            why = f"{answer!r} of another cache"
+        elif answer.parent is None:
+            why = f"{answer!r}, which has left the cache"
+        elif answer.ref_count:
+            why = f"{answer!r}, which is pinned"
+        else:
+            why = f"{answer!r}, which has children: only leaves can go"
+        return f"{why}; {self.unpinned_blocks} blocks are evictable"
+
+    def _remove(self, span: Span, reason: str) -> None:
+        """Take a leaf out of the tree, and tell the policy.
+
+        When `on_remove` is called, the parent has lost the child already, so it may be a
+        leaf; `span.parent` can still be read, and is None afterwards.
+        """
+        parent: Span = span.parent  # type: ignore[assignment]
+        if self._index_remove is not None:
+            self._call_index("remove", self._index_remove, span, span.start)
+        assert parent.children is not None
+        del parent.children[span.path_keys[span.start // self.geometry.ratio]]
+        blocks = span.end - span.start
+        self.cached_blocks -= blocks
+        self.unpinned_blocks -= blocks
+        if self._on_remove is not None:
+            self._call("on_remove", self._on_remove, span, reason)
+        span.parent = None
+        if self._on_leaf is not None and not parent.children and not parent.ref_count:
+            self._call("on_leaf", self._on_leaf, parent)
+
+    def _trim(self, span: Span, blocks: int) -> None:
+        """Cut `blocks` blocks from the tail of a leaf, and tell the policy."""
+        if self._index_remove is not None:
+            self._call_index("remove", self._index_remove, span, span.end - blocks)
+        span.end -= blocks
+        self.cached_blocks -= blocks
+        self.unpinned_blocks -= blocks
+        if span.ids is not None:
+            del span.ids[-blocks:]
+        if self._on_trim is not None:
+            self._call("on_trim", self._on_trim, span, blocks)
+
+    def _has_expired(self, span: Span, now: int) -> bool:
+        """Return True if the time of `span` is over. A pinned span does not expire."""
+        return not span.ref_count and span.expires is not None and span.expires <= now
+
+    def _drop_expired(self, top: Span, requester: int | str, now: int) -> None:
+        """Free `top`, which has expired, and all below it, leaves first."""
+        self.eviction.requester = requester
+        order = [top]
+        for span in order:
+            order.extend((span.children or {}).values())
+        for span in reversed(order):
+            ids = None if span.ids is None else span.ids[::-1]
+            if self.trace is not None:
+                self._trace_eviction(span, ids, now, "expired")
+            self.expired_blocks += span.blocks
+            if self.residency is not None:
+                self.residency.on_evict(span, span.blocks, now, "expired")
+            self.pool.free(ids, span.blocks)
+            self._remove(span, "expired")
+
+    # Plugins that fail, and the trace.
+
+    def fail(self, plugin: Plugin, method: str, error: Exception) -> PolicyError:
+        """Return the error of a `plugin` that raised, which ends the use of the cache."""
+        self.failure = policy_error(plugin, method, error)
+        return self.failure
+
+    def _refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
+        """Return the error of a `plugin` that gave a wrong answer, which does so too."""
+        cls = type(plugin)
+        self.failure = PolicyError(
+            f"{plugin.kind} plugin {cls.name!r} ({cls.__module__}.{cls.__qualname__}) answered "
+            f"{question} with {why}"
+        )
+        return self.failure
+
+    def _call(self, method: str, hook: Callable[..., None], *args: Any) -> None:
+        """Call the eviction policy; its exception becomes a PolicyError that names it."""
+        try:
+            hook(*args)
+        except Exception as error:
+            raise self.fail(self.eviction, method, error) from error
+
+    def _call_index(self, method: str, hook: Callable[..., None], *args: Any) -> None:
+        """Call the index; its exception becomes a PolicyError that names it."""
+        try:
+            hook(*args)
+        except Exception as error:
+            raise self.fail(self.index, method, error) from error
+
+    def _trace_eviction(
+        self, span: Span, ids: Ids | None, now: int, reason: Literal["capacity", "expired"]
+    ) -> None:
+        """Write that the blocks `ids` of `span` leave."""
+        assert self.trace is not None
+        assert self.eviction.requester is not None
+        self.trace.evict(
+            now, span=span.id, runs=ids, by=self.eviction.name,
+            requester=self.eviction.requester, age=now - span.last_access,
+            hits=span.hit_count, reason=reason,
+        )  # fmt: skip

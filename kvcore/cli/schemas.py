@@ -1,0 +1,164 @@
+"""JSON Schemas of the configuration files, made from the options of the verbs.
+
+`python -m kvcore.cli.schemas FOLDER` writes `config.schema.json`, for `--config` of
+`simulate` and `run`, and `sweep.schema.json`, for the file of `sweep`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import orjson
+
+from kvcore.analysis.sweep.grid import sweep_keys
+from kvcore.cli.options import toml_types
+from kvcore.cli.run import run
+from kvcore.cli.simulate import simulate
+from kvcore.cli.sweep import sweep
+from kvcore.config.files import GROUPS
+from kvcore.config.run_config import option_choices, option_help, option_names
+from kvcore.config.values import EXPECTATIONS
+
+MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
+
+_SIMPLE: Mapping[Any, str] = {
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    str: "string",
+    Path: "string",
+}
+
+_MARKED: Mapping[str, Any] = {
+    "plugin": {"$ref": "#/$defs/plugin"},
+    "workload": {"$ref": "#/$defs/plugin"},
+    "model": {"type": "string"},
+    "device": {"type": "string"},
+    "bytes": {"type": "string"},
+    "slo": {"$ref": "#/$defs/slo"},
+}
+
+_DEFINITIONS: Mapping[str, Any] = {
+    "plugin": {
+        "description": "A plugin: its name, with options as in lfu:half_life=300, or a table.",
+        "anyOf": [
+            {"type": "string"},
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string"}},
+                "required": ["name"],
+                "additionalProperties": {"type": ["string", "number", "boolean"]},
+            },
+        ],
+    },
+    "slo": {
+        "description": "Expected latency in seconds: ttft=30,tpot=0.1 as text, or a table.",
+        "anyOf": [
+            {"type": "string"},
+            {
+                "type": "object",
+                "properties": {
+                    name: {"type": "number", "exclusiveMinimum": 0} for name in EXPECTATIONS
+                },
+                "additionalProperties": False,
+            },
+        ],
+    },
+}
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the schema of the file that `--config` of `simulate` and `run` names."""
+    properties: dict[str, Any] = {}
+    for verb in (run, simulate):
+        texts = {option.name: getattr(option, "help", None) for option in verb.params}
+        for key, (name, kind) in toml_types(verb).items():
+            properties[key] = _described(key, kind, texts.get(name))
+    return _document("Options of kvcore simulate and kvcore run", properties)
+
+
+def sweep_schema() -> dict[str, Any]:
+    """Return the schema of the file of a sweep, whose options may have lists of values."""
+    texts = {option.name: getattr(option, "help", None) for option in sweep.params}
+    texts["mode"] = MODE
+    properties = {
+        key: _described(key, kind, texts.get(key)) for key, kind in sweep_keys().items()
+    }
+    listed = {
+        key: schema if key in texts else _listed(schema) for key, schema in properties.items()
+    }
+    return _document("Axes of kvcore sweep", listed)
+
+
+def _document(title: str, properties: dict[str, Any]) -> dict[str, Any]:
+    caps = {name: properties[name] for name in GROUPS["batching"]}
+    properties["batching"] = {
+        "type": "object",
+        "description": "Caps of a step, in a table of their own.",
+        "properties": _spelled(caps),
+        "additionalProperties": False,
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        "type": "object",
+        "properties": _spelled(properties),
+        "additionalProperties": False,
+        "$defs": _DEFINITIONS,
+    }
+
+
+def _spelled(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return properties under both spellings of their names: with `_` and with `-`."""
+    spelled: dict[str, Any] = {}
+    for name, schema in properties.items():
+        spelled |= {name: schema, name.replace("_", "-"): schema}
+    return spelled
+
+
+def _described(name: str, kind: Any, text: str | None) -> dict[str, Any]:
+    """Return the schema of an option; its text is that of the verb, or of `RunConfig`."""
+    if name in option_names():
+        text = option_help(name)
+        if option_choices(name):
+            return {"description": text, "enum": list(option_choices(name))}
+    return {"description": (text or "").partition("  [default")[0], **_type(kind)}
+
+
+def _listed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an option that may have one value or a list of them."""
+    description, one = schema["description"], {**schema}
+    del one["description"]
+    return {
+        "description": description,
+        "anyOf": [one, {"type": "array", "items": one, "minItems": 1}],
+    }
+
+
+def _type(kind: Any) -> dict[str, Any]:
+    """Return the schema of a type. TOML has no null: what may be None is left out there."""
+    if kind in _SIMPLE:
+        return {"type": _SIMPLE[kind]}
+    origin: Any = get_origin(kind)
+    if origin is Annotated:
+        return dict(_MARKED[get_args(kind)[1]])
+    if origin is Literal:
+        return {"enum": list(get_args(kind))}
+    (member,) = (each for each in get_args(kind) if each is not NoneType)
+    return _type(member)
+
+
+def main(folder: Path) -> None:
+    """Write both schemas into a folder."""
+    documents = {"config.schema.json": config_schema(), "sweep.schema.json": sweep_schema()}
+    for name, document in documents.items():
+        option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+        (folder / name).write_bytes(orjson.dumps(document, option=option))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""The tokens of one step, as the executor hands them to the generator and to the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import attrs
+
+
+@attrs.frozen
+class RaggedBatch:
+    """The new tokens of one step: all sequences one after another, without padding.
+
+    The tensors of the step have one row for each new token: the first `lengths[0]` rows
+    belong to sequence 0, the next `lengths[1]` rows to sequence 1, and so on. A backend
+    reads `block_tables`, `contexts` and `lengths`; a generator reads `lengths` and the
+    fields below it. A caller of only one of them leaves the fields of the other empty.
+
+    Attributes:
+        block_tables: block ids of each sequence, from its first block to the block of its
+            last new token, `[sequences]` of ids. The slots of new tokens are allocated.
+        contexts: number of tokens whose K/V the blocks hold already, `[sequences]`.
+        lengths: number of new tokens, 1 or more, `[sequences]`.
+        token_ids: token id of each row, `[rows]`.
+        positions: position of each row's token in its sequence, `[rows]`. The first row of
+            a sequence is at its context, or further on by the tokens that a retention
+            policy has dropped from the blocks.
+        output_indices: index in its output of the token that the step generates for the
+            sequence, from 0; None for an inner chunk of a prefill, `[sequences]`.
+        seeds: seed of the samples of each sequence, `[sequences]`.
+    """
+
+    block_tables: Sequence[Sequence[int]] = ()
+    contexts: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    positions: Sequence[int] = ()
+    output_indices: Sequence[int | None] = ()
+    seeds: Sequence[int] = ()
+
+    @property
+    def total_tokens(self) -> int:
+        """Number of new tokens of all sequences."""
+        return sum(self.lengths)
+
+    @property
+    def last_rows(self) -> list[int]:
+        """Row of the last new token of each sequence, `[sequences]`."""
+        return [end - 1 for end in accumulate(self.lengths)]

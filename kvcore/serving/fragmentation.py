@@ -1,0 +1,208 @@
+"""Measuring what memory is used for: a loop and an allocator that count slots.
+
+A run that does not measure has neither, and pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Named
+from typing import Any
+
+from kvcore.cache import KVCache, Sequence
+from kvcore.request import Key
+from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
+from kvcore.serving.loop import ServingLoop
+from kvcore.serving.scheduler import Job
+from kvcore.serving.stats import Fragmentation
+
+
+class MeasuredAllocator(DecodeAllocator):
+    """Allocates as `DecodeAllocator` does, and counts slots that hold no token.
+
+    Attributes:
+        slots: slots of the whole pool, of a token each.
+        idle: slots that open requests hold without a token in them.
+        uncomputed: those of them that prefill fills next.
+    """
+
+    def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
+        """Store the cache and the jobs that grow."""
+        super().__init__(cache, batch)
+        self.slots = cache.pool.blocks * self._block_size
+        self.idle = self.uncomputed = 0
+
+    def held(self) -> tuple[int, int]:
+        """Return the slots that open requests hold, and those only the prefix cache holds."""
+        cached = self._cache.tree.unpinned_blocks * self._block_size
+        return self.slots - self._cache.pool.free_blocks * self._block_size - cached, cached
+
+    def slots_of(self, seq: Sequence) -> int:
+        """Return how many slots `seq` has."""
+        return seq.blocks * self._block_size
+
+    def filled(self, prefill: int, decode: int) -> None:
+        """Count tokens that came into slots, of prompts and generated ones."""
+        self.idle -= prefill + decode
+        self.uncomputed -= prefill
+
+    def open(
+        self, job: Job, first_tokens: int | None, now: int, reserve: int
+    ) -> Sequence | None:
+        """Return a new sequence for `job`, or None if there are no blocks for it."""
+        seq = super().open(job, first_tokens, now, reserve)
+        if seq is not None:
+            self.idle += self.slots_of(seq) - seq.computed
+            self.uncomputed += seq.tokens - seq.computed
+        return seq
+
+    def close(self, job: Job, now: int, tokens: int | None = None) -> None:
+        """Give the blocks of `job` back."""
+        assert job.seq is not None
+        if tokens is not None:
+            self._cache.settle(job.seq, tokens)
+        left = job.prefill_left
+        self.idle -= self.slots_of(job.seq) - (job.computed if left else job.length)
+        self.uncomputed -= left
+        super().close(job, now)
+
+    def extend(self, seq: Sequence, tokens: int, now: int) -> None:
+        """Allocate `tokens` more slots of `seq`."""
+        before = self.slots_of(seq)
+        super().extend(seq, tokens, now)
+        self.idle += self.slots_of(seq) - before
+
+    def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
+        """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
+        super()._grow(jobs, ahead, now)
+        self.idle += len(jobs) * self._block_size
+
+    def _grow_by_count(self, blocks: int) -> None:
+        """Take free blocks for jobs of the batch, without saying for which."""
+        super()._grow_by_count(blocks)
+        self.idle += blocks * self._block_size
+
+
+class MeasuredLoop(ServingLoop):
+    """A serving loop that measures what memory is used for. Its allocator counts slots."""
+
+    allocator: MeasuredAllocator
+
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        """Connect the parts, as `ServingLoop` does."""
+        super().__init__(*parts, **options)
+        self._occupancy = _Occupancy(self.allocator)
+
+    def fragmentation(self) -> Fragmentation:
+        """Return what the memory was used for."""
+        return self._occupancy.summary()
+
+    def _planned(self, now: int) -> None:
+        """Record the state of pool and memory after a plan that changed something."""
+        super()._planned(now)
+        self._occupancy.event(len(self.batcher.running), self.batcher.blocked_job)
+
+    def _wait(self) -> bool:
+        """Move the clock to the next arrival or timer; return False if there is none."""
+        before_ps, idle = self.clock_ps, self._serial > 0
+        if not super()._wait():
+            return False
+        if idle:
+            self._occupancy.passed(self.clock_ps - before_ps, 0, 0, 0)
+        return True
+
+    def _pass(
+        self,
+        steps: int,
+        took_ps: int,
+        prefill: int,
+        decode: int,
+        named: Named[tuple[Job, Named[Key]]],
+    ) -> int:
+        """Move the clock over steps that have run, and measure them."""
+        self._occupancy.passed(took_ps, prefill, decode, steps)
+        return super()._pass(steps, took_ps, prefill, decode, named)
+
+
+class _Occupancy:
+    """Adds up what slots are used for, from event to event. O(1) a step."""
+
+    def __init__(self, allocator: MeasuredAllocator) -> None:
+        """Store the allocator whose slot counts are sampled."""
+        self._allocator = allocator
+        # The state since the last event.
+        self._running = self._held = self._cached = self._idle = self._uncomputed = 0
+        self._blocked = False
+        # What has happened since: picoseconds, steps, tokens that came into slots.
+        self._took_ps = self._steps = self._filled = 0
+        self._last = 0, 0, 0
+        # Sums over time; of what changes between events, twice the sums.
+        self._time_ps = self._ran = self._ahead = self._waited = 0
+        self._holds = self._caches = self._idles = self._frees = 0
+        self._peak = 0
+
+    def event(self, running: int, blocked: Job | None) -> None:
+        """Record an event, and the state that holds until the next one.
+
+        Args:
+            running: running jobs.
+            blocked: the job that waits for memory, if one does.
+        """
+        if self._took_ps:
+            self._add_up()
+        allocator = self._allocator
+        self._running = running
+        self._held, self._cached = allocator.held()
+        self._idle, self._uncomputed = allocator.idle, allocator.uncomputed
+        self._blocked = blocked is not None and allocator.is_fragmented(blocked.request)
+        self._took_ps = self._steps = self._filled = 0
+
+    def passed(self, took_ps: int, prefill: int, decode: int, steps: int) -> None:
+        """Record `steps` steps, for which all is allocated.
+
+        Args:
+            took_ps: picoseconds they took; without steps, idle time.
+            prefill: tokens of prompts that came into their slots.
+            decode: generated ones, as many with each step.
+            steps: number of steps.
+        """
+        allocator = self._allocator
+        # The slots that would be idle if nothing had been filled since the event.
+        self._last = *allocator.held(), allocator.idle + self._filled
+        self._took_ps += took_ps
+        self._steps += steps
+        self._filled += prefill + decode
+        allocator.filled(prefill, decode)
+
+    def summary(self) -> Fragmentation:
+        """Return the shares."""
+        self.event(0, None)
+        time, slots = max(self._time_ps, 1), self._allocator.slots
+        whole = time * slots
+        waited = self._waited
+        return Fragmentation(
+            running=self._ran / time,
+            used=(self._holds - self._idles) / (2 * whole),
+            cached=self._caches / (2 * whole),
+            internal=self._idles / (2 * whole),
+            uncomputed=self._ahead / whole,
+            internal_peak=self._peak / slots,
+            external=waited / time,
+            external_free=self._frees / (2 * waited * slots) if waited else None,
+        )
+
+    def _add_up(self) -> None:
+        """Add the time since the last event, in which slots were taken and filled evenly."""
+        took_ps, (held, cached, idle) = self._took_ps, self._last
+        # A step's tokens are there after it: those of the last one do not count yet.
+        idle -= self._filled - self._filled // max(self._steps, 1)
+        held += self._held
+        self._time_ps += took_ps
+        self._ran += took_ps * self._running
+        self._ahead += took_ps * self._uncomputed
+        self._holds += took_ps * held
+        self._caches += took_ps * (self._cached + cached)
+        self._idles += took_ps * (self._idle + idle)
+        self._peak = max(self._peak, self._idle, idle)
+        if self._blocked:
+            self._waited += took_ps
+            self._frees += took_ps * (2 * self._allocator.slots - held)

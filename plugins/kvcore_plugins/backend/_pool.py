@@ -1,0 +1,245 @@
+"""The blocks of a pool as one torch tensor, and the slots that a step stores into."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from math import lcm
+from typing import TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvcore import InputError
+from kvcore.engine import RaggedBatch, TensorLayout
+
+Upload: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns a host tensor on the device."""
+
+
+TORCH_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+def _allocate(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return untouched memory. On Linux, host memory is asked for in huge pages.
+
+    Blocks lie anywhere, and looking up a small page for each takes an eighth of attention.
+    """
+    if sys.platform != "linux" or device.type != "cpu":
+        return torch.empty(numbers, dtype=dtype, device=device)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, numbers * dtype.itemsize, flags=private)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+@attrs.frozen(eq=False)
+class LayerTensor:
+    """K or V of one layer: three views of the same memory.
+
+    Attributes:
+        blocks: `[blocks, kv_heads, block_size, width]`.
+        by_head: one row for each block and head, `[rows, block_size * width]`; head h of
+            block b is row `b * row_stride + h`.
+        by_token: one row for each block, head and token, `[rows, width]`.
+        row_stride: rows of `by_head` from one block to the next.
+    """
+
+    blocks: Tensor
+    by_head: Tensor
+    by_token: Tensor
+    row_stride: int
+
+    @classmethod
+    def view(
+        cls, flat: Tensor, offset: int, stride: int, layout: TensorLayout, width: int
+    ) -> LayerTensor:
+        """Return the views of the numbers from `offset`, a block every `stride` numbers."""
+        blocks, heads, size = layout.blocks, layout.kv_heads, layout.block_size
+        run = size * width
+        row_stride = stride // run
+        rows = (blocks - 1) * row_stride + heads
+        return cls(
+            flat.as_strided((blocks, heads, size, width), (stride, run, width, 1), offset),
+            flat.as_strided((rows, run), (run, 1), offset),
+            flat.as_strided((rows * size, width), (width, 1), offset),
+            row_stride,
+        )
+
+    def token_rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """Return the rows of `by_token` of tokens, given by block and offset in the block.
+
+        `[tokens]` becomes `[kv_heads, tokens]`, `[n, tokens]` becomes
+        `[n, kv_heads, tokens]`. All on the host.
+        """
+        _, kv_heads, size, _ = self.blocks.shape
+        heads = torch.arange(kv_heads)[:, None]
+        return (blocks[..., None, :] * self.row_stride + heads) * size + offsets[..., None, :]
+
+
+class Pool:
+    """All blocks of all layers: one allocation.
+
+    Apart, K of a layer is a tensor by itself, and so is V. Together, a block is one run of
+    memory: K and V of the first layer, of the second, and so on. Either way the rows of
+    `LayerTensor.by_head` are equally far apart, so that one `index_select` gathers all
+    heads. Where keys and values differ in width, together, a block is rounded up for that.
+
+    Attributes:
+        layout: layout of the pool.
+        upload: returns a host tensor on the device.
+        keys, values: one `LayerTensor` for each layer.
+        matrices: the memory as matrices with one row for each block, `[blocks, numbers]`:
+            one matrix together, two for each layer apart.
+        bytes: size of the allocation.
+    """
+
+    def __init__(self, layout: TensorLayout, device: torch.device, upload: Upload) -> None:
+        """Allocate without touching the memory; `upload` brings indices to the device.
+
+        Raises:
+            RuntimeError, OSError, OverflowError: there is too little memory.
+        """
+        blocks, layers = layout.blocks, layout.layers
+        key = layout.kv_heads * layout.block_size * layout.head_dim
+        value = layout.kv_heads * layout.block_size * layout.value_dim
+        if layout.together:
+            unit = layout.block_size * lcm(layout.head_dim, layout.value_dim)
+            stride = -(-layers * (key + value) // unit) * unit
+            key_stride = value_stride = stride
+            offsets = [layer * (key + value) for layer in range(layers)]
+            shift = key
+        else:
+            stride = layers * (key + value)
+            key_stride, value_stride = key, value
+            offsets = [layer * blocks * (key + value) for layer in range(layers)]
+            shift = blocks * key
+        flat = _allocate(blocks * stride, TORCH_DTYPES[layout.dtype], device)
+        self.layout = layout
+        self.upload = upload
+        self.bytes = flat.nbytes
+        self.keys = [
+            LayerTensor.view(flat, offset, key_stride, layout, layout.head_dim)
+            for offset in offsets
+        ]
+        self.values = [
+            LayerTensor.view(flat, offset + shift, value_stride, layout, layout.value_dim)
+            for offset in offsets
+        ]
+        if layout.together:
+            self.matrices = [flat.view(blocks, stride)]
+        else:
+            parts = zip(self.keys, self.values, strict=True)
+            self.matrices = [part.blocks.flatten(1) for pair in parts for part in pair]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds the blocks."""
+        return self.matrices[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of K/V."""
+        return self.matrices[0].dtype
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks, `(source, target)`; all are read before one is written."""
+        both = list(pairs)
+        if not both:
+            return
+        sources = self._ids([source for source, _ in both])
+        targets = self._ids([target for _, target in both])
+        for matrix in self.matrices:
+            matrix.index_copy_(0, targets, matrix.index_select(0, sources))
+
+    def gather(self, blocks: Sequence[int]) -> Tensor:
+        """Return copies of blocks, `[len(blocks), numbers of a block in all layers]`."""
+        ids = self._ids(blocks)
+        return torch.cat([matrix.index_select(0, ids) for matrix in self.matrices], 1)
+
+    def scatter(self, data: Tensor, blocks: Sequence[int]) -> None:
+        """Write what `gather` returned into `blocks`."""
+        ids = self._ids(blocks)
+        widths = [matrix.shape[1] for matrix in self.matrices]
+        for matrix, piece in zip(self.matrices, torch.split(data, widths, 1), strict=True):
+            matrix.index_copy_(0, ids, piece)
+
+    def fill(self, value: float, blocks: Sequence[int] | None) -> None:
+        """Set all numbers of `blocks`, or of all blocks, to `value`."""
+        ids = None if blocks is None else self._ids(blocks)
+        for matrix in self.matrices:
+            if ids is None:
+                matrix.fill_(value)
+            else:
+                matrix.index_fill_(0, ids, value)
+
+    def host_tables(self, batch: RaggedBatch) -> list[Tensor]:
+        """Return block tables in host memory, cut to what their sequences hold. O(blocks).
+
+        Raises:
+            InputError: there is no sequence, a sequence computes nothing or has too few
+                blocks, or a block does not exist.
+        """
+        if not batch.block_tables:
+            msg = "a step computes at least one sequence; there is none"
+            raise InputError(msg)
+        size, blocks = self.layout.block_size, self.layout.blocks
+        tables = []
+        for number, (table, context, length) in enumerate(
+            zip(batch.block_tables, batch.contexts, batch.lengths, strict=True)
+        ):
+            needed = -(-(context + length) // size)
+            msg = ""
+            if context < 0 or length < 1:
+                msg = f"{length} new tokens after {context}: 1 or more, after 0"
+            elif len(table) < needed:
+                msg = (
+                    f"{len(table)} blocks of {size} tokens for {context} and {length} new "
+                    f"tokens: {needed} are needed"
+                )
+            if msg:
+                msg = f"sequence {number} has {msg}"
+                raise InputError(msg)
+            ids = torch.frombuffer(array("q", table[:needed]), dtype=torch.int64)
+            low, high = torch.aminmax(ids)
+            if low < 0 or high >= blocks:
+                wrong = int(low if low < 0 else high)
+                msg = f"sequence {number} has block {wrong}: there are 0 to {blocks - 1}"
+                raise InputError(msg)
+            tables.append(ids)
+        return tables
+
+    def slots(self, batch: RaggedBatch, tables: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return where K and V of the new tokens go: rows of `LayerTensor.by_token`.
+
+        `[rows * kv_heads]` each, on the device; the same rows in every layer.
+        """
+        size = self.layout.block_size
+        lengths = torch.tensor(batch.lengths)
+        # For each row its sequence, and its place in that sequence's blocks.
+        sequence = torch.repeat_interleave(lengths)
+        starts = lengths.cumsum(0) - lengths - torch.tensor(batch.contexts)
+        places = torch.arange(len(sequence)) - starts[sequence]
+        # All tables are laid end to end; `firsts` says where each of them begins.
+        firsts = torch.tensor([0, *accumulate(map(len, tables[:-1]))])
+        blocks = torch.cat(tables)[firsts[sequence] + places // size]
+        keys, values = (
+            self.upload(parts[0].token_rows(blocks, places % size).t().flatten())
+            for parts in (self.keys, self.values)
+        )
+        return keys, values
+
+    def _ids(self, blocks: Sequence[int]) -> Tensor:
+        """Return block ids as an index on the device."""
+        return self.upload(torch.tensor(list(blocks), dtype=torch.int64))

@@ -1,0 +1,63 @@
+"""The hashed prefix index: a dictionary from the key of a block to the span that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Keys
+from typing import ClassVar
+
+import attrs
+
+from kvcore import PrefixIndex, Span
+from kvcore.request import Key
+
+
+@attrs.define(slots=False, eq=False)
+class Hashed(PrefixIndex):
+    """Look up whole blocks by their chained keys, in one dictionary.
+
+    The key of a block stands for everything before it too, so a prompt needs no walk from
+    its beginning. A block is cached only if the one before it is: the end of a hit is found
+    by bisection, in O(log blocks) look-ups. Storing, splitting and evicting cost O(blocks).
+
+    Source: the block pool of vLLM (Kwon et al., 2023), which maps the hash of a block to
+    the block; here it is mapped to the span that the block is part of.
+    """
+
+    name: ClassVar[str] = "hashed"
+
+    # Where a key stands for several blocks, the second number tells them apart.
+    _spans: dict[tuple[Key, int], Span] = attrs.field(init=False, factory=dict, repr=False)
+
+    def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+        """Return the span of the last cached block. O(log blocks)."""
+        spans, ratio = self._spans, after.geometry.ratio
+        # Of the blocks, the first `low` are cached, and those from `high` on are not.
+        low, high, found = after.end, limit, after
+        while low < high:
+            middle = (low + high) // 2
+            span = spans.get((keys[middle // ratio], middle % ratio))
+            if span is None:
+                high = middle
+            else:
+                low, found = middle + 1, span
+        return found, low
+
+    def insert(self, span: Span, first: int) -> None:
+        """Enter the blocks of `span` from position `first` on."""
+        self._enter(span, first)
+
+    def split(self, upper: Span, lower: Span) -> None:
+        """Enter the blocks that were in `lower` under `upper`."""
+        del lower
+        self._enter(upper, upper.start)
+
+    def remove(self, span: Span, first: int) -> None:
+        """Delete the blocks of `span` from position `first` on."""
+        spans, keys, ratio = self._spans, span.path_keys, span.geometry.ratio
+        for block in range(first, span.end):
+            del spans[keys[block // ratio], block % ratio]
+
+    def _enter(self, span: Span, first: int) -> None:
+        spans, keys, ratio = self._spans, span.path_keys, span.geometry.ratio
+        for block in range(first, span.end):
+            spans[keys[block // ratio], block % ratio] = span

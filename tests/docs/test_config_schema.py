@@ -1,0 +1,79 @@
+"""The published JSON Schemas are those of the options, and take every file that is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvcore.cli.schemas import config_schema, main, sweep_schema
+
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def shown(page):
+    """Return the TOML files of a page of the docs."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return re.findall(r"^```toml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+SWEEPS = [path.read_text("utf-8") for path in sorted((ROOT / "examples").glob("*.toml"))]
+
+
+def test_the_published_schemas_are_current(tmp_path):
+    """Else write them again: `python -m kvcore.cli.schemas docs/reference`."""
+    main(tmp_path)
+    for name in ("config.schema.json", "sweep.schema.json"):
+        assert (REFERENCE / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+@pytest.mark.parametrize("make", [config_schema, sweep_schema])
+def test_they_are_schemas(make):
+    """Of the draft that they name."""
+    jsonschema.Draft202012Validator.check_schema(json.loads(json.dumps(make())))
+
+
+@pytest.mark.parametrize("toml", shown("reference/cli.md"))
+def test_configuration_files_that_are_shown_are_valid(toml):
+    """Those of `--config`."""
+    jsonschema.validate(tomllib.loads(toml), config_schema())
+
+
+@pytest.mark.parametrize("toml", [*SWEEPS, *shown("how-to/sweeps.md")])
+def test_sweeps_that_are_shown_are_valid(toml):
+    """Those of the examples and of the how-to."""
+    jsonschema.validate(tomllib.loads(toml), sweep_schema())
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        "bloks = 3",
+        "blocks = 3.5",
+        "memory = 40",
+        "steps = 'mixt'",
+        "kv_dtype = 'fp3'",
+        "[batching]\nmax_token = 3",
+        "[slo]\nttft = 0",
+        "[eviction]\nhalf_life = 3",
+        "blocks = [1, 2]",
+        "accounting = 'keys'",
+    ],
+)
+def test_what_commands_refuse_is_invalid(toml):
+    """As far as a schema can tell."""
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(tomllib.loads(toml), config_schema())
+
+
+def test_an_axis_may_have_a_list():
+    """Of a sweep; a key that is no axis may not."""
+    jsonschema.validate({"blocks": [1, 2], "max-seqs": 4}, sweep_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"jobs": [1, 2]}, sweep_schema())

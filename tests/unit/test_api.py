@@ -1,0 +1,137 @@
+"""`kvcore.simulate`, `run` and `compare`: names and objects say the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import kvcore
+from kvcore import SLO, InputError, KVCache, ScoreEviction
+from kvcore.api import EngineOptions
+from kvcore.cli import main as frame
+from kvcore.config.run_config import option_names
+from kvcore.serving import Batching
+from kvcore_plugins.scheduler import SRPT
+from kvcore_plugins.workload import Zipf
+
+ZIPF = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
+
+
+class Oldest(ScoreEviction):
+    """Evicts what was created first."""
+
+    name = "oldest"
+
+    def score(self, span, now):
+        """Return when the span was created."""
+        return span.id
+
+
+def but_for_wall_time(result):
+    """Return the summary of a result without what differs from run to run."""
+    return {key: value for key, value in result.summary().items() if key != "wall_s"}
+
+
+def test_names_build_what_the_command_builds(capsys):
+    """Same pool, same plugins, same numbers."""
+    options = {"model": "llama-3-70b", "device": "h200", "tensor_parallel": 4}
+    result = kvcore.simulate(ZIPF, **options, scheduler="srpt", blocks=60, max_seqs=5)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    caps = ["--scheduler", "srpt", "--blocks", "60", "--max-seqs", "5"]
+    assert frame.run(["simulate", ZIPF, *flags, *caps, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    ours = json.loads(json.dumps(but_for_wall_time(result)))
+    assert ours == {key: document[key] for key in ours}
+
+
+def test_objects_say_the_same_as_names():
+    """Instances, classes, and a `Batching` in place of its caps."""
+    named = kvcore.simulate(ZIPF, scheduler="srpt", blocks=60, max_seqs=5, slo="ttft=1")
+    built = kvcore.simulate(
+        Zipf(
+            requests=40,
+            prefixes=4,
+            prefix_tokens=64,
+            suffix_tokens=32,
+            output_tokens=8,
+            seed=0,
+        ),
+        scheduler=SRPT,
+        blocks=60,
+        batching=Batching(max_seqs=5),
+        slo=SLO(ttft=10**9),
+    )
+    assert but_for_wall_time(named) == but_for_wall_time(built)
+
+
+def test_a_cache_of_the_callers_is_used():
+    """With names for what serves; options of the pool are refused."""
+    cache = KVCache(60, 16)
+    result = kvcore.simulate(ZIPF, cache=cache, scheduler="srpt", slo="ttft=1")
+    assert result.cache is cache
+    with pytest.raises(InputError, match="blocks= is for a cache that is built here"):
+        kvcore.simulate(ZIPF, cache=KVCache(60, 16), blocks=60)
+
+
+def test_requests_alone_need_a_cache():
+    """They do not say how long a key is."""
+    requests = list(Zipf(requests=3))
+    assert kvcore.simulate(requests, cache=KVCache(900, 16)).summary()["completed"] == 3
+    with pytest.raises(InputError, match="is no workload: give a name, a file or a Workload"):
+        kvcore.simulate(requests)
+
+
+def test_a_trace_is_written(tmp_path):
+    """With the header that the command writes."""
+    ours, theirs = tmp_path / "ours.jsonl", tmp_path / "theirs.jsonl"
+    kvcore.simulate(ZIPF, blocks=60, trace=ours)
+    assert frame.run(["simulate", ZIPF, "--blocks", "60", "--trace", str(theirs)]) == 0
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_policies_are_compared():
+    """Names, classes and the optimum, in pools of blocks or of bytes."""
+    found = kvcore.compare(ZIPF, ["lru", Oldest, "optimum"], blocks=[30])
+    assert [row.eviction for row in found.rows][:2] == ["lru", "oldest"]
+    assert found.rows[2].hit_blocks >= found.rows[0].hit_blocks
+    found = kvcore.compare(ZIPF, "lru", memory=["64MiB", 2**27])
+    assert [row.blocks for row in found.rows] == [32, 64]
+
+
+def test_a_comparison_is_a_frame():
+    """One row a policy and size, hit ratios in columns."""
+    pytest.importorskip("polars", reason="needs the extra `lab`")
+    found = kvcore.compare(
+        ZIPF, ["lru", "lfu:half_life=5", "belady"], blocks=[30, 60]
+    ).to_frame()
+    assert found.shape[0] == 6
+    assert found["eviction"].to_list()[::2] == ["lru", "lfu", "optimum"]
+    assert found["options"].to_list()[2] == "half_life=5.0,unit=s,decay=none"
+    assert found["hit_ratio_block"].dtype.is_float()
+
+
+def test_what_cannot_be_compared_is_refused():
+    """The message names the option."""
+    with pytest.raises(InputError, match="both say how large the pool is"):
+        kvcore.compare(ZIPF, "lru", blocks=3, memory="1GiB")
+    with pytest.raises(InputError, match="unknown device 'h10'"):
+        kvcore.compare(ZIPF, "lru", blocks=3, device="h10")
+
+
+def test_tensors_are_computed_from_names():
+    """What `kvcore run` runs: a sample of a workload, or texts."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+    result = kvcore.run(ZIPF, limit=3, latency="linear", memory="4MiB")
+    assert result.summary()["completed"] == 3
+    result = kvcore.run(prompts=["one two"], max_output=3, latency="linear", memory="4MiB")
+    assert [len(tokens) for tokens in result.outputs.values()] == [3]
+    requests = list(Zipf(requests=2, prefix_tokens=16, suffix_tokens=16, output_tokens=4))
+    cache = KVCache(64, 16, ids=True)
+    assert len(kvcore.run(requests, cache=cache, latency="linear").outputs) == 2
+
+
+def test_every_option_has_a_type_for_checkers():
+    """The keywords that type checkers know are the options of a run."""
+    own = {"mode", "workload", "accounting"}
+    assert set(EngineOptions.__annotations__) - {"batching"} == set(option_names()) - own

@@ -1,0 +1,44 @@
+"""Progress that may be absent: items are counted in strides, if the count is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.errors import InputError, shorten
+from kvcore.files import make_directory
+from kvcore.progress import STRIDE, silent, ticked, unseen
+
+
+def test_every_item_is_counted():
+    """In steps of a stride, and the rest at the end."""
+    ticks = []
+    assert list(ticked(range(2 * STRIDE + 3), ticks.append)) == list(range(2 * STRIDE + 3))
+    assert ticks == [STRIDE, STRIDE, 3]
+
+
+def test_nothing_is_counted_that_is_not_shown():
+    """The items are then given as they are."""
+    items = range(3)
+    with silent("counting", 3) as tick:
+        assert tick is unseen
+        assert tick(2) is None
+        assert ticked(items, tick) is items
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "short"), [("abcdef", 6, "abcdef"), ("abcdefg", 6, "abc...")]
+)
+def test_long_texts_are_shortened(text, most, short):
+    """To what fits in a message."""
+    assert shorten(text, most) == short
+
+
+def test_a_directory_is_made_with_those_above_it(tmp_path):
+    """One that is there stays; a file is refused."""
+    make_directory(tmp_path / "a" / "b")
+    make_directory(tmp_path / "a" / "b")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file: cannot be made a directory: it is a file"):
+        make_directory(tmp_path / "file")
+    with pytest.raises(InputError, match="cannot be made a directory: Not a directory"):
+        make_directory(tmp_path / "file" / "a")

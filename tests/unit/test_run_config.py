@@ -1,0 +1,144 @@
+"""`RunConfig`: what it reads and refuses, and the parts that it makes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvcore import SLO, InputError, simulate
+from kvcore.config import RunConfig, RunParts
+from kvcore.models.catalogue import find_device, find_model
+from kvcore.plugins.options import Spec
+from kvcore_plugins.eviction import LFU, LRU
+from kvcore_plugins.workload import Zipf
+
+ZIPF = "zipf:requests=20,prefixes=3"
+
+
+def test_text_is_read():
+    """Sizes, expectations and plugins are what the command line takes."""
+    config = RunConfig(memory="1GiB", slo="ttft=3,tpot=0.1", eviction="lfu:half_life=3")
+    assert config.memory == 2**30
+    assert config.slo == SLO(ttft=3 * 10**9, tpot=10**8)
+    assert config.eviction == Spec("lfu", {"half_life": "3"})
+
+
+def test_tables_are_read():
+    """As TOML has them."""
+    config = RunConfig(slo={"ttft": 1.5}, scheduler={"name": "srpt", "preemptive": False})
+    assert config.slo == SLO(ttft=1_500_000_000)
+    assert config.scheduler == Spec("srpt", {"preemptive": "false"})
+
+
+@pytest.mark.parametrize(("given", "slo"), [(None, SLO()), ("none", SLO())])
+def test_nothing_may_be_expected(given, slo):
+    """`none` in text, None in code."""
+    assert RunConfig(slo=given).slo == slo
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"bloks": 3}, "there is no option 'bloks' (did you mean 'blocks'?). There are: "),
+        ({"blocks": "3"}, "blocks: expected a whole number, not '3'"),
+        ({"seed": True}, "seed: expected a whole number, not true"),
+        ({"chunked": 1}, "chunked: expected true or false, not 1"),
+        ({"watermark": "0.1"}, "watermark: expected a number, not '0.1'"),
+        ({"memory": "40"}, "memory: size '40': expected a number followed by"),
+        ({"kv_dtype": "fp3"}, "kv_dtype: 'fp3' is not one of 'fp32', 'fp16'"),
+        ({"steps": "mixt"}, "steps: 'mixt' is not one of 'mixed', 'prefill-first'"),
+        ({"model": ["a"]}, "model: expected text, not a list"),
+        ({"eviction": "lru,lfu"}, "eviction: 'lru,lfu' names 2 plugins where one is needed"),
+        ({"eviction": {"half_life": 3}}, "eviction: the table needs a name"),
+        ({"slo": {"tft": 3}}, "slo: an SLO has no 'tft' (did you mean 'ttft'?)"),
+        ({"workload": 3}, "workload: expected a workload: "),
+    ],
+)
+def test_what_an_option_cannot_have_is_refused(options, reason):
+    """The message begins with the name of the option."""
+    with pytest.raises(InputError) as refused:
+        RunConfig.of(**options)
+    assert str(refused.value).startswith(reason)
+
+
+def test_a_change_is_checked_as_well():
+    """Whatever builds a configuration converts and checks it."""
+    assert attrs.evolve(RunConfig(), memory="1KiB").memory == 1024
+    with pytest.raises(InputError, match="blocks: expected a whole number"):
+        attrs.evolve(RunConfig(), blocks="many")
+
+
+@pytest.mark.parametrize("policy", ["lfu", LFU, LFU(), partial(LFU), Spec("lfu")])
+def test_plugins_are_given_in_any_way(policy):
+    """Names, classes, instances and functions make the same cache."""
+    cache = RunParts(RunConfig(workload=ZIPF, blocks=9, eviction=policy)).cache()
+    assert isinstance(cache.eviction, LFU)
+
+
+def test_a_plugin_of_another_kind_is_refused():
+    """The message names the option."""
+    parts = RunParts(RunConfig(workload=ZIPF, blocks=9, scheduler=LRU))
+    with pytest.raises(InputError, match="scheduler: scheduler=LRU is no scheduler plugin"):
+        parts.scheduler()
+
+
+def test_models_and_devices_are_given_in_any_way(tmp_path):
+    """By name or whole; a workload by name, path or instance."""
+    path = tmp_path / "mine.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n"
+    )
+    named = RunParts(RunConfig(workload=str(path), device="h200"))
+    whole = RunParts(
+        RunConfig(
+            workload=Path(path), model=find_model("llama-3-8b"), device=find_device("h200")
+        )
+    )
+    assert named.describe() == whole.describe()
+    assert RunParts(RunConfig(workload=Zipf(requests=3))).workload.name == "zipf"
+
+
+def test_a_pool_is_sized_once():
+    """Blocks and memory exclude one another."""
+    with pytest.raises(InputError, match="both say how large the pool is"):
+        RunParts(RunConfig(workload=ZIPF, blocks=9, memory="1GiB"))
+
+
+def test_defaults_follow_the_mode():
+    """A replay has blocks of a key and counts keys; a server has blocks of 16 tokens."""
+    replayed = RunParts(RunConfig.of("compare", workload="mooncake", blocks=9))
+    served = RunParts(RunConfig.of("simulate", workload="mooncake", blocks=9))
+    assert (replayed.geometry.block_size, replayed.geometry.count) == (512, "keys")
+    assert (served.geometry.block_size, served.geometry.count) == (16, "tokens")
+
+
+def test_a_file_gives_options(tmp_path):
+    """From TOML, with paths relative to the file."""
+    (tmp_path / "run.toml").write_text(
+        'workload = "zipf:requests=9"\nmax-seqs = 4\nmodel = "mine"\n'
+        "[batching]\nchunked = false\n"
+    )
+    (tmp_path / "mine").mkdir()
+    config = RunConfig.from_toml(tmp_path / "run.toml")
+    assert (config.max_seqs, config.chunked) == (4, False)
+    assert config.model == str(tmp_path / "mine")
+    (tmp_path / "run.toml").write_text("bloks = 4\n")
+    with pytest.raises(InputError, match=r"run\.toml: there is no option 'bloks'"):
+        RunConfig.from_toml(tmp_path / "run.toml")
+
+
+def test_a_trace_gives_the_configuration_of_its_run(tmp_path):
+    """Its plugins are built as they were recorded; the requests are those of the trace."""
+    path = tmp_path / "trace.jsonl"
+    options = {"blocks": 60, "max_seqs": 5, "device": "h200", "seed": 3}
+    simulate(ZIPF, trace=path, eviction="lfu:half_life=3", slo="ttft=1", **options)
+    config = RunConfig.from_trace(path)
+    assert (config.mode, config.slo) == ("simulate", SLO(ttft=10**9))
+    assert {name: getattr(config, name) for name in options} == options
+    parts = RunParts(config)
+    assert parts.cache().eviction.half_life == 3
+    assert parts.latency().device == "h200"
+    assert len(list(parts.workload)) == 20

@@ -1,0 +1,212 @@
+"""The tree of spans: pins, commits, evictions, forks and expiry, whatever the index."""
+
+import attrs
+import pytest
+from helpers.caches import BLOCK, ask, make, serve, start
+
+from kvcore import OutOfBlocks, Span
+from kvcore.testing.fake_policies import LIFETIME, Ledger, Mortal
+from kvcore.testing.harness import Driver, Traffic, random_steps, snapshot
+from kvcore_plugins.prefix import Hashed, NoPrefix, Radix
+
+TRAFFIC = Traffic(key_tokens=2 * BLOCK, hints=True)
+SHARING = [Radix, Hashed]
+
+
+@pytest.fixture(params=SHARING)
+def prefix(request):
+    """Return a new index of each kind that stores something."""
+    return request.param()
+
+
+@pytest.fixture(params=[*SHARING, NoPrefix])
+def any_prefix(request):
+    """Return a new index of each kind."""
+    return request.param()
+
+
+def test_the_last_token_is_computed(prefix):
+    """Of a prompt cached in whole, the last full block does not hit; it is freed at commit."""
+    cache = make(12, prefix=prefix)
+    serve(cache, "abc")
+    seq = cache.open(ask("abc"))
+    cache.commit(seq, BLOCK)
+    cache.check_integrity()
+    assert (seq.hit_blocks, cache.tree.cached_blocks, seq.private_blocks) == (2, 3, 0)
+
+
+def test_hits_are_the_blocks_themselves(prefix):
+    """A hit shares the physical blocks of the sequence that computed them."""
+    cache = make(12, prefix=prefix)
+    first = start(cache, "abc")
+    table = cache.block_table(first)
+    cache.close(first)
+    assert cache.block_table(cache.open(ask("abcd")))[:3] == table
+
+
+def test_close_leaves_what_is_shared(any_prefix):
+    """Committed full blocks stay cached, if at all; everything else is free."""
+    cache = make(12, prefix=any_prefix)
+    serve(cache, "abc", tokens=2 * BLOCK + 1)
+    tree = cache.tree
+    assert tree.cached_blocks == tree.unpinned_blocks == 2 * any_prefix.shares
+    assert cache.pool.free_blocks == cache.pool.blocks - tree.cached_blocks
+
+
+def test_pinned_blocks_stay(any_prefix):
+    """What open sequences hold is never evicted: there is no room."""
+    cache = make(8, prefix=any_prefix)
+    held = [start(cache, text) for text in ("abcd", "abcx")]
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("lmnopqr"))
+    for seq in held:
+        cache.close(seq)
+    cache.open(ask("lmnopqr"))
+    cache.check_integrity()
+
+
+def test_a_refused_open_changes_nothing(any_prefix):
+    """All or nothing: no pin, no split, no eviction."""
+    cache = make(8, prefix=any_prefix)
+    serve(cache, "abc")
+    start(cache, "xyz")
+    before = snapshot(cache)
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("abmnopqr"))
+    assert snapshot(cache) == before
+
+
+def test_a_refused_extend_changes_nothing(any_prefix):
+    """All or nothing: what would have fitted is not allocated."""
+    cache = make(8, prefix=any_prefix)
+    serve(cache, "abc")
+    seq = start(cache, "xyz")
+    before = snapshot(cache)
+    with pytest.raises(OutOfBlocks):
+        cache.extend(seq, 6 * BLOCK)
+    assert snapshot(cache) == before
+
+
+def test_evicts_what_is_missing_and_no_more(prefix):
+    """Free blocks are used up first; what is left of a victim still matches."""
+    cache = make(8, prefix=prefix)
+    serve(cache, "abcd", "xy")
+    cache.open(ask("lmnop"))
+    cache.check_integrity()
+    assert (cache.tree.evicted_blocks, cache.pool.free_blocks) == (3, 0)
+    assert [cache.probe(ask(text)) for text in ("xyz", "abcde")] == [2, 1]
+
+
+def test_a_hit_is_no_victim_of_its_own(prefix):
+    """What an admission hits is safe from the evictions that it causes."""
+    cache = make(6, prefix=prefix)
+    serve(cache, "abc", "xyz")
+    seq = cache.open(ask("abclmn"))
+    distinct = len(set(cache.block_table(seq)))
+    assert (seq.hit_blocks, cache.tree.evicted_blocks, distinct) == (3, 3, 6)
+
+
+def test_duplicates_are_freed(prefix):
+    """Two sequences that compute one prompt end with one copy of it."""
+    cache = make(12, prefix=prefix)
+    one, two = cache.open(ask("abc")), cache.open(ask("abc"))
+    for seq in (one, two):
+        cache.commit(seq, 3 * BLOCK)
+        cache.check_integrity()
+    assert cache.block_table(one) == cache.block_table(two)
+    assert cache.tree.cached_blocks == cache.pool.blocks - cache.pool.free_blocks == 3
+
+
+def test_a_fork_pins(any_prefix):
+    """What two sequences hold stays until both have closed."""
+    cache = make(6, prefix=any_prefix)
+    seq = start(cache, "abc")
+    child = cache.fork(seq)
+    assert cache.block_table(child) == cache.block_table(seq)
+    cache.close(seq)
+    cache.check_integrity()
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("lmno"))
+    cache.close(child)
+    cache.check_integrity()
+    cache.open(ask("lmno"))
+
+
+def test_a_fork_commits_for_both(any_prefix):
+    """Blocks that two sequences hold are cached once, or stay private to both."""
+    cache = make(12, prefix=any_prefix)
+    seq = cache.open(ask("abc"))
+    child = cache.fork(seq)
+    for each in (seq, child):
+        cache.commit(each, 3 * BLOCK)
+        cache.check_integrity()
+    assert cache.block_table(child) == cache.block_table(seq)
+    assert cache.pool.free_blocks == cache.pool.blocks - 3
+
+
+def test_expired_spans_do_not_match(prefix):
+    """They end the match; an admission drops them, a probe does not."""
+    cache = make(8, Mortal(), prefix=prefix)
+    serve(cache, "abc")
+    before = snapshot(cache)
+    found = [cache.probe(ask("abcd"), now) for now in (LIFETIME - 1, LIFETIME)]
+    assert (found, snapshot(cache)) == ([3, 0], before)
+    cache.open(ask("abcd"), now=LIFETIME)
+    cache.check_integrity()
+    assert (cache.tree.cached_blocks, cache.tree.expired_blocks) == (0, 3)
+
+
+def test_spans_yields_parents_before_children(prefix):
+    """`spans()` has every span, each after its parent, and as many blocks as cached."""
+    cache = make(24, prefix=prefix)
+    serve(cache, "ab", "abcd", "abxy", "lmn")
+    seen: set[Span] = set()
+    for span in cache.tree.spans():
+        assert span.parent in seen or span.parent is cache.tree.root
+        seen.add(span)
+    assert sum(span.blocks for span in seen) == cache.tree.cached_blocks
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_policy_is_told_of_every_change(seed, prefix):
+    """Spans, their sizes and pins can be kept from the policy's callbacks alone."""
+    ledger = Ledger()
+    cache = make(14, ledger, prefix=prefix, key_tokens=2 * BLOCK)
+    driver = Driver(cache)
+    for step in random_steps(seed, 80, TRAFFIC):
+        driver.step(step)
+        spans = list(cache.tree.spans())
+        assert ledger.sizes == {span: span.blocks for span in spans}
+        assert ledger.held & set(spans) == {span for span in spans if span.ref_count}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_decides_alike_without_ids(seed, any_prefix):
+    """A pool that only counts gives the same hits and evictions as one with ids."""
+    steps = random_steps(seed, 80, TRAFFIC)
+    runs = [
+        Driver(make(14, prefix=type(any_prefix)(), key_tokens=2 * BLOCK, ids=ids)).run(steps)
+        for ids in (True, False)
+    ]
+    assert runs[0] == runs[1]
+
+
+@attrs.define(slots=False, eq=False)
+class Forgetful(Radix):
+    """An index that finds nothing, though something is stored."""
+
+    name = "forgetful"
+
+    def match(self, keys, limit, after):
+        """Find nothing."""
+        del keys, limit
+        return after, after.end
+
+
+def test_an_index_that_does_not_find_what_is_cached():
+    """A second span with the same keys is refused, and the index named."""
+    cache = make(12, prefix=Forgetful())
+    seq = start(cache, "ab", now=0) if False else cache.open(ask("ab"))
+    cache.commit(seq, 2 * BLOCK)
+    with pytest.raises(AssertionError, match="prefix plugin 'forgetful' finds"):
+        cache.check_integrity()
