@@ -14,7 +14,7 @@ import orjson
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
 from kvcore.cli.options import accounting_option, shared
-from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
+from kvcore.cli.output import emit_json, json_option, print_sections, print_text, progress
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
@@ -103,17 +103,13 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
         emit_json(explanation.as_dict() | sums.as_dict())
         return
     report = SummaryReport(explanation, sums)
-    print_text(report.headline)
-    for headers, rows in (
-        (report.headers, report.rows),
-        (report.place_headers, report.place_rows),
-        (report.request_headers, report.request_rows),
-    ):
-        if rows:
-            click.echo()
-            print_table(headers, rows, right=headers[1:5])
-    click.echo()
-    print_text(report.notes)
+    print_sections(
+        report.headline,
+        (report.headers, report.rows, report.headers[1:5]),
+        (report.place_headers, report.place_rows, report.place_headers[1:5]),
+        (report.request_headers, report.request_rows, report.request_headers[1:5]),
+        report.notes,
+    )
 
 
 def _is_trace(source: str, plugins: Plugins) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import click
 import orjson
@@ -28,10 +28,6 @@ from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.progress import unseen
 from kvcore.workloads import Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
 
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
@@ -91,6 +87,23 @@ def print_table(
     """
     width = terminal_width()
     draw_table(headers, rows, right, width if split else None, width)
+
+
+Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Collection[str]]
+"""Sentences; or the headers of a table, its rows, and the headers that are flush right."""
+
+
+def print_sections(*sections: Section) -> None:
+    """Print sentences and tables, a blank line between two; what is empty is left out."""
+    filled = [each for each in sections if (each if isinstance(each, str) else each[1])]
+    for number, section in enumerate(filled):
+        if number:
+            click.echo()
+        if isinstance(section, str):
+            print_text(section)
+        else:
+            headers, rows, right = section
+            print_table(headers, rows, right=right)
 
 
 @contextmanager

@@ -12,28 +12,16 @@ import attrs
 from kvcore.analysis import SHARING, Belady, Comparison, Curve, Infinite, Row, Source
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
-from kvcore.plugins.options import as_text
+from kvcore.plugins.options import Spec, as_text
 from kvcore.units import format_bytes
 
 Named = TypeVar("Named", Row, Curve)
 """What is of one policy."""
 
 CSV_COLUMNS = (
-    "workload",
-    "count",
-    "eviction",
-    "options",
-    "blocks",
-    "block_size",
-    "requests",
-    "lookup_blocks",
-    "hit_blocks",
-    "hit_ratio_block",
-    "hit_ratio_token",
-    "hit_ratio_request",
-    "evicted_blocks",
-    "share_of_optimum",
-    "wall_s",
+    *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
+    *("lookup_blocks", "hit_blocks", "hit_ratio_block", "hit_ratio_token"),
+    *("hit_ratio_request", "evicted_blocks", "share_of_optimum", "wall_s"),
 )
 
 WEIGHS_COST = "cost"
@@ -167,6 +155,22 @@ class ComparisonReport:
             told.append(f"{WEIGHS_COST}: recompute cost of {whose}")
         options = "; ".join(told)
         return f"Options: {options}." if options else ""
+
+
+NONE = "–"
+"""The cell of a value that there is none of."""
+
+
+def share(part: float | None) -> str:
+    """Format a share as a percentage: `12.5%`."""
+    return NONE if part is None else f"{part:.1%}"
+
+
+def plugin_text(name: str, options: Mapping[str, Any]) -> str:
+    """Return a plugin with its options as the command line takes them; None is left out."""
+    return str(
+        Spec(name, {key: as_text(value) for key, value in options.items() if value is not None})
+    )
 
 
 def counted(number: int, what: str) -> str:
