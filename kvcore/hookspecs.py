@@ -14,6 +14,7 @@ PROJECT = "kvcore"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function of a plugin as the implementation of the hook that it is named after."""
 
 
 @hookspec

@@ -310,7 +310,7 @@ class ServingLoop:
         return StepWork(total, pairs, 0, self._no_pairs)
 
     def _commit(self, now: int) -> None:
-        """Commit the blocks that jobs have just filled, to be shared or forgotten."""
+        """Commit the blocks that jobs have just filled, to be shared or dropped."""
         for job in self.batch.committers():
             seq = job.seq
             assert seq is not None

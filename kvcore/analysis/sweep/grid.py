@@ -19,8 +19,10 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.workloads import Workload
 
 Mode: TypeAlias = Literal["simulate", "compare"]
+"""What the cells of a sweep do: serve under a clock, or replay without one."""
 
 MODES: tuple[Mode, ...] = ("simulate", "compare")
+"""The modes of a sweep."""
 
 UNTIMED = (
     *("workload", "model", "device", "kv_dtype", "accounting", "block_size", "blocks"),

@@ -16,6 +16,7 @@ from kvcore.analysis.sweep.runner import RESULTS, CellRun, Outcome, Task, Worklo
 from kvcore.progress import Progress, silent
 
 Row: TypeAlias = dict[str, Any]
+"""A row of the results, by the names of its columns."""
 
 
 class Executor(Protocol):
