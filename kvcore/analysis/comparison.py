@@ -30,7 +30,6 @@ from kvcore.workloads import Workload
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""
 
-
 SHARING = "radix"
 """The prefix cache that the optimum is a bound for, and the default."""
 

@@ -40,10 +40,8 @@ if TYPE_CHECKING:
 POINTS = 16
 """How many sizes there are where none are given."""
 
-
 SMALLEST = 1000
 """The smallest of them is the footprint divided by this."""
-
 
 LRU = "lru"
 """The policy whose curve is known at every size, in `keys` counting."""
@@ -316,7 +314,6 @@ def _compiled() -> type[Reuse]:
 
 Entry: TypeAlias = tuple[EvictionPolicy, int]
 """A policy that has served no cache yet, and the blocks of its pool."""
-
 
 Task: TypeAlias = tuple[int, bytes, int]
 """The place of an entry, its policy as another process can have it, and the blocks."""

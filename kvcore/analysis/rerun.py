@@ -364,7 +364,6 @@ def as_text(request: Request) -> TextRequest:
 
 _FIELDS = tuple(field.name for field in attrs.fields(Request) if field.name != "output_keys")
 
-
 SCHEMA = 1
 
 

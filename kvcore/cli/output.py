@@ -32,7 +32,6 @@ from kvcore.workloads import Workload
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
 
-
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
 )
@@ -123,7 +122,6 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
 
 STDOUT = Path("-")
 
-
 prometheus_option = click.option(
     "--prometheus",
     callback=file_path,
@@ -166,7 +164,6 @@ def metrics_file(
 
 
 Column: TypeAlias = tuple[str, ...]
-
 
 WHOLE, FOLDED, GAP = 20, 12, 3
 """Columns of the longest cell that never folds, of the narrowest that does, and between two."""

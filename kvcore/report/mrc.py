@@ -26,31 +26,23 @@ if TYPE_CHECKING:
 
 FORMS = ("png", "svg")
 
-
 # Okabe and Ito, "Color Universal Design", 2008: colour-blind people tell them apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 
-
 MARKERS = "osD^vP"
-
 
 INK, GREY, PALE = "#222222", "#666666", "#E4E4E4"
 
-
 INCHES, DPI = (7.2, 4.4), 200
-
 
 MARGIN = 1.08
 """Room beside the smallest and the largest size, as a factor."""
 
-
 INSIDE, COLUMN = 7, 15
 """Names that have room below the curves, and beside them in one column."""
 
-
 DENSE = 600
 """Points of the line of a curve that is known at every size."""
-
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,

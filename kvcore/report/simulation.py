@@ -159,13 +159,10 @@ def _rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
 
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
-
 BARS = "▁▂▃▄▅▆▇█"
-
 
 WIDTH = 48
 """Columns of the line that shows the pool over time."""
-
 
 TIMES = {
     "ttft_s": "TTFT",
@@ -175,14 +172,12 @@ TIMES = {
     "queue_s": "queueing",
 }
 
-
 RESTING = {
     "age_at_hit_s": "since last use, at a hit",
     "age_at_eviction_s": "since last use, at eviction",
     "lifetime_s": "in the cache, at eviction",
     "hits_at_eviction": "hits, at eviction",
 }
-
 
 TableRow = list[str]
 
