@@ -16,7 +16,8 @@ from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
-from kvcore.errors import InputError, PluginError
+from kvcore.errors import InputError
+from kvcore.extras import import_extra
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.plugins.manager import Plugins, check_name
@@ -120,14 +121,9 @@ class Comparison:
         Raises:
             PluginError: polars is not installed.
         """
-        try:
-            import polars as pl  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            msg = (
-                f"to_frame needs polars, which cannot be imported ({error}): "
-                "pip install 'kvcore[lab]', or make a frame of `comparison.rows` yourself"
-            )
-            raise PluginError(msg) from error
+        needed = "to_frame needs polars, which cannot be imported"
+        instead = ", or make a frame of `comparison.rows` yourself"
+        pl = import_extra("polars", needed, "lab", instead)
         left_out = attrs.filters.exclude("options", "hit_ratio", "residency")
         rows = [
             attrs.asdict(row, filter=left_out)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from hashlib import blake2b
-from importlib import import_module
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import attrs
 from attrs.validators import ge, gt
 
-from kvcore.errors import InputError, PluginError
+from kvcore.errors import InputError
+from kvcore.extras import import_extra
 from kvcore.units import format_seconds
 
 if TYPE_CHECKING:
@@ -230,11 +230,7 @@ _HIGHEST_PORT = 65_535
 
 def load_zmq() -> Any:
     """Import pyzmq. Raises PluginError if it is not installed."""
-    try:
-        return import_module("zmq")
-    except ImportError as error:
-        msg = f"KV events over a network need pyzmq ({error}): pip install 'kvcore[events]'"
-        raise PluginError(msg) from error
+    return import_extra("zmq", "KV events over a network need pyzmq", "events")
 
 
 def rank_address(address: str, rank: int) -> str:

@@ -8,13 +8,12 @@ import json
 from collections.abc import Iterator
 from itertools import cycle
 from math import ceil, floor, log10
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
 from kvcore.analysis import Belady, Curves
-from kvcore.errors import PluginError
+from kvcore.extras import import_extra
 from kvcore.models.memory import KVLayout
 from kvcore.report.tables import block_bytes, counted, looked_up, memory_fields, named
 from kvcore.units import BINARY, format_bytes
@@ -58,14 +57,9 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def matplotlib() -> ModuleType:
+def matplotlib() -> Any:
     """Import matplotlib. Raises PluginError if it is not installed."""
-    try:
-        import matplotlib.figure as module  # noqa: PLC0415 - an extra, and 0.3 s
-    except ImportError as error:
-        msg = f"a plot needs matplotlib ({error}): pip install 'kvcore[lab]'"
-        raise PluginError(msg) from error
-    return module
+    return import_extra("matplotlib.figure", "a plot needs matplotlib", "lab")
 
 
 def plot(report: CurvesReport, form: str) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.analysis import Comparison
-from kvcore.errors import PluginError
+from kvcore.extras import import_extra
 from kvcore.report.tables import plugin_text
 
 if TYPE_CHECKING:
@@ -122,11 +122,7 @@ def require_prometheus() -> None:
     Raises:
         PluginError: the package prometheus_client is not installed.
     """
-    try:
-        import prometheus_client  # noqa: F401, PLC0415 - an extra
-    except ImportError as error:
-        msg = f"metrics need prometheus_client ({error}): pip install 'kvcore[prometheus]'"
-        raise PluginError(msg) from error
+    import_extra("prometheus_client", "metrics need prometheus_client", "prometheus")
 
 
 class _Families:

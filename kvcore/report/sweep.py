@@ -13,7 +13,8 @@ import orjson
 
 from kvcore.analysis import Belady
 from kvcore.analysis.sweep import Row, Sweep
-from kvcore.errors import InputError, PluginError
+from kvcore.errors import InputError
+from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, counted, share
@@ -231,13 +232,8 @@ WRITERS: Mapping[str, Callable[[Sweep], bytes]] = {
 
 
 def _polars() -> Any:
-    try:
-        import polars as pl  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        msg = f"Parquet needs polars, which cannot be imported ({error}): "
-        msg += "pip install 'kvcore[lab]', or write .csv or .json"
-        raise PluginError(msg) from error
-    return pl
+    needed = "Parquet needs polars, which cannot be imported"
+    return import_extra("polars", needed, "lab", ", or write .csv or .json")
 
 
 def _written(name: str, row: Row) -> str:

@@ -16,7 +16,7 @@ import attrs
 import orjson
 
 from kvcore.cache import KVCache, Recorder
-from kvcore.errors import PluginError
+from kvcore.extras import import_extra
 from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins import describe
@@ -453,14 +453,9 @@ class Result(Outcome):
         Raises:
             PluginError: polars is not installed.
         """
-        try:
-            import polars as pl  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            msg = (
-                f"to_frame needs polars, which cannot be imported ({error}): "
-                "pip install 'kvcore[lab]', or make a frame of `result.requests` yourself"
-            )
-            raise PluginError(msg) from error
+        needed = "to_frame needs polars, which cannot be imported"
+        instead = ", or make a frame of `result.requests` yourself"
+        pl = import_extra("polars", needed, "lab", instead)
         ids = [str(name) for name in self.requests["id"]]
         return pl.DataFrame({**self.requests, "id": ids}, infer_schema_length=None)
 

@@ -333,7 +333,7 @@ def test_check_passes_what_is_right(run):
         (["--eviction", "lruu"], "no eviction plugin is named 'lruu' (did you mean 'lru'?)"),
         (["--eviction", "lfu:half_time=3"], "has no option 'half_time'"),
         (["--eviction", "optimum:bypas=true"], "Its options: bypass=false"),
-        (["--eviction", "optimum", "--accounting", "tokens"], "in `keys` counting alone"),
+        (["--eviction", "optimum", "--accounting", "tokens"], "in `keys` accounting alone"),
         (["--eviction", "optimum", "--blocks", "9", "--trace", "x"], "there is no trace of it"),
         (["--trace", "x"], "in a pool of one size: add `--eviction NAME --blocks N`"),
         (["--trace", "x", "--eviction", "lru"], "in a pool of one size: add `--blocks N`"),

@@ -124,7 +124,7 @@ def test_out_writes_the_numbers(run, tmp_path):
         (["--sizes", "100001"], "too many"),
         (["--eviction", ""], "has an empty name"),
         (["--eviction", "lrux"], "did you mean 'lru'?"),
-        (["--accounting", "tokens", "--eviction", "optimum"], "`keys` counting alone"),
+        (["--accounting", "tokens", "--eviction", "optimum"], "`keys` accounting alone"),
         (["--kv-dtype", "fp8"], "give that too"),
         (["--model", "no-model"], "no-model"),
         (["--jobs", "0"], "0 jobs"),

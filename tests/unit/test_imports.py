@@ -27,7 +27,7 @@ HEAVY = [
 LAYERS = [
     {"errors"},
     {"units"},
-    {"files", "histogram", "progress"},
+    {"extras", "files", "histogram", "progress"},
     {"request"},
     {"plugins"},
     {"models", "workloads"},

@@ -18,6 +18,7 @@ import attrs
 from kvcore.analysis.sweep.runner import CellRunner, Outcome, Task
 from kvcore.analysis.workers import ATTEMPTS, WorkerDied, cpus, work_all
 from kvcore.errors import InputError, PluginError
+from kvcore.extras import import_extra
 
 CONNECT_SECONDS = 10.0
 
@@ -54,7 +55,7 @@ class RayCluster:
         tasks = deque(tasks)
         if not tasks:
             return
-        ray = _ray()
+        ray = import_extra("ray", "Ray cannot be imported", "ray")
         ours = not ray.is_initialized()
         if ours:
             self._connect(ray)
@@ -127,15 +128,6 @@ def _outcome(ray: Any, done: Any, task: Task) -> Outcome:
             task.digest, None, f"Ray gave it up: {reason[-1] if reason else error!r}"
         )
     return outcome
-
-
-def _ray() -> Any:
-    try:
-        import ray  # noqa: PLC0415 - an extra, and slow
-    except ImportError as error:
-        msg = f"Ray cannot be imported ({error}): pip install 'kvcore[ray]'"
-        raise PluginError(msg) from error
-    return ray
 
 
 @attrs.frozen
