@@ -147,17 +147,8 @@ def simulate(
     config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
     parts = RunParts(config, plugins)
     with _traced(parts, trace) as written:
-        return run_simulation(
-            parts.workload,
-            cache=parts.cache(written),
-            scheduler=parts.scheduler(),
-            latency=parts.latency(),
-            batching=parts.batching,
-            slo=parts.slo,
-            rate_scale=config.rate_scale,
-            allocation=config.allocation,
-            **measured,
-        )
+        made = parts.arguments(written) | {"allocation": config.allocation}
+        return run_simulation(parts.workload, **made, **measured)
 
 
 def run(
@@ -214,18 +205,7 @@ def run(
     with _traced(parts, trace) as written:
         return run_engine(
             parts.workload,
-            cache=parts.cache(written),
-            generator=parts.generator,
-            backend=parts.backend,
-            dtype=config.dtype,
-            scheduler=parts.scheduler(),
-            latency=parts.latency(),
-            batching=parts.batching,
-            slo=parts.slo,
-            rate_scale=config.rate_scale,
-            clock=config.clock,
-            stop_at_eos=config.stop_at_eos,
-            seed=config.seed or 0,
+            **parts.arguments(written),
             fragmentation=fragmentation,
             residency=residency,
         )

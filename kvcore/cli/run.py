@@ -171,24 +171,9 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
 
 
 def _serve(engine: EngineParts, trace: Trace | None, *, residency: bool) -> RunResult:
-    source, config = engine.workload, engine.config
+    source = engine.workload
     with progress(f"running {source.name}", source.size) as tick:
-        return run_engine(
-            ticked(source, tick),
-            cache=engine.cache(trace),
-            generator=engine.generator,
-            backend=engine.backend,
-            dtype=config.dtype,
-            scheduler=engine.scheduler(),
-            latency=engine.latency(),
-            batching=engine.batching,
-            slo=engine.slo,
-            rate_scale=config.rate_scale,
-            clock=config.clock,
-            stop_at_eos=config.stop_at_eos,
-            seed=config.seed or 0,
-            residency=residency,
-        )
+        return run_engine(ticked(source, tick), **engine.arguments(trace), residency=residency)
 
 
 def _document(engine: EngineParts, prompts: Sequence[str], result: RunResult) -> dict[str, Any]:

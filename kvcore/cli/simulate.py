@@ -96,26 +96,21 @@ def _run(
     parts: RunParts, trace: Trace | None, allocation: Allocation, *, residency: bool
 ) -> tuple[Result, dict[str, Any]]:
     """Return the result of a run, and its JSON document."""
-    source, scheduler, config = parts.workload, parts.scheduler(), parts.config
+    source, made = parts.workload, parts.arguments(trace)
     longest = None
     if allocation == "contiguous":
         longest = max((request.output_tokens for request in source), default=0)
     with progress(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
             ticked(source, tick),
-            cache=parts.cache(trace),
-            scheduler=scheduler,
-            latency=parts.latency(),
-            batching=parts.batching,
-            slo=parts.slo,
-            rate_scale=config.rate_scale,
+            **made,
             allocation=allocation,
             max_output=longest,
-            fragmentation=config.allocation == "contiguous",
+            fragmentation=parts.config.allocation == "contiguous",
             residency=residency,
         )
     cache = result.cache
-    plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)
+    plugins = (made["scheduler"], cache.eviction, cache.prefix, cache.retention, result.latency)
     return result, {**result.summary(), "config": parts.describe(*plugins)}
 
 

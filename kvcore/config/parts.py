@@ -137,6 +137,17 @@ class RunParts:
         latency: LatencyModel = self.built("latency", **self._timing(devices))
         return latency
 
+    def arguments(self, trace: Recorder | None = None) -> dict[str, Any]:
+        """Build the keyword arguments of one run, all but its requests."""
+        return {
+            "cache": self.cache(trace),
+            "scheduler": self.scheduler(),
+            "latency": self.latency(),
+            "batching": self.batching,
+            "slo": self.slo,
+            "rate_scale": self.config.rate_scale,
+        }
+
     def built(self, kind: str, **defaults: Any) -> Any:
         """Build the plugin of a kind; an instance that was given is returned as it is.
 
@@ -312,6 +323,18 @@ class EngineParts(RunParts):
         self._prompts = prompts
         self._max_output = MAX_OUTPUT if max_output is None else max_output
         super().__init__(config, plugins, naming=naming)
+
+    def arguments(self, trace: Recorder | None = None) -> dict[str, Any]:
+        """Build the keyword arguments of one run on tensors, all but its requests."""
+        config = self.config
+        return super().arguments(trace) | {
+            "generator": self.generator,
+            "backend": self.backend,
+            "dtype": config.dtype,
+            "clock": config.clock,
+            "stop_at_eos": config.stop_at_eos,
+            "seed": config.seed or 0,
+        }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return what was run as for a simulation, with what computed it."""
