@@ -66,3 +66,13 @@ def test_the_map_has_every_room():
     core = [path for path in (ROOT / "kvcore").iterdir() if path.name not in UNLISTED]
     there = {f"{path.name}/" if path.is_dir() else path.name for path in core}
     assert listed == there
+
+
+def test_new_names_in_the_changelog_exist():
+    """The right-hand column of what was renamed since the last version."""
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    unreleased = re.search(r"^## Unreleased\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]
+    new = re.findall(r"^\| .* \| (.*) \|$", unreleased, re.MULTILINE)
+    names = {name for cell in new for name in DOTTED.findall(cell)}
+    assert names
+    assert sorted(name for name in names if not resolves(name)) == []
