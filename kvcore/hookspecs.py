@@ -24,7 +24,7 @@ def kvcore_eviction_policies() -> list[type[Plugin]]:
 
 @hookspec
 def kvcore_prefix_indexes() -> list[type[Plugin]]:
-    """Return prefix caches: which cached blocks a new prompt can use again."""
+    """Return prefix indexes: where the cached blocks of a prompt are looked up."""
 
 
 @hookspec

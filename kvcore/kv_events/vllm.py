@@ -37,7 +37,6 @@ from kvcore.kv_events.model import (
 
 LARGEST_TIME = 2**63
 
-
 _NAMES = {
     "hashes": "block_hashes",
     "parent": "parent_block_hash",

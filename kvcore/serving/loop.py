@@ -140,8 +140,7 @@ class ServingLoop:
                 request.slo or self.log.slo,
                 output_tokens=request.output_tokens,
             )
-            if self._cache.trace is not None:
-                self._cache.trace.request(request, at)
+            self._cache.announce(request, at)
             if request.prompt_tokens:
                 why = self.allocator.never_fits(request)
             else:
@@ -310,7 +309,7 @@ class ServingLoop:
         return StepWork(total, pairs, 0, self._no_pairs)
 
     def _commit(self, now: int) -> None:
-        """Commit the blocks that jobs have just filled, to be shared or forgotten."""
+        """Commit the blocks that jobs have just filled, to be shared or dropped."""
         for job in self.batch.committers():
             seq = job.seq
             assert seq is not None

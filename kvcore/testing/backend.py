@@ -24,24 +24,13 @@ if TYPE_CHECKING:
 
 
 _PLAIN = (type(None), bool, int, float, str, Path)
-
-
 _seeds = pytest.mark.parametrize("seed", range(6))
-
-
 _dtypes = pytest.mark.parametrize("dtype", TENSOR_DTYPES)
-
-
 _together = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
-
-
 _block_sizes = pytest.mark.parametrize("block_size", [1, 16, 17, 256])
-
-
 _windows = pytest.mark.parametrize(
     ("window", "sinks"), [(None, 0), (1, 0), (20, 0), (20, 3), (33, 40), (10_000, 4)]
 )
-
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
 """Allowed difference of attention from that in fp64 over the same numbers.
@@ -293,7 +282,6 @@ class BackendTests:
 
 LAYERS = 2
 """Layers of random layouts."""
-
 
 _HALF = 0.5
 

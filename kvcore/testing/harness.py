@@ -21,10 +21,8 @@ from kvcore.request import Key, Request, Retention
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
 
-
 EVEN = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1, "fork": 1, "rollback": 1}
 """How often the actions come: as many blocks go as come, so neither room nor work runs out."""
-
 
 FORKS = {"open": 2, "commit": 4, "close": 2, "serve": 1, "extend": 1, "fork": 3, "rollback": 3}
 """As above, with many sequences that share private blocks."""
@@ -517,15 +515,10 @@ def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
 
 
 _KEY = 6
-
-
 _TRAFFIC = Traffic(key_tokens=_KEY, hints=True)
-
 
 # (counting, block size): one and three blocks a key, and in `tokens` two keys a block.
 _LAYOUTS = [("tokens", 2), ("tokens", 6), ("tokens", 12), ("keys", 2), ("keys", 6)]
-
-
 _some_open = precondition(lambda self: bool(self.driver.sequences))
 
 

@@ -13,7 +13,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention, TextRequest
+from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention
 from kvcore.units import INT64_LIMIT
 
 if TYPE_CHECKING:
@@ -26,13 +26,6 @@ SCHEMA = 1
 MODES = ("untimed", "model", "wall")
 
 EXPECTATIONS = ("ttft", "tpot", "deadline")
-
-
-def told_keys(request: Request) -> dict[str, list[int | str]]:
-    """Return the field of FINISH for keys that only the run could know; empty if none."""
-    if isinstance(request, TextRequest) and request.output_keys:
-        return {"output_keys": key_fields(request.output_keys, request.id)}
-    return {}
 
 
 _OPTIONAL = {

@@ -111,8 +111,8 @@ def test_defaults_follow_the_mode():
     """A replay has blocks of a key and counts keys; a server has blocks of 16 tokens."""
     replayed = RunParts(RunConfig.of("compare", workload="mooncake", blocks=9))
     served = RunParts(RunConfig.of("simulate", workload="mooncake", blocks=9))
-    assert (replayed.geometry.block_size, replayed.geometry.count) == (512, "keys")
-    assert (served.geometry.block_size, served.geometry.count) == (16, "tokens")
+    assert (replayed.geometry.block_size, replayed.geometry.accounting) == (512, "keys")
+    assert (served.geometry.block_size, served.geometry.accounting) == (16, "tokens")
 
 
 def test_a_file_gives_options(tmp_path):

@@ -139,7 +139,7 @@ def _single(key: str, values: tuple[Any, ...]) -> Any:
     return values[0]
 
 
-def axes_of(mode: Mode) -> list[str]:
+def axes_of(mode: str) -> list[str]:
     """Return the names of the axes that there are in `mode`, in order."""
     return list(TIMED if mode == "simulate" else UNTIMED)
 

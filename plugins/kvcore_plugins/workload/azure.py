@@ -17,20 +17,10 @@ from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workload.rows import Row, as_json
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-
 _HEADER = ",".join(_COLUMNS).encode()
-
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
 _SECOND = timedelta(seconds=1)
-
-
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:\+00:00)?", re.ASCII)
-
-
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)
 
 

@@ -21,7 +21,6 @@ from kvcore_plugins.workload.rows import Row
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
-
 USUAL = {
     "time": "time timestamp arrival arrivaltime arrivaltimestamp arrivedat requesttime "
     "requesttimestamp starttime t",
@@ -35,22 +34,11 @@ USUAL = {
 }
 """How columns are usually called, without case and whatever is no letter or digit."""
 
-
 _OPTIONAL = ("session", "tenant")
-
-
 _COUNT = re.compile(r"(\d{1,18})(?:\.0*)?", re.ASCII)
-
-
 _NUMBER = re.compile(r"\d{1,18}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,2})?", re.ASCII)
-
-
 _LETTERS = re.compile("[^a-z0-9]")
-
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
 _MICROSECOND = timedelta(microseconds=1)
 
 

@@ -16,8 +16,6 @@ from kvcore.workloads import file_digest
 from kvcore_plugins.workload.rows import field_names, rows
 
 BUNDLED_REQUESTS = 12_031
-
-
 _MILLISECOND = NS_PER_S // 1000
 
 

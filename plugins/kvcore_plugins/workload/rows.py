@@ -16,17 +16,9 @@ from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import lines
 
 _T = TypeVar("_T")
-
-
 _INT = {int}
-
-
 _FIELD = object()
-
-
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
-
-
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
 

@@ -21,8 +21,6 @@ from kvcore_plugins.workload.poisson import exponential
 from kvcore_plugins.workload.rows import Row, field_names, parse_row
 
 _KEY_TOKENS = 64
-
-
 _KEY_BITS = 32
 
 

@@ -17,14 +17,8 @@ from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.poisson import exponential
 
 ARRIVALS = ("poisson", "bursty", "uniform")
-
-
 _DRAW_BITS = 53
-
-
 _WEIGHT = 2**60
-
-
 _MANY = 10_000_000
 
 
