@@ -16,7 +16,7 @@ from kvcore.request import DEFAULT_PRIORITY, Key
 class Span:
     """A node of the prefix tree: the unit an eviction policy decides about.
 
-    Policies read; only the prefix cache writes (except `data`, which is the policy's, and
+    Policies read; only the cache writes (except `data`, which is the policy's, and
     `expires`, which a TTL policy sets). Positions count blocks from the prompt's start.
 
     Attributes:
