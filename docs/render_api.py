@@ -65,6 +65,7 @@ class Module:
     Attributes:
         name: dotted name of the module.
         package: whether it is the `__init__.py` of a package.
+        source: its text.
         doc: its docstring.
         defined: the statements at its top level that define a name.
         docs: docstrings of the assigned names: the text that follows the assignment.
@@ -74,6 +75,7 @@ class Module:
 
     name: str
     package: bool
+    source: str
     doc: str
     defined: dict[str, ast.stmt]
     docs: dict[str, str]
@@ -103,6 +105,12 @@ class Definition:
         return self.module.docs.get(self.name, "")
 
 
+def code(node: ast.AST) -> str:
+    """Return `node` as source, quoted and spaced as the formatter does."""
+    text = ast.unparse(node).replace(" ** ", "**")
+    return text if '"' in text else text.replace("'", '"')
+
+
 def path_of(name: str) -> Path | None:
     """Return the file of a module or package of kvcore, or None if there is none."""
     base = ROOT.joinpath(*name.split("."))
@@ -115,7 +123,8 @@ def load(name: str) -> Module:
     """Parse the module or package `name`."""
     path = path_of(name)
     assert path is not None, name
-    tree = ast.parse(path.read_text("utf-8"))
+    source = path.read_text("utf-8")
+    tree = ast.parse(source)
     defined, docs = definitions(tree.body)
     imported = {
         alias.asname or alias.name: (node.module, alias.name)
@@ -126,7 +135,8 @@ def load(name: str) -> Module:
     listed = defined.pop("__all__", None)
     exported = tuple(ast.literal_eval(listed.value)) if isinstance(listed, ast.Assign) else None
     doc = ast.get_docstring(tree) or ""
-    return Module(name, path.name == "__init__.py", doc, defined, docs, imported, exported)
+    package = path.name == "__init__.py"
+    return Module(name, package, source, doc, defined, docs, imported, exported)
 
 
 def definitions(body: list[ast.stmt]) -> tuple[dict[str, ast.stmt], dict[str, str]]:
@@ -247,7 +257,7 @@ def bases(definition: Definition) -> Iterator[Definition]:
     assert isinstance(definition.node, ast.ClassDef)
     for base in definition.node.bases:
         plain = base.value if isinstance(base, ast.Subscript) else base
-        found = resolve(definition.module, ast.unparse(plain))
+        found = resolve(definition.module, code(plain))
         if found is not None and isinstance(found.node, ast.ClassDef):
             yield found
 
@@ -263,7 +273,7 @@ def members(definition: Definition) -> list[ast.stmt]:
     found: dict[str, ast.stmt] = {}
     for node in definition.node.body:
         if isinstance(node, FUNCTIONS):
-            required = any("abstractmethod" in ast.unparse(d) for d in node.decorator_list)
+            required = any("abstractmethod" in code(d) for d in node.decorator_list)
             special = node.name.startswith("__") and required
             hidden = node.name.startswith("_") and not special
             if not hidden and not node.name.startswith("test_") and not is_setter(node):
@@ -276,22 +286,22 @@ def members(definition: Definition) -> list[ast.stmt]:
     for base in bases(definition):
         if (base.module.name, base.name) not in homes():
             for node in members(base):
-                name = getattr(node, "name", None) or ast.unparse(node)
+                name = getattr(node, "name", None) or code(node)
                 found.setdefault(name, node)
     return list(found.values())
 
 
 def is_setter(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return True if `node` sets or deletes a property."""
-    marks = [ast.unparse(decorator) for decorator in node.decorator_list]
+    marks = [code(decorator) for decorator in node.decorator_list]
     return any(mark.endswith((".setter", ".deleter")) for mark in marks)
 
 
 def has_fields(node: ast.ClassDef) -> bool:
     """Return True if the constructor of a class is made from its annotated attributes."""
     marks = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
-    named = {ast.unparse(mark).rpartition(".")[2] for mark in marks}
-    based = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    named = {code(mark).rpartition(".")[2] for mark in marks}
+    based = {code(base).rpartition(".")[2] for base in node.bases}
     return bool(named & DATA_CLASSES or based & FIELD_BASES)
 
 
@@ -305,7 +315,7 @@ def fields(definition: Definition) -> dict[str, str]:
     for node in definition.node.body if own else ():
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        name, annotation = node.target.id, ast.unparse(node.annotation)
+        name, annotation = node.target.id, code(node.annotation)
         default = default_of(node.value)
         if default is None or name.startswith("_") or "ClassVar" in annotation:
             found.pop(name, None)
@@ -318,10 +328,10 @@ def default_of(value: ast.expr | None) -> str | None:
     """Return the default of a field: empty if it has none, None if it is no parameter."""
     if value is None:
         return ""
-    text = ast.unparse(value)
+    text = code(value)
     if not isinstance(value, ast.Call) or not re.match(r"(\w+\.)?field\(", text):
         return text
-    options = {option.arg: ast.unparse(option.value) for option in value.keywords}
+    options = {option.arg: code(option.value) for option in value.keywords}
     if options.get("init") == "False":
         return None
     if "factory" in options or "default_factory" in options:
@@ -355,10 +365,10 @@ def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 def parameter(arg: ast.arg, default: ast.expr | None) -> str:
     """Return one parameter with its annotation and default."""
-    text = arg.arg if arg.annotation is None else f"{arg.arg}: {ast.unparse(arg.annotation)}"
+    text = arg.arg if arg.annotation is None else f"{arg.arg}: {code(arg.annotation)}"
     if default is None:
         return text
-    return f"{text} = {ast.unparse(default)}" if arg.annotation else f"{text}={default}"
+    return f"{text} = {code(default)}" if arg.annotation else f"{text}={default}"
 
 
 def call(name: str, given: list[str], returns: str = "") -> str:
@@ -372,7 +382,7 @@ def call(name: str, given: list[str], returns: str = "") -> str:
 
 def returned(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """Return the arrow and the return type of a function."""
-    return f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f" -> {code(node.returns)}" if node.returns else ""
 
 
 def class_signature(definition: Definition) -> str:
@@ -382,7 +392,7 @@ def class_signature(definition: Definition) -> str:
     maker = constructor(definition)
     made = list(fields(definition).values())
     given = parameters(maker) if maker and not has_fields(node) else made
-    above = ", ".join(ast.unparse(base) for base in node.bases)
+    above = ", ".join(code(base) for base in node.bases)
     line = f"class {node.name}({above})" if above else f"class {node.name}"
     return f"{line}\n\n{call(node.name, given)}" if given else line
 
@@ -435,11 +445,11 @@ def indented(text: str) -> str:
 def render_member(node: ast.stmt, docs: dict[str, str]) -> str:
     """Return the entry of a method, property or attribute in the section of its class."""
     if not isinstance(node, FUNCTIONS):
-        text = ast.unparse(node)
+        text = code(node)
         name = re.match(r"\w+", text)
         assert name is not None
         return f"- `{text}`\n\n{indented(markdown(docs[name[0]]))}"
-    marks = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
+    marks = {code(each).rpartition(".")[2] for each in node.decorator_list}
     if marks & {"property", "cached_property"}:
         signature = f"{node.name}{returned(node).replace(' ->', ':', 1)}"
     else:
@@ -458,9 +468,9 @@ def render_member(node: ast.stmt, docs: dict[str, str]) -> str:
     return f"- `{signature}`{note}\n\n{doc}"
 
 
-def fenced(code: str) -> str:
+def fenced(text: str) -> str:
     """Return a block of Python that is shown and not run."""
-    return f"```py\n{code}\n```"
+    return f"```py\n{text}\n```"
 
 
 def render_definition(title: str, definition: Definition) -> str:
@@ -483,7 +493,8 @@ def render_definition(title: str, definition: Definition) -> str:
         signature = call(node.name, parameters(node), returned(node))
         parts += [fenced(signature), markdown(doc)]
     else:
-        parts += [fenced(ast.unparse(node)), markdown(doc)]
+        written = ast.get_source_segment(definition.module.source, node) or ""
+        parts += [fenced(written), markdown(doc)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -103,8 +103,18 @@ HIGHEST_PRIORITY = 100
 class Retention:
     """A hint that the tokens `[start, end)` of a prompt deserve a retention priority.
 
-    `end=None` means to the end of the prompt. `duration` is in nanoseconds from the
-    moment the blocks are stored or hit; after it they have the default priority again.
+    A block gets the highest priority of the hints that touch it.
+
+    Attributes:
+        start: the first token.
+        end: the token after the last; None: the end of the prompt.
+        priority: from 1, evicted first, to 100. Blocks without a hint have
+            `DEFAULT_PRIORITY`, 35.
+        duration: nanoseconds from when the blocks are stored or hit, after which they have
+            the default priority again; None: the priority stays.
+
+    Raises:
+        InputError: the hint holds no tokens, or a number is out of range.
     """
 
     start: int
@@ -129,9 +139,15 @@ class Retention:
 class SLO:
     """What a client expects, in nanoseconds; None where it expects nothing.
 
-    `ttft` is the time to the first token, `tpot` the mean time of a later one, and
-    `deadline` the time to the last, all counted from the request's arrival but `tpot`.
     `SLO.in_seconds` takes the same in seconds.
+
+    Attributes:
+        ttft: from arrival to the first token.
+        tpot: from one later token to the next, in the mean.
+        deadline: from arrival to the last token.
+
+    Raises:
+        InputError: a time is no whole number above 0.
     """
 
     ttft: int | None = None
@@ -175,21 +191,26 @@ class Request:
     """A request as a workload yields it. Treat it as immutable.
 
     Attributes:
-        id: unique in its workload.
+        id: an integer or a text, unique in its workload.
         arrival: nanoseconds since the workload's start.
         prompt_tokens: prompt length in tokens.
         output_tokens: tokens to generate.
         keys: chained block keys of the prompt, `key_tokens` tokens each; the last may
             cover a partial block. May be shorter than the prompt, or empty.
         key_tokens: tokens a key stands for.
-        salt, tenant: whose prefix this is. `keys` already depend on the salt.
+        salt: text that keeps equal prompts apart. `keys` depend on it already.
+        tenant: the client that sent the request.
         priority: scheduling priority (higher is more urgent).
-        slo: what its client expects; None: what the run expects of all.
+        slo: the times its client expects; None: those that the run expects of all.
         predicted_output_tokens: output tokens that a predictor expects; None: there is none.
         retention: retention hints by token range.
         session, after, think_time: closed-loop traffic. This request is sent `think_time`
             nanoseconds after request `after` of the same session has finished.
-        output_keys: keys of the blocks that follow the prompt's, where they are known.
+        output_keys: keys of the blocks that follow the prompt's full ones, where they are
+            known.
+
+    Raises:
+        InputError: a length or time is no whole number, or out of range.
     """
 
     id: int | str

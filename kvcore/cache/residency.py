@@ -138,10 +138,10 @@ COUNTS = [0, *(digit * 10**zeros for zeros in range(3) for digit in SERIES), 100
 
 
 class Residency:
-    """Listens to a prefix cache: what is hit, stored and evicted in one tier, by block.
+    """Statistics of one tier: how long blocks rest until they are hit or evicted.
 
-    Set it as `residency` of a prefix cache to have it told; where nobody does, nothing is
-    paid. Times are nanoseconds, and the age of a block is that of its span: the time since
+    `KVCache.record_residency` makes one and records in it from then on; without it nothing
+    is paid. Times are nanoseconds, and the age of a block is that of its span: the time since
     this was stored (its first blocks, if it grew) or last hit by another request.
 
     An event is only noted, at O(spans it is about), and counted with some thousand others;

@@ -16,13 +16,14 @@ from kvcore.request import DEFAULT_PRIORITY, Key
 class Span:
     """A node of the prefix tree: the unit an eviction policy decides about.
 
-    Policies read; only the prefix cache writes (except `data`, which is the policy's, and
+    Policies read; only the cache writes (except `data`, which is the policy's, and
     `expires`, which a TTL policy sets). Positions count blocks from the prompt's start.
 
     Attributes:
         id: serial of the span, never reused.
         start, end: block positions `[start, end)` in every prompt that contains it.
         parent: the span before it; None once it has left the cache.
+        children: the spans that continue it, by their first key; None or empty for a leaf.
         ref_count: how many open sequences hold it. Pinned spans are never evicted.
         created, last_access: nanoseconds. They tie; orders use the serials below.
         created_order: serial of its creation.
@@ -34,7 +35,13 @@ class Span:
         priority, priority_until: retention priority, and when it ends (ns; None: never).
         expires: from this time (ns) on it no longer matches; None: never.
         tenant: tenant of the request that stored it.
-        data: the eviction policy's own.
+        data: the eviction policy's own; not copied on a split.
+        geometry: the layout of blocks and keys, the same for all spans of a cache.
+        path_keys: the keys of a prompt that contains it; block j has
+            `path_keys[j // geometry.ratio]`.
+        ids: ids of its blocks, first to last; None where the pool only counts.
+        creator: the sequence that may still append to it; None once that has closed, or
+            another one has used the span.
     """
 
     id: int

@@ -64,7 +64,7 @@ class EvictionPolicyTests(ABC):
         """Return a new policy, with the same options each time."""
 
     def make_prefix(self) -> PrefixIndex | None:
-        """Return a new prefix cache; None for the `radix` plugin."""
+        """Return a new prefix index; None for the `radix` plugin."""
         return None
 
     def test_is_a_named_policy(self) -> None:

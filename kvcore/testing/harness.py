@@ -537,7 +537,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Return a new eviction policy."""
 
     def make_prefix(self) -> PrefixIndex | None:
-        """Return a new prefix cache; None for the `radix` plugin."""
+        """Return a new prefix index; None for the `radix` plugin."""
         return None
 
     @initialize(blocks=st.integers(1, 40), layout=st.sampled_from(_LAYOUTS), ids=st.booleans())

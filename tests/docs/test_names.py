@@ -18,6 +18,9 @@ FILE = re.compile(
 OWN = {"kvcore.toml"}
 """Names of files that look like names of modules."""
 
+UNLISTED = {"__pycache__", "__main__.py", "py.typed"}
+"""Of the core, what the map for contributors leaves out."""
+
 
 def resolves(name):
     """Return True if a dotted name is a module, or an attribute in one."""
@@ -54,3 +57,22 @@ def test_files_exist(page):
     places = (ROOT, ROOT / "plugins")
     missing = [path for path in paths if not any((place / path).exists() for place in places)]
     assert missing == []
+
+
+def test_the_map_has_every_room():
+    """The tree in the page for contributors lists the packages and modules of the core."""
+    text = (ROOT / "docs" / "contributing.md").read_text("utf-8")
+    listed = set(re.findall(r"^[├└]── (\w+(?:/|\.py))", text, re.MULTILINE))
+    core = [path for path in (ROOT / "kvcore").iterdir() if path.name not in UNLISTED]
+    there = {f"{path.name}/" if path.is_dir() else path.name for path in core}
+    assert listed == there
+
+
+def test_new_names_in_the_changelog_exist():
+    """The right-hand column of what was renamed since the last version."""
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    unreleased = re.search(r"^## Unreleased\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]
+    new = re.findall(r"^\| .* \| (.*) \|$", unreleased, re.MULTILINE)
+    names = {name for cell in new for name in DOTTED.findall(cell)}
+    assert names
+    assert sorted(name for name in names if not resolves(name)) == []
