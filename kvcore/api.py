@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 import attrs
 
 from kvcore.cache import KVCache
-from kvcore.engine import RunResult
-from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.models.spec import DeviceSpec, ModelSpec
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from kvcore.cache import PrefixIndex
     from kvcore.config import EngineParts, RunParts
     from kvcore.config.values import PluginChoice
+    from kvcore.engine.engine import RunResult
     from kvcore.models.cost import PrefillCost
     from kvcore.progress import Progress
 
@@ -187,6 +186,8 @@ def run(
         PolicyError: a plugin failed, or the scheduler lets nothing run.
         StorageError: the pool does not fit into the memory of the device.
     """
+    from kvcore.engine.engine import run as run_engine  # noqa: PLC0415 - as above
+
     if cache is not None:
         _refuse_trace(trace)
         kept: dict[str, Any] = {"generator": "transformer", "backend": "torch-cpu"}

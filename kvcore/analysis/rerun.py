@@ -14,7 +14,7 @@ from kvcore.analysis.untimed import served
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
-from kvcore.config import RecordedParts
+from kvcore.config.recorded import RecordedParts
 from kvcore.config.values import PluginChoice
 from kvcore.errors import InputError, TraceError
 from kvcore.files import refuse_overwrite

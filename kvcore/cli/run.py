@@ -30,8 +30,8 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.serving import outputs, print_report, report_of
 from kvcore.config import EngineParts
-from kvcore.engine import RunResult
-from kvcore.engine import run as run_engine
+from kvcore.engine.engine import RunResult
+from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.progress import ticked

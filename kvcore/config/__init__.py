@@ -3,7 +3,6 @@
 from kvcore.config.files import read_toml
 from kvcore.config.lookup import find_workload, load_model
 from kvcore.config.parts import EngineParts, RunParts
-from kvcore.config.recorded import RecordedParts
 from kvcore.config.run_config import MODES, Mode, RunConfig
 from kvcore.config.values import read_plugin, read_slo
 
@@ -11,7 +10,6 @@ __all__ = [
     "MODES",
     "EngineParts",
     "Mode",
-    "RecordedParts",
     "RunConfig",
     "RunParts",
     "find_workload",

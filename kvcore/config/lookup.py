@@ -8,7 +8,6 @@ from pathlib import Path
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS, find_model
-from kvcore.models.huggingface import read_config
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import nearest, takes_path
@@ -70,6 +69,8 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     """
     is_path = text.endswith(".json") or os.sep in text
     if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
+        from kvcore.models.huggingface import read_config  # noqa: PLC0415 - for files alone
+
         return read_config(text, weights_dtype)
     try:
         model = find_model(text)

@@ -16,7 +16,6 @@ from kvcore.cache.pool import CountingPool
 from kvcore.config.lookup import find_workload, load_model
 from kvcore.config.run_config import MEMORY, RunConfig, read_option
 from kvcore.engine import Backend, Generator
-from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device
 from kvcore.models.cost import PrefillCost, cost_fields
@@ -420,6 +419,8 @@ class EngineParts(RunParts):
 
     def _block_bytes(self) -> int:
         """Return the bytes of a block of tensors."""
+        from kvcore.engine.executor import tensor_layout  # noqa: PLC0415 - runs on tensors alone
+
         layout = tensor_layout(self.model, 1, self.geometry.block_size, self.config.dtype)
         size: int = layout.bytes
         return size

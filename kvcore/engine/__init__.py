@@ -2,7 +2,6 @@
 
 from kvcore.engine.backend import Backend, DeviceMemory, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.engine import RunResult, run
 from kvcore.engine.generator import Attend, AttendOptions, Generator
 
 __all__ = [
@@ -12,8 +11,6 @@ __all__ = [
     "DeviceMemory",
     "Generator",
     "RaggedBatch",
-    "RunResult",
     "Tensor",
     "TensorLayout",
-    "run",
 ]
