@@ -1,4 +1,4 @@
-"""Let `python -m kvcore` be the command line."""
+"""Run the command line for `python -m kvcore`."""
 
 from kvcore.cli.main import main
 

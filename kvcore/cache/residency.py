@@ -55,7 +55,7 @@ class Refaults:
         self._turn = window
 
     def record(self, moves: Iterable[Transition]) -> None:
-        """Take in what was stored and what left, in order."""
+        """Record stored and evicted runs, in order."""
         path: Keys[Key] | None = None
         start = upto = of = 0
         for move in moves:
@@ -76,7 +76,7 @@ class Refaults:
             self._left(path, start, upto, of)
 
     def _left(self, keys: Keys[Key], start: int, end: int, ratio: int) -> None:
-        """Take in that the blocks `[start, end)` of the path with `keys` leave."""
+        """Record that the blocks `[start, end)` of the path with `keys` are evicted."""
         self._clock = clock = self._clock + end - start
         if clock > self._turn:
             self._old, self._young = self._young, {}
@@ -84,7 +84,7 @@ class Refaults:
         self._remember(keys[start // ratio], (start, end, keys, clock))
 
     def _stored(self, keys: Keys[Key], start: int, end: int, ratio: int) -> None:
-        """Take in that the blocks `[start, end)` of the path with `keys` are stored."""
+        """Record that the blocks `[start, end)` of the path with `keys` are stored."""
         # What had left of a path begins where the rest of it is cached, one run after another.
         oldest = self._clock - self._window
         while start < end:
@@ -193,7 +193,7 @@ class Residency:
         self._expired: list[Transition] = []
 
     def on_hit(self, span: Span, now: int) -> None:
-        """Take in a hit of `span` and all before it, which is not written down in them yet."""
+        """Called when `span` and its ancestors are hit, before their statistics change."""
         ages = self._ages
         while span.parent is not None:
             ages.append((now - span.last_access, span.end - span.start))
@@ -202,11 +202,11 @@ class Residency:
             self.settle()
 
     def on_store(self, span: Span, blocks: int) -> None:
-        """Take in that the last `blocks` blocks of `span` were stored just now."""
+        """Called when the last `blocks` blocks of `span` have been stored."""
         self.record_store(span.path_keys, span.end - blocks, span.end, span.geometry.ratio)
 
     def on_evict(self, span: Span, blocks: int, now: int, reason: str) -> None:
-        """Take in that the last `blocks` blocks of `span` are about to leave."""
+        """Called when the last `blocks` blocks of `span` are about to be evicted."""
         end, notes = span.end, self._moves if reason == "capacity" else self._expired
         notes.append((
             span.path_keys, end - blocks, end, span.geometry.ratio,
@@ -216,11 +216,11 @@ class Residency:
             self.settle()
 
     def record_hit(self, age: int, blocks: int) -> None:
-        """Take in a hit of `blocks` blocks that were `age` old."""
+        """Record a hit of `blocks` blocks, `age` ns after their last access."""
         self._ages.append((age, blocks))
 
     def record_store(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
-        """Take in that the blocks `[first, end)` of a path were stored; a key has `ratio`."""
+        """Record that the blocks `[first, end)` of a path were stored; a key has `ratio`."""
         self._moves.append((keys, first, end, ratio))
         if len(self._moves) > BATCH:
             self.settle()
@@ -228,7 +228,7 @@ class Residency:
     def record_evict(
         self, keys: Keys[Key], first: int, end: int, ratio: int, stats: BlockStats, reason: str
     ) -> None:
-        """Take in that such blocks leave, and how they had rested."""
+        """Record that the blocks `[first, end)` of a path are evicted, and how they rested."""
         notes = self._moves if reason == "capacity" else self._expired
         notes.append((keys, first, end, ratio, *stats))
         if len(notes) > BATCH:

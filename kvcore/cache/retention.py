@@ -81,7 +81,7 @@ def drop_blocks(
     by: str,
     now: int,
 ) -> int:
-    """Take the blocks in `holes`, in order, out of the table of `seq`; return their number.
+    """Remove the blocks in `holes` from the block table of `seq`; return their number.
 
     Private ones become free, deepest first, as at `close`. O(holes), ids by slices.
     """
@@ -113,7 +113,7 @@ def _without(holes: tuple[Hole, ...], wanted: Iterable[Hole]) -> Iterator[Hole]:
 
 
 def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None:
-    """Take the blocks `[first, end)` out of the table of `seq`; return the ids freed.
+    """Remove the blocks `[first, end)` from the table of `seq`; return the freed ids.
 
     Shared blocks among them are only hidden. None where the pool counts.
     """

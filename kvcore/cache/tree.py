@@ -419,7 +419,7 @@ class SpanTree:
         return span
 
     def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
-        """Tell index and policy of the blocks of `span` from `first` on, which are new."""
+        """Call the index and the policy for the new blocks of `span`, from `first` on."""
         if self._index_insert is not None:
             self._call_index("insert", self._index_insert, span, first)
         if appended:
@@ -654,7 +654,7 @@ class SpanTree:
         return f"{why}; {self.unpinned_blocks} blocks are evictable"
 
     def _remove(self, span: Span, reason: str) -> None:
-        """Take a leaf out of the tree, and tell the policy.
+        """Remove a leaf from the tree and call the policy.
 
         When `on_remove` is called, the parent has lost the child already, so it may be a
         leaf; `span.parent` can still be read, and is None afterwards.

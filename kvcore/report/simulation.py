@@ -86,7 +86,7 @@ def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def thrashing(residency: Mapping[str, Any] | None, blocks: int) -> str:
-    """Say of each tier that thrashes what the figures are, and what to do; else nothing.
+    """Return a sentence for each tier that thrashes: its figures, and what to do.
 
     `residency` is that of a summary: by tier, what `Residency.as_dict()` says, which is also
     where the rule stands (`Residency.thrashing`). `blocks` are those of the pool.

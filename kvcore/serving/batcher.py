@@ -470,7 +470,7 @@ class Batcher:
         return True
 
     def _pause(self, job: Job, now: int, requester: Job | None = None) -> None:
-        """Take `job` off the batch, perhaps for `requester`; it keeps its blocks."""
+        """Remove `job` from the batch, for `requester` if given; it keeps its blocks."""
         self._leave_batch(job)
         job.stage = PAUSED
         job.pauses += 1
@@ -480,7 +480,7 @@ class Batcher:
         self.queue(job, now, front=True)
 
     def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
-        """Take all blocks of `job`, perhaps for `requester`; it will compute them again."""
+        """Free all blocks of `job`, for `requester` if given; it will compute them again."""
         if job.stage == PAUSED:
             del self.paused[job]
             self.waiting.remove(job, now)

@@ -145,7 +145,7 @@ class DecodeBatch:
             self._unattend(job, attended)
 
     def forgot(self, job: Job, tokens: int) -> None:
-        """Take `tokens` tokens that `job` has just dropped off the context."""
+        """Subtract `tokens` tokens that `job` has just dropped from the context."""
         assert job.seq is not None
         if self._is_plain:
             self.context[0] -= tokens
@@ -406,7 +406,7 @@ class DecodeAllocator:
         self._cache.extend(seq, tokens, now)
 
     def settle(self, job: Job) -> None:
-        """Tell the cache the length of a job that has left the batch and keeps its blocks.
+        """Set the cached length of a job that has left the batch and keeps its blocks.
 
         The slot of its next token counts if it is allocated.
         """
@@ -475,5 +475,5 @@ class DecodeAllocator:
             cache.extend(job.seq, 1, now)
 
     def _grow_by_count(self, blocks: int) -> None:
-        """Take free blocks for jobs of the batch, without saying for which."""
+        """Allocate free blocks for the batch as a whole, to be settled per job later."""
         self._cache.reserve_blocks(blocks)

@@ -77,7 +77,7 @@ class MeasuredAllocator(DecodeAllocator):
         self.idle += len(jobs) * self._block_size
 
     def _grow_by_count(self, blocks: int) -> None:
-        """Take free blocks for jobs of the batch, without saying for which."""
+        """Allocate free blocks for the batch as a whole, to be settled per job later."""
         super()._grow_by_count(blocks)
         self.idle += blocks * self._block_size
 

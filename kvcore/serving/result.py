@@ -159,7 +159,7 @@ class RunLog:
         self.steps = self.busy_ps = self.own_slos = 0
 
     def ended(self, job: Job, now: int) -> None:
-        """Take in a request that has finished."""
+        """Record a finished request."""
         request = job.request
         self.own_slos += request.slo is not None
         self.verdict.append(UNJUDGED if job.slo is None else _verdict(job, job.slo, now))
@@ -176,7 +176,7 @@ class RunLog:
         self.recomputes.append(job.recomputes)
 
     def rejected(self, job: Job, why: str) -> None:
-        """Take in a request that was rejected."""
+        """Record a rejected request."""
         self.reasons[len(self.ids)] = why
         self.ended(job, -1)
         if self.verdict[-1] != UNJUDGED:

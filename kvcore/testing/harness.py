@@ -612,7 +612,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert tree.unpinned_blocks == sum(s.blocks for s in tree.spans() if not s.ref_count)
 
     def take(self, step: Step) -> Decision:
-        """Take a step and check what must hold of any."""
+        """Perform a step and check the invariants of every step."""
         if step.request is not None:
             self.requests += 1
             step = attrs.evolve(step, request=attrs.evolve(step.request, id=self.requests))

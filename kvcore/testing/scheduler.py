@@ -112,7 +112,7 @@ class ToyServer:
     """
 
     def __init__(self, scheduler: Scheduler, max_seqs: int = 3, slots: int = 400) -> None:
-        """Take the scheduler into use."""
+        """Attach the scheduler to a toy server."""
         self._scheduler = scheduler
         self._asks = find_override(scheduler, "plan") is None
         self._max_seqs, self._free = max_seqs, slots
@@ -265,7 +265,7 @@ class ToyServer:
         self._changed = False  # by the plan that is being carried out
 
     def _recompute(self) -> None:
-        """Take the room of the paused job that is last in order."""
+        """Free the blocks of the paused job that is last in scheduler order."""
         priority = self._scheduler.priority
         order = {job: (priority(job, self._now), job.serial) for job in self._held}
         assert order, f"nobody runs or holds room, and {list(self._waiting)} were not served"

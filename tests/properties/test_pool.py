@@ -37,21 +37,21 @@ def used_pool(history):
 
 @given(histories, st.integers(0, 20), st.integers(0, 20))
 def test_taking_in_two_parts(history, first, second):
-    """take(a + b) gives the ids of take(a), then those of take(b)."""
+    """allocate(a + b) gives the ids of allocate(a), then those of allocate(b)."""
     whole, parts = used_pool(history), used_pool(history)
-    first = min(first, whole.free)
-    second = min(second, whole.free - first)
-    assert whole.take(first + second) == parts.take(first) + parts.take(second)
+    first = min(first, whole.free_blocks)
+    second = min(second, whole.free_blocks - first)
+    assert whole.allocate(first + second) == parts.allocate(first) + parts.allocate(second)
 
 
 @given(histories, st.integers(0, 40))
 def test_a_pool_that_counts(history, count):
     """A counting pool has as many blocks free as one with ids."""
     ids, counted = used_pool(history), CountingPool(40)
-    counted.take(40 - ids.free)
+    counted.allocate(40 - ids.free_blocks)
     for pool in (ids, counted):
         pool.allocate(min(count, pool.free_blocks))
-    assert ids.free == counted.free
+    assert ids.free_blocks == counted.free_blocks
 
 
 @pytest.mark.parametrize("name", POLICIES)

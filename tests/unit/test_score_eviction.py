@@ -118,4 +118,4 @@ def test_a_score_may_depend_on_size():
 
     cache = make(10, Longest(), accounting="keys")
     serve(cache, "abcdef", "wxy", "abcd!")
-    assert cache.prefix.eviction.victim(0) is spans(cache)["|wxy"]
+    assert cache.eviction.victim(0) is spans(cache)["|wxy"]

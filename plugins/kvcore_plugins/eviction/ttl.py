@@ -10,7 +10,7 @@ from kvcore_plugins.eviction.lru import LRU
 
 
 class TTL(LRU):
-    """Let a span expire after `ttl` seconds without a use; under pressure, evict as LRU.
+    """Expires spans `ttl` seconds after their last use; evicts as LRU under pressure.
 
     An expired span no longer matches, however much room there is. A hit, and the end of a
     use, restart its time. O(1) per event.

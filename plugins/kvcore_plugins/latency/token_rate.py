@@ -18,7 +18,7 @@ SLOWEST = 1e-6
 
 @attrs.define(slots=False, eq=False)
 class TokenRate(LatencyModel):
-    """Take tokens one after the other, at a rate for prompts and a rate for outputs.
+    """A fixed number of tokens a second, one rate for prompts and one for outputs.
 
     `prompt tokens / prefill + sequences / decode` milliseconds: a server without overhead,
     without batching and without attention, as queueing theory has them. The defaults are

@@ -84,7 +84,7 @@ class Fair(Scheduler):
         heappush(self._queues.setdefault(tenant, []), (job.serial, job))
 
     def admitted(self, job: Job, now: int) -> None:
-        """Take `job` out of its tenant's queue; charge its prompt, once."""
+        """Remove `job` from its tenant's queue, and charge its prompt once."""
         del now
         tenant = job.request.tenant
         queue = self._queues[tenant]
