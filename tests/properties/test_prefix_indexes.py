@@ -3,10 +3,10 @@
 import io
 
 import pytest
+from helpers.fake_policies import ExpiringPolicy
 
 from kvcore import KVCache, Trace
 from kvcore.testing import FORKS, Driver, Traffic, random_steps
-from kvcore.testing.fake_policies import Mortal
 from kvcore_plugins.eviction import LFU, LRU
 from kvcore_plugins.prefix import Hashed, Radix
 
@@ -28,7 +28,7 @@ def run(prefix, eviction, steps, **options):
 @pytest.mark.parametrize(
     ("accounting", "block_size"), [("tokens", 2), ("tokens", 6), ("tokens", 12), ("keys", 2)]
 )
-@pytest.mark.parametrize("eviction", [LRU, LFU, Mortal])
+@pytest.mark.parametrize("eviction", [LRU, LFU, ExpiringPolicy])
 @pytest.mark.parametrize("seed", range(5))
 def test_radix_and_hashed_are_one_cache(seed, eviction, accounting, block_size):
     """Same hits, same evictions, same trace, with forks, hints, expiry and coarse keys."""

@@ -3,9 +3,9 @@
 import attrs
 import pytest
 from helpers.caches import BLOCK, ask, make, serve, start
+from helpers.fake_policies import LIFETIME_NS, BookkeepingPolicy, ExpiringPolicy
 
 from kvcore import OutOfBlocks, Span
-from kvcore.testing.fake_policies import LIFETIME, Ledger, Mortal
 from kvcore.testing.harness import Driver, Traffic, random_steps, snapshot
 from kvcore_plugins.prefix import Hashed, NoPrefix, Radix
 
@@ -146,12 +146,12 @@ def test_a_fork_commits_for_both(any_prefix):
 
 def test_expired_spans_do_not_match(prefix):
     """They end the match; an admission drops them, a probe does not."""
-    cache = make(8, Mortal(), prefix=prefix)
+    cache = make(8, ExpiringPolicy(), prefix=prefix)
     serve(cache, "abc")
     before = snapshot(cache)
-    found = [cache.probe(ask("abcd"), now) for now in (LIFETIME - 1, LIFETIME)]
+    found = [cache.probe(ask("abcd"), now) for now in (LIFETIME_NS - 1, LIFETIME_NS)]
     assert (found, snapshot(cache)) == ([3, 0], before)
-    cache.open(ask("abcd"), now=LIFETIME)
+    cache.open(ask("abcd"), now=LIFETIME_NS)
     cache.check_integrity()
     assert (cache.tree.cached_blocks, cache.tree.expired_blocks) == (0, 3)
 
@@ -170,14 +170,14 @@ def test_spans_yields_parents_before_children(prefix):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_policy_is_told_of_every_change(seed, prefix):
     """Spans, their sizes and pins can be kept from the policy's callbacks alone."""
-    ledger = Ledger()
+    ledger = BookkeepingPolicy()
     cache = make(14, ledger, prefix=prefix, key_tokens=2 * BLOCK)
     driver = Driver(cache)
     for step in random_steps(seed, 80, TRAFFIC):
         driver.step(step)
         spans = list(cache.tree.spans())
         assert ledger.sizes == {span: span.blocks for span in spans}
-        assert ledger.held & set(spans) == {span for span in spans if span.ref_count}
+        assert ledger.pinned & set(spans) == {span for span in spans if span.ref_count}
 
 
 @pytest.mark.parametrize("seed", range(4))
