@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from functools import partial
-from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import SLO, InputError, Request, Workload
+from kvcore import SLO, InputError, Request
 from kvcore.request import Retention
 from kvcore.trace import SCHEMA
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import file_digest
-from kvcore_plugins.workload.rows import Row, field_names, rows
+from kvcore_plugins.workload.rows import FileWorkload, Row, field_names, rows
 
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
 
 @attrs.define(eq=False)
-class Jsonl(Workload):
+class Jsonl(FileWorkload):
     """The requests of a kvcore trace, to be run again under other policies.
 
     Lines of other events are skipped. A header is optional; without one the file may hold
@@ -34,8 +32,6 @@ class Jsonl(Workload):
 
     name: ClassVar[str] = "jsonl"
 
-    path: Path = attrs.field(converter=Path)
-
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each REQUEST line. Keeps one line in memory.
 
@@ -44,10 +40,8 @@ class Jsonl(Workload):
         recorded = self._recorded_keys()
         earliest, key_tokens = 0, None
         for row in self._requests():
-            arrival = row.natural("t")
-            if arrival < earliest:
-                raise row.error(field="t", expected=f"{earliest} or later (sorted rows)")
-            earliest = arrival
+            expected = f"{earliest} or later (sorted rows)"
+            arrival = earliest = row.in_order("t", row.natural("t"), earliest, expected)
             request = _request(row, arrival)
             if request.id in recorded:
                 request.output_keys = recorded[request.id]
@@ -61,11 +55,6 @@ class Jsonl(Workload):
         """Tokens a key stands for, read from the first request."""
         with closing(self._requests()) as requests:
             return next(requests).natural("key_tokens", 1)
-
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes."""
-        return file_digest(self.path)
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
