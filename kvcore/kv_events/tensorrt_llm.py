@@ -6,6 +6,7 @@ writes them. They are read, not written.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,6 @@ from kvcore.kv_events.model import (
     BlockRemoved,
     BlockUpdated,
     Count,
-    DecodeError,
     Event,
     EventBatch,
     Page,
@@ -24,6 +24,7 @@ from kvcore.kv_events.model import (
     other_fields,
     parse,
     parse_tagged,
+    read_or_keep,
 )
 
 
@@ -98,13 +99,9 @@ def read_batch(value: Any) -> EventBatch:
     """
     around = parse(value, _Event, "event")
     more = other_fields(value, _Event)
-    event: Event
-    try:
-        event = _read(around.data, around.window_size, "event.data")
-    except DecodeError as error:
-        event = UnparsedEvent(around.data, str(error))
-        if around.window_size is not None:
-            more["window_size"] = around.window_size
+    event = read_or_keep(partial(_read, group=around.window_size), around.data, "event.data")
+    if isinstance(event, UnparsedEvent) and around.window_size is not None:
+        more["window_size"] = around.window_size
     return EventBatch(
         ts=None,
         events=(event,),
@@ -115,7 +112,7 @@ def read_batch(value: Any) -> EventBatch:
     )
 
 
-def _read(data: Any, group: int | None, field: str) -> Event:
+def _read(data: Any, field: str, group: int | None) -> Event:
     parsed = parse_tagged(data, _DATA, field)
     more = other_fields(data, type(parsed))
     match parsed:
