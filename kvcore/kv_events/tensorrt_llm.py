@@ -83,7 +83,12 @@ class _Updated(msgspec.Struct, rename=_NAMES, tag="updated", tag_field="type"):
     priority: _Change | None = None
 
 
-_DATA = (_Created, _Stored, _Removed, _Updated)
+_CLASSES: dict[type[msgspec.Struct], type[Any]] = {
+    _Created: PoolCreated,
+    _Stored: PagesStored,
+    _Removed: BlockRemoved,
+    _Updated: BlockUpdated,
+}
 
 
 def matches(value: Any) -> bool:
@@ -113,29 +118,21 @@ def read_batch(value: Any) -> EventBatch:
 
 
 def _read(data: Any, field: str, group: int | None) -> Event:
-    parsed = parse_tagged(data, _DATA, field)
+    parsed = parse_tagged(data, tuple(_CLASSES), field)
+    fields = msgspec.structs.asdict(parsed)
+    if isinstance(parsed, _Stored):
+        fields["pages"] = tuple(map(_page, parsed.pages, data["blocks"]))
+    elif isinstance(parsed, _Updated):
+        for name, change in fields.items():
+            if isinstance(change, _Change):
+                fields[name] = msgspec.structs.astuple(change)
     more = other_fields(data, type(parsed))
-    match parsed:
-        case _Created():
-            return PoolCreated(levels=parsed.levels, group=group, more=more)
-        case _Stored():
-            pages = tuple(map(_page, parsed.pages, data["blocks"]))
-            return PagesStored(pages=pages, parent=parsed.parent, group=group, more=more)
-        case _Removed():
-            return BlockRemoved(hashes=parsed.hashes, group=group, more=more)
-    level, priority = _pair(parsed.level), _pair(parsed.priority)
-    return BlockUpdated(
-        hash=parsed.hash, level=level, priority=priority, group=group, more=more
-    )
+    event: Event = _CLASSES[type(parsed)](**fields, group=group, more=more)
+    return event
 
 
 def _page(page: _Page, raw: dict[str, Any]) -> Page:
-    tokens = tuple((token.token_id, token.token_extra_id) for token in page.tokens)
-    more = other_fields(raw, _Page)
-    return Page(
-        hash=page.hash, tokens=tokens, level=page.level, priority=page.priority, more=more
-    )
-
-
-def _pair(change: _Change | None) -> tuple[int, int] | None:
-    return None if change is None else (change.old_value, change.new_value)
+    fields = msgspec.structs.asdict(page)
+    del fields["type"]
+    fields["tokens"] = tuple(map(msgspec.structs.astuple, page.tokens))
+    return Page(**fields, more=other_fields(raw, _Page))

@@ -69,7 +69,7 @@ class Jsonl(FileWorkload):
                 return {}
             ends = (row for row in lines if row.fields.get("event") == "FINISH")
             return {
-                _id(row, "request"): row.keys("output_keys", digests=True)
+                row.identifier("request"): row.keys("output_keys", digests=True)
                 for row in ends
                 if "output_keys" in row.fields
             }
@@ -92,7 +92,7 @@ def _request(row: Row, arrival: int) -> Request:
     prompt = row.natural("prompt")
     key_tokens = row.natural("key_tokens", 1)
     return Request(
-        id=_id(row, "id"),
+        id=row.identifier("id"),
         arrival=arrival,
         prompt_tokens=prompt,
         output_tokens=row.natural("output"),
@@ -105,17 +105,10 @@ def _request(row: Row, arrival: int) -> Request:
         predicted_output_tokens=row.optional(row.natural, "predicted", None),
         retention=row.optional(partial(_retention, row), "retention", ()),
         session=row.optional(row.text, "session", None),
-        after=row.optional(partial(_id, row), "after", None),
+        after=row.optional(row.identifier, "after", None),
         think_time=row.optional(row.natural, "think", 0),
         output_keys=row.optional(partial(row.keys, digests=True), "output_keys", ()),
     )
-
-
-def _id(row: Row, name: str) -> int | str:
-    value = row.fields.get(name)
-    if type(value) in (int, str):
-        return value  # type: ignore[return-value]
-    raise row.error(field=name, expected="an integer or a text")
 
 
 def _slo(row: Row, name: str) -> SLO:

@@ -229,9 +229,7 @@ class KvEvents(Workload):
 
 
 def _request(row: Row, arrival: int, size: int) -> Request:
-    name: Any = row.fields.get("id")
-    if type(name) not in (int, str):
-        raise row.error(field="id", expected="an integer or a text")
+    name = row.identifier("id")
     if "tokens" in row.fields:
         tokens = row.keys("tokens")
         prompt, keys = len(tokens), block_keys(tokens, size)

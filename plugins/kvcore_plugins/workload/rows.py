@@ -78,6 +78,13 @@ class Row:
             return value
         raise self.error(field=name, expected="a text")
 
+    def identifier(self, name: str) -> int | str:
+        """Return a field that must be an integer or a text."""
+        value = self.fields.get(name)
+        if type(value) in (int, str):
+            return value  # type: ignore[return-value]
+        raise self.error(field=name, expected="an integer or a text")
+
     def optional(self, read: Callable[[str], _T], name: str, default: _T) -> _T:
         """Return `read(name)`, or `default` if the field is missing or null."""
         return default if self.fields.get(name) is None else read(name)
