@@ -14,8 +14,6 @@ from kvcore_plugins.latency import Roofline
 from kvcore_plugins.scheduler import FCFS, SJF, LeastSlack
 from kvcore_plugins.workload import Mooncake
 
-SECOND = 10**9
-
 
 def main() -> None:
     """Print what clients see of each scheduler."""
@@ -32,13 +30,14 @@ def main() -> None:
             ),
             scheduler=scheduler,
             latency=Roofline(model="llama-3-8b", device="h100", tensor_parallel=4),
-            slo=SLO(ttft=5 * SECOND, tpot=SECOND // 10),
+            slo=SLO.in_seconds(ttft=5.0, tpot=0.1),
             rate_scale=2.0,
         )
-        found = result.summary()
+        assert result.ttft is not None
+        assert result.e2e is not None
         print(
-            f"{scheduler.name:4} first token after {found['ttft_s']['mean']:6.2f} s, "
-            f"last after {found['e2e_s']['mean']:6.2f} s, {found['slo']['met']:5.1%} in time"
+            f"{scheduler.name:4} first token after {result.ttft.mean:6.2f} s, "
+            f"last after {result.e2e.mean:6.2f} s, {result.slo_attainment or 0:5.1%} in time"
         )
 
 

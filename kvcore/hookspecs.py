@@ -14,6 +14,7 @@ PROJECT = "kvcore"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function of a plugin as the implementation of the hook that it is named after."""
 
 
 @hookspec
@@ -23,7 +24,7 @@ def kvcore_eviction_policies() -> list[type[Plugin]]:
 
 @hookspec
 def kvcore_prefix_indexes() -> list[type[Plugin]]:
-    """Return prefix caches: which cached blocks a new prompt can use again."""
+    """Return prefix indexes: where the cached blocks of a prompt are looked up."""
 
 
 @hookspec

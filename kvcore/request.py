@@ -11,7 +11,7 @@ import attrs
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.units import INT64_LIMIT
+from kvcore.units import INT64_LIMIT, NS_PER_S
 
 KEY_BYTES = 16
 
@@ -131,6 +131,7 @@ class SLO:
 
     `ttft` is the time to the first token, `tpot` the mean time of a later one, and
     `deadline` the time to the last, all counted from the request's arrival but `tpot`.
+    `SLO.in_seconds` takes the same in seconds.
     """
 
     ttft: int | None = None
@@ -144,6 +145,29 @@ class SLO:
             if value is not None and (type(value) is not int or value <= 0):
                 msg = f"SLO {name} must be whole nanoseconds above 0, not {value!r}"
                 raise InputError(msg)
+
+    @classmethod
+    def in_seconds(
+        cls,
+        *,
+        ttft: float | None = None,
+        tpot: float | None = None,
+        deadline: float | None = None,
+    ) -> SLO:
+        """Return an SLO whose times are given in seconds, rounded to nanoseconds.
+
+        Raises:
+            InputError: a time that is not a finite number from a nanosecond on.
+        """
+        times: dict[str, int] = {}
+        for name, time in (("ttft", ttft), ("tpot", tpot), ("deadline", deadline)):
+            if time is None:
+                continue
+            if not 1 <= time * NS_PER_S < INT64_LIMIT:
+                msg = f"SLO {name}={time!r}: give seconds, from 1e-9 to 9.2e9"
+                raise InputError(msg)
+            times[name] = round(time * NS_PER_S)
+        return cls(**times)
 
 
 @attrs.define(kw_only=True)

@@ -18,16 +18,12 @@ from kvcore.analysis.belady import belady
 
 Array: TypeAlias = npt.NDArray[np.int64]
 
-
 Places: TypeAlias = npt.NDArray[np.int32]
 """Half as wide: the system hands out fresh memory more slowly than these loops fill it."""
 
-
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-
 FREE = -1
-
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2^64 over the golden ratio: multiplied by it, keys that follow one another lie far apart."""

@@ -30,7 +30,6 @@ from kvcore.request import Key, Request
 AT_ONCE = 1 << 14
 """So many keys, or a request more, are named at a time."""
 
-
 MOST_KEYS = 2**31 - 1
 """Places of keys are integers of 32 bits."""
 

@@ -30,7 +30,6 @@ from kvcore.workloads import Workload
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""
 
-
 SHARING = "radix"
 """The prefix cache that the optimum is a bound for, and the default."""
 
@@ -93,6 +92,17 @@ class Source:
     requests: int
     key_tokens: int
     options: dict[str, Any]
+
+    @classmethod
+    def of(cls, workload: Workload) -> Source:
+        """Describe `workload`, of which no request has been read yet."""
+        return cls(
+            name=workload.name,
+            digest=workload.digest,
+            requests=0,
+            key_tokens=workload.key_tokens,
+            options=plain(workload.options()),
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -174,52 +184,31 @@ def compare(
         PluginError: a plugin that cannot work here.
         PolicyError: a policy failed.
     """
-    if not isinstance(workload, Workload):
-        msg = (
-            f"{workload!r:.60} is no workload: give an instance, such as one of "
-            "Plugins().build('workload', 'zipf:skew=1.5')"
-        )
-        raise InputError(msg)
     plugins = plugins or Plugins()
-    candidates = candidates_of(policies, plugins, seed)
-    sizes = None if blocks is None else _sizes(blocks)
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
+    bench = Bench.of(workload, accounting, block_size, recompute, make_prefix)
+    candidates = candidates_of(policies, plugins, seed)
+    sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
     if trace is not None:
         refuse_overwrite(trace, workload.options().values())
-    key_tokens, digest = workload.key_tokens, workload.digest
-    bench = _Runner(
-        workload,
-        BlockLayout(accounting, key_tokens if block_size is None else block_size, key_tokens),
-        make_prefix,
-        recompute or default_prefill_cost(),
-        residency,
-    )
+    source = Source.of(workload)
+    maker = _RowMaker(bench, residency)
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if workload.size is None else workload.size * replays
-    with (progress or silent)(f"comparing on {workload.name}", steps) as bench.tick:
-        bounded = any(policy.kind is Belady for policy in candidates)
-        requests, infinite = bench.infinite(bounded=bounded)
+    with (progress or silent)(f"comparing on {workload.name}", steps) as maker.tick:
+        requests, infinite = maker.infinite(bounded=has_bound(candidates))
         if sizes is None:
             sizes = default_sizes(infinite.distinct_blocks)
         if trace is None:
-            rows = [bench.row(policy, size) for policy in candidates for size in sizes]
+            rows = [maker.row(policy, size) for policy in candidates for size in sizes]
         else:
-            rows = [bench.traced_row(candidates[0], sizes[0], trace, seed)]
-    return Comparison(
-        workload=Source(
-            name=workload.name,
-            digest=digest,
-            requests=requests,
-            key_tokens=key_tokens,
-            options=plain(workload.options()),
-        ),
-        accounting=accounting,
-        rows=_with_shares(rows),
-        infinite=infinite,
-    )
+            rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
+    source = attrs.evolve(source, requests=requests)
+    found = _with_shares(rows)
+    return Comparison(workload=source, accounting=accounting, rows=found, infinite=infinite)
 
 
 def default_sizes(distinct_blocks: int) -> list[int]:
@@ -228,14 +217,72 @@ def default_sizes(distinct_blocks: int) -> list[int]:
     return list(dict.fromkeys(max(1, round(size, 1 - len(str(size)))) for size in sizes))
 
 
-@attrs.define
-class _Runner:
-    """Replays one workload once a row."""
+@attrs.frozen
+class Bench:
+    """Replays one workload, serial and untimed, each time in a cache of its own.
+
+    Attributes:
+        workload: where the requests come from.
+        geometry: how they lie in blocks.
+        recompute: what it costs to compute a block again.
+        make_prefix: builds a prefix cache; None: the default.
+    """
 
     workload: Workload
     geometry: BlockLayout
-    make_prefix: Callable[[], PrefixIndex]
     recompute: PrefillCost
+    make_prefix: Callable[[], PrefixIndex] | None
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        accounting: str,
+        block_size: int | None,
+        recompute: PrefillCost | None,
+        make_prefix: Callable[[], PrefixIndex] | None = None,
+    ) -> Bench:
+        """Fill in what is None as `compare` says.
+
+        Raises:
+            InputError: no workload, or an accounting or block size unfit for its keys.
+        """
+        if not isinstance(workload, Workload):
+            msg = (
+                f"{workload!r:.60} is no workload: give an instance, such as one of "
+                "Plugins().build('workload', 'zipf:skew=1.5')"
+            )
+            raise InputError(msg)
+        keys = workload.key_tokens
+        geometry = BlockLayout(accounting, keys if block_size is None else block_size, keys)
+        return cls(workload, geometry, recompute or default_prefill_cost(), make_prefix)
+
+    def cache(
+        self, eviction: EvictionPolicy, blocks: int, trace: Trace | None = None
+    ) -> KVCache:
+        """Return an empty cache of `blocks` blocks under `eviction`."""
+        return KVCache(
+            blocks,
+            self.geometry.block_size,
+            eviction=eviction,
+            prefix=None if self.make_prefix is None else self.make_prefix(),
+            accounting=self.geometry.accounting,
+            key_tokens=self.geometry.key_tokens,
+            trace=trace,
+            recompute=self.recompute,
+        )
+
+    def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
+        """Replay in a cache that never evicts; return its counts, and its blocks in the end."""
+        cache = self.cache(_NoEviction(), MOST_BLOCKS)
+        return replay(requests, cache), cache.tree.cached_blocks
+
+
+@attrs.define
+class _RowMaker:
+    """Replays the workload of a bench once a row."""
+
+    bench: Bench
     residency: bool
     tick: Tick = attrs.field(init=False)
     future: Future | None = attrs.field(init=False, default=None)
@@ -247,13 +294,12 @@ class _Runner:
         the bound needs says it; else a replay does.
         """
         if bounded:
-            self.future = future = Future.read(self._requests(), self.geometry)
-            stats = future.stats(future.reused, self.geometry.block_size)
+            geometry = self.bench.geometry
+            self.future = future = Future.read(self._requests(), geometry)
+            stats = future.stats(future.reused, geometry.block_size)
             distinct = stats.lookup_blocks - stats.hit_blocks
         else:
-            cache = self._cache(MOST_BLOCKS, _NoEviction())
-            stats = replay(self._requests(), cache)
-            distinct = cache.tree.cached_blocks
+            stats, distinct = self.bench.unbounded(self._requests())
         return stats.requests, Infinite(
             distinct_blocks=distinct,
             lookup_blocks=stats.lookup_blocks,
@@ -266,9 +312,12 @@ class _Runner:
         begin = perf_counter()
         seen: Residency | None = None
         if isinstance(policy.make, Belady):
-            stats, evicted = self._optimum(policy.make, blocks)
+            assert self.future is not None, "`infinite` has read it"
+            self.tick(len(self.future.lengths))
+            size = self.bench.geometry.block_size
+            stats, evicted = policy.make.replay(self.future, blocks, size)
         else:
-            cache = self._cache(blocks, policy.make(), trace)
+            cache = self.bench.cache(policy.make(), blocks, trace)
             if self.residency:
                 seen = cache.tree.residency = Residency(blocks)
             stats = replay(self._requests(), cache)
@@ -277,7 +326,7 @@ class _Runner:
             eviction=policy.name,
             options=policy.options,
             blocks=blocks,
-            block_size=self.geometry.block_size,
+            block_size=self.bench.geometry.block_size,
             requests=stats.requests,
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
@@ -291,32 +340,13 @@ class _Runner:
         self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None
     ) -> Row:
         """Replay under one policy and write every decision to the trace `file`."""
-        cost = cost_fields(self.recompute)
-        with Trace(file, workload=self.workload, seed=seed, recompute=cost) as trace:
+        cost = cost_fields(self.bench.recompute)
+        with Trace(file, workload=self.bench.workload, seed=seed, recompute=cost) as trace:
             return self.row(policy, blocks, trace)
-
-    def _optimum(self, optimum: Belady, blocks: int) -> tuple[CacheStats, int]:
-        assert self.future is not None, "`infinite` has read it"
-        self.tick(len(self.future.lengths))
-        return optimum.replay(self.future, blocks, self.geometry.block_size)
-
-    def _cache(
-        self, blocks: int, eviction: EvictionPolicy, trace: Trace | None = None
-    ) -> KVCache:
-        return KVCache(
-            blocks,
-            self.geometry.block_size,
-            eviction=eviction,
-            prefix=self.make_prefix(),
-            accounting=self.geometry.accounting,
-            key_tokens=self.geometry.key_tokens,
-            trace=trace,
-            recompute=self.recompute,
-        )
 
     def _requests(self) -> Iterable[Request]:
         """Return the requests, which report progress as they are read."""
-        return ticked(self.workload, self.tick)
+        return ticked(self.bench.workload, self.tick)
 
 
 @attrs.define(slots=False, eq=False)
@@ -332,7 +362,12 @@ class _NoEviction(EvictionPolicy):
         raise LookupError(msg)
 
 
-def _sizes(blocks: int | Iterable[int]) -> list[int]:
+def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
+    """Return the pool sizes asked for, each once.
+
+    Raises:
+        InputError: a size that no pool has, or none `purpose`, such as `to compare in`.
+    """
     sizes = list(dict.fromkeys([blocks] if isinstance(blocks, int) else blocks))
     for size in sizes:
         if not 0 < size <= MOST_BLOCKS:
@@ -341,7 +376,7 @@ def _sizes(blocks: int | Iterable[int]) -> list[int]:
             )
             raise InputError(msg)
     if not sizes:
-        msg = "there is no pool to compare in: give at least one size"
+        msg = f"there is no pool {purpose}: give at least one size"
         raise InputError(msg)
     return sizes
 
@@ -354,13 +389,8 @@ def _check(
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse combinations of arguments that have no meaning."""
-    optimum = any(policy.name == Belady.name for policy in candidates)
-    if optimum and accounting != "keys":
-        msg = (
-            f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it "
-            "out"
-        )
-        raise InputError(msg)
+    refuse_bound(candidates, accounting)
+    optimum = has_bound(candidates)
     prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
     if prefix != SHARING:
         msg = (
@@ -437,6 +467,21 @@ class Candidate:
     def name(self) -> str:
         """Name of the policy, or `optimum`."""
         return self.kind.name
+
+
+def has_bound(candidates: Iterable[Candidate]) -> bool:
+    """Return True if Belady's bound is among the candidates."""
+    return any(policy.kind is Belady for policy in candidates)
+
+
+def refuse_bound(candidates: Iterable[Candidate], accounting: str) -> None:
+    """Raise InputError if Belady's bound is asked for in an accounting in which it is none."""
+    if accounting != "keys" and has_bound(candidates):
+        msg = (
+            f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it "
+            "out"
+        )
+        raise InputError(msg)
 
 
 def candidates_of(

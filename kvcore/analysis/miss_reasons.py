@@ -1,4 +1,4 @@
-"""RequestMisses for which tokens of prompts missed, by request and in total."""
+"""Reasons for which tokens of prompts missed, by request and in total."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvcore.units import NS_PER_S
 
 Id: TypeAlias = int | str
 
-
 CATEGORIES = {
     "compulsory": "no request admitted before had these keys",
     "capacity": "stored, then evicted; the optimum would have lost it as well",
@@ -29,10 +28,8 @@ CATEGORIES = {
 }
 """Where hits are lost: every missed token is in one of these."""
 
-
 EVICTED = "evicted"
 """Capacity or policy: which of them is known when all requests are."""
-
 
 WAYS = {
     "starts": "the first block is new",
@@ -41,7 +38,6 @@ WAYS = {
     "ends": "the last key, which covers a part of a block, is new",
 }
 """How the keys that nobody sent before begin."""
-
 
 OPTIMUM = (
     "evicts the block whose next request is furthest, deepest first among equals, and must "
@@ -225,7 +221,6 @@ class RequestMisses:
 
 SCHEMA = 1
 
-
 TOP = 5
 """Places, victims and beneficiaries a summary names."""
 
@@ -294,10 +289,8 @@ class Summary:
         """Return the fields as a JSON object."""
         return {
             "requests": {
-                "admitted": self.admitted,
-                "rejected": self.rejected,
-                "waiting": self.waiting,
-                "readmitted": self.readmitted,
+                name: getattr(self, name)
+                for name in ("admitted", "rejected", "waiting", "readmitted")
             },
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
@@ -306,8 +299,10 @@ class Summary:
             "compulsory": {name: lost.as_dict() for name, lost in self.ways.items()},
             "other_salts": self.salted.as_dict(),
             "places": [place.as_dict() for place in self.places],
-            "victims": [_ranked(*pair) for pair in self.victims],
-            "beneficiaries": [_ranked(*pair) for pair in self.beneficiaries],
+            "victims": [{"request": id_, "tokens": lost} for id_, lost in self.victims],
+            "beneficiaries": [
+                {"request": id_, "tokens": lost} for id_, lost in self.beneficiaries
+            ],
         }
 
 
@@ -373,7 +368,10 @@ class Explanation:
         victims: Counter[Id] = Counter()
         beneficiaries: Counter[Id] = Counter()
         places: dict[int, DivergencePoint] = {}
-        for reasons, loss in self._segments():
+        missed = (
+            (reasons, loss) for reasons in self.requests.values() for loss in reasons.losses
+        )
+        for reasons, loss in missed:
             sums = [categories[loss.category]]
             if loss.way is not None:
                 sums.append(ways[loss.way])
@@ -441,11 +439,6 @@ class Explanation:
             "losses": [self._segment(loss, admitted or 0) for loss in reasons.losses],
         }
 
-    def _segments(self) -> Iterator[tuple[RequestMisses, MissSegment]]:
-        for reasons in self.requests.values():
-            for loss in reasons.losses:
-                yield reasons, loss
-
     def _segment(self, loss: MissSegment, now: int) -> dict[str, Any]:
         eviction, place = loss.eviction, loss.place
         return {
@@ -469,7 +462,3 @@ class Explanation:
         if len(ids) > len(ids[:3]):
             some += f", ..., {ids[-1]}"
         return f"{nearest(wanted, ids)}. Its {len(ids):,} ids: {some}"
-
-
-def _ranked(request: Id, tokens: int) -> dict[str, Any]:
-    return {"request": request, "tokens": tokens}

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 SHARES_NOTHING = "none"
 """The prefix cache that stores nothing for others."""
 
-
 STRIDE = 1024
 """Lines between two ticks."""
 
@@ -382,7 +381,6 @@ class MissClassifier:
 
 
 Note = TypeVar("Note")
-
 
 Piece: TypeAlias = tuple[int, int, Note | None]
 """Blocks from a first up to a last, and what was noted of them; None: nothing."""

@@ -13,19 +13,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 
 from kvcore.analysis.belady import Belady
-from kvcore.analysis.comparison import Candidate, Policy, Source, candidates_of
+from kvcore.analysis.comparison import (
+    Bench,
+    Candidate,
+    Policy,
+    Source,
+    candidates_of,
+    pool_sizes,
+    refuse_bound,
+)
 from kvcore.analysis.untimed import replay
 from kvcore.analysis.workers import WorkerDied, work_all
-from kvcore.cache import EvictionPolicy, KVCache
-from kvcore.cache.layout import BlockLayout
-from kvcore.cache.pool import MOST_BLOCKS
+from kvcore.cache import EvictionPolicy
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
-from kvcore.models.cost import PrefillCost, default_prefill_cost
+from kvcore.models.cost import PrefillCost
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
-from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
@@ -35,10 +40,8 @@ if TYPE_CHECKING:
 POINTS = 16
 """How many sizes there are where none are given."""
 
-
 SMALLEST = 1000
 """The smallest of them is the footprint divided by this."""
-
 
 LRU = "lru"
 """The policy whose curve is known at every size, in `keys` counting."""
@@ -149,28 +152,15 @@ def curve(
         PluginError: a plugin that cannot work here, or numba is not installed.
         PolicyError: a policy failed.
     """
-    if not isinstance(workload, Workload):
-        msg = (
-            f"{workload!r:.60} is no workload: give an instance, such as one of "
-            "Plugins().build('workload', 'zipf:skew=1.5')"
-        )
-        raise InputError(msg)
     plugins = plugins or Plugins()
-    bench = _CurveMaker(
-        Replays(
-            workload,
-            accounting,
-            workload.key_tokens if block_size is None else block_size,
-            recompute or default_prefill_cost(),
-        ),
-        plugins,
-        progress or silent,
-        jobs,
-    )
-    return bench.curves(
-        candidates_of(policies, plugins, seed),
-        None if blocks is None else _checked(blocks),
-        points,
+    bench = Bench.of(workload, accounting, block_size, recompute)
+    if jobs < 1:
+        msg = f"{jobs} jobs were asked for; give 1 or more"
+        raise InputError(msg)
+    candidates = candidates_of(policies, plugins, seed)
+    sizes = None if blocks is None else sorted(pool_sizes(blocks, "to make a curve of"))
+    return _CurveMaker(bench, plugins, progress or silent, jobs).curves(
+        candidates, sizes, points
     )
 
 
@@ -192,60 +182,64 @@ def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
 class _CurveMaker:
     """Computes the curves of one workload."""
 
-    replays: Replays
+    bench: Bench
     plugins: Plugins
     progress: Progress
     jobs: int
     requests: int = attrs.field(init=False, default=0)
 
-    def __attrs_post_init__(self) -> None:
-        """Refuse fewer than one job, and an accounting or block size unfit for the keys."""
-        if self.jobs < 1:
-            msg = f"{self.jobs} jobs were asked for; give 1 or more"
-            raise InputError(msg)
-        _ = self.replays.geometry
-
     def curves(
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
     ) -> Curves:
         """Return one curve for each of `candidates`."""
-        workload, accounting = self.replays.workload, self.replays.accounting
-        if accounting != "keys" and any(policy.kind is Belady for policy in candidates):
-            msg = (
-                f"the optimum is known in `keys` accounting alone, not in {accounting!r}: "
-                "leave it out"
-            )
-            raise InputError(msg)
+        geometry = self.bench.geometry
+        refuse_bound(candidates, geometry.accounting)
         if sizes is None:
             spread_sizes(1, points)
-        digest = workload.digest
+        source = Source.of(self.bench.workload)
         reuse = None
         if any(self._in_one_pass(policy) for policy in candidates):
             reuse = self._reuse()
-            bounds = reuse.lookup_blocks, reuse.distinct_blocks, reuse.hit_blocks
+            lookups, hits = reuse.lookup_blocks, reuse.hit_blocks
+            distinct = reuse.distinct_blocks
         else:
-            bounds = self._bounds()
-        sizes = sizes or spread_sizes(bounds[1], points)
-        made = self._exact(candidates, sizes, reuse) | self._replayed(candidates, sizes)
+            with self._reading() as requests:
+                stats, distinct = self.bench.unbounded(requests)
+            lookups, hits = stats.lookup_blocks, stats.hit_blocks
+        sizes = sizes or spread_sizes(distinct, points)
+        made: dict[int, tuple[list[int], Steps | None]] = {
+            place: self._exact(policy, sizes, reuse)
+            for place, policy in enumerate(candidates)
+            if reuse is not None and self._in_one_pass(policy)
+        }
+        others = {
+            place: policy.make
+            for place, policy in enumerate(candidates)
+            if place not in made and not isinstance(policy.make, Belady)
+        }
+        made |= self._replayed(others, sizes)
         return Curves(
-            workload=Source(
-                name=workload.name,
-                digest=digest,
-                requests=self.requests,
-                key_tokens=workload.key_tokens,
-                options=plain(workload.options()),
-            ),
-            accounting=accounting,
-            block_size=self.replays.block_size,
-            lookup_blocks=bounds[0],
-            distinct_blocks=bounds[1],
-            hit_blocks=bounds[2],
-            curves=[made[place] for place in range(len(candidates))],
+            workload=attrs.evolve(source, requests=self.requests),
+            accounting=geometry.accounting,
+            block_size=geometry.block_size,
+            lookup_blocks=lookups,
+            distinct_blocks=distinct,
+            hit_blocks=hits,
+            curves=[
+                Curve(
+                    eviction=policy.name,
+                    options=policy.options,
+                    blocks=sizes,
+                    hit_blocks=made[place][0],
+                    steps=made[place][1],
+                )
+                for place, policy in enumerate(candidates)
+            ],
         )
 
     def _in_one_pass(self, policy: Candidate) -> bool:
         """Return True if one pass over the workload gives the whole curve of `policy`."""
-        if self.replays.accounting != "keys":
+        if self.bench.geometry.accounting != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
             return policy.kind is Belady
@@ -257,62 +251,41 @@ class _CurveMaker:
         with self.progress(what, None):
             reuse = _compiled()
         with self._reading() as requests:
-            return reuse.read(requests, self.replays.geometry)
-
-    def _bounds(self) -> tuple[int, int, int]:
-        """Replay without bounds; return blocks looked up, kept in the end, and hit."""
-        cache = self.replays.cache(None, MOST_BLOCKS)
-        with self._reading() as requests:
-            stats = replay(requests, cache)
-        return stats.lookup_blocks, cache.tree.cached_blocks, stats.hit_blocks
+            return reuse.read(requests, self.bench.geometry)
 
     def _exact(
-        self, candidates: list[Candidate], sizes: list[int], reuse: Reuse | None
-    ) -> dict[int, Curve]:
-        """Return the curves, by place, of candidates for which one pass is enough."""
-        made: dict[int, Curve] = {}
-        for place, policy in enumerate(candidates):
-            if reuse is None or not self._in_one_pass(policy):
-                continue
-            steps = None
-            if isinstance(policy.make, Belady):
-                bypass = policy.make.bypass
-                with self.progress("the optimum by size", len(sizes)) as tick:
-                    hits = []
-                    for size in sizes:
-                        hits.append(reuse.optimum(size, bypass=bypass))
-                        tick(1)
-            else:
-                steps = Steps(*reuse.lru())
-                hits = [steps.at(size) for size in sizes]
-            made[place] = _curve(policy, sizes, hits, steps)
-        return made
+        self, policy: Candidate, sizes: list[int], reuse: Reuse
+    ) -> tuple[list[int], Steps | None]:
+        """Return the hits of LRU, with those at every size, or of Belady's bound."""
+        if not isinstance(policy.make, Belady):
+            steps = Steps(*reuse.lru())
+            return [steps.at(size) for size in sizes], steps
+        hits = []
+        with self.progress("the optimum by size", len(sizes)) as tick:
+            for size in sizes:
+                hits.append(reuse.optimum(size, bypass=policy.make.bypass))
+                tick(1)
+        return hits, None
 
-    def _replayed(self, candidates: list[Candidate], sizes: list[int]) -> dict[int, Curve]:
-        """Return the curves, by place, of candidates that need one replay a size."""
-        replayed = {
-            place: policy.make
-            for place, policy in enumerate(candidates)
-            if not self._in_one_pass(policy) and not isinstance(policy.make, Belady)
-        }
-        entries = [(make(), size) for make in replayed.values() for size in sizes]
-        hits = [0] * len(entries)
-        if entries:
-            what = f"replaying {self.replays.workload.name} by size"
-            with self.progress(what, len(entries)) as tick:
-                for number, stats in self.replays.run_all(entries, self.jobs):
-                    hits[number] = stats.hit_blocks
-                    tick(1)
-        rows = (hits[begin : begin + len(sizes)] for begin in range(0, len(hits), len(sizes)))
-        return {
-            place: _curve(candidates[place], sizes, row)
-            for place, row in zip(replayed, rows, strict=True)
-        }
+    def _replayed(
+        self, policies: dict[int, Callable[[], EvictionPolicy]], sizes: list[int]
+    ) -> dict[int, tuple[list[int], None]]:
+        """Return the hits of `policies` by their places: one replay a size."""
+        tasks = [(place, size) for place in policies for size in sizes]
+        if not tasks:
+            return {}
+        made = [(policies[place](), size) for place, size in tasks]
+        hits = dict.fromkeys(tasks, 0)
+        with self.progress(f"replaying {self.bench.workload.name} by size", len(tasks)) as tick:
+            for number, stats in run_all(self.bench, made, self.jobs):
+                hits[tasks[number]] = stats.hit_blocks
+                tick(1)
+        return {place: ([hits[place, size] for size in sizes], None) for place in policies}
 
     @contextmanager
     def _reading(self) -> Iterator[Iterable[Request]]:
         """Open the workload's requests, counted and reported as they are read."""
-        workload = self.replays.workload
+        workload = self.bench.workload
         with self.progress(f"reading {workload.name}", workload.size) as tick:
 
             def count(done: int) -> None:
@@ -320,14 +293,6 @@ class _CurveMaker:
                 tick(done)
 
             yield ticked(workload, count)
-
-
-def _curve(
-    policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
-) -> Curve:
-    return Curve(
-        eviction=policy.name, options=policy.options, blocks=sizes, hit_blocks=hits, steps=steps
-    )
 
 
 def _compiled() -> type[Reuse]:
@@ -347,107 +312,57 @@ def _compiled() -> type[Reuse]:
     return Reuse
 
 
-def _checked(blocks: Iterable[int]) -> list[int]:
-    sizes = sorted(set(blocks))
-    for size in sizes:
-        if not 0 < size <= MOST_BLOCKS:
-            msg = (
-                f"a pool of {size} blocks was asked for; give 1 or more, at most {MOST_BLOCKS}"
-            )
-            raise InputError(msg)
-    if not sizes:
-        msg = "there is no pool to make a curve of: give at least one size"
-        raise InputError(msg)
-    return sizes
-
-
 Entry: TypeAlias = tuple[EvictionPolicy, int]
 """A policy that has served no cache yet, and the blocks of its pool."""
-
 
 Task: TypeAlias = tuple[int, bytes, int]
 """The place of an entry, its policy as another process can have it, and the blocks."""
 
 
-@attrs.frozen
-class Replays:
-    """Replays a workload, serial and untimed, each time in a cache of its own.
+def run_all(
+    bench: Bench, entries: Sequence[Entry], jobs: int
+) -> Iterator[tuple[int, CacheStats]]:
+    """Yield (place in `entries`, statistics) of each replay, as they are done.
 
-    Attributes:
-        workload: where the requests come from.
-        accounting, block_size: how blocks are counted, and a block's tokens.
-        recompute: what it costs to compute a block again.
+    With several `jobs` they run in so many processes, none of which outlives the generator.
+    What they come to is the same.
+
+    Raises:
+        InputError: as for `replay`, or a workload or policy that cannot be sent to another
+            process.
+        PolicyError: a policy failed.
+        PluginError: the processes of a replay died.
     """
+    if jobs == 1 or len(entries) < 2:  # noqa: PLR2004
+        for place, (policy, blocks) in enumerate(entries):
+            yield place, replay(bench.workload, bench.cache(policy, blocks))
+        return
+    tasks = [
+        (place, _packed(bench, policy), blocks)
+        for place, (policy, blocks) in enumerate(entries)
+    ]
+    with closing(work_all(_replaying, tasks, jobs)) as done:
+        for (place, _, blocks), outcome in done:
+            if isinstance(outcome, WorkerDied):
+                name = bench.workload.name
+                msg = f"the replay of {name} with {blocks} blocks failed: {outcome}"
+                raise PluginError(msg)
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield place, outcome
 
-    workload: Workload
-    accounting: str
-    block_size: int
-    recompute: PrefillCost
 
-    @property
-    def geometry(self) -> BlockLayout:
-        """Layout of requests in blocks."""
-        return BlockLayout(self.accounting, self.block_size, self.workload.key_tokens)
-
-    def cache(self, policy: EvictionPolicy | None, blocks: int) -> KVCache:
-        """Return a cache that shares prefixes; `policy` None means LRU."""
-        return KVCache(
-            blocks,
-            self.block_size,
-            eviction=policy,
-            accounting=self.accounting,
-            key_tokens=self.workload.key_tokens,
-            recompute=self.recompute,
+def _packed(bench: Bench, policy: EvictionPolicy) -> bytes:
+    """Return what another process needs for a replay."""
+    try:
+        return pickle.dumps((bench, policy))
+    except Exception as error:
+        msg = (
+            f"workload {bench.workload.name!r} with policy {policy.name!r} cannot be sent to "
+            f"another process ({error}): define their classes at the top of a module, or use "
+            "one job"
         )
-
-    def run(self, policy: EvictionPolicy, blocks: int) -> CacheStats:
-        """Replay under `policy` in a pool of `blocks` blocks."""
-        return replay(self.workload, self.cache(policy, blocks))
-
-    def run_all(
-        self, entries: Sequence[Entry], jobs: int = 1
-    ) -> Iterator[tuple[int, CacheStats]]:
-        """Yield (place in `entries`, statistics) of each replay, as they are done.
-
-        With several `jobs` they run in so many processes, none of which outlives the
-        generator. What they come to is the same.
-
-        Raises:
-            InputError: as for `replay`, or a workload or policy that cannot be sent to
-                another process.
-            PolicyError: a policy failed.
-            PluginError: the processes of a replay died.
-        """
-        if jobs == 1 or len(entries) < 2:  # noqa: PLR2004
-            for place, (policy, blocks) in enumerate(entries):
-                yield place, self.run(policy, blocks)
-            return
-        tasks = [
-            (place, self._packed(policy), blocks)
-            for place, (policy, blocks) in enumerate(entries)
-        ]
-        with closing(work_all(_replaying, tasks, jobs)) as done:
-            for (place, _, blocks), outcome in done:
-                if isinstance(outcome, WorkerDied):
-                    msg = (
-                        f"the replay of {self.workload.name} with {blocks} blocks failed: "
-                        f"{outcome}"
-                    )
-                    raise PluginError(msg)
-                if isinstance(outcome, Exception):
-                    raise outcome
-                yield place, outcome
-
-    def _packed(self, policy: EvictionPolicy) -> bytes:
-        try:
-            return pickle.dumps((self, policy))
-        except Exception as error:
-            msg = (
-                f"workload {self.workload.name!r} with policy {policy.name!r} cannot be sent "
-                f"to another process ({error}): define their classes at the top of a module, "
-                "or use one job"
-            )
-            raise InputError(msg) from error
+        raise InputError(msg) from error
 
 
 def _replaying() -> Callable[[Task], CacheStats | Exception]:
@@ -456,16 +371,15 @@ def _replaying() -> Callable[[Task], CacheStats | Exception]:
 
 
 def _attempt(task: Task) -> CacheStats | Exception:
-    """Run an entry packed by `Replays._packed`; an exception is its outcome."""
+    """Run an entry packed by `_packed`; an exception is its outcome."""
     _, parcel, blocks = task
     try:
-        replays, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making
+        bench, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making
     except Exception as error:  # noqa: BLE001 - whatever the classes do
         return InputError(
             f"the workload or a policy cannot be read by another process ({error}): use one job"
         )
     try:
-        stats: CacheStats = replays.run(policy, blocks)
+        return replay(bench.workload, bench.cache(policy, blocks))
     except Exception as error:  # noqa: BLE001 - raised again by the parent
         return error
-    return stats

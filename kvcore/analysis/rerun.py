@@ -19,27 +19,18 @@ from kvcore.config.values import PluginChoice
 from kvcore.errors import InputError, TraceError
 from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
-from kvcore.progress import Progress, Tick, silent, ticked, unseen
+from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
-from kvcore.serving import (
-    Batching,
-    DecodeSteps,
-    Job,
-    LatencyModel,
-    Scheduler,
-    StepResult,
-    StepWork,
-)
+from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.result import MET, UNJUDGED, RunLog
+from kvcore.serving.result import Outcome, RunLog
 from kvcore.serving.simulate import serve
-from kvcore.serving.stats import Percentiles
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import TraceChecker, check_event
 from kvcore.trace.fields import read_request
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.writer import version
-from kvcore.units import NS_PER_S, PS_PER_S
+from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
@@ -94,10 +85,16 @@ class RunSummary:
         timed: bool,
     ) -> RunSummary:
         """Summarise a run from its log. O(n log n) in its requests."""
-        begin, end = min(log.arrival, default=0), max((*log.arrival, *log.finish), default=0)
-        seconds = (end - begin) / NS_PER_S if timed else 0
-        generated = sum(log.output) - sum(log.output[row] for row in log.reasons)
-        judged, met = len(log.verdict) - log.verdict.count(UNJUDGED), log.verdict.count(MET)
+        run = Outcome(log)
+        clock: dict[str, Any] = {
+            "simulated_s": run.simulated_s,
+            "throughput_tokens_s": run.throughput_tokens_s,
+            "goodput": run.goodput,
+            "slo_met": run.slo_attainment,
+        }
+        for name in ("ttft", "tpot", "e2e", "queue"):
+            times = getattr(run, name)
+            clock[f"{name}_s"] = None if times is None else times.as_dict()
         return cls(
             config=config,
             requests=len(log.ids),
@@ -114,14 +111,7 @@ class RunSummary:
             evicted_blocks=evicted,
             forgotten_blocks=stats.dropped_blocks,
             preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
-            ttft_s=_times(log.arrival, log.first_token) if timed else None,
-            tpot_s=_spread([t for t in log.tpot() if t >= 0], PS_PER_S) if timed else None,
-            e2e_s=_times(log.arrival, log.finish) if timed else None,
-            queue_s=_times(log.arrival, log.admitted) if timed else None,
-            simulated_s=seconds if timed else None,
-            throughput_tokens_s=generated / seconds if seconds else None,
-            goodput=met / seconds if seconds and judged else None,
-            slo_met=met / judged if timed and judged else None,
+            **clock if timed else dict.fromkeys(clock),
         )
 
 
@@ -138,6 +128,11 @@ class RequestOutcome:
     hit_tokens: int
     ttft: int | None
     rejected: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        ttft = None if self.ttft is None else self.ttft / NS_PER_S
+        return {"hit_tokens": self.hit_tokens, "ttft_s": ttft, "rejected": self.rejected}
 
 
 @attrs.frozen
@@ -168,15 +163,12 @@ class Change:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
-        recorded, rerun = (
-            {
-                "hit_tokens": fate.hit_tokens,
-                "ttft_s": None if fate.ttft is None else fate.ttft / NS_PER_S,
-                "rejected": fate.rejected,
-            }
-            for fate in (self.recorded, self.rerun)
-        )
-        return {"id": self.request, "prompt": self.prompt, "recorded": recorded, "rerun": rerun}
+        return {
+            "id": self.request,
+            "prompt": self.prompt,
+            "recorded": self.recorded.as_dict(),
+            "rerun": self.rerun.as_dict(),
+        }
 
 
 def changes(recorded: RunLog, rerun: RunLog) -> Iterator[Change]:
@@ -193,16 +185,6 @@ def _outcomes(log: RunLog) -> Iterator[tuple[int | str, RequestOutcome]]:
     for row, (name, hit, arrival, first) in enumerate(columns):
         ttft = None if first < 0 else first - arrival
         yield name, RequestOutcome(hit, ttft, rejected=row in log.reasons)
-
-
-def _times(begin: Iterable[int], end: Iterable[int]) -> dict[str, float] | None:
-    """Return the distribution of the times to each end there is."""
-    return _spread([b - a for a, b in zip(begin, end, strict=True) if b >= 0], NS_PER_S)
-
-
-def _spread(samples: list[int], second: int) -> dict[str, float] | None:
-    percentiles = Percentiles.of(samples, second)
-    return None if percentiles is None else percentiles.as_dict()
 
 
 BY_HAND = (
@@ -382,7 +364,6 @@ def as_text(request: Request) -> TextRequest:
 
 _FIELDS = tuple(field.name for field in attrs.fields(Request) if field.name != "output_keys")
 
-
 SCHEMA = 1
 
 
@@ -488,18 +469,10 @@ def whatif(
         PolicyError: a plugin failed.
         TraceError: the trace is damaged, or cut.
     """
-    changes_asked = {
-        "eviction": eviction,
-        "prefix": prefix,
-        "retention": retention,
-        "scheduler": scheduler,
-        "latency": latency,
-        "blocks": blocks,
-        "block_size": block_size,
-        "batching": batching,
-        "slo": slo,
-        "rate_scale": rate_scale,
-    }
+    changes_asked: dict[str, Any] = {"eviction": eviction, "prefix": prefix}
+    changes_asked |= {"retention": retention, "scheduler": scheduler, "latency": latency}
+    changes_asked |= {"blocks": blocks, "block_size": block_size, "batching": batching}
+    changes_asked |= {"slo": slo, "rate_scale": rate_scale}
     workload = TraceWorkload(file)
     header = workload.header
     parts = RecordedParts(workload.file, header.as_dict(), workload, changes_asked, plugins)
@@ -510,11 +483,9 @@ def whatif(
         if export is not None:
             trace = stack.enter_context(Trace(export, **parts.header()))
         rerun = _Rerun(parts, parts.cache(trace), workload)
-        recorded = _verified(workload.file, header, parts.slo)
-        steps = progress or silent
-        count = len(recorded.log.ids)
-        rerun.tick = stack.enter_context(steps(f"running {workload.name} again", count))
-        rerun.run()
+        recorded = _verified(workload.file, workload.header, parts.slo)
+        shown = f"running {workload.name} again", len(recorded.log.ids)
+        log = rerun.run(stack.enter_context((progress or silent)(*shown)))
     return WhatIf(
         file=str(workload.file),
         kvcore=header.kvcore,
@@ -522,14 +493,10 @@ def whatif(
         workload=workload.name,
         timed=parts.timed,
         recorded=RunSummary.of(
-            parts.recorded(),
-            recorded.log,
-            recorded.stats,
-            recorded.evicted,
-            timed=parts.timed,
+            parts.recorded(), recorded.log, recorded.stats, recorded.evicted, timed=parts.timed
         ),
-        rerun=rerun.figures(),
-        changes=list(changes(recorded.log, rerun.log)),
+        rerun=rerun.summary(log),
+        changes=list(changes(recorded.log, log)),
     )
 
 
@@ -537,46 +504,23 @@ class _Rerun:
     """Runs the requests of a trace again."""
 
     def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
-        """Build the cache, scheduler and latency model of the second run."""
-        self.tick: Tick = unseen
-        self.log = RunLog(cache.pool.blocks)
+        """Build the scheduler and the latency model of the second run, if it has a clock."""
         self._parts, self._cache, self._workload = parts, cache, workload
         self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
 
-    def run(self) -> None:
-        """Serve every request."""
-        if self._server is None:
-            self._replay()
-        else:
-            self._serve(*self._server)
-
-    def figures(self) -> RunSummary:
-        """Return the summary of the second run."""
-        cache, prefix = self._cache, self._cache.prefix
-        plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()))
-        return RunSummary.of(
-            self._parts.rerun(filter(None, plugins)),
-            self.log,
-            cache.stats,
-            cache.tree.evicted_blocks + cache.tree.expired_blocks,
-            timed=self._parts.timed,
-        )
-
-    def _replay(self) -> None:
-        """Replay the requests serially, without a clock."""
-        steps, size = DecodeSteps(), self._cache.geometry.block_size
-        for serial, seq in enumerate(served(self._requests(), self._cache), 1):
-            request = seq.request
-            job = Job(request, serial, request.arrival, steps, request.prompt_tokens)
-            job.hit = seq.hit_blocks * size
-            self.log.ended(job, request.arrival)
-
-    def _serve(self, scheduler: Scheduler, latency: LatencyModel) -> None:
-        """Serve the requests in the loop under the latency model's clock."""
+    def run(self, tick: Tick) -> RunLog:
+        """Serve every request: in the loop under the model's clock, or serially without one."""
         told = self._workload.recorded_keys
+        requests = (
+            as_text(request) if request.id in told else request
+            for request in ticked(self._workload, tick)
+        )
+        if self._server is None:
+            return self._replayed(requests)
+        scheduler, latency = self._server
         latency.bind()
         loop, _ = serve(
-            self._requests(),
+            requests,
             self._cache,
             scheduler,
             TellingExecutor(latency, told) if told else SimulatedExecutor(latency),
@@ -585,13 +529,24 @@ class _Rerun:
             rate_scale=self._parts.config.rate_scale,
             residency=False,
         )
-        self.log = loop.log
+        return loop.log
 
-    def _requests(self) -> Iterator[Request]:
-        """Yield the requests, which report progress as they are read."""
-        told = self._workload.recorded_keys
-        for request in ticked(self._workload, self.tick):
-            yield as_text(request) if request.id in told else request
+    def summary(self, log: RunLog) -> RunSummary:
+        """Return the summary of the second run."""
+        cache, prefix = self._cache, self._cache.prefix
+        plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()))
+        evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
+        config = self._parts.rerun(filter(None, plugins))
+        return RunSummary.of(config, log, cache.stats, evicted, timed=self._parts.timed)
+
+    def _replayed(self, requests: Iterable[Request]) -> RunLog:
+        log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()
+        for serial, seq in enumerate(served(requests, self._cache), 1):
+            request = seq.request
+            job = Job(request, serial, request.arrival, steps, request.prompt_tokens)
+            job.hit = seq.hit_blocks * self._cache.geometry.block_size
+            log.ended(job, request.arrival)
+        return log
 
 
 def _verified(file: Path, header: events.Header, slo: SLO | None) -> Recorded:

@@ -193,7 +193,7 @@ class KVCache:
             self._set_key_tokens(request, trace)
             trace.request(request, now)
 
-    def open(
+    def open(  # noqa: C901 - one admission, told from top to bottom
         self,
         request: Request,
         first_tokens: int | None = None,
@@ -219,7 +219,7 @@ class KVCache:
             self._raise_failure()
         if trace is not None:
             self._set_key_tokens(request, trace)
-        keys, tokens, blocks, cacheable, lookup, limit = self.geometry.prompt(request)
+        keys, tokens, blocks, cacheable, lookup, limit = self.geometry.lay_out(request)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now

@@ -134,13 +134,17 @@ class BlockLayout:
             InputError: its keys stand for another number of tokens, or its output keys
                 have no prompt keys to follow.
         """
+        return PromptBlocks(*self.lay_out(request))
+
+    def lay_out(self, request: Request) -> tuple[Keys[Key], int, int, int, int, int]:
+        """Return the fields of `prompt` as a plain tuple, which costs half as much."""
         if request.key_tokens != self._expected:
             self._check_key_tokens(request)
         size = self.block_size
         keys = request.keys
         if self._unit:
             blocks = len(keys) * self.ratio
-            return PromptBlocks(keys, blocks * size, blocks, blocks, blocks, blocks)
+            return keys, blocks * size, blocks, blocks, blocks, blocks
         length = request.prompt_tokens
         full = length // size
         if request.publishes:
@@ -156,9 +160,7 @@ class BlockLayout:
         else:
             cacheable = full
         limit = (length - 1) // size if length else 0
-        return PromptBlocks(
-            keys, length, blocks, cacheable, full, limit if limit < full else full
-        )
+        return keys, length, blocks, cacheable, full, limit if limit < full else full
 
     def recompute_seconds(self, context: int, tokens: int) -> float:
         """Return the seconds it takes to compute `tokens` tokens after `context` others."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from kvcore.errors import InputError, OutOfBlocks
 
 Ids: TypeAlias = "array[int]"
+"""Ids of blocks, in an array of machine integers."""
 
 MOST_BLOCKS = 2**31 - 1
 

@@ -225,7 +225,3 @@ class Recorder(ABC):
     def reject(self, now: int, *, request: Id, why: str) -> None:
         """Write REJECT: `request` was turned away, and was never admitted."""
         self.write({"n": 0, "t": now, "event": "REJECT", "request": request, "why": why})
-
-    def line(self, event: str, now: int, **fields: Any) -> None:
-        """Write one event by its name. Superseded by the methods above."""
-        self.write({"n": 0, "t": now, "event": event, **fields})

@@ -86,7 +86,7 @@ def drop_blocks(
     Private ones become free, deepest first, as at `close`. O(holes), ids by slices.
     """
     # Deepest first: what is still to go keeps its place.
-    holes = holes[::-1]
+    holes = [*reversed(holes)]
     freed = [_drop(pool, seq, first, end) for first, end in holes]
     seq.holes = merge_holes([*seq.holes, *holes])
     count = sum(end - first for first, end in holes)

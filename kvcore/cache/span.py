@@ -102,14 +102,6 @@ class Span:
         return f"<Span {self.id}: blocks {self.start}-{self.end}, pins {self.ref_count}>"
 
 
-def root_span(geometry: BlockLayout) -> Span:
-    """Return the empty span at which every prompt begins. It is never evicted."""
-    return Span(
-        0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None, None,
-        geometry, (), None, None,
-    )  # fmt: skip
-
-
 def common_prefix(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:
     """Return the position, at most `end`, up to which two paths have equal keys.
 

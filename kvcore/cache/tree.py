@@ -67,6 +67,43 @@ class SpanTree:
         pool, index, eviction, geometry, trace: what it works with.
     """
 
+    # More attributes than CPython keeps in fast instance dictionaries.
+    __slots__ = (
+        "_announces",
+        "_created",
+        "_evictable_blocks",
+        "_expires",
+        "_index_insert",
+        "_index_remove",
+        "_index_split",
+        "_last_id",
+        "_match",
+        "_no_match",
+        "_now",
+        "_on_access",
+        "_on_extend",
+        "_on_insert",
+        "_on_leaf",
+        "_on_pin",
+        "_on_release",
+        "_on_remove",
+        "_on_split",
+        "_on_trim",
+        "_released",
+        "cached_blocks",
+        "evicted_blocks",
+        "eviction",
+        "expired_blocks",
+        "failure",
+        "geometry",
+        "index",
+        "pool",
+        "residency",
+        "root",
+        "trace",
+        "unpinned_blocks",
+    )
+
     def __init__(
         self,
         pool: CountingPool,
@@ -89,6 +126,7 @@ class SpanTree:
             0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
             None, geometry, (), None, None,
         )  # fmt: skip
+        self._no_match = PrefixMatch(self.root, 0, 0, None)
         self._last_id = self._created = self._released = self._now = 0
         self._match = index.match
         self._index_insert = find_override(index, "insert")
@@ -116,6 +154,8 @@ class SpanTree:
             span, blocks = self._match(keys, limit, self.root)
         except Exception as error:
             raise self.fail(self.index, "match", error) from error
+        if not blocks:
+            return self._no_match
         # Unpinned spans are the lower end of every path, so the walk ends at the first pin
         # (the root has one). Where several have expired, the match ends above the highest.
         node, end, unpinned, expired = span, blocks, 0, None
@@ -242,7 +282,8 @@ class SpanTree:
         if not self.index.shares:
             return
         self._now = now
-        if seq.span.children:
+        span = seq.span
+        if span.children and seq.keys[span.end // self.geometry.ratio] in span.children:
             self._switch_to_cached(seq, upto, now)
         if seq.priorities is None:
             if seq.span.end < upto:

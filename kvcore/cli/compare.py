@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
 import click
 
-from kvcore.analysis import SHARING, Comparison
+from kvcore.analysis import SHARING
 from kvcore.analysis import compare as run_comparison
 from kvcore.cache.pool import MOST_BLOCKS
-from kvcore.cli.options import accounting_option, shared
+from kvcore.cli.options import (
+    accounting_option,
+    block_size_option,
+    policies_option,
+    shared,
+    tokens_of,
+)
 from kvcore.cli.output import (
     STDOUT,
     emit_json,
@@ -34,13 +39,14 @@ from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
+from kvcore.progress import ticked
 from kvcore.report import (
     ComparisonReport,
     ResidencyReport,
     comparison_metrics,
-    counted,
     write_csv,
 )
+from kvcore.report.tables import block_bytes, memory_fields
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked
 
@@ -51,12 +57,7 @@ MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
 
 @click.command(context_settings={"show_default": True})
 @click.argument("workload", required=False)
-@click.option(
-    "--eviction",
-    metavar="LIST",
-    help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
-    f"[default: {POLICIES},optimum]",
-)
+@policies_option(POLICIES)
 @click.option(
     "--blocks", metavar="LIST", help="Numbers of KV blocks in the pool, such as 1000,3000."
 )
@@ -71,7 +72,7 @@ MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
     default=None,
     text=f"Number format in which K/V is kept.  [default: {KV_DTYPE}]",
 )
-@shared("block_size", text="Number of tokens in a KV block.  [default: as in a key]")
+@block_size_option
 @accounting_option()
 @click.option(
     "--prefix",
@@ -93,25 +94,7 @@ MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
 )
 @prometheus_option
 @json_option
-def compare(
-    *,
-    workload: str | None,
-    eviction: str | None,
-    blocks: str | None,
-    memory: str | None,
-    model: str | None,
-    kv_dtype: str | None,
-    block_size: int | None,
-    accounting: str,
-    prefix: str | None,
-    seed: int | None,
-    check: bool,
-    trace: Path | None,
-    csv: Path | None,
-    residency: bool,
-    prometheus: Path | None,
-    as_json: bool,
-) -> None:
+def compare(workload: str | None, **given: Any) -> None:
     """Compare eviction policies on WORKLOAD, by pool size.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
@@ -122,89 +105,69 @@ def compare(
     """
     plugins = Plugins()
     source = find_workload(workload, plugins)
-    _refuse(
-        source,
-        eviction=eviction,
-        blocks=blocks,
-        memory=memory,
-        kv_dtype=kv_dtype,
-        trace=trace,
-        csv=csv,
-    )
-    spec = load_model(MODEL if model is None else model)
+    _refuse(source, given)
+    spec = load_model(MODEL if given["model"] is None else given["model"])
     recompute = PrefillCost.of(spec, find_device(DEVICE))
+    blocks, budget = given["blocks"], None
     sizes = None if blocks is None else _numbers(blocks)
-    budget = None
-    if memory is not None:
-        tokens = source.key_tokens if block_size is None else block_size
-        layout = KVLayout(spec, kv_dtype or KV_DTYPE, tokens)
-        budget = Budget(layout, [parse_bytes(text) for text in memory.split(",")])
+    if given["memory"] is not None:
+        layout = KVLayout(spec, given["kv_dtype"] or KV_DTYPE, tokens_of(source, given))
+        budget = Budget(layout, [parse_bytes(text) for text in given["memory"].split(",")])
         sizes = list(budget.labels)
-    if check:
-        _check(source)
-    prefix_cache = SHARING if prefix is None else prefix
-    with _outputs(source, csv, prometheus, trace, as_json=as_json) as write:
+    if given["check"]:
+        with progress(f"checking {source.name}", source.size) as tick:
+            deque(ticked(checked(source), tick), maxlen=0)
+    prefix = SHARING if given["prefix"] is None else given["prefix"]
+    csv, prometheus, as_json = given["csv"], given["prometheus"], given["as_json"]
+    with (
+        nullcontext() if csv is None else atomic_file(csv) as rows,
+        metrics_file(prometheus, source, csv, given["trace"], as_json=as_json) as metrics,
+    ):
         comparison = run_comparison(
             source,
-            [_candidates(accounting, prefix_cache) if eviction is None else eviction],
+            _candidates(given["accounting"], prefix)
+            if given["eviction"] is None
+            else given["eviction"],
             sizes,
-            block_size=block_size,
-            accounting=accounting,
-            prefix=prefix_cache,
+            block_size=given["block_size"],
+            accounting=given["accounting"],
+            prefix=prefix,
             recompute=recompute,
-            seed=seed,
-            trace=trace,
-            residency=residency or prometheus is not None,
+            seed=given["seed"],
+            trace=given["trace"],
+            residency=given["residency"] or prometheus is not None,
             plugins=plugins,
             progress=progress,
         )
-        write(comparison)
+        if rows is not None:
+            write_csv(comparison, rows)
+        if metrics is not None:
+            metrics(comparison_metrics(comparison))
     if as_json:
-        document = {"schema": 1, **attrs.asdict(comparison)}
+        fields = attrs.asdict(comparison)
+        document = {"schema": 1, "workload": fields["workload"], "count": fields["accounting"]}
+        document |= {"rows": fields["rows"], "infinite": fields["infinite"]}
         if budget is not None:
             document["memory"] = budget.document()
-        if prefix is not None:
+        if given["prefix"] is not None:
             document["prefix"] = prefix
         emit_json(document)
     elif prometheus != STDOUT:
         labels = None if budget is None else budget.labels
-        _print(ComparisonReport(comparison, labels, prefix_cache, recompute), budget, residency)
-        if prefix is not None:
+        report = ComparisonReport(comparison, labels, prefix, recompute)
+        _print(report, budget, residency=given["residency"])
+        if given["prefix"] is not None:
             print_text(f"Prefix cache: {prefix}.")
 
 
-@contextmanager
-def _outputs(
-    source: Workload,
-    csv: Path | None,
-    prometheus: Path | None,
-    trace: Path | None,
-    *,
-    as_json: bool,
-) -> Iterator[Callable[[Comparison], None]]:
-    """Open the files for rows and metrics; yield what writes them."""
-    with (
-        nullcontext() if csv is None else atomic_file(csv) as rows,
-        metrics_file(prometheus, source, csv, trace, as_json=as_json) as metrics,
-    ):
-
-        def write(comparison: Comparison) -> None:
-            if rows is not None:
-                write_csv(comparison, rows)
-            if metrics is not None:
-                metrics(comparison_metrics(comparison))
-
-        yield write
-
-
-def _print(report: ComparisonReport, budget: Budget | None, residency: bool) -> None:  # noqa: FBT001
+def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) -> None:
     print_text(report.headline)
     if report.empty:
         return
     print_table(report.headers, report.rows, split=True)
     print_text(report.reading)
     if budget is not None:
-        print_text(str(budget))
+        print_text(block_bytes(budget.layout))
     if residency:
         rested = ResidencyReport(report.comparison)
         click.echo()
@@ -227,7 +190,8 @@ class Budget:
         """Refuse what holds no block."""
         for budget in self.bytes:
             if not self.layout.blocks_in(budget):
-                msg = f"--memory: {format_bytes(budget)} is less than a block. {self}"
+                told = block_bytes(self.layout)
+                msg = f"--memory: {format_bytes(budget)} is less than a block. {told}"
                 raise InputError(msg)
 
     @property
@@ -237,41 +201,19 @@ class Budget:
 
     def document(self) -> dict[str, Any]:
         """Return the budgets as JSON has them."""
-        return {
-            "model": self.layout.model.name,
-            "kv_dtype": self.layout.dtype,
-            "bytes_per_block": self.layout.bytes_per_block,
-            "budgets": [
-                {"bytes": size, "blocks": self.layout.blocks_in(size)} for size in self.bytes
-            ],
-        }
-
-    def __str__(self) -> str:
-        """Return a sentence: the bytes that a block takes."""
-        layout = self.layout
-        return (
-            f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
-            f"{layout.dtype} takes {format_bytes(layout.bytes_per_block)}."
-        )
+        sizes = ({"bytes": size, "blocks": self.layout.blocks_in(size)} for size in self.bytes)
+        return memory_fields(self.layout) | {"budgets": list(sizes)}
 
 
-def _refuse(
-    source: Workload,
-    *,
-    eviction: str | None,
-    blocks: str | None,
-    memory: str | None,
-    kv_dtype: str | None,
-    trace: Path | None,
-    csv: Path | None,
-) -> None:
+def _refuse(source: Workload, given: dict[str, Any]) -> None:
     """Refuse options that do not go together, or a CSV file in place of the workload's."""
-    one_row = {"--eviction NAME": eviction, "--blocks N": blocks or memory}
+    blocks, memory, trace, csv = (given[name] for name in ("blocks", "memory", "trace", "csv"))
+    one_row = {"--eviction NAME": given["eviction"], "--blocks N": blocks or memory}
     missing = " ".join(option for option, value in one_row.items() if value is None)
     msg = ""
     if blocks is not None and memory is not None:
         msg = "--blocks and --memory both say how large the pool is: give one of them"
-    elif kv_dtype is not None and memory is None:
+    elif given["kv_dtype"] is not None and memory is None:
         msg = "--kv-dtype says what a token takes of --memory: give that too"
     elif csv is not None and trace is not None and csv.resolve() == trace.resolve():
         msg = f"--csv and --trace would both write {csv}: give two files"
@@ -305,9 +247,3 @@ def _numbers(text: str) -> list[int]:
         msg = f"--blocks {text!r:.60}: {msg}"
         raise InputError(msg)
     return [int(number) for number in digits]
-
-
-def _check(workload: Workload) -> None:
-    with progress(f"checking {workload.name}", workload.size) as tick:
-        for _ in checked(workload):
-            tick(1)

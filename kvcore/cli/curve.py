@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 import orjson
@@ -14,7 +14,13 @@ from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
 from kvcore.analysis.workers import cpus
 from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
-from kvcore.cli.options import accounting_option, shared
+from kvcore.cli.options import (
+    accounting_option,
+    block_size_option,
+    policies_option,
+    shared,
+    tokens_of,
+)
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -41,19 +47,14 @@ KINDS = (*FORMS, "csv", "json")
 
 @click.command(context_settings={"show_default": True})
 @click.argument("workload", required=False)
-@click.option(
-    "--eviction",
-    metavar="LIST",
-    help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
-    f"[default: {POLICIES},optimum]",
-)
+@policies_option(POLICIES)
 @click.option(
     "--sizes",
     metavar="N|LIST",
     default=str(POINTS),
     help="Number of pool sizes, or a list of them in blocks, such as 1000,3000.",
 )
-@shared("block_size", text="Number of tokens in a KV block.  [default: as in a key]")
+@block_size_option
 @accounting_option()
 @shared("model", default=None, text="Model whose K/V sizes are shown in bytes besides blocks.")
 @shared(
@@ -70,20 +71,7 @@ KINDS = (*FORMS, "csv", "json")
     help=f"File for a plot, or for the numbers: .{', .'.join(KINDS)}.",
 )
 @json_option
-def curve(
-    *,
-    workload: str | None,
-    eviction: str | None,
-    sizes: str,
-    block_size: int | None,
-    accounting: str,
-    model: str | None,
-    kv_dtype: str | None,
-    seed: int | None,
-    jobs: int | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def curve(workload: str | None, **given: Any) -> None:
     """Show what policies hit on WORKLOAD, by pool size up to one that holds everything.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
@@ -95,48 +83,46 @@ def curve(
     """
     plugins = Plugins()
     source = find_workload(workload, plugins)
+    out, model = given["out"], given["model"]
     kind = _kind(out)
     if out is not None:
         refuse_overwrite(out, source.options().values())
-    if kv_dtype is not None and model is None:
+    if given["kv_dtype"] is not None and model is None:
         msg = "--kv-dtype says what a token takes of the K/V of --model: give that too"
         raise InputError(msg)
     spec = load_model(MODEL if model is None else model)
-    tokens = source.key_tokens if block_size is None else block_size
-    layout = None if model is None else KVLayout(spec, kv_dtype or KV_DTYPE, tokens)
-    points, blocks = _sizes(sizes)
+    kv_dtype, tokens = given["kv_dtype"] or KV_DTYPE, tokens_of(source, given)
+    layout = None if model is None else KVLayout(spec, kv_dtype, tokens)
+    points, blocks = _sizes(given["sizes"])
+    policies = given["eviction"]
+    if policies is None:  # the optimum where it is known
+        policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
     if kind in FORMS:
         matplotlib()
-    with ExitStack() as stack:
-        file = None if out is None else stack.enter_context(atomic_file(out))
+    with nullcontext() if out is None else atomic_file(out) as file:
         curves = make_curves(
             source,
-            _candidates(accounting) if eviction is None else eviction,
+            policies,
             blocks,
             points=points,
-            block_size=block_size,
-            accounting=accounting,
+            block_size=given["block_size"],
+            accounting=given["accounting"],
             recompute=PrefillCost.of(spec, find_device(DEVICE)),
-            seed=seed,
-            jobs=cpus() if jobs is None else jobs,
+            seed=given["seed"],
+            jobs=cpus() if given["jobs"] is None else given["jobs"],
             plugins=plugins,
             progress=progress,
         )
         report = CurvesReport(curves, layout)
         if file is not None:
             _write(report, kind, file)
-    if as_json:
+    if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
         print_text(report.headline)
         if not report.empty:
             print_table(report.headers, report.rows, right=report.headers)
             print_text(report.reading)
-
-
-def _candidates(accounting: str) -> str:
-    """Return the policies where none are given: the optimum where it is known."""
-    return f"{POLICIES},optimum" if accounting == "keys" else POLICIES
 
 
 def _write(report: CurvesReport, kind: str, file: TextIO) -> None:

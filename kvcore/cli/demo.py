@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
+from kvcore.cli.output import emit_json, json_option, print_sections, progress
 from kvcore.demo import (
     WORKED_EXAMPLE,
     CachingReport,
@@ -71,18 +71,12 @@ def cache(
             }
         )
         return
-    print_text(report.headline)
-    for headers, rows in (
-        (report.headers, report.rows),
-        (report.time_headers, report.time_rows),
-    ):
-        click.echo()
-        print_table(headers, rows, right=headers[1:])
-    click.echo()
-    print_text(report.reading)
-    click.echo()
-    print_text(by_hand.headline)
-    click.echo()
-    print_table(by_hand.headers, by_hand.rows, right=by_hand.headers[1:])
-    click.echo()
-    print_text(by_hand.reading)
+    print_sections(
+        report.headline,
+        (report.headers, report.rows, report.headers[1:]),
+        (report.time_headers, report.time_rows, report.time_headers[1:]),
+        report.reading,
+        by_hand.headline,
+        (by_hand.headers, by_hand.rows, by_hand.headers[1:]),
+        by_hand.reading,
+    )

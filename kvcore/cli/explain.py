@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 import orjson
@@ -13,7 +14,7 @@ import orjson
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
 from kvcore.cli.options import accounting_option, shared
-from kvcore.cli.output import emit_json, json_option, print_table, print_text, progress
+from kvcore.cli.output import emit_json, json_option, print_sections, print_text, progress
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
@@ -22,6 +23,8 @@ from kvcore.workloads.files import lines
 
 EVICTION = "lru"
 ACCOUNTING = "keys"
+OF_WORKLOADS = ["--blocks", "--eviction", "--block-size", "--accounting", "--prefix", "--seed"]
+"""Options that a trace has answered already."""
 
 
 @click.command()
@@ -55,18 +58,13 @@ ACCOUNTING = "keys"
 @shared("seed", default=None, text="Seed of policies that draw random numbers, of a workload.")
 @json_option
 def explain(
-    *,
     source: str,
     request: str | None,
+    *,
     summary: bool,
     top: int,
-    blocks: int | None,
-    eviction: str | None,
-    block_size: int | None,
-    accounting: str | None,
-    prefix: str | None,
-    seed: int | None,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Explain why REQUEST missed, or with --summary where hits were lost.
 
@@ -77,30 +75,13 @@ def explain(
     if (request is None) is not summary:
         msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"
         raise InputError(f"{msg}, not both" if summary else msg)
-    given = {
-        "--blocks": blocks,
-        "--eviction": eviction,
-        "--block-size": block_size,
-        "--accounting": accounting,
-        "--prefix": prefix,
-        "--seed": seed,
-    }
     plugins = Plugins()
     if _is_trace(source, plugins):
         _refuse(source, given)
         with progress("explaining", None) as tick:
             explanation = explain_trace(source, tick=tick)
     else:
-        explanation = _replayed(
-            source,
-            plugins,
-            blocks=blocks,
-            eviction=eviction or EVICTION,
-            block_size=block_size,
-            accounting=accounting or ACCOUNTING,
-            prefix=prefix or SHARING,
-            seed=seed,
-        )
+        explanation = _replayed(source, plugins, given)
     if summary:
         _summary(explanation, top, as_json=as_json)
     else:
@@ -122,17 +103,13 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
         emit_json(explanation.as_dict() | sums.as_dict())
         return
     report = SummaryReport(explanation, sums)
-    print_text(report.headline)
-    for headers, rows in (
-        (report.headers, report.rows),
-        (report.place_headers, report.place_rows),
-        (report.request_headers, report.request_rows),
-    ):
-        if rows:
-            click.echo()
-            print_table(headers, rows, right=headers[1:5])
-    click.echo()
-    print_text(report.notes)
+    print_sections(
+        report.headline,
+        (report.headers, report.rows, report.headers[1:5]),
+        (report.place_headers, report.place_rows, report.place_headers[1:5]),
+        (report.request_headers, report.request_rows, report.request_headers[1:5]),
+        report.notes,
+    )
 
 
 def _is_trace(source: str, plugins: Plugins) -> bool:
@@ -152,7 +129,7 @@ def _is_trace(source: str, plugins: Plugins) -> bool:
 
 def _refuse(source: str, given: Mapping[str, object]) -> None:
     """Refuse options of workloads: a trace has its own."""
-    options = [option for option, value in given.items() if value is not None]
+    options = [flag for flag in OF_WORKLOADS if given[flag[2:].replace("-", "_")] is not None]
     if options:
         msg = (
             f"{source} is a trace: what it was recorded with is in it, so {', '.join(options)} "
@@ -161,32 +138,22 @@ def _refuse(source: str, given: Mapping[str, object]) -> None:
         raise InputError(msg)
 
 
-def _replayed(
-    source: str,
-    plugins: Plugins,
-    *,
-    blocks: int | None,
-    eviction: str,
-    block_size: int | None,
-    accounting: str,
-    prefix: str,
-    seed: int | None,
-) -> Explanation:
+def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explanation:
     """Replay a workload into a trace that is gone afterwards, and explain that."""
-    workload = find_workload(source, plugins, seed)
-    if blocks is None:
+    workload = find_workload(source, plugins, given["seed"])
+    if given["blocks"] is None:
         msg = f"{source} is a workload: say how large the pool is, such as --blocks 1000"
         raise InputError(msg)
     with TemporaryDirectory(prefix="kvcore-") as folder:
         trace = Path(folder) / "trace.jsonl"
         compare(
             workload,
-            eviction,
-            blocks,
-            block_size=block_size,
-            accounting=accounting,
-            prefix=prefix,
-            seed=seed,
+            given["eviction"] or EVICTION,
+            given["blocks"],
+            block_size=given["block_size"],
+            accounting=given["accounting"] or ACCOUNTING,
+            prefix=given["prefix"] or SHARING,
+            seed=given["seed"],
             trace=trace,
             plugins=plugins,
             progress=progress,

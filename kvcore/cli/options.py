@@ -27,6 +27,7 @@ from kvcore.plugins.options import as_text
 from kvcore.request import SLO
 from kvcore.trace.fields import slo_field
 from kvcore.units import NS_PER_S
+from kvcore.workloads import Workload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -126,6 +127,28 @@ def accounting_option(
         hidden=True,
     )
     return all_of(shared("accounting", default=default, text=text), old)
+
+
+def policies_option(policies: str) -> Callable[[Command], Command]:
+    """Return the option of the policies to compare; without it, `policies` and the bound."""
+    return click.option(
+        "--eviction",
+        metavar="LIST",
+        help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
+        f"[default: {policies},optimum]",
+    )
+
+
+block_size_option = shared(
+    "block_size", text="Number of tokens in a KV block.  [default: as in a key]"
+)
+"""The block size of a verb without a clock; None: that of the workload's keys."""
+
+
+def tokens_of(source: Workload, given: dict[str, Any]) -> int:
+    """Return the tokens of a block: as given, or as in a key of `source`."""
+    size: int | None = given["block_size"]
+    return source.key_tokens if size is None else size
 
 
 policy_options = all_of(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import click
 import orjson
@@ -29,13 +29,8 @@ from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.progress import unseen
 from kvcore.workloads import Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
-
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
@@ -93,6 +88,23 @@ def print_table(
     draw_table(headers, rows, right, width if split else None, width)
 
 
+Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Collection[str]]
+"""Sentences; or the headers of a table, its rows, and the headers that are flush right."""
+
+
+def print_sections(*sections: Section) -> None:
+    """Print sentences and tables, a blank line between two; what is empty is left out."""
+    filled = [each for each in sections if (each if isinstance(each, str) else each[1])]
+    for number, section in enumerate(filled):
+        if number:
+            click.echo()
+        if isinstance(section, str):
+            print_text(section)
+        else:
+            headers, rows, right = section
+            print_table(headers, rows, right=right)
+
+
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr while the body runs, if that is a terminal.
@@ -109,7 +121,6 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
 
 
 STDOUT = Path("-")
-
 
 prometheus_option = click.option(
     "--prometheus",
@@ -153,7 +164,6 @@ def metrics_file(
 
 
 Column: TypeAlias = tuple[str, ...]
-
 
 WHOLE, FOLDED, GAP = 20, 12, 3
 """Columns of the longest cell that never folds, of the narrowest that does, and between two."""

@@ -12,8 +12,8 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    print_sections,
     print_table,
-    print_text,
     progress,
 )
 from kvcore.errors import InputError, TraceError
@@ -108,9 +108,8 @@ def _show_recording(file: Path, *, as_json: bool) -> None:
     if as_json:
         emit_json(report.as_dict())
     else:
-        print_table(["recording", report.file], rows(report), right=[report.file])
-        click.echo()
-        print_text(report.tells)
+        table = ["recording", report.file], rows(report), [report.file]
+        print_sections(table, report.tells)
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)
@@ -128,14 +127,12 @@ def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from kvcore.report import WhatIfReport  # noqa: PLC0415 - JSON does without it
 
     report = WhatIfReport(found)
-    print_text(report.headline)
-    click.echo()
-    print_table(report.headers, report.rows, right=report.headers[1:])
-    click.echo()
-    print_text(report.verdict)
-    for headers, rows in report.tables:
-        click.echo()
-        print_table(headers, rows, right=headers[1:])
+    print_sections(
+        report.headline,
+        (report.headers, report.rows, report.headers[1:]),
+        report.verdict,
+        *((headers, rows, headers[1:]) for headers, rows in report.tables),
+    )
 
 
 def _print(report: Report) -> None:

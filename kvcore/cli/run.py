@@ -25,11 +25,10 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
-    print_table,
     print_text,
     progress,
 )
-from kvcore.cli.serving import outputs, remedies
+from kvcore.cli.serving import outputs, print_report, report_of
 from kvcore.config import EngineParts
 from kvcore.engine import RunResult
 from kvcore.engine import run as run_engine
@@ -242,35 +241,10 @@ def _print_texts(document: dict[str, Any]) -> None:
 
 
 def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
-    from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
-
-    config, load = engine.config, document["offered_load"]
-    part = engine.workload.options()
-    report = SimulationReport(
-        document,
-        _named(engine, document),
-        refusal=next(iter(result.log.reasons.values()), None),
-        remedies=[] if load is None or load <= 1 else list(remedies(engine, result)),
-        clock="measured" if config.clock == "wall" else "simulated",
-        done="computed",
-    )
-    if report.warning:
-        print_text(report.warning)
-        click.echo()
-    print_text(report.headline)
-    print_text(_computed(engine, part, document["requests"]))
-    click.echo()
-    print_table(["time", *report.columns], report.times, right=report.columns)
-    click.echo()
-    print_table(["quantity", "amount"], report.amounts)
-    click.echo()
-    if report.resting:
-        print_table(["time of blocks", *report.columns], report.resting, right=report.columns)
-        click.echo()
-    if report.thrashing:
-        print_text(report.thrashing)
-        click.echo()
-    print_text(report.closing)
+    clock = "measured" if engine.config.clock == "wall" else "simulated"
+    named = _named(engine, document)
+    report = report_of(engine, result, document, named, clock=clock, done="computed")
+    print_report(report, _computed(engine, engine.workload.options(), document["requests"]))
 
 
 def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:

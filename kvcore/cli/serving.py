@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from decimal import ROUND_FLOOR, Context
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvcore.cli.output import print_sections
 from kvcore.config import RunParts
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.serving import LatencyModel, Result
 from kvcore.serving.result import REQUESTS, SUMMARY, offered_load
 from kvcore.trace import Trace
+
+if TYPE_CHECKING:
+    from kvcore.report import SimulationReport
 
 TRACE = "trace.jsonl.gz"
 """The name of the trace in a directory of results."""
@@ -81,6 +86,36 @@ def remedies(parts: RunParts, result: Result) -> Iterator[str]:
             break
     load = result.summary()["offered_load"]
     yield f"--rate-scale {_below(parts.config.rate_scale / load)}"
+
+
+def report_of(
+    parts: RunParts, result: Result, document: dict[str, Any], config: Any, **words: str
+) -> SimulationReport:
+    """Return the report of a run, with `words` for its clock and for what was done."""
+    from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
+
+    load = document["offered_load"]
+    return SimulationReport(
+        document,
+        config,
+        refusal=next(iter(result.log.reasons.values()), None),
+        remedies=[] if load is None or load <= 1 else list(remedies(parts, result)),
+        **words,
+    )
+
+
+def print_report(report: SimulationReport, *more: str) -> None:
+    """Print the report of a run; the sentences `more` go with its headline."""
+    columns = report.columns
+    print_sections(
+        report.warning,
+        "\n".join([report.headline, *more]),
+        (["time", *columns], report.times, columns),
+        (["quantity", "amount"], report.amounts, ()),
+        (["time of blocks", *columns], report.resting, columns),
+        report.thrashing,
+        report.closing,
+    )
 
 
 def _below(number: float) -> str:

@@ -22,11 +22,10 @@ from kvcore.cli.output import (
     emit_json,
     json_option,
     metrics_file,
-    print_table,
-    print_text,
+    print_sections,
     progress,
 )
-from kvcore.cli.serving import outputs, remedies
+from kvcore.cli.serving import outputs, print_report, report_of
 from kvcore.config import RunParts
 from kvcore.progress import ticked
 from kvcore.serving import Result
@@ -121,43 +120,12 @@ def _run(
 
 
 def _print(parts: RunParts, result: Result, document: dict[str, Any]) -> None:
-    from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
+    from kvcore.report import PagingReport  # noqa: PLC0415 - JSON does without it
 
-    load = document["offered_load"]
-    report = SimulationReport(
-        document,
-        document["config"],
-        refusal=next(iter(result.log.reasons.values()), None),
-        remedies=[] if load is None or load <= 1 else list(remedies(parts, result)),
-    )
-    if report.warning:
-        print_text(report.warning)
-        click.echo()
-    print_text(report.headline)
-    click.echo()
-    if "paged" in document:
-        _print_paging(result, document)
+    report = report_of(parts, result, document, document["config"])
+    if "paged" not in document:
+        print_report(report)
         return
-    print_table(["time", *report.columns], report.times, right=report.columns)
-    click.echo()
-    print_table(["quantity", "amount"], report.amounts)
-    if report.resting:
-        click.echo()
-        print_table(["time of blocks", *report.columns], report.resting, right=report.columns)
-    if report.thrashing:
-        click.echo()
-        print_text(report.thrashing)
-    click.echo()
-    print_text(report.closing)
-
-
-def _print_paging(result: Result, document: dict[str, Any]) -> None:
-    """Print both allocations side by side."""
-    from kvcore.report import PagingReport  # noqa: PLC0415 - as above
-
-    report = PagingReport(document, document["paged"], result.max_output or 0)
-    print_text(report.headline)
-    click.echo()
-    print_table(report.headers, report.rows, right=report.headers[1:])
-    click.echo()
-    print_text(report.reading)
+    paging = PagingReport(document, document["paged"], result.max_output or 0)
+    table = paging.headers, paging.rows, paging.headers[1:]
+    print_sections(report.warning, report.headline, paging.headline, table, paging.reading)

@@ -32,8 +32,10 @@ from kvcore.trace import TraceWorkload
 from kvcore.units import NS_PER_S
 
 Mode: TypeAlias = Literal["simulate", "compare", "run"]
+"""What a configuration is for: each mode has its own options and defaults."""
 
 MODES: tuple[Mode, ...] = ("simulate", "compare", "run")
+"""The modes of a configuration."""
 
 BUNDLED = "mooncake"
 """The workload that comes with kvcore."""

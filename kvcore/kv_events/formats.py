@@ -19,6 +19,7 @@ READERS = {
 }
 WRITERS = {"msgpack": vllm.write_batch, "dynamo": dynamo.write_batch}
 FORMATS = tuple(READERS)
+"""Names of the wire formats that `decode` reads."""
 
 LARGEST_PAYLOAD = 1 << 26
 DEEPEST = 24

@@ -101,9 +101,9 @@ class Plugins:
 
     Making it imports what the entry points of the group `kvcore` name, in order of
     (distribution, name), and registers `extra` after them: more modules or objects with
-    hooks. The entry points of kvcore itself are imported at the first look-up of their kind,
-    and the hooks of a kind are called then, once. Entry points named in the environment
-    variable KVCORE_DISABLE_PLUGINS, as `name` or `distribution:name`, are skipped.
+    hooks. The hook of a kind is called at the first look-up of that kind, once. Entry points
+    named in the environment variable KVCORE_DISABLE_PLUGINS, as `name` or
+    `distribution:name`, are skipped.
     `entry_points` replaces those that are installed.
 
     Raises:
@@ -122,16 +122,8 @@ class Plugins:
         self._manager.add_hookspecs(hookspecs)
         self._origins: dict[str, Origin] = {}
         self._skipped: list[str] = []
-        self._of_kind: dict[str, tuple[Origin, EntryPoint]] = {}
         self._classes: dict[str, dict[str, Found]] = {}
-        eager = []
-        for origin, point in self._enabled():
-            if origin.distribution == PROJECT and origin.name in KINDS:
-                self._origins[origin.name] = origin
-                self._of_kind[origin.name] = origin, point
-            else:
-                eager.append((origin, point))
-        self._load(eager)
+        self._load(self._enabled())
         for number, plugin in enumerate(extra):
             self._register(Origin(f"extra[{number}]"), plugin)
 
@@ -144,7 +136,7 @@ class Plugins:
 
         Raises:
             InputError: there is no such kind, or no such plugin.
-            PluginError: a plugin of this kind is policy_error, or an editable install is older
+            PluginError: a plugin of this kind is broken, or an editable install is older
                 than its checkout's entry points.
         """
         found = self._find(kind)
@@ -171,7 +163,7 @@ class Plugins:
 
         Raises:
             InputError: not one plugin, or an unknown name, option or value.
-            PluginError: the plugin is policy_error or cannot work here.
+            PluginError: the plugin is broken or cannot work here.
         """
         wanted = [spec] if isinstance(spec, Spec) else parse(spec)
         if len(wanted) != 1:
@@ -260,9 +252,6 @@ class Plugins:
             msg = f"{kind!r} is no kind of plugin{nearest(kind, KINDS)}. The kinds are: "
             raise InputError(msg + ", ".join(KINDS))
         if kind not in self._classes:
-            if kind in self._of_kind:
-                self._load([self._of_kind[kind]])
-                del self._of_kind[kind]
             self._classes[kind] = self._collect(kind)
         return self._classes[kind]
 
@@ -324,7 +313,7 @@ def resolve(
 
     Raises:
         InputError: `given` is none of these, of another kind, or an unknown name or option.
-        PluginError: the plugin is policy_error, has no name, or cannot work here.
+        PluginError: the plugin is broken, has no name, or cannot work here.
     """
     if given is None:
         return default_name and default(kind, default_name)()

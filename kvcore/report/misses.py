@@ -22,18 +22,15 @@ from kvcore.units import NS_PER_S, format_seconds
 
 CAUSES = ("capacity", "policy")
 
-
 BOUND = (
     "The optimum evicts the block whose next request is furthest, deepest first among "
     "equals, and admits all that is computed."
 )
 
-
 SERIAL = (
     "This run had a clock; the optimum replays its requests one after another, in the order "
     "of their first admission."
 )
-
 
 Row = list[str]
 

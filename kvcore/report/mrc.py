@@ -16,7 +16,7 @@ import attrs
 from kvcore.analysis import Belady, Curves
 from kvcore.errors import PluginError
 from kvcore.models.memory import KVLayout
-from kvcore.report.tables import counted, named
+from kvcore.report.tables import block_bytes, counted, looked_up, memory_fields, named
 from kvcore.units import BINARY, format_bytes
 
 if TYPE_CHECKING:
@@ -26,31 +26,23 @@ if TYPE_CHECKING:
 
 FORMS = ("png", "svg")
 
-
 # Okabe and Ito, "Color Universal Design", 2008: colour-blind people tell them apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 
-
 MARKERS = "osD^vP"
-
 
 INK, GREY, PALE = "#222222", "#666666", "#E4E4E4"
 
-
 INCHES, DPI = (7.2, 4.4), 200
-
 
 MARGIN = 1.08
 """Room beside the smallest and the largest size, as a factor."""
 
-
 INSIDE, COLUMN = 7, 15
 """Names that have room below the curves, and beside them in one column."""
 
-
 DENSE = 600
 """Points of the line of a curve that is known at every size."""
-
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -205,15 +197,8 @@ def _percent(ratio: float | None) -> float:
 
 
 COLUMNS = (
-    "workload",
-    "count",
-    "block_size",
-    "eviction",
-    "options",
-    "blocks",
-    "bytes",
-    "hit_blocks",
-    "hit_ratio",
+    *("workload", "count", "block_size", "eviction", "options"),
+    *("blocks", "bytes", "hit_blocks", "hit_ratio"),
 )
 
 
@@ -233,15 +218,11 @@ class CurvesReport:
     def headline(self) -> str:
         """One sentence that says what the numbers are."""
         curves, source = self.curves, self.curves.workload
-        requests = counted(source.requests, "request")
         if self.empty:
+            requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\nNothing in them has a key to look up."
-        look = "looks" if source.requests == 1 else "look"
-        return (
-            f"{source.name}: {requests} {look} up {counted(curves.lookup_blocks, 'block')} of "
-            f"{counted(curves.block_size, 'token')} ({curves.accounting} counting).\n"
-            "The share of these that hit, by the size of the pool."
-        )
+        told = looked_up(source, curves.lookup_blocks, curves.block_size, curves.accounting)
+        return f"{told}\nThe share of these that hit, by the size of the pool."
 
     @property
     def empty(self) -> bool:
@@ -282,11 +263,7 @@ class CurvesReport:
             f"the end and hits {curves.ratio(curves.hit_blocks):.1%}."
         )
         if self.layout is not None:
-            text += (
-                f"\nA block of {counted(curves.block_size, 'token')} of "
-                f"{self.layout.model.name} in {self.layout.dtype} takes "
-                f"{format_bytes(self.layout.bytes_per_block)}."
-            )
+            text += f"\n{block_bytes(self.layout)}"
         return text
 
     def document(self) -> dict[str, Any]:
@@ -321,11 +298,7 @@ class CurvesReport:
             ],
         }
         if self.layout is not None:
-            document["memory"] = {
-                "model": self.layout.model.name,
-                "kv_dtype": self.layout.dtype,
-                "bytes_per_block": self.layout.bytes_per_block,
-            }
+            document["memory"] = memory_fields(self.layout)
         return document
 
     def write_csv(self, file: TextIO) -> None:
@@ -334,23 +307,14 @@ class CurvesReport:
         The options are one column, as JSON. An empty cell is no value.
         """
         curves = self.curves
+        about = curves.workload.name, curves.accounting, curves.block_size
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for curve in curves.curves:
+            policy = curve.eviction, json.dumps(curve.options)
             for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True):
-                writer.writerow(
-                    [
-                        curves.workload.name,
-                        curves.accounting,
-                        curves.block_size,
-                        curve.eviction,
-                        json.dumps(curve.options),
-                        blocks,
-                        self.bytes_of(blocks),
-                        hits,
-                        curves.ratio(hits),
-                    ]
-                )
+                found = blocks, self.bytes_of(blocks), hits, curves.ratio(hits)
+                writer.writerow([*about, *policy, *found])
 
     def bytes_of(self, blocks: int) -> int | None:
         """Return the bytes of `blocks` blocks; None if the block's bytes are not known."""

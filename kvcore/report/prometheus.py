@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.analysis import Comparison
 from kvcore.errors import PluginError
-from kvcore.plugins.options import as_text
+from kvcore.report.tables import plugin_text
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -76,7 +76,7 @@ def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any
     eviction = config["plugins"]["eviction"]
     labels = {
         "workload": config["workload"]["name"],
-        "policy": _policy(eviction["name"], eviction["options"]),
+        "policy": plugin_text(eviction["name"], eviction["options"]),
         "blocks": str(pool["blocks"]),
         "scheduler": config["plugins"]["scheduler"]["name"],
         "model_name": config["model"],
@@ -106,7 +106,7 @@ def comparison_metrics(comparison: Comparison) -> str:
     for row in comparison.rows:
         labels = {
             "workload": comparison.workload.name,
-            "policy": _policy(row.eviction, row.options),
+            "policy": plugin_text(row.eviction, row.options),
             "blocks": str(row.blocks),
         }
         hit = {"lookup_blocks": row.lookup_blocks, "hit_blocks": row.hit_blocks}
@@ -240,9 +240,3 @@ def _add_requests(
         times = sorted(time for time in requests[column] if time is not None)
         buckets = [(bound, bisect_right(times, bound)) for bound in bounds]
         families.histogram(name, says, buckets, len(times), sum(times), labels)
-
-
-def _policy(name: str, options: Mapping[str, Any]) -> str:
-    """Return a policy with its options, as the command line takes them."""
-    given = [f"{key}={as_text(value)}" for key, value in options.items() if value is not None]
-    return f"{name}:{','.join(given)}" if given else name

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore.analysis import Comparison, Row
-from kvcore.report.tables import counted, named
+from kvcore.report.tables import NONE, counted, named, share
 from kvcore.units import format_bytes, format_number, format_seconds
 
 NO_VALUE = "-"
@@ -85,9 +85,6 @@ def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "free at such times", NO_VALUE if free is None else f"{free:.1%}"
 
 
-NONE = "–"
-
-
 def thrashing(residency: Mapping[str, Any] | None, blocks: int) -> str:
     """Say of each tier that thrashes what the figures are, and what to do; else nothing.
 
@@ -150,31 +147,22 @@ def _rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
         for rested in (row.residency or {}).values():
             ages = (rested[key] for key in ("age_at_hit_s", "age_at_eviction_s", "lifetime_s"))
             gone = sum(rested["evicted_blocks"].values())
+            stored = rested["stored_blocks"]
             yield [
                 name,
                 f"{row.blocks:,}",
                 *(NONE if age is None else format_seconds(age["p50"]) for age in ages),
-                _residency_share(rested["never_hit_blocks"], gone),
-                _residency_share(rested["restored_blocks"], rested["stored_blocks"]),
+                share(rested["never_hit_blocks"] / gone if gone else None),
+                share(rested["restored_blocks"] / stored if stored else None),
             ]
-
-
-def _residency_share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else NONE
 
 
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
-
 BARS = "▁▂▃▄▅▆▇█"
-
 
 WIDTH = 48
 """Columns of the line that shows the pool over time."""
-
-
-NONE = "–"
-
 
 TIMES = {
     "ttft_s": "TTFT",
@@ -184,14 +172,12 @@ TIMES = {
     "queue_s": "queueing",
 }
 
-
 RESTING = {
     "age_at_hit_s": "since last use, at a hit",
     "age_at_eviction_s": "since last use, at eviction",
     "lifetime_s": "in the cache, at eviction",
     "hits_at_eviction": "hits, at eviction",
 }
-
 
 TableRow = list[str]
 
@@ -313,13 +299,13 @@ class SimulationReport:
             yield "throughput", f"{format_number(speed)} generated tokens/s"
         if summary["goodput"] is not None:
             yield "goodput", f"{format_number(summary['goodput'])} requests/s within the SLO"
-            yield "within the SLO", f"{_share(summary['slo']['met'])} ({self._slo()})"
+            yield "within the SLO", f"{share(summary['slo']['met'])} ({self._slo()})"
         if hit["lookup_blocks"]:
             ratio = hit["ratio"]
-            yield "prefix hits", f"{_share(ratio['block'])} of {hit['lookup_blocks']:,} blocks"
+            yield "prefix hits", f"{share(ratio['block'])} of {hit['lookup_blocks']:,} blocks"
             yield (
                 "",
-                f"{_share(ratio['token'])} of tokens, {_share(ratio['request'])} a request",
+                f"{share(ratio['token'])} of tokens, {share(ratio['request'])} a request",
             )
         if hit["self_hit_blocks"]:
             yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
@@ -333,9 +319,9 @@ class SimulationReport:
             cached = pool["cached"]["mean"]
             yield (
                 "pool in use",
-                f"{_share(active['mean'] / blocks)}, {_share(cached / blocks)} cached",
+                f"{share(active['mean'] / blocks)}, {share(cached / blocks)} cached",
             )
-        yield "at its peak", f"{_share(active['peak'] / blocks)}"
+        yield "at its peak", f"{share(active['peak'] / blocks)}"
         shares = [count / blocks for count in pool["timeline"]["active"]]
         yield "over time", sparkline(pool["timeline"]["t_s"], shares)
 
@@ -364,7 +350,3 @@ def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDT
 
 def _cells(spread: Mapping[str, float] | None, write: Any) -> TableRow:
     return [NONE if spread is None else write(spread[column]) for column in COLUMNS]
-
-
-def _share(share: float | None) -> str:
-    return NONE if share is None else f"{share:.1%}"

@@ -14,12 +14,10 @@ import orjson
 from kvcore.analysis import Belady
 from kvcore.analysis.sweep import Row, Sweep
 from kvcore.errors import InputError, PluginError
-from kvcore.files import AtomicFile, part_path
+from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import counted
+from kvcore.report.tables import NONE, counted, share
 from kvcore.units import format_bytes, format_number, format_seconds
-
-NONE = "–"
 
 POLICIES = ("prefix", "retention", "scheduler", "eviction")
 """The axes whose values compete; cells that differ in nothing else are a contest."""
@@ -44,18 +42,14 @@ class Measure:
     best: Callable[..., float] = max
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
 MEASURES: Mapping[str, Sequence[Measure]] = {
     "compare": [
-        Measure("most hits", "hit_ratio_block", "of blocks", _share),
+        Measure("most hits", "hit_ratio_block", "of blocks", share),
     ],
     "simulate": [
         Measure("most goodput", "goodput", "requests/s", format_number),
         Measure("least TTFT", "ttft_s_mean", "mean", format_seconds, min),
-        Measure("most hits", "hit_ratio_token", "of tokens", _share),
+        Measure("most hits", "hit_ratio_token", "of tokens", share),
     ],
 }
 
@@ -150,8 +144,7 @@ class SweepReport:
             yield self._names(best, len(candidates))
             yield measure.text(value)
         if self._bounded:
-            share = best[0]["share_of_optimum"] if best else None
-            yield NONE if share is None else _share(share)
+            yield share(best[0]["share_of_optimum"] if best else None)
 
     def _names(self, rows: list[Row], candidates: int) -> str:
         if len(rows) == candidates > 1:
@@ -203,15 +196,8 @@ def write_table(sweep: Sweep, path: Path) -> None:
     data = WRITERS[path.suffix](sweep)
     if part_path(path) != path:
         part_path(path).unlink(missing_ok=True)
-    raw = AtomicFile(path, str(path))
-    try:
-        with io.BufferedWriter(raw) as file:
-            file.write(data)
-            file.flush()
-            raw.finish()
-    except BaseException:
-        raw.discard()
-        raise
+    with atomic_file(path) as file:
+        file.buffer.write(data)
 
 
 def _csv(sweep: Sweep) -> bytes:

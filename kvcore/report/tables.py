@@ -9,29 +9,19 @@ from typing import Any, TextIO, TypeVar
 
 import attrs
 
-from kvcore.analysis import SHARING, Belady, Comparison, Curve, Infinite, Row
+from kvcore.analysis import SHARING, Belady, Comparison, Curve, Infinite, Row, Source
 from kvcore.models.cost import PrefillCost
-from kvcore.plugins.options import as_text
+from kvcore.models.memory import KVLayout
+from kvcore.plugins.options import Spec, as_text
+from kvcore.units import format_bytes
 
 Named = TypeVar("Named", Row, Curve)
 """What is of one policy."""
 
 CSV_COLUMNS = (
-    "workload",
-    "count",
-    "eviction",
-    "options",
-    "blocks",
-    "block_size",
-    "requests",
-    "lookup_blocks",
-    "hit_blocks",
-    "hit_ratio_block",
-    "hit_ratio_token",
-    "hit_ratio_request",
-    "evicted_blocks",
-    "share_of_optimum",
-    "wall_s",
+    *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
+    *("lookup_blocks", "hit_blocks", "hit_ratio_block", "hit_ratio_token"),
+    *("hit_ratio_request", "evicted_blocks", "share_of_optimum", "wall_s"),
 )
 
 WEIGHS_COST = "cost"
@@ -60,16 +50,13 @@ class ComparisonReport:
         source, infinite = self.comparison.workload, self.comparison.infinite
         by = "blocks in the pool" if self.memory is None else "the pool's K/V memory"
         ranked = any(row.share_of_optimum is not None for row in self.comparison.rows)
-        requests = counted(source.requests, "request")
         if not infinite.lookup_blocks:
+            requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\n{self._nothing()}"
-        look = "looks" if source.requests == 1 else "look"
-        blocks = counted(infinite.lookup_blocks, "block")
-        tokens = counted(self.comparison.rows[0].block_size, "token")
+        size, accounting = self.comparison.rows[0].block_size, self.comparison.accounting
         brackets = "; in brackets, the share of the optimum's hits" if ranked else ""
         return (
-            f"{source.name}: {requests} {look} up {blocks} of {tokens} "
-            f"({self.comparison.accounting} counting).\n"
+            f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
             f"The share of these that hit, by {by}{brackets}."
         )
 
@@ -170,9 +157,51 @@ class ComparisonReport:
         return f"Options: {options}." if options else ""
 
 
+NONE = "–"
+"""The cell of a value that there is none of."""
+
+
+def share(part: float | None) -> str:
+    """Format a share as a percentage: `12.5%`."""
+    return NONE if part is None else f"{part:.1%}"
+
+
+def plugin_text(name: str, options: Mapping[str, Any]) -> str:
+    """Return a plugin with its options as the command line takes them; None is left out."""
+    return str(
+        Spec(name, {key: as_text(value) for key, value in options.items() if value is not None})
+    )
+
+
 def counted(number: int, what: str) -> str:
     """Format a number of things: `1 block`, `1,000 blocks`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def block_bytes(layout: KVLayout) -> str:
+    """Return a sentence: the bytes that a block takes."""
+    return (
+        f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
+        f"{layout.dtype} takes {format_bytes(layout.bytes_per_block)}."
+    )
+
+
+def memory_fields(layout: KVLayout) -> dict[str, Any]:
+    """Return what a block takes as a JSON object."""
+    return {
+        "model": layout.model.name,
+        "kv_dtype": layout.dtype,
+        "bytes_per_block": layout.bytes_per_block,
+    }
+
+
+def looked_up(workload: Source, blocks: int, block_size: int, count: str) -> str:
+    """Return the sentence that says how many blocks were looked up, by how many requests."""
+    look = "looks" if workload.requests == 1 else "look"
+    return (
+        f"{workload.name}: {counted(workload.requests, 'request')} {look} up "
+        f"{counted(blocks, 'block')} of {counted(block_size, 'token')} ({count} counting)."
+    )
 
 
 def write_csv(comparison: Comparison, file: TextIO) -> None:

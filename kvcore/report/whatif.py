@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isclose
 from typing import Any
 
@@ -10,10 +10,10 @@ import attrs
 
 from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import counted
+from kvcore.report.tables import NONE, counted, plugin_text, share
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
-NONE, SAME, ABOUT = "–", "=", "≈"
+SAME, ABOUT = "=", "≈"
 
 TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
 
@@ -110,7 +110,7 @@ class WhatIfReport:
         hits = [run.hit for run in runs]
         for weight in ("block", "token", "request"):
             ratios = [hit["ratio"][weight] for hit in hits]
-            yield _row(f"hit ratio by {weight}", ratios, _share)
+            yield _row(f"hit ratio by {weight}", ratios, share)
         yield _row("blocks hit", [hit["hit_blocks"] for hit in hits], _count)
         own = [hit["self_hit_blocks"] for hit in hits]
         if any(own):
@@ -129,7 +129,7 @@ class WhatIfReport:
         yield _row("generated tokens/s", [r.throughput_tokens_s for r in runs], format_number)
         if any(run.goodput is not None for run in runs):
             yield _row("goodput, requests/s", [run.goodput for run in runs], format_number)
-            yield _row("within the SLO", [run.slo_met for run in runs], _share)
+            yield _row("within the SLO", [run.slo_met for run in runs], share)
         for how, name in (("pause", "paused"), ("recompute", "recomputed")):
             yield _row(f"preempted, {name}", [run.preemptions[how] for run in runs], _count)
         yield _row("rejected", [run.rejected for run in runs], _count)
@@ -152,17 +152,13 @@ def _change(before: float | None, after: float | None, write: Callable[[Any], st
         return SAME
     if write is _count:
         return f"{after - before:+,}"
-    if write is _share:
+    if write is share:
         change = f"{100 * (after - before):+.1f} points"
     elif before:
         change = f"{after / before - 1:+.1%}"
     else:
         return NONE
     return ABOUT if change[1:] in ("0.0%", "0.0 points") else change
-
-
-def _share(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def _count(count: int) -> str:
@@ -176,12 +172,7 @@ def _ttft(time: int | None) -> str:
 def _config(value: Any) -> str:
     """Return a part of a configuration in the command line's form."""
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
-        options = ",".join(_options(value["options"].items()))
-        return f"{value['name']}:{options}" if options else str(value["name"])
+        return plugin_text(value["name"], value["options"])
     if isinstance(value, Mapping):
-        return ",".join(_options(value.items())) or "none"
+        return plugin_text("", value).removeprefix(":") or "none"
     return f"{value:,}" if type(value) is int else as_text(value)
-
-
-def _options(options: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    return (f"{name}={as_text(value)}" for name, value in options if value is not None)

@@ -458,7 +458,7 @@ class Batcher:
         if missing and not self._allocator.can_extend(seq):
             return False
         if trace is not None:
-            trace.line("RESUME", now, request=job.request.id, seq=seq.id)
+            trace.resume(now, request=job.request.id, seq=seq.id)
         del self.paused[job]
         if job.prefill_left:
             job.stage = PREFILL
@@ -528,7 +528,9 @@ class Batcher:
 
         return max(chain(self.running, self.paused), key=order)
 
-    def _record(self, job: Job, how: str, now: int, requester: Job | None) -> None:
+    def _record(
+        self, job: Job, how: Literal["pause", "recompute"], now: int, requester: Job | None
+    ) -> None:
         """PREEMPT: record that `job` loses its slot or its blocks.
 
         Raises:
@@ -537,8 +539,13 @@ class Batcher:
         self.without_progress += 1
         trace, seq = self._cache.trace, job.seq
         if trace is not None and seq is not None:
-            whom = {} if requester is None else {"for": requester.request.id}
-            trace.line("PREEMPT", now, request=job.request.id, seq=seq.id, how=how, **whom)
+            trace.preempt(
+                now,
+                request=job.request.id,
+                seq=seq.id,
+                how=how,
+                requester=None if requester is None else requester.request.id,
+            )
         jobs = len(self.running) + len(self.waiting)
         if self.without_progress > _PATIENCE + 10 * jobs:
             pool = self._cache.pool

@@ -145,7 +145,7 @@ class DecodeBatch:
             self._unattend(job, attended)
 
     def forgot(self, job: Job, tokens: int) -> None:
-        """Take `tokens` tokens that `job` has just forgotten off the context."""
+        """Take `tokens` tokens that `job` has just dropped off the context."""
         assert job.seq is not None
         if self._is_plain:
             self.context[0] -= tokens

@@ -20,7 +20,7 @@ from typing import TypeAlias
 from kvcore.cache import KVCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
-from kvcore.request import SLO, Key
+from kvcore.request import SLO, Key, TextRequest
 from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batcher import Batcher, Batching
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
@@ -28,7 +28,6 @@ from kvcore.serving.latency import Executor, ServiceEstimates, StepTimes, StepWo
 from kvcore.serving.result import RunLog
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation
-from kvcore.trace.fields import key_fields, told_keys
 from kvcore.units import INT64_LIMIT, PS_PER_NS
 
 AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
@@ -141,8 +140,7 @@ class ServingLoop:
                 request.slo or self.log.slo,
                 output_tokens=request.output_tokens,
             )
-            if self._cache.trace is not None:
-                self._cache.trace.request(request, at)
+            self._cache.announce(request, at)
             if request.prompt_tokens:
                 why = self.allocator.never_fits(request)
             else:
@@ -157,7 +155,7 @@ class ServingLoop:
         job.stage = DONE
         request = job.request
         if self._cache.trace is not None:
-            self._cache.trace.line("REJECT", now, request=request.id, why=why)
+            self._cache.trace.reject(now, request=request.id, why=why)
         self.log.rejected(job, why)
         self._arrivals.ended(request, now)
 
@@ -286,8 +284,7 @@ class ServingLoop:
             self._cache.append_keys(job.seq, keys)
             job.named_keys += tuple(keys)
             if trace is not None:
-                name = job.request.id
-                trace.line("KEYS", now, request=name, keys=key_fields(keys, name))
+                trace.keys(now, request=job.request.id, keys=keys)
 
     def _work(self, chunks: Sequence[tuple[Job, int]], *, decodes: bool) -> StepWork:
         """Return the work of a step with these prefill chunks, and the decode batch or not."""
@@ -312,7 +309,7 @@ class ServingLoop:
         return StepWork(total, pairs, 0, self._no_pairs)
 
     def _commit(self, now: int) -> None:
-        """Commit the blocks that jobs have just filled, to be shared or forgotten."""
+        """Commit the blocks that jobs have just filled, to be shared or dropped."""
         for job in self.batch.committers():
             seq = job.seq
             assert seq is not None
@@ -331,7 +328,7 @@ class ServingLoop:
         if job.first_token is None:
             job.first_token = now
             if self._cache.trace is not None and job.seq is not None:
-                self._cache.trace.line("FIRST_TOKEN", now, request=request.id, seq=job.seq.id)
+                self._cache.trace.first_token(now, request=request.id, seq=job.seq.id)
         else:
             self.log.itl.pending.append((self.clock_ps - job.last_token_ps, 0, 1, 1))
         job.last_token_ps = self.clock_ps
@@ -350,13 +347,14 @@ class ServingLoop:
         for job in jobs:
             request = job.request
             if trace is not None and job.seq is not None:
-                trace.line(
-                    "FINISH",
+                known = job.known_request()
+                trace.finish(
                     now,
                     request=request.id,
                     seq=job.seq.id,
                     output=job.output_tokens,
-                    **told_keys(job.known_request()),
+                    # Those of other requests are in REQUEST already.
+                    output_keys=known.output_keys if isinstance(known, TextRequest) else None,
                 )
             self.batcher.finish(job, now)
             self.log.ended(job, now)

@@ -261,27 +261,16 @@ class HitRatio:
 
 
 @attrs.frozen(slots=False, eq=False)
-class Result:
-    """The result of a run. See docs/reference/simulate-result.md for every number.
+class Outcome:
+    """What became of the requests of a run: the numbers that follow from its log alone.
 
     Numbers are computed when they are first asked for, and once.
 
     Attributes:
         log: the columns that were recorded while it ran.
-        cache: the cache it ran with.
-        batching, latency: the limits of a step and the latency model it ran with.
-        fragmentation: what memory was used for, where that was measured.
-        wall_s: seconds the run took on this machine; all else is the same on every one.
-        max_output: output tokens that a request reserved, in contiguous memory.
     """
 
     log: RunLog
-    cache: KVCache
-    batching: Batching
-    latency: LatencyModel
-    fragmentation: Fragmentation | None
-    wall_s: float = 0.0
-    max_output: int | None = None
 
     @cached_property
     def ttft(self) -> Percentiles | None:
@@ -311,11 +300,6 @@ class Result:
         """Times from arrival to first admission; None if no request was admitted."""
         return Percentiles.of(_between(self.log.arrival, self.log.admitted), NS_PER_S)
 
-    @cached_property
-    def hit_ratio(self) -> HitRatio:
-        """Hit ratio by block, by token and by request."""
-        return HitRatio(**self.cache.stats.ratios())
-
     @property
     def simulated_s(self) -> float:
         """Seconds from the first arrival to the last finish (or arrival)."""
@@ -340,12 +324,6 @@ class Result:
         """Share of the requests with an SLO that met it; None if none has one."""
         return self.log.verdict.count(MET) / self._judged if self._judged else None
 
-    @cached_property
-    def offered_load(self) -> float | None:
-        """Arrival rate times the least time a request needs; see `offered_load`."""
-        tokens = self.cache.pool.blocks * self.cache.geometry.block_size
-        return offered_load(self.log, self.batching, self.latency, tokens)
-
     @property
     def _judged(self) -> int:
         """Requests with an SLO."""
@@ -357,6 +335,40 @@ class Result:
         log = self.log
         last = max(max(log.arrival, default=0), max(log.finish, default=0))
         return min(log.arrival, default=0), last
+
+
+@attrs.frozen(slots=False, eq=False)
+class Result(Outcome):
+    """The result of a run. See docs/reference/simulate-result.md for every number.
+
+    Numbers are computed when they are first asked for, and once.
+
+    Attributes:
+        log: the columns that were recorded while it ran.
+        cache: the cache it ran with.
+        batching, latency: the limits of a step and the latency model it ran with.
+        fragmentation: what memory was used for, where that was measured.
+        wall_s: seconds the run took on this machine; all else is the same on every one.
+        max_output: output tokens that a request reserved, in contiguous memory.
+    """
+
+    cache: KVCache
+    batching: Batching
+    latency: LatencyModel
+    fragmentation: Fragmentation | None
+    wall_s: float = 0.0
+    max_output: int | None = None
+
+    @cached_property
+    def hit_ratio(self) -> HitRatio:
+        """Hit ratio by block, by token and by request."""
+        return HitRatio(**self.cache.stats.ratios())
+
+    @cached_property
+    def offered_load(self) -> float | None:
+        """Arrival rate times the least time a request needs; see `offered_load`."""
+        tokens = self.cache.pool.blocks * self.cache.geometry.block_size
+        return offered_load(self.log, self.batching, self.latency, tokens)
 
     @cached_property
     def requests(self) -> dict[str, list[Any]]:

@@ -322,8 +322,8 @@ EVENTS: dict[str, type[Event]] = {
 
 _decode_tagged = msgspec.json.Decoder(_TAGGED).decode
 
-# A union has one Struct a tag, so lines of the other scope are told by how the writer ends
-# them; one that says it elsewhere goes the long way, through the check of each field.
+# A union has one Struct a tag, so lines of the other scope are known by how the writer
+# ends them; a line that has its scope elsewhere takes the slow way of `decode`.
 _decode_drop = msgspec.json.Decoder(Drop).decode
 _DROP_ENDS = b'"scope":"sequence"}'
 

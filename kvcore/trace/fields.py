@@ -13,7 +13,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention, TextRequest
+from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention
 from kvcore.units import INT64_LIMIT
 
 if TYPE_CHECKING:
@@ -28,14 +28,7 @@ MODES = ("untimed", "model", "wall")
 EXPECTATIONS = ("ttft", "tpot", "deadline")
 
 
-def told_keys(request: Request) -> dict[str, list[int | str]]:
-    """Return the field of FINISH for keys that only the run could tell; nothing if none."""
-    if isinstance(request, TextRequest) and request.output_keys:
-        return {"output_keys": key_fields(request.output_keys, request.id)}
-    return {}
-
-
-OPTIONAL = {
+_OPTIONAL = {
     "salt": "salt",
     "tenant": "tenant",
     "priority": "priority",
@@ -49,9 +42,9 @@ OPTIONAL = {
 }
 """The fields of REQUEST that are left out at their default, and the attributes they hold."""
 
-DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL.values())
+_DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in _OPTIONAL.values())
 
-_optional = attrgetter(*OPTIONAL.values())
+_optional_values = attrgetter(*_OPTIONAL.values())
 
 
 def request_fields(request: Request) -> dict[str, Any]:
@@ -67,14 +60,14 @@ def request_fields(request: Request) -> dict[str, Any]:
         "keys": key_fields(request.keys, request.id),
         "key_tokens": request.key_tokens,
     }
-    values = _optional(request)
-    if values != DEFAULTS:
+    values = _optional_values(request)
+    if values != _DEFAULTS:
         fields.update(_given(request, values))
     return fields
 
 
 def slo_field(slo: SLO) -> dict[str, int]:
-    """Return what is expected, in ns; what is not is left out."""
+    """Return the times of `slo` in ns, by name; those it does not set are left out."""
     return {name: ns for name in EXPECTATIONS if (ns := getattr(slo, name)) is not None}
 
 
@@ -97,7 +90,7 @@ def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON that equal runs have equal: for options in the header.
+    """Return `value` as JSON for the header, equal in equal runs.
 
     Infinities and NaN become strings; a path is its text, a model or a device an object of
     its fields, any other object the name of its class, since its `repr` may hold an address.
@@ -121,7 +114,7 @@ def plain(value: Any) -> Any:
 
 def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
     """Return the optional fields of REQUEST that are not at their default."""
-    pairs = zip(OPTIONAL, values, DEFAULTS, strict=True)
+    pairs = zip(_OPTIONAL, values, _DEFAULTS, strict=True)
     given = {name: value for name, value, default in pairs if value not in (default, [])}
     if "slo" in given:
         given["slo"] = slo_field(given["slo"])
@@ -137,7 +130,7 @@ def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
 def _key_field(key: Any, place: int, request: int | str) -> int | str:
     if isinstance(key, bytes) and len(key) == KEY_BYTES:
         return key.hex()
-    if is_key(key):
+    if _is_key(key):
         return key  # type: ignore[no-any-return]
     msg = (
         f"request {request!r} has the block key {key!r} (place {place}); a trace holds ints "
@@ -152,7 +145,7 @@ Ids: TypeAlias = "array[int]"
 Runs: TypeAlias = list[tuple[int, int]]
 
 
-MOST_IDS = 2**31
+_ID_LIMIT = 2**31
 
 
 _ascending: Ids = array("i")
@@ -193,7 +186,7 @@ def encode_runs(ids: Ids) -> Runs:
     return runs
 
 
-def decode_runs(runs: Sequence[Sequence[int]], limit: int = MOST_IDS) -> Ids:
+def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:
     """Return the ids that `runs` stand for, each at least 0 and below `limit`.
 
     Raises:
@@ -284,8 +277,8 @@ def read_keys(written: list[Any]) -> list[Key]:
     return [_key(key) for key in written]
 
 
-def is_key(value: object) -> bool:
-    """Say whether `value` is a block key in JSON: an int below 2**63, or 32 hex digits."""
+def _is_key(value: object) -> bool:
+    """Return True if `value` is a block key in JSON: an int below 2**63, or 32 hex digits."""
     if type(value) is int:
         return 0 <= value < INT64_LIMIT
     if type(value) is not str or len(value) != 2 * KEY_BYTES:

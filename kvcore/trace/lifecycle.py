@@ -104,7 +104,7 @@ class Lifecycles:
         """Record a server's event; return True if the next line must close its sequence.
 
         Raises:
-            ViolationError: it cannot follow from what was told of its request.
+            ViolationError: it cannot follow from the events of its request before it.
         """
         self._apply[event.event](event)
         return event.event == "FINISH" or getattr(event, "how", None) == "recompute"

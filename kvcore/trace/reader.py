@@ -205,7 +205,7 @@ class TraceWorkload(Workload):
         """Whether the requests are exactly those of the recorded workload. Reads the file.
 
         They are not where requests were sent after others under a clock, where a run on
-        texts told keys, or where the rate rounded the times.
+        texts has recorded keys of its own, or where the rate rounded the times.
         """
         from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from time import sleep
 
 import pytest
 
@@ -169,6 +170,7 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
     ) as run:
         while not begun.exists():
             assert run.poll() is None
+        sleep(0.1)  # the file is open by now, whatever else this machine does
         os.killpg(run.pid, signal.SIGINT)
         printed, told = run.communicate()
     assert (run.returncode, printed, told) == (130, b"", b"kvcore: interrupted\n")

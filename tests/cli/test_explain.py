@@ -124,12 +124,12 @@ def test_a_cut_trace_is_explained_and_said_to_be_cut(run, trace):
 
 
 def test_a_damaged_trace_exits_1_with_its_line(run, trace):
-    """A line that cannot be is told with file and line; stdout stays empty."""
+    """A line that names a span which is gone is refused with its number; stdout stays empty."""
     events = lines(trace)
     events[35]["span"] = 4
     code, out, err = run(seal(trace, events), "--summary")
     assert (code, out) == (1, "")
-    assert f"{trace}:36: EVICT: span 4" in err
+    assert f"{trace}:45: HIT: no span 4 is cached" in err
 
 
 def test_a_workload_is_replayed_first(run):

@@ -92,7 +92,7 @@ def _add(model, batch, number, prompt, output, keyed):
     )
     job = Job(request, number, 0, model.steps, prompt)
     # Sequences may join in another order than that in which they were admitted.
-    job.seq = SimpleNamespace(admission=number * 7 % 25, forgotten=0)
+    job.seq = SimpleNamespace(admission=number * 7 % 25, dropped=0)
     batch.add(job, 1)
     model.lengths[job] = prompt
 

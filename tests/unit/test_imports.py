@@ -4,6 +4,8 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,11 @@ HEAVY = [
 ]
 
 LAYERS = [
+    {"errors"},
+    {"units"},
+    {"files", "histogram", "progress"},
     {"request"},
-    {"plugins", "hookspecs"},
+    {"plugins"},
     {"models", "workloads"},
     {"cache"},
     {"trace"},
@@ -35,32 +40,81 @@ LAYERS = [
     {"report"},
     {"demo"},
     {"api"},
-    {"cli", "__main__"},
-    {"testing", "__init__"},
+    {"cli", "testing"},
+    {"__init__", "__main__"},
 ]
-"""Rooms and single modules, lower ones first. What is not listed is below all of them."""
+"""Rooms and single modules, lower ones first."""
+
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+PART_OF = {"hookspecs": "plugins"}
+"""The page of hooks lies at the root, where authors of plugins look for it."""
+
+ALLOWED = {("__main__", "cli")}
+"""`python -m kvcore` is the command line."""
 
 
-def imports(path):
-    """Return the modules that the file at `path` imports, also inside functions.
+@cache
+def parsed(path):
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text("utf-8"))
 
-    Those for the type checker alone are left out.
+
+def imports(path, *, deferred=True):
+    """Yield the (module, name) pairs that the file at `path` imports; also for types alone.
+
+    Without `deferred`, imports that functions make when they are called are left out. The
+    name is empty for `import module`.
     """
-    found, nodes = [], [ast.parse(path.read_text())]
+    nodes = [parsed(path)]
     for node in nodes:
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: imports are absolute"
-            found.append(node.module)
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif deferred or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             nodes += ast.iter_child_nodes(node)
-    return found
 
 
-def layer(module):
-    """Return how high the module or room of that name lies."""
-    return next((rank for rank, names in enumerate(LAYERS, 1) if module in names), 0)
+def file_of(module):
+    """Return the file of a module or package of the core; None if it is not one."""
+    base = CORE.parent.joinpath(*module.split("."))
+    found = (base.with_suffix(".py"), base / "__init__.py")
+    return next((path for path in found if path.is_file()), None)
+
+
+def source(module, name):
+    """Return the module in which `name`, imported from `module`, is defined."""
+    path = file_of(module)
+    if path is None:
+        return None
+    if name and file_of(f"{module}.{name}"):
+        return f"{module}.{name}"
+    if path.name == "__init__.py":
+        for origin, known in imports(path):
+            if known == name and origin != module:
+                return source(origin, name)
+    return module
+
+
+def sources_of(path, *, deferred=True):
+    """Return the modules of the core on which the file at `path` depends."""
+    found = {source(*each) for each in imports(path, deferred=deferred)}
+    return {module for module in found if module is not None}
+
+
+def module_of(path):
+    """Return the dotted name of the module at `path`."""
+    parts = path.relative_to(CORE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module):
+    """Return the room of a module: a package below kvcore, or the module itself."""
+    _, *rest = module.split(".")
+    first = rest[0] if rest else "__init__"
+    return PART_OF.get(first, first)
 
 
 def sources(folder):
@@ -90,15 +144,35 @@ def test_import_is_light(loaded, package):
 @pytest.mark.parametrize("path", sources(CORE), ids=named)
 def test_the_core_never_imports_the_plugins(path):
     """The built-ins come in through entry points, as anyone's do."""
-    assert not [name for name in imports(path) if name.split(".")[0] == "kvcore_plugins"]
+    modules = [module for module, _ in imports(path)]
+    assert not [module for module in modules if module.split(".")[0] == "kvcore_plugins"]
 
 
 @pytest.mark.parametrize("path", sources(CORE), ids=named)
 def test_rooms_import_downwards(path):
-    """A module imports only its own room and those below it."""
-    room, *_ = path.relative_to(CORE).with_suffix("").parts
-    core = [name for name in imports(path) if name.startswith("kvcore.")]
-    assert not [name for name in core if layer(name.split(".")[1]) > layer(room)]
+    """A module imports its own room and lower ones: no higher room, and none beside it."""
+    room = room_of(module_of(path))
+    rooms = {room_of(module) for module, _ in imports(path) if file_of(module)}
+    rooms |= {room_of(module) for module in sources_of(path)}
+    used = {other for other in rooms - {room, "__init__"} if (room, other) not in ALLOWED}
+    assert not [other for other in used if RANK[other] >= RANK[room]]
+
+
+def test_modules_import_without_cycles():
+    """No module depends on itself through others, not even for the type checker.
+
+    A name that a package passes on counts as imported from the module that defines it. Only
+    a function may import what depends on its own module, when it is called.
+    """
+    graph = {
+        module_of(path): sources_of(path, deferred=False) - {module_of(path)}
+        for path in sources(CORE)
+        if path.name != "__init__.py"
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize("path", sources(BUILT_IN), ids=lambda path: path.stem)

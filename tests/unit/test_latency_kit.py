@@ -11,7 +11,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvcore import LatencyModel
+from kvcore import LatencyModel, PolicyError
+from kvcore.serving import StepWork
 from kvcore.testing import LatencyModelTests
 
 
@@ -61,6 +62,64 @@ class TestBent(LatencyModelTests):
     """A convex function of the context, approximated from below."""
 
     latency = Bent
+
+
+class Easy(LatencyModel):
+    """As a third party would write it who thinks in seconds."""
+
+    name = "easy"
+
+    def seconds(self, work):
+        """Return what is no line in the context."""
+        return 1e-3 + 1e-6 * (work.prefill + work.decode) + 1e-6 * work.context[0] ** 0.5
+
+
+class TestEasy(LatencyModelTests):
+    """A model in seconds need not be a line, and is never jumped."""
+
+    latency = Easy
+
+
+def test_seconds_alone_do_not_jump():
+    """A class that writes `seconds` alone is asked for every step; with `pieces` it is not."""
+
+    class Both(Easy):
+        """Has lines as well."""
+
+        jumps = True
+        pieces = Mine.pieces
+
+    assert (Easy.jumps, Both.jumps, LatencyModel.jumps) == (False, True, True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-9, "1", None])
+def test_no_time(value):
+    """What is no finite number from 0 on is refused, naming the plugin."""
+
+    class Wrong(Easy):
+        """Returns what is no time."""
+
+        name = "wrong"
+
+        def seconds(self, work):
+            """Return it."""
+            del work
+            return value
+
+    with pytest.raises(PolicyError, match=r"'wrong'.* seconds"):
+        Wrong().pieces(StepWork())
+
+
+def test_neither_tier():
+    """A model without a method says which to write."""
+
+    class Nothing(LatencyModel):
+        """Has no method."""
+
+        name = "nothing"
+
+    with pytest.raises(PolicyError, match=r"'nothing' defines neither seconds\(\) nor pieces"):
+        Nothing().duration(StepWork())
 
 
 class Windowed(Mine):

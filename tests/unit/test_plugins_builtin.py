@@ -30,7 +30,7 @@ NAMES = {
     ],
     "generator": ["huggingface", "sincos", "transformer"],
     "latency": ["linear", "roofline", "table", "token-rate"],
-    "prefix": ["none", "radix"],
+    "prefix": ["hashed", "none", "radix"],
     "retention": ["window"],
     "scheduler": ["fair", "fcfs", "lpm", "priority", "sjf", "slo", "srpt"],
     "workload": [

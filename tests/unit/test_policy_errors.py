@@ -254,6 +254,12 @@ def test_a_retention_policy_that_fails():
     assert_poisoned(cache, caught.value, seq)
 
 
+def look_up_and_compute(cache):
+    """Call every method of the cache's index: look up, then store behind a split."""
+    cache.probe(ask("ab"))
+    compute(cache, cache.open(ask("abxy")))
+
+
 @pytest.mark.parametrize("method", ["match", "insert", "split", "remove"])
 def test_an_index_that_fails(method):
     """Likewise an index: `probe` asks it as well."""
@@ -271,8 +277,7 @@ def test_an_index_that_fails(method):
     with pytest.raises(
         PolicyError, match=rf"prefix plugin 'lost' .* raised RuntimeError in {method}\(\): no"
     ) as caught:
-        cache.probe(ask("ab"))
-        compute(cache, cache.open(ask("abxy")))
+        look_up_and_compute(cache)
     assert_poisoned(cache, caught.value)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvcore import SLO, InputError
+from kvcore import SLO, InputError, simulate
 from kvcore.config import RunConfig, RunParts
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.plugins.options import Spec
@@ -111,8 +111,8 @@ def test_defaults_follow_the_mode():
     """A replay has blocks of a key and counts keys; a server has blocks of 16 tokens."""
     replayed = RunParts(RunConfig.of("compare", workload="mooncake", blocks=9))
     served = RunParts(RunConfig.of("simulate", workload="mooncake", blocks=9))
-    assert (replayed.geometry.block_size, replayed.geometry.count) == (512, "keys")
-    assert (served.geometry.block_size, served.geometry.count) == (16, "tokens")
+    assert (replayed.geometry.block_size, replayed.geometry.accounting) == (512, "keys")
+    assert (served.geometry.block_size, served.geometry.accounting) == (16, "tokens")
 
 
 def test_a_file_gives_options(tmp_path):
@@ -128,3 +128,17 @@ def test_a_file_gives_options(tmp_path):
     (tmp_path / "run.toml").write_text("bloks = 4\n")
     with pytest.raises(InputError, match=r"run\.toml: there is no option 'bloks'"):
         RunConfig.from_toml(tmp_path / "run.toml")
+
+
+def test_a_trace_gives_the_configuration_of_its_run(tmp_path):
+    """Its plugins are built as they were recorded; the requests are those of the trace."""
+    path = tmp_path / "trace.jsonl"
+    options = {"blocks": 60, "max_seqs": 5, "device": "h200", "seed": 3}
+    simulate(ZIPF, trace=path, eviction="lfu:half_life=3", slo="ttft=1", **options)
+    config = RunConfig.from_trace(path)
+    assert (config.mode, config.slo) == ("simulate", SLO(ttft=10**9))
+    assert {name: getattr(config, name) for name in options} == options
+    parts = RunParts(config)
+    assert parts.cache().eviction.half_life == 3
+    assert parts.latency().device == "h200"
+    assert len(list(parts.workload)) == 20

@@ -302,6 +302,45 @@ def test_jumps_change_no_number(scheduler, server):
     assert jumped.summary() | {"wall_s": 0} == stepped.summary() | {"wall_s": 0}
 
 
+def test_typed_numbers_are_those_of_the_summary():
+    """What JSON has under a name, the result has as an attribute."""
+    result = three(slo=SLO.in_seconds(ttft=15e-9))
+    summary = result.summary()
+    for name in ("ttft", "tpot", "itl", "e2e", "queue"):
+        assert getattr(result, name).as_dict() == summary[f"{name}_s"]
+    for name in ("offered_load", "simulated_s", "throughput_tokens_s", "goodput"):
+        assert getattr(result, name) == summary[name]
+    assert result.slo_attainment == summary["slo"]["met"]
+    ratio = result.hit_ratio
+    assert summary["hit"]["ratio"] == {
+        "block": ratio.block,
+        "token": ratio.token,
+        "request": ratio.request,
+    }
+
+
+def test_a_run_of_nothing_has_no_percentiles():
+    """Without samples there is none, and no rate."""
+    result = run([])
+    assert (result.ttft, result.itl, result.goodput, result.hit_ratio.token) == (None,) * 4
+
+
+def test_a_frame_has_a_row_a_request():
+    """Its columns are those of `requests`."""
+    pytest.importorskip("polars")
+    result = three()
+    frame = result.to_frame()
+    assert frame.columns == list(result.requests)
+    assert frame["e2e_s"].to_list() == result.requests["e2e_s"]
+
+
+@pytest.mark.parametrize("time", [0, -1.0, float("nan"), float("inf")])
+def test_an_slo_in_seconds_is_checked(time):
+    """A time is a finite number of seconds, at least a nanosecond."""
+    with pytest.raises(InputError, match=r"SLO tpot=.*give seconds"):
+        SLO.in_seconds(tpot=time)
+
+
 def test_both_files_are_written(tmp_path):
     """The summary is one document, and a line a request has the columns as fields."""
     result = three()

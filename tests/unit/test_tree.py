@@ -1,6 +1,5 @@
 """The tree of spans: pins, commits, evictions, forks and expiry, whatever the index."""
 
-import attrs
 import pytest
 from helpers.caches import BLOCK, ask, make, serve, start
 from helpers.fake_policies import LIFETIME_NS, BookkeepingPolicy, ExpiringPolicy
@@ -189,24 +188,3 @@ def test_decides_alike_without_ids(seed, any_prefix):
         for ids in (True, False)
     ]
     assert runs[0] == runs[1]
-
-
-@attrs.define(slots=False, eq=False)
-class Forgetful(Radix):
-    """An index that finds nothing, though something is stored."""
-
-    name = "forgetful"
-
-    def match(self, keys, limit, after):
-        """Find nothing."""
-        del keys, limit
-        return after, after.end
-
-
-def test_an_index_that_does_not_find_what_is_cached():
-    """A second span with the same keys is refused, and the index named."""
-    cache = make(12, prefix=Forgetful())
-    seq = start(cache, "ab", now=0) if False else cache.open(ask("ab"))
-    cache.commit(seq, 2 * BLOCK)
-    with pytest.raises(AssertionError, match="prefix plugin 'forgetful' finds"):
-        cache.check_integrity()

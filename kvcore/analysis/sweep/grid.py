@@ -19,8 +19,10 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.workloads import Workload
 
 Mode: TypeAlias = Literal["simulate", "compare"]
+"""What the cells of a sweep do: serve under a clock, or replay without one."""
 
 MODES: tuple[Mode, ...] = ("simulate", "compare")
+"""The modes of a sweep."""
 
 UNTIMED = (
     *("workload", "model", "device", "kv_dtype", "accounting", "block_size", "blocks"),
@@ -137,7 +139,7 @@ def _single(key: str, values: tuple[Any, ...]) -> Any:
     return values[0]
 
 
-def axes_of(mode: Mode) -> list[str]:
+def axes_of(mode: str) -> list[str]:
     """Return the names of the axes that there are in `mode`, in order."""
     return list(TIMED if mode == "simulate" else UNTIMED)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import orjson
@@ -55,12 +54,7 @@ class Journal:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Release the lock."""
         os.close(self._file)
 

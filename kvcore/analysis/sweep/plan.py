@@ -10,12 +10,13 @@ import attrs
 
 from kvcore.analysis.belady import Belady
 from kvcore.analysis.sweep.executors import Processes
-from kvcore.analysis.sweep.grid import Grid, Mode, axes_of
+from kvcore.analysis.sweep.grid import Grid, axes_of
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.runner import RESULTS, CellRun, Outcome, Task, WorkloadCache
 from kvcore.progress import Progress, silent
 
 Row: TypeAlias = dict[str, Any]
+"""A row of the results, by the names of its columns."""
 
 
 class Executor(Protocol):
@@ -105,9 +106,11 @@ def sweep(
         StorageError: the journal cannot be written.
     """
     axes = {task.digest: row for task, row in zip(plan.tasks, plan.rows, strict=True)}
-    columns = set(RESULTS[plan.grid.mode])
+    columns = dict.fromkeys(RESULTS[plan.grid.mode])
     known = {
-        digest: result for digest, result in journal.results.items() if result.keys() == columns
+        digest: result
+        for digest, result in journal.results.items()
+        if result.keys() == columns.keys()
     }
     missing = {task.digest: task for task in plan.tasks if task.digest not in known}
     errors: dict[str, str] = {}
@@ -124,7 +127,7 @@ def sweep(
                 known[digest] = outcome.result
             tick(1)
     rows = [
-        row | _filled(plan.grid.mode, known.get(task.digest, {}))
+        row | columns | known.get(task.digest, {})
         for task, row in zip(plan.tasks, plan.rows, strict=True)
     ]
     if plan.grid.mode == "compare":
@@ -132,10 +135,6 @@ def sweep(
     for task, row in zip(plan.tasks, rows, strict=True):
         row["error"] = errors.get(task.digest)
     return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing))
-
-
-def _filled(mode: Mode, result: Row) -> Row:
-    return {column: result.get(column) for column in RESULTS[mode]}
 
 
 def _add_shares(rows: list[Row]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -98,13 +99,17 @@ class WorkloadCache:
 
     A workload is opened once and read anew by each cell, so memory holds none of its
     requests, but for the references that Belady's algorithm looks ahead with.
+
+    Attributes:
+        plugins: where names are looked up.
+        file: returns the digest of a file, which is computed once.
     """
 
     def __init__(self) -> None:
         self.plugins = Plugins()
         self._workloads: dict[tuple[str, int | None], Workload] = {}
         self._digests: dict[tuple[str, int | None], str] = {}
-        self._files: dict[Path, str] = {}
+        self.file = cache(file_digest)
         self._future: tuple[object, Future] | None = None
 
     def parts(self, cell: RunConfig) -> RunParts:
@@ -123,15 +128,7 @@ class WorkloadCache:
     def digest(self, parts: RunParts) -> str:
         """Return the digest of a workload, which is computed once."""
         key = _workload_key(parts.config)
-        if key not in self._digests:
-            self._digests[key] = parts.workload.digest
-        return self._digests[key]
-
-    def file(self, path: Path) -> str:
-        """Return the digest of a file, which is computed once."""
-        if path not in self._files:
-            self._files[path] = file_digest(path)
-        return self._files[path]
+        return self._digests.get(key) or self._digests.setdefault(key, parts.workload.digest)
 
     def future(self, parts: RunParts) -> Future:
         """Return the future references of a workload; those of the latest one are kept."""
@@ -176,7 +173,7 @@ class CellRun:
     def row(self) -> dict[str, Any]:
         """The axes of the cell, as a table has them: text, numbers, true or false."""
         parts, cell = self.parts, self.parts.config
-        row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(_mode(cell))}
+        row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
         del row["memory"]
         if cell.timed:
@@ -304,10 +301,6 @@ def slo_text(slo: SLO) -> str:
     """Return an SLO as the command line takes it, such as `ttft=30,tpot=0.1`."""
     given = slo_field(slo).items()
     return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given) or "none"
-
-
-def _mode(cell: RunConfig) -> Mode:
-    return "simulate" if cell.timed else "compare"
 
 
 def _optimum(parts: RunParts) -> Belady:

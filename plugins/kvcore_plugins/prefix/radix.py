@@ -6,6 +6,7 @@ from collections.abc import Sequence as Keys
 from typing import ClassVar
 
 from kvcore import PrefixIndex, Span
+from kvcore.cache import common_prefix
 from kvcore.request import Key
 
 
@@ -36,25 +37,7 @@ class Radix(PrefixIndex):
             end = child.end
             last = (end - 1) // ratio
             if end > limit or keys[last] != child.path_keys[last]:
-                return child, _end_of_match(child, keys, end if end < limit else limit)
+                stop = end if end < limit else limit
+                return child, common_prefix(child.path_keys, keys, position, stop, ratio)
             span, position = child, end
         return span, position
-
-
-def _end_of_match(span: Span, keys: Keys[Key], stop: int) -> int:
-    """Return the position where `keys` part from `span`, at most `stop`, by bisection.
-
-    The key at `span.start` is known to match.
-    """
-    ratio = span.geometry.ratio
-    own = span.path_keys
-    low, high = span.start // ratio, (stop - 1) // ratio
-    if keys[high] == own[high]:
-        return stop
-    while high - low > 1:
-        middle = (low + high) // 2
-        if keys[middle] == own[middle]:
-            low = middle
-        else:
-            high = middle
-    return high * ratio
