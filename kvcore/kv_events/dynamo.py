@@ -7,6 +7,7 @@ u32), and no token ids; an event has a number, and no time.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from kvcore.kv_events.model import (
     brief,
     other_fields,
     parse,
+    read_or_keep,
     unsupported,
 )
 
@@ -67,11 +69,8 @@ def read_batch(value: Any) -> EventBatch:
         DecodeError: it is no router event.
     """
     line = parse(value, _Line, "line")
-    event: Event
-    try:
-        event = _read(line.event.data, line.storage_tier, "line.event.data")
-    except DecodeError as error:
-        event = UnparsedEvent(line.event.data, str(error))
+    read = partial(_read, tier=line.storage_tier)
+    event = read_or_keep(read, line.event.data, "line.event.data")
     return EventBatch(
         ts=None,
         events=(event,),
@@ -98,7 +97,7 @@ def write_batch(batch: EventBatch) -> dict[str, Any]:
     return {"worker_id": batch.source, **batch.more, "event": event}
 
 
-def _read(data: Any, tier: str | None, field: str) -> Event:
+def _read(data: Any, field: str, tier: str | None) -> Event:
     match data:
         case "cleared":
             return AllBlocksCleared()

@@ -7,7 +7,7 @@ Structs that are declared as the engine declares its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import attrs
@@ -293,6 +293,14 @@ def other_fields(value: Mapping[str, Any], struct: type[msgspec.Struct]) -> dict
     tag = struct.__struct_config__.tag_field
     known = struct.__struct_encode_fields__
     return {name: item for name, item in value.items() if name not in known and name != tag}
+
+
+def read_or_keep(read: Callable[[Any, str], Event], value: Any, field: str) -> Event:
+    """Return the event that `read` makes of `value`; an UnparsedEvent if it cannot."""
+    try:
+        return read(value, field)
+    except DecodeError as error:
+        return UnparsedEvent(value, str(error))
 
 
 def check_tokens(tokens: Sequence[Token], field: str) -> None:

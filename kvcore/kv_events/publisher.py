@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 from time import monotonic
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from kvcore.kv_events.subscriber import (
     END,
     SEQUENCE_BYTES,
-    load_zmq,
+    Endpoint,
     number,
     rank_address,
     using,
@@ -26,15 +25,12 @@ BUFFER = 10_000
 """Batches that a publisher keeps for replays."""
 
 _REQUEST_FRAMES = 3
-
 _SUBSCRIBED = b"\x01"
-
 _QUEUE, _LINGER_MS = 1_000, 5_000
-
 _RETRY_SECONDS, _POLL_SECONDS = 0.01, 0.1
 
 
-class Publisher:
+class Publisher(Endpoint):
     """A publisher of batches over ZMQ, in the frames of vLLM, SGLang and TensorRT-LLM.
 
     Live batches go to every subscriber; while one is slow, `publish` waits and none is dropped.
@@ -68,13 +64,10 @@ class Publisher:
         context: zmq.Context[Any] | None = None,
     ) -> None:
         """Bind the sockets."""
-        self._zmq = load_zmq()
-        self._lent = context is not None
-        self._context = self._zmq.Context() if context is None else context
+        super().__init__(context)
         self._topic = topic.encode()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=buffer)
         self._next = 0
-        self._poller = self._zmq.Poller()
         self._sockets: list[Any] = []
         self.subscribers = 0
         try:
@@ -132,19 +125,6 @@ class Publisher:
         self._sockets.clear()
         if not self._lent:
             self._context.term()
-
-    def __enter__(self) -> Self:
-        """Return the publisher."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the publisher."""
-        self.close()
 
     def _bound(self, kind: int, address: str, queue: int) -> tuple[Any, str]:
         """Return a bound socket and its address."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from hashlib import blake2b
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import attrs
@@ -293,6 +293,32 @@ def number(frame: bytes) -> int | None:
     return int.from_bytes(frame, "big")
 
 
+class Endpoint(ABC):
+    """One end of a stream of KV events: sockets of one ZMQ context, closed by a `with` block.
+
+    A given context is not closed.
+    """
+
+    def __init__(self, context: zmq.Context[Any] | None) -> None:
+        """Store the context, or make one."""
+        self._zmq = load_zmq()
+        self._lent = context is not None
+        self._context = self._zmq.Context() if context is None else context
+        self._poller = self._zmq.Poller()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the sockets, and the context unless it was given."""
+
+    def __enter__(self) -> Self:
+        """Return the object itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the sockets."""
+        self.close()
+
+
 _FRAMES = 3
 
 _REPLAY_FRAMES = (3, 4)
@@ -339,7 +365,7 @@ class _Stream:
     losses: Any
 
 
-class Subscriber:
+class Subscriber(Endpoint):
     """A connection to the KV events that vLLM, SGLang or TensorRT-LLM publish over ZMQ.
 
     A batch is three frames: topic, number (8 bytes, big-endian, from 0), payload. Missing
@@ -367,11 +393,8 @@ class Subscriber:
     def __init__(self, server: Server, context: zmq.Context[Any] | None = None) -> None:
         """Connect to every rank, without waiting for an answer."""
         self._server = server
-        self._zmq = load_zmq()
-        self._lent = context is not None
-        self._context = self._zmq.Context() if context is None else context
+        super().__init__(context)
         self._streams: dict[Any, _Stream] = {}
-        self._poller = self._zmq.Poller()
         self.stopped = self._begun = False
         try:
             for rank in range(server.ranks):
@@ -411,19 +434,6 @@ class Subscriber:
         self._streams.clear()
         if not self._lent:
             self._context.destroy(linger=0)
-
-    def __enter__(self) -> Self:
-        """Return the subscriber."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Disconnect."""
-        self.close()
 
     def _connect(self, rank: int) -> None:
         address = host_address(self._server.address, rank)

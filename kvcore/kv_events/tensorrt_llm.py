@@ -6,6 +6,7 @@ writes them. They are read, not written.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,6 @@ from kvcore.kv_events.model import (
     BlockRemoved,
     BlockUpdated,
     Count,
-    DecodeError,
     Event,
     EventBatch,
     Page,
@@ -24,6 +24,7 @@ from kvcore.kv_events.model import (
     other_fields,
     parse,
     parse_tagged,
+    read_or_keep,
 )
 
 
@@ -82,7 +83,12 @@ class _Updated(msgspec.Struct, rename=_NAMES, tag="updated", tag_field="type"):
     priority: _Change | None = None
 
 
-_DATA = (_Created, _Stored, _Removed, _Updated)
+_CLASSES: dict[type[msgspec.Struct], type[Any]] = {
+    _Created: PoolCreated,
+    _Stored: PagesStored,
+    _Removed: BlockRemoved,
+    _Updated: BlockUpdated,
+}
 
 
 def matches(value: Any) -> bool:
@@ -98,13 +104,9 @@ def read_batch(value: Any) -> EventBatch:
     """
     around = parse(value, _Event, "event")
     more = other_fields(value, _Event)
-    event: Event
-    try:
-        event = _read(around.data, around.window_size, "event.data")
-    except DecodeError as error:
-        event = UnparsedEvent(around.data, str(error))
-        if around.window_size is not None:
-            more["window_size"] = around.window_size
+    event = read_or_keep(partial(_read, group=around.window_size), around.data, "event.data")
+    if isinstance(event, UnparsedEvent) and around.window_size is not None:
+        more["window_size"] = around.window_size
     return EventBatch(
         ts=None,
         events=(event,),
@@ -115,30 +117,22 @@ def read_batch(value: Any) -> EventBatch:
     )
 
 
-def _read(data: Any, group: int | None, field: str) -> Event:
-    parsed = parse_tagged(data, _DATA, field)
+def _read(data: Any, field: str, group: int | None) -> Event:
+    parsed = parse_tagged(data, tuple(_CLASSES), field)
+    fields = msgspec.structs.asdict(parsed)
+    if isinstance(parsed, _Stored):
+        fields["pages"] = tuple(map(_page, parsed.pages, data["blocks"]))
+    elif isinstance(parsed, _Updated):
+        for name, change in fields.items():
+            if isinstance(change, _Change):
+                fields[name] = msgspec.structs.astuple(change)
     more = other_fields(data, type(parsed))
-    match parsed:
-        case _Created():
-            return PoolCreated(levels=parsed.levels, group=group, more=more)
-        case _Stored():
-            pages = tuple(map(_page, parsed.pages, data["blocks"]))
-            return PagesStored(pages=pages, parent=parsed.parent, group=group, more=more)
-        case _Removed():
-            return BlockRemoved(hashes=parsed.hashes, group=group, more=more)
-    level, priority = _pair(parsed.level), _pair(parsed.priority)
-    return BlockUpdated(
-        hash=parsed.hash, level=level, priority=priority, group=group, more=more
-    )
+    event: Event = _CLASSES[type(parsed)](**fields, group=group, more=more)
+    return event
 
 
 def _page(page: _Page, raw: dict[str, Any]) -> Page:
-    tokens = tuple((token.token_id, token.token_extra_id) for token in page.tokens)
-    more = other_fields(raw, _Page)
-    return Page(
-        hash=page.hash, tokens=tokens, level=page.level, priority=page.priority, more=more
-    )
-
-
-def _pair(change: _Change | None) -> tuple[int, int] | None:
-    return None if change is None else (change.old_value, change.new_value)
+    fields = msgspec.structs.asdict(page)
+    del fields["type"]
+    fields["tokens"] = tuple(map(msgspec.structs.astuple, page.tokens))
+    return Page(**fields, more=other_fields(raw, _Page))

@@ -32,6 +32,7 @@ from kvcore.kv_events.model import (
     other_fields,
     parse,
     parse_tagged,
+    read_or_keep,
     unsupported,
 )
 
@@ -118,14 +119,12 @@ def read_events(value: Any, read_event: Callable[[Any, str], Event]) -> EventBat
     if not abs(batch.ts) < LARGEST_TIME:
         msg = f"batch.ts: expected a finite number, got {batch.ts}"
         raise DecodeError(msg)
-    events: list[Event] = []
-    for number, event in enumerate(batch.events):
-        try:
-            events.append(read_event(event, f"events[{number}]"))
-        except DecodeError as error:
-            events.append(UnparsedEvent(event, str(error)))
+    events = tuple(
+        read_or_keep(read_event, event, f"events[{number}]")
+        for number, event in enumerate(batch.events)
+    )
     more = other_fields(fields, _Batch)
-    return EventBatch(batch.ts, tuple(events), batch.data_parallel_rank, more=more)
+    return EventBatch(batch.ts, events, batch.data_parallel_rank, more=more)
 
 
 def write_batch(batch: EventBatch) -> list[Any] | dict[str, Any]:

@@ -13,15 +13,5 @@ except ModuleNotFoundError as error:
     MISSING = f"kvcore.testing needs {error.name}: run `pip install 'kvcore[testing]'`"
     raise ImportError(MISSING, name=error.name) from error
 
-pytest.register_assert_rewrite(
-    "kvcore.testing.backend",
-    "kvcore.testing.harness",
-    "kvcore.testing.eviction",
-    "kvcore.testing.generator",
-    "kvcore.testing.latency",
-    "kvcore.testing.harness",
-    "kvcore.testing.prefix",
-    "kvcore.testing.scheduler",
-    "kvcore.testing.scheduler",
-    "kvcore.testing.workload",
-)
+_KITS = "backend eviction generator harness latency plugin prefix retention scheduler workload"
+pytest.register_assert_rewrite(*(f"kvcore.testing.{module}" for module in _KITS.split()))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import nan
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,13 +15,12 @@ from kvcore.engine import Backend, RaggedBatch, TensorLayout
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import StorageError
 from kvcore.plugins.base import qualified
-from kvcore.plugins.options import as_text, instantiate
+from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_PLAIN = (type(None), bool, int, float, str, Path)
 _seeds = pytest.mark.parametrize("seed", range(6))
 _dtypes = pytest.mark.parametrize("dtype", TENSOR_DTYPES)
 _together = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
@@ -72,21 +69,11 @@ class BackendTests:
 
     def test_is_a_named_backend(self) -> None:
         """Its class derives from Backend and has a name and a docstring of its own."""
-        backend = self.make()
-        assert isinstance(backend, Backend), f"{backend!r} is no Backend"
-        name = type(backend).name
-        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
-        assert type(backend).__doc__, f"{qualified(type(backend))} has no docstring"
+        check_is_named(self.make(), Backend)
 
     def test_is_built_from_text(self) -> None:
         """Its own options, written as text, make a backend with equal options."""
-        backend = self.make()
-        options = backend.options().items()
-        strange = [name for name, value in options if not isinstance(value, _PLAIN)]
-        if strange:
-            pytest.skip(f"options without a text form: {', '.join(strange)}")
-        text = {name: as_text(value) for name, value in options}
-        assert instantiate(type(backend), text).options() == backend.options()
+        check_is_built_from_text(self.make())
 
     @_dtypes
     @_seeds

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import re
 from abc import ABC, abstractmethod
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
@@ -15,8 +13,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
-from kvcore.plugins.base import qualified
-from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import Request, Retention
 from kvcore.testing.harness import (
     FORKS,
@@ -29,11 +25,11 @@ from kvcore.testing.harness import (
     random_steps,
     replay,
 )
+from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 
 _KEY = 6
 _BLOCKS = 15
 _HINTS = Traffic(key_tokens=_KEY, hints=True)
-_PLAIN = (type(None), bool, int, float, str, Path)
 # Dead entries a policy may keep until it tidies up.
 _SLACK = 128
 _MANY = 100
@@ -69,22 +65,11 @@ class EvictionPolicyTests(ABC):
 
     def test_is_a_named_policy(self) -> None:
         """Its class derives from EvictionPolicy and has a name and a docstring of its own."""
-        policy = self.make()
-        assert isinstance(policy, EvictionPolicy), f"{policy!r} is no EvictionPolicy"
-        name = type(policy).name
-        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
-        assert type(policy).__doc__, f"{qualified(type(policy))} has no docstring"
+        check_is_named(self.make(), EvictionPolicy)
 
     def test_is_built_from_text(self) -> None:
         """Its own options, written as text, make a policy with equal options."""
-        policy = self.make()
-        options = policy.options().items()
-        strange = [name for name, value in options if not isinstance(value, _PLAIN)]
-        if strange:
-            pytest.skip(f"options without a text form: {', '.join(strange)}")
-        text = {name: as_text(value) for name, value in options}
-        again = instantiate(type(policy), text)
-        assert again.options() == policy.options(), f"{text} gave other options"
+        check_is_built_from_text(self.make())
 
     @_seeds
     def test_victims_are_unpinned_leaves(self, seed: int) -> None:

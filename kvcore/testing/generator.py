@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import attrs
 import pytest
 
-from kvcore.engine import AttendOptions, Backend, Generator, RaggedBatch, TensorLayout
+from kvcore.engine import AttendOptions, Backend, Generator, RaggedBatch
+from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins.base import qualified
 from kvcore.plugins.manager import Plugins
+from kvcore.testing.plugin import check_is_named
 
 if TYPE_CHECKING:
     from kvcore.engine import Attend, Tensor
@@ -50,11 +50,7 @@ class GeneratorTests:
 
     def test_is_a_named_generator(self) -> None:
         """Its class derives from Generator and has a name and a docstring of its own."""
-        generator = self.make()
-        assert isinstance(generator, Generator), f"{generator!r} is no Generator"
-        name = type(generator).name
-        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
-        assert type(generator).__doc__, f"{qualified(type(generator))} has no docstring"
+        check_is_named(self.make(), Generator)
 
     def test_says_what_it_is_before_it_is_loaded(self) -> None:
         """Shape, vocabulary, windows and end tokens are known without weights, and fit."""
@@ -185,7 +181,9 @@ class GeneratorTests:
         generator.load(backend, "fp64")
         dense, paged = _texts(generator, seed), _texts(generator, seed)
         tables = _tables(dense, 6, block_size, Random(seed))  # noqa: S311
-        backend.allocate(_layout(generator, sum(map(len, tables)), block_size))
+        backend.allocate(
+            tensor_layout(generator.spec, sum(map(len, tables)), block_size, "fp64")
+        )
         backend.fill(float("nan"))
         for _ in range(6):
             counts = [text.left for text in paged]
@@ -302,19 +300,6 @@ def _tables(
     ids = list(range(sum(needs)))
     random.shuffle(ids)
     return [[ids.pop() for _ in range(need)] for need in needs]
-
-
-def _layout(generator: Generator, blocks: int, block_size: int) -> TensorLayout:
-    spec = generator.spec
-    return TensorLayout(
-        blocks=blocks,
-        block_size=block_size,
-        layers=spec.layers,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        value_dim=spec.value_dim,
-        dtype="fp64",
-    )
 
 
 def _paged(backend: Backend, batch: RaggedBatch) -> Attend:

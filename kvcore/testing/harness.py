@@ -161,9 +161,10 @@ def _drawn_from(seed: int) -> Draw:
 T = TypeVar("T")
 
 
-def requests(traffic: Traffic | None = None) -> st.SearchStrategy[Request]:
+@st.composite
+def requests(draw: Any, traffic: Traffic | None = None) -> Request:
     """Draw a request with id 0. Prompts shrink towards short ones that share all they have."""
-    return _requests(traffic or Traffic())
+    return draw_request(_drawn_by(draw), traffic or Traffic())
 
 
 def request_lists(
@@ -175,9 +176,10 @@ def request_lists(
     return _lists(st.tuples(requests(traffic), waits), most).map(_in_order)
 
 
-def steps(traffic: Traffic | None = None, action: str | None = None) -> st.SearchStrategy[Step]:
+@st.composite
+def steps(draw: Any, traffic: Traffic | None = None, action: str | None = None) -> Step:
     """Draw a step: `action`, or any. The request of an `open` has id 0."""
-    return _steps(traffic or Traffic(), action)
+    return draw_step(_drawn_by(draw), traffic or Traffic(), action)
 
 
 def step_lists(
@@ -196,16 +198,6 @@ def _lists(elements: st.SearchStrategy[T], most: int) -> st.SearchStrategy[list[
 
 def _drawn_by(draw: Any) -> Draw:
     return lambda low, high: draw(st.integers(low, high))
-
-
-@st.composite
-def _requests(draw: Any, traffic: Traffic) -> Request:
-    return draw_request(_drawn_by(draw), traffic)
-
-
-@st.composite
-def _steps(draw: Any, traffic: Traffic, action: str | None) -> Step:
-    return draw_step(_drawn_by(draw), traffic, action)
 
 
 def _in_order(drawn: list[tuple[Request, int]]) -> list[Request]:
@@ -237,6 +229,18 @@ class Decision:
     hit: int | None
     free: int
     evicted: tuple[Gone, ...]
+
+
+def _forwarded(name: str, *, sets_expiry: bool = False) -> Callable[..., Any]:
+    """Return a method that calls the wrapped policy's, and checks the expiry it may set."""
+
+    def call(self: RecordingPolicy, *args: Any, **options: Any) -> None:
+        getattr(self.policy, name)(*args, **options)
+        assert not sets_expiry or self.policy.expires_spans or args[0].expires is None, (
+            "it sets span.expires, and does not declare expires_spans = True"
+        )
+
+    return call
 
 
 class RecordingPolicy(EvictionPolicy):
@@ -277,36 +281,16 @@ class RecordingPolicy(EvictionPolicy):
         super().attach(blocks, block_size)
         self.policy.attach(blocks, block_size)
 
-    def on_insert(self, span: Span, now: int) -> None:
-        """Call the policy, and check the expiry."""
-        self.policy.on_insert(span, now)
-        self._check_expiry(span)
-
-    def on_access(self, span: Span, now: int) -> None:
-        """Call the policy, and check the expiry."""
-        self.policy.on_access(span, now)
-        self._check_expiry(span)
-
-    def on_extend(self, span: Span, blocks: int) -> None:
-        """Call the policy."""
-        self.policy.on_extend(span, blocks)
-
-    def on_split(self, upper: Span, lower: Span) -> None:
-        """Call the policy."""
-        self.policy.on_split(upper, lower)
-
-    def on_pin(self, span: Span) -> None:
-        """Call the policy."""
-        self.policy.on_pin(span)
-
-    def on_release(self, span: Span, now: int) -> None:
-        """Call the policy, and check the expiry."""
-        self.policy.on_release(span, now)
-        self._check_expiry(span)
-
-    def on_leaf(self, span: Span) -> None:
-        """Call the policy."""
-        self.policy.on_leaf(span)
+    on_insert = _forwarded("on_insert", sets_expiry=True)
+    on_access = _forwarded("on_access", sets_expiry=True)
+    on_release = _forwarded("on_release", sets_expiry=True)
+    on_extend = _forwarded("on_extend")
+    on_split = _forwarded("on_split")
+    on_pin = _forwarded("on_pin")
+    on_leaf = _forwarded("on_leaf")
+    on_miss = _forwarded("on_miss")
+    on_queued = _forwarded("on_queued")
+    on_dequeued = _forwarded("on_dequeued")
 
     def on_trim(self, span: Span, blocks: int) -> None:
         """Record the blocks, and call the policy."""
@@ -318,18 +302,6 @@ class RecordingPolicy(EvictionPolicy):
         self._record(span, span.start, span.end, reason)
         self.removed.add(span)
         self.policy.on_remove(span, reason)
-
-    def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
-        """Call the policy."""
-        self.policy.on_miss(request, hit_blocks, now)
-
-    def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
-        """Call the policy."""
-        self.policy.on_queued(request, now, front=front)
-
-    def on_dequeued(self, request: Request, now: int) -> None:
-        """Call the policy."""
-        self.policy.on_dequeued(request, now)
 
     def victim(self, now: int) -> Span:
         """Call the policy twice, and check the answer."""
@@ -353,11 +325,6 @@ class RecordingPolicy(EvictionPolicy):
             f"{again}"
         )
         return blocks
-
-    def _check_expiry(self, span: Span) -> None:
-        assert self.policy.expires_spans or span.expires is None, (
-            "it sets span.expires, and does not declare expires_spans = True"
-        )
 
     def _record(self, span: Span, start: int, end: int, reason: str) -> None:
         ratio = span.geometry.ratio

@@ -8,10 +8,9 @@ from weakref import WeakSet
 
 import pytest
 
-from kvcore.cache import KVCache, PrefixIndex, Span
+from kvcore.cache import KVCache, PrefixIndex, ScoreEviction, Span
 from kvcore.errors import InputError
 from kvcore.request import Request
-from kvcore.testing.fake_policies import Oldest
 from kvcore.testing.harness import Driver, Traffic, random_steps, snapshot
 
 if TYPE_CHECKING:
@@ -33,6 +32,16 @@ _LAYOUTS: list[dict[str, Any]] = [
 ]
 _seeds = pytest.mark.parametrize("seed", range(4))
 _layouts = pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
+
+
+class Oldest(ScoreEviction):
+    """Evicts the span that was released first."""
+
+    name: ClassVar[str] = "oldest"
+
+    def score(self, span: Span, now: int) -> int:
+        """Return the serial number of its release."""
+        return span.released_order
 
 
 class PrefixIndexTests:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import pytest
 
 from kvcore.cache import KVCache, RetentionPolicy, Sequence
-from kvcore.plugins.base import qualified
 from kvcore.request import Request
 from kvcore.serving import simulate
+from kvcore.testing.plugin import check_is_named
 
 BLOCK = 4
 _lengths = pytest.mark.parametrize("prompt", [1, 7, 64, 400])
@@ -42,11 +41,7 @@ class RetentionPolicyTests:
 
     def test_is_a_named_policy(self) -> None:
         """Its class derives from RetentionPolicy and has a name and a docstring of its own."""
-        policy = self.make()
-        assert isinstance(policy, RetentionPolicy), f"{policy!r} is no RetentionPolicy"
-        name = type(policy).name
-        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
-        assert type(policy).__doc__, f"{qualified(type(policy))} has no docstring"
+        check_is_named(self.make(), RetentionPolicy)
 
     @_lengths
     @_chunks

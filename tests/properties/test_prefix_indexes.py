@@ -3,10 +3,10 @@
 import io
 
 import pytest
+from helpers.fake_policies import ExpiringPolicy
 
 from kvcore import KVCache, Trace
 from kvcore.testing import FORKS, Driver, Traffic, random_steps
-from kvcore.testing.fake_policies import ExpiringPolicy
 from kvcore_plugins.eviction import LFU, LRU
 from kvcore_plugins.prefix import Hashed, Radix
 

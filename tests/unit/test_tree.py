@@ -2,9 +2,9 @@
 
 import pytest
 from helpers.caches import BLOCK, ask, make, serve, start
+from helpers.fake_policies import LIFETIME_NS, BookkeepingPolicy, ExpiringPolicy
 
 from kvcore import OutOfBlocks, Span
-from kvcore.testing.fake_policies import LIFETIME_NS, BookkeepingPolicy, ExpiringPolicy
 from kvcore.testing.harness import Driver, Traffic, random_steps, snapshot
 from kvcore_plugins.prefix import Hashed, NoPrefix, Radix
 

@@ -6,7 +6,8 @@ import pytest
 from kvcore.plugins.manager import Plugins
 from kvcore.request import Request, Retention
 from kvcore.trace.fields import request_fields
-from kvcore_plugins.workload import Jsonl, Weka, Zipf, hooks
+from kvcore_plugins import hooks
+from kvcore_plugins.workload import Jsonl, Weka, Zipf
 
 DATA = Path(__file__).parents[1] / "data"
 FULL = Request(

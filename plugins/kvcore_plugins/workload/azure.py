@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
 
-from kvcore import InputError, Request, Workload
+from kvcore import InputError, Request
 from kvcore.units import NS_PER_S
-from kvcore.workloads import file_digest, lines
-from kvcore_plugins.workload.rows import Row, as_json
+from kvcore.workloads import lines
+from kvcore_plugins.workload.rows import FileWorkload, Row, as_json
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _HEADER = ",".join(_COLUMNS).encode()
@@ -25,7 +24,7 @@ _COUNT = re.compile(r"\d{1,18}", re.ASCII)
 
 
 @attrs.define(eq=False)
-class Azure(Workload):
+class Azure(FileWorkload):
     """Arrival times and lengths of a production service; its requests have no keys.
 
     A CSV file with the columns `TIMESTAMP` (UTC, any number of digits down to 1 ns),
@@ -41,7 +40,6 @@ class Azure(Workload):
 
     name: ClassVar[str] = "azure"
 
-    path: Path = attrs.field(converter=Path)
     key_tokens: int = attrs.field(default=16, validator=ge(1))
 
     def __iter__(self) -> Iterator[Request]:
@@ -57,9 +55,7 @@ class Azure(Workload):
             row = self._row(number, line)
             time = _nanoseconds(row)
             first = time if first is None else first
-            if time < latest:
-                raise row.error(field=_COLUMNS[0], expected="no earlier time than before")
-            latest = time
+            latest = row.in_order(_COLUMNS[0], time, latest)
             yield Request(
                 id=serial,
                 arrival=time - first,
@@ -70,11 +66,6 @@ class Azure(Workload):
         if first is None:
             msg = f"{self.path}: no rows after the header"
             raise InputError(msg)
-
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes and of `key_tokens`."""
-        return file_digest(self.path, key_tokens=self.key_tokens)
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from functools import partial
-from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import SLO, InputError, Request, Workload
+from kvcore import SLO, InputError, Request
 from kvcore.request import Retention
 from kvcore.trace import SCHEMA
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import file_digest
-from kvcore_plugins.workload.rows import Row, field_names, rows
+from kvcore_plugins.workload.rows import FileWorkload, Row, field_names, rows
 
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
 
 @attrs.define(eq=False)
-class Jsonl(Workload):
+class Jsonl(FileWorkload):
     """The requests of a kvcore trace, to be run again under other policies.
 
     Lines of other events are skipped. A header is optional; without one the file may hold
@@ -34,8 +32,6 @@ class Jsonl(Workload):
 
     name: ClassVar[str] = "jsonl"
 
-    path: Path = attrs.field(converter=Path)
-
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each REQUEST line. Keeps one line in memory.
 
@@ -44,10 +40,8 @@ class Jsonl(Workload):
         recorded = self._recorded_keys()
         earliest, key_tokens = 0, None
         for row in self._requests():
-            arrival = row.natural("t")
-            if arrival < earliest:
-                raise row.error(field="t", expected=f"{earliest} or later (sorted rows)")
-            earliest = arrival
+            expected = f"{earliest} or later (sorted rows)"
+            arrival = earliest = row.in_order("t", row.natural("t"), earliest, expected)
             request = _request(row, arrival)
             if request.id in recorded:
                 request.output_keys = recorded[request.id]
@@ -62,11 +56,6 @@ class Jsonl(Workload):
         with closing(self._requests()) as requests:
             return next(requests).natural("key_tokens", 1)
 
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes."""
-        return file_digest(self.path)
-
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if the line is a trace's header or a REQUEST."""
@@ -80,7 +69,7 @@ class Jsonl(Workload):
                 return {}
             ends = (row for row in lines if row.fields.get("event") == "FINISH")
             return {
-                _id(row, "request"): row.keys("output_keys", digests=True)
+                row.identifier("request"): row.keys("output_keys", digests=True)
                 for row in ends
                 if "output_keys" in row.fields
             }
@@ -103,7 +92,7 @@ def _request(row: Row, arrival: int) -> Request:
     prompt = row.natural("prompt")
     key_tokens = row.natural("key_tokens", 1)
     return Request(
-        id=_id(row, "id"),
+        id=row.identifier("id"),
         arrival=arrival,
         prompt_tokens=prompt,
         output_tokens=row.natural("output"),
@@ -116,17 +105,10 @@ def _request(row: Row, arrival: int) -> Request:
         predicted_output_tokens=row.optional(row.natural, "predicted", None),
         retention=row.optional(partial(_retention, row), "retention", ()),
         session=row.optional(row.text, "session", None),
-        after=row.optional(partial(_id, row), "after", None),
+        after=row.optional(row.identifier, "after", None),
         think_time=row.optional(row.natural, "think", 0),
         output_keys=row.optional(partial(row.keys, digests=True), "output_keys", ()),
     )
-
-
-def _id(row: Row, name: str) -> int | str:
-    value = row.fields.get(name)
-    if type(value) in (int, str):
-        return value  # type: ignore[return-value]
-    raise row.error(field=name, expected="an integer or a text")
 
 
 def _slo(row: Row, name: str) -> SLO:

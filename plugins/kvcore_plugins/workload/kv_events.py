@@ -223,17 +223,13 @@ class KvEvents(Workload):
         earliest = 0
         for row in rows(log):
             time = row.nanoseconds("time")
-            if time < earliest:
-                raise row.error(field="time", expected="no earlier time than before")
-            earliest = time
+            earliest = row.in_order("time", time, earliest)
             if first <= time <= last:
                 yield _request(row, time - first, size)
 
 
 def _request(row: Row, arrival: int, size: int) -> Request:
-    name: Any = row.fields.get("id")
-    if type(name) not in (int, str):
-        raise row.error(field="id", expected="an integer or a text")
+    name = row.identifier("id")
     if "tokens" in row.fields:
         tokens = row.keys("tokens")
         prompt, keys = len(tokens), block_keys(tokens, size)

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from pathlib import Path
 from typing import ClassVar
 
 import attrs
 from attrs.validators import ge, in_
 
-from kvcore import InputError, Request, Workload
+from kvcore import InputError, Request
 from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads import file_digest, lines
-from kvcore_plugins.workload.rows import Row
+from kvcore.workloads import lines
+from kvcore_plugins.workload.rows import FileWorkload, Row
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
@@ -43,7 +42,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 @attrs.define(eq=False)
-class Lengths(Workload):
+class Lengths(FileWorkload):
     """Arrival times and lengths out of a table, CSV or TSV; its requests share nothing.
 
     The first line names the columns; the first that is called as usual is taken, in any
@@ -68,7 +67,6 @@ class Lengths(Workload):
 
     name: ClassVar[str] = "lengths"
 
-    path: Path = attrs.field(converter=Path)
     time: str | None = None
     input: str | None = None
     output: str | None = None
@@ -93,13 +91,11 @@ class Lengths(Workload):
             time = _nanoseconds(row, columns["time"], UNITS[self.unit])
             if first is None or latest is None:
                 first = latest = time
-            if time < latest:
-                expected = "no earlier time than before (sorted rows)"
-                raise row.error(field=columns["time"], expected=expected)
+            expected = "no earlier time than before (sorted rows)"
+            latest = row.in_order(columns["time"], time, latest, expected)
             if time - first >= INT64_LIMIT:
                 expected = "a time less than 292 years after the first"
                 raise row.error(field=columns["time"], expected=expected)
-            latest = time
             yield Request(
                 id=serial,
                 arrival=time - first,
@@ -112,12 +108,6 @@ class Lengths(Workload):
         if first is None:
             msg = f"{self.path}: no rows after the header"
             raise InputError(msg)
-
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes and of the options."""
-        options = self.options()
-        return file_digest(options.pop("path"), **options)
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:

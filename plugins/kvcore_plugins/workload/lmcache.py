@@ -7,23 +7,21 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from fractions import Fraction
 from hashlib import blake2b
-from pathlib import Path
 from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
 
-from kvcore import InputError, Request, Workload
+from kvcore import InputError, Request
 from kvcore.request import KEY_BYTES
 from kvcore.units import NS_PER_S
-from kvcore.workloads import file_digest
-from kvcore_plugins.workload.rows import Row, field_names, rows
+from kvcore_plugins.workload.rows import FileWorkload, Row, field_names, rows
 
 _HASH = re.compile(r"-?0x[0-9a-fA-F]{1,128}")
 
 
 @attrs.define(eq=False)
-class LMCache(Workload):
+class LMCache(FileWorkload):
     """Requests as an LMCache server looked them up, with a key for every full chunk.
 
     A line is an object of `timestamp` (s), `request_id`, `model_name`, `chunk_size` and
@@ -47,7 +45,6 @@ class LMCache(Workload):
 
     name: ClassVar[str] = "lmcache"
 
-    path: Path = attrs.field(converter=Path)
     model: str | None = None
     output_tokens: int = attrs.field(default=0, validator=ge(0))
 
@@ -82,11 +79,6 @@ class LMCache(Workload):
         """Tokens of a chunk, read from the first row."""
         with closing(self._rows()) as found:
             return next(found).natural("chunk_size", 1)
-
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes and of the options."""
-        return file_digest(self.path, model=self.model, output_tokens=self.output_tokens)
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:

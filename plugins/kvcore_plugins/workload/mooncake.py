@@ -42,11 +42,8 @@ class Mooncake(Workload):
         earliest = 0
         for row in rows(self._file):
             arrival = row.natural("timestamp", below=INT64_LIMIT // _MILLISECOND)
-            if arrival < earliest:
-                raise row.error(
-                    field="timestamp", expected=f"{earliest} or later (sorted rows)"
-                )
-            earliest = arrival
+            expected = f"{earliest} or later (sorted rows)"
+            earliest = row.in_order("timestamp", arrival, earliest, expected)
             prompt = row.natural("input_length", 1)
             yield Request(
                 id=row.line - 1,

@@ -10,16 +10,33 @@ from typing import Any, TypeVar
 import attrs
 import orjson
 
-from kvcore import InputError
+from kvcore import InputError, Workload
 from kvcore.errors import shorten
 from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads import lines
+from kvcore.workloads import file_digest, lines
 
 _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
+
+
+@attrs.define(eq=False)
+class FileWorkload(Workload):
+    """A workload in one file.
+
+    Attributes:
+        path: path of the file.
+    """
+
+    path: Path = attrs.field(converter=Path)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes and of the other options."""
+        options = self.options()
+        return file_digest(options.pop("path"), **options)
 
 
 @attrs.define(eq=False)
@@ -60,6 +77,13 @@ class Row:
         if type(value) is str:
             return value
         raise self.error(field=name, expected="a text")
+
+    def identifier(self, name: str) -> int | str:
+        """Return a field that must be an integer or a text."""
+        value = self.fields.get(name)
+        if type(value) in (int, str):
+            return value  # type: ignore[return-value]
+        raise self.error(field=name, expected="an integer or a text")
 
     def optional(self, read: Callable[[str], _T], name: str, default: _T) -> _T:
         """Return `read(name)`, or `default` if the field is missing or null."""
@@ -113,6 +137,14 @@ class Row:
         most = -(-prompt // key_tokens)
         expected = f"at most {most} keys ({prompt} tokens, {key_tokens} a key)"
         raise self.error(field=name, expected=expected, got=len(keys))
+
+    def in_order(
+        self, field: str, time: int, latest: int, expected: str = "no earlier time than before"
+    ) -> int:
+        """Return the time of a row, which must not come before the `latest` of those above."""
+        if time < latest:
+            raise self.error(field=field, expected=expected)
+        return time
 
     def error(self, *, field: str, expected: str, got: Any = _FIELD) -> InputError:
         """Return the error which reports that `field` (or `got`, a part of it) is wrong."""

@@ -7,25 +7,24 @@ from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from math import inf
 from operator import attrgetter
-from pathlib import Path
 from random import Random
 from typing import ClassVar
 
 import attrs
 from attrs.validators import ge, lt
 
-from kvcore import Request, Workload
+from kvcore import Request
 from kvcore.units import NS_PER_S
-from kvcore.workloads import file_digest, lines
+from kvcore.workloads import lines
 from kvcore_plugins.workload.poisson import exponential
-from kvcore_plugins.workload.rows import Row, field_names, parse_row
+from kvcore_plugins.workload.rows import FileWorkload, Row, field_names, parse_row
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32
 
 
 @attrs.define(eq=False)
-class Weka(Workload):
+class Weka(FileWorkload):
     """Sessions of coding agents, subagents included, merged into one stream.
 
     A line is a session: `id`, `block_size` (64), `hash_id_scope` and `requests`, each of
@@ -51,7 +50,6 @@ class Weka(Workload):
     name: ClassVar[str] = "weka"
     key_tokens: ClassVar[int] = _KEY_TOKENS
 
-    path: Path = attrs.field(converter=Path)
     stagger: float = attrs.field(default=60.0, converter=float, validator=[ge(0), lt(inf)])
     seed: int = 0
 
@@ -67,11 +65,6 @@ class Weka(Workload):
             heappush(running, (session.next_arrival, number, session))
             start += round(exponential(draw) * self.stagger * NS_PER_S)
         yield from _before(inf, running)
-
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes, `stagger` and `seed`."""
-        return file_digest(self.path, stagger=self.stagger, seed=self.seed)
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
@@ -157,9 +150,7 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
     last, earliest = parent, 0
     for place, row in enumerate(agent.inner("requests")):
         t = row.nanoseconds("t")
-        if t < earliest:
-            raise row.error(field="t", expected="no earlier time than before")
-        earliest = t
+        earliest = row.in_order("t", t, earliest)
         at, turn_id = start + t, f"{name}/{place}"
         if row.fields.get("type") == "subagent":
             yield from _turns(row, turn_id, at, last)

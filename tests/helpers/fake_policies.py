@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kvcore.cache import ScoreEviction, Span
+from kvcore.cache import Span
+from kvcore.testing.prefix import Oldest
 
 LIFETIME_NS = 10
-
-
-class Oldest(ScoreEviction):
-    """Evicts the span that was released first."""
-
-    name: ClassVar[str] = "oldest"
-
-    def score(self, span: Span, now: int) -> int:
-        """Return the serial number of its release."""
-        return span.released_order
 
 
 class ExpiringPolicy(Oldest):
@@ -33,23 +24,6 @@ class ExpiringPolicy(Oldest):
     def on_access(self, span: Span, now: int) -> None:
         """Restart the lifetime of `span`."""
         span.expires = now + LIFETIME_NS
-
-
-class FailingPolicy(Oldest):
-    """Returns `wrong` as the victim, or raises it if it is an exception."""
-
-    name: ClassVar[str] = "failing"
-
-    def __init__(self, wrong: Any = None) -> None:
-        """Store the wrong answer."""
-        self.wrong = wrong
-
-    def victim(self, now: int) -> Span:
-        """Return or raise the wrong answer."""
-        if isinstance(self.wrong, Exception):
-            raise self.wrong
-        answer: Span = self.wrong
-        return answer
 
 
 class BookkeepingPolicy(Oldest):

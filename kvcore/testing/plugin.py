@@ -1,0 +1,33 @@
+"""Checks that the kits of several kinds of plugins share."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvcore.plugins import Plugin
+from kvcore.plugins.base import qualified
+from kvcore.plugins.options import as_text, instantiate
+
+_PLAIN = (type(None), bool, int, float, str, Path)
+
+
+def check_is_named(plugin: Plugin, base: type[Plugin]) -> None:
+    """Check that a plugin derives from `base`, and has a name and a docstring of its own."""
+    assert isinstance(plugin, base), f"{plugin!r} is no {base.__name__}"
+    name = type(plugin).name
+    assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
+    assert type(plugin).__doc__, f"{qualified(type(plugin))} has no docstring"
+
+
+def check_is_built_from_text(plugin: Plugin) -> None:
+    """Check that a plugin's own options, written as text, make one with equal options."""
+    options = plugin.options().items()
+    strange = [name for name, value in options if not isinstance(value, _PLAIN)]
+    if strange:
+        pytest.skip(f"options without a text form: {', '.join(strange)}")
+    text = {name: as_text(value) for name, value in options}
+    again = instantiate(type(plugin), text)
+    assert again.options() == plugin.options(), f"{text} gave other options"
