@@ -148,7 +148,7 @@ class BlockCache:
         if first_tokens is not None:
             tokens = len(hit) * self.block_size + first_tokens
         need = self._blocks_for(tokens) - len(hit)
-        if need > self.free + sum(not b.holders and b not in hit for b in self.cached):
+        if need > self.free_blocks + sum(not b.holders and b not in hit for b in self.cached):
             raise OutOfBlocks(request.id)
         self.serial += 1
         self.admissions += 1
@@ -187,7 +187,7 @@ class BlockCache:
         partial = tokens and table.tokens % self.block_size
         copied = bool(partial) and not self._writable(table.blocks[-1])
         evictable = sum(not block.holders for block in self.cached)
-        if need + copied > self.free + evictable:
+        if need + copied > self.free_blocks + evictable:
             raise OutOfBlocks(table.request.id)
         tail = table.blocks[-1] if copied else None
         self._allocate(table, need + copied, now)
@@ -246,14 +246,14 @@ class BlockCache:
         table.computed = min(table.computed, left)
 
     @property
-    def free(self):
+    def free_blocks(self):
         """Count the blocks that are neither cached nor private."""
         private = {b for t in self.sequences.values() for b in t.blocks if b.place is None}
         return self.blocks - len(self.cached) - len(private)
 
     def check_integrity(self):
         """Check that tables are paths of the tree, and that nothing is counted twice."""
-        assert self.free >= 0
+        assert self.free_blocks >= 0
         for table in self.sequences.values():
             assert len(table.blocks) == self._blocks_for(table.tokens)
             parent = self.root
@@ -294,7 +294,7 @@ class BlockCache:
 
     def _allocate(self, table, count, now):
         for _ in range(count):
-            if not self.free:
+            if not self.free_blocks:
                 self._evict(now)
             table.blocks.append(Block({table.id}))
 
@@ -337,9 +337,9 @@ class BlockCache:
         if grows and parent.until <= until:
             for name in (
                 "history",
-                "born",
+                "created_order",
                 "created",
-                "opened",
+                "last_hit_order",
                 "last_access",
                 "expires",
                 "data",
