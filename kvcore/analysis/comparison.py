@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 
 from kvcore.analysis.belady import Belady, Future
-from kvcore.analysis.untimed import replay
+from kvcore.analysis.serial_replay import replay
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS

@@ -22,7 +22,7 @@ from kvcore.analysis.comparison import (
     pool_sizes,
     refuse_bound,
 )
-from kvcore.analysis.untimed import replay
+from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy
 from kvcore.cache.residency import CacheStats

@@ -10,7 +10,7 @@ from helpers.reference import flat
 from hypothesis import given
 
 from kvcore import KVCache, Request
-from kvcore.analysis.untimed import served
+from kvcore.analysis.serial_replay import served
 from kvcore_plugins.eviction import LRUK, TinyLFU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake

@@ -8,7 +8,7 @@ import pytest
 from helpers.serving import ask
 
 from kvcore import InputError, KVCache, Request, Workload
-from kvcore.analysis.untimed import replay
+from kvcore.analysis.serial_replay import replay
 from kvcore.request import Retention
 from kvcore.workloads import WorkloadSample
 from kvcore_plugins.workload import Mooncake

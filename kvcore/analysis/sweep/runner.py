@@ -16,8 +16,8 @@ import orjson
 
 from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.comparison import SHARING
+from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
-from kvcore.analysis.untimed import replay
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
 from kvcore.errors import InputError, KvcoreError

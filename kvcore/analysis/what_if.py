@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from kvcore.analysis.untimed import served
+from kvcore.analysis.serial_replay import served
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
