@@ -79,7 +79,10 @@ def imports(path, *, deferred=True):
 
 def file_of(module):
     """Return the file of a module or package of the core; None if it is not one."""
-    base = CORE.parent.joinpath(*module.split("."))
+    parts = module.split(".")
+    if parts[0] != CORE.name:  # a neighbour where kvcore is installed
+        return None
+    base = CORE.parent.joinpath(*parts)
     found = (base.with_suffix(".py"), base / "__init__.py")
     return next((path for path in found if path.is_file()), None)
 
