@@ -333,6 +333,7 @@ class EngineParts(RunParts):
             "clock": config.clock,
             "stop_at_eos": config.stop_at_eos,
             "seed": config.seed or 0,
+            "threads": config.threads,
         }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class ExportSize:
         return cls(lines, blocks, blocks * size)
 
     def bytes(self, *, compressed: bool) -> int:
-        """Return about how many bytes the recording takes; it takes fewer where hashes are short.
+        """Return about how many bytes the recording takes; less where hashes are short.
 
         A block has a hash of up to 20 digits where it is stored and where it is removed, and
         nearly all its token ids are zeros with a comma, which compress to nothing.
