@@ -175,6 +175,12 @@ def test_greedy_takes_the_likeliest():
     assert drawn == [int(logits_of(generator, [3, 1, 4]).argmax())]
 
 
+def test_a_temperature_near_none_takes_the_likeliest():
+    """No quotient of logits by the smallest numbers makes a sample that is no token."""
+    logits = torch.tensor([[1.0, 3.0, -2.0], [0.0, -1.0, -1.0]])
+    assert sample(logits, [(1, 0), (2, 0)], 1e-320, None) == [1, 0]
+
+
 def test_samples_come_as_often_as_they_are_likely():
     """Over many places of one sequence, each token has its share."""
     chances = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
