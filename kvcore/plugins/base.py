@@ -190,13 +190,25 @@ def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     return bound
 
 
-def policy_error(plugin: Plugin, method: str, error: Exception) -> PolicyError:
+FAILURES = (Exception, SystemExit)
+"""What counts as a plugin's failure when its code raises it: `sys.exit()` too."""
+
+
+def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyError:
     """Return the error which reports that `plugin` raised `error` in `method`."""
     *_, frame = extract_tb(error.__traceback__)
     where = f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
     return PolicyError(
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
         f"{type(error).__name__} in {method}(): {error} ({where})"
+    )
+
+
+def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:
+    """Return the error which reports that `plugin` answered `question` with `why`."""
+    return PolicyError(
+        f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) answered "
+        f"{question} with {why}"
     )
 
 

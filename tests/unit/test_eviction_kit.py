@@ -140,6 +140,14 @@ class Numberless(Mine):
         return float("nan")
 
 
+class Forgetful(Mine):
+    """Computes a score and forgets to return it."""
+
+    def score(self, span, now):
+        """Return nothing."""
+        self.last = now - span.last_access
+
+
 @attrs.define(slots=False, eq=False)
 class Mangled(Mine):
     """Has an option that it does not keep as given."""
@@ -153,6 +161,7 @@ class Mangled(Mine):
         (Hasty, "victims_are_unpinned_leaves", PolicyError),
         (Careless, "victims_are_unpinned_leaves", PolicyError),
         (Numberless, "victims_are_unpinned_leaves", PolicyError),
+        (Forgetful, "victims_are_unpinned_leaves", PolicyError),
         (Fickle, "decides_alike_when_run_again", AssertionError),
         (Fickle, "a_copy_decides_alike", AssertionError),
         (Shared, "a_copy_decides_alike", AssertionError),
