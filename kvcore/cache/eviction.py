@@ -234,7 +234,10 @@ class ScoreEviction(EvictionPolicy):
 
     @abstractmethod
     def score(self, span: Span, now: int) -> Any:
-        """Return the score of `span`, any comparable value but NaN: the lowest leaves first."""
+        """Return the score of `span`: the lowest leaves first.
+
+        Any values that can be compared with one another will do, but None and NaN.
+        """
 
     def changes_at(self, span: Span, now: int) -> int | None:
         """Return the time in ns at which the score of `span` changes by itself, or None."""

@@ -182,9 +182,12 @@ class ToyServer:
         self._due.pop(job, None)
         if not self._asks:
             return
-        job.rank = self._scheduler.priority(job, self._now)
+        rank = job.rank = self._scheduler.priority(job, self._now)
+        assert rank is not None, f"priority({job!r}, {self._now}) is None: is `return` missing?"
+        assert rank == rank, f"priority({job!r}, {self._now}) is {rank}"  # noqa: PLR0124
         due = self._scheduler.changes_at(job, self._now)
         if due is not None:
+            assert type(due) is int, f"changes_at({job!r}, {self._now}) is {due!r}: no whole ns"
             assert due > self._now, (
                 f"changes_at({job!r}, {self._now}) is {due}: it must be later, or None"
             )

@@ -212,11 +212,12 @@ def test_a_score_without_a_value_is_refused():
         name = "forgetful"
 
         def score(self, span, now):
-            span.hit_count + now  # noqa: B018
+            span.hit_count + now
 
     cache = make(8, Forgetful())
     with pytest.raises(
-        PolicyError, match=r"'forgetful' .* in on_release\(\): score\(\) of .* is None.*`return`"
+        PolicyError,
+        match=r"'forgetful' .* in on_release\(\): score\(\) of .* is None.*`return`",
     ) as caught:
         serve(cache, "ab")
     assert_poisoned(cache, caught.value)
@@ -282,7 +283,9 @@ def test_a_copy_of_a_span_is_no_victim():
     """It would look like a leaf, and leave in the place of the span."""
     cache = full()
     cache.eviction.answer = lambda: copy(spans(cache)["ab|cd"])
-    with pytest.raises(PolicyError, match=r"in victim\(\): <Span .* cannot be copied") as caught:
+    with pytest.raises(
+        PolicyError, match=r"in victim\(\): <Span .* cannot be copied"
+    ) as caught:
         cache.open(ask("!!!"))
     assert_poisoned(cache, caught.value)
 
