@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,9 +196,15 @@ FAILURES = (Exception, SystemExit)
 
 
 def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyError:
-    """Return the error which reports that `plugin` raised `error` in `method`."""
-    *_, frame = extract_tb(error.__traceback__)
-    where = f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
+    """Return the error which reports that `plugin` raised `error` in `method`.
+
+    The line that is named is the innermost one of the file that defines the plugin's class,
+    if the error passed through it.
+    """
+    frames = extract_tb(error.__traceback__)
+    file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
+    frame = [each for each in frames if each.filename == file][-1:] or frames[-1:]
+    where = f"{Path(frame[0].filename).name}:{frame[0].lineno}, {frame[0].name}"
     return PolicyError(
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
         f"{type(error).__name__} in {method}(): {error} ({where})"
