@@ -259,7 +259,7 @@ class Request:
                 # The first and the last: a request of a million keys is not read for it.
                 hash((self.keys[0], self.keys[-1]))
             except TypeError as error:
-                msg = f"request {self.id!r}: {error} as a block key: give integers, texts or bytes"
+                msg = f"request {self.id!r}: {error} as a block key: give integers or bytes"
                 raise InputError(msg) from error
         if type(self.think_time) is not int or self.think_time < 0:
             msg = (

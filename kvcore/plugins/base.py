@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from abc import ABC
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, ClassVar, Self
@@ -60,9 +62,15 @@ class Plugin(ABC):
     def bind(self) -> None:
         """Mark this instance as in use: it serves one cache or run.
 
+        Warns of a method that seems to be misspelled (`uncalled`).
+
         Raises:
             InputError: it is in use already.
         """
+        cls = type(self)
+        hint = None if cls.__module__.startswith("kvcore") else uncalled(cls)
+        if hint is not None:
+            warnings.warn(f"{self.kind} plugin {qualified(cls)} {hint}", stacklevel=2)
         if self._bound:
             msg = f"this {self.kind} plugin {self.name!r} is in use already: build another one"
             raise InputError(msg)
@@ -177,6 +185,26 @@ def contract_and_above(cls: type[Plugin]) -> list[type]:
         if "kind" in vars(each) or each is Plugin:
             break
     return classes
+
+
+def uncalled(cls: type[Plugin]) -> str | None:
+    """Return what may be wrong with a public method that only `cls` knows, or None.
+
+    It is named almost like one that is called, and that `cls` does not define: `relased`.
+    """
+    for each in cls.__mro__[: cls.__mro__.index(Plugin)]:
+        known = {name for base in each.__mro__[1:] for name in vars(base) if name[0] != "_"}
+        own = vars(each).keys()
+        bare = {name.removeprefix("on_"): name for name in known - own}
+        for name in own - known:
+            if name[0] != "_" and inspect.isfunction(vars(each)[name]):
+                for close in get_close_matches(name.removeprefix("on_"), bare, 1, _CLOSE):
+                    return f"has a method {name}(), which nothing calls: {bare[close]}() is"
+    return None
+
+
+_CLOSE = 0.75
+"""How much alike names are that may be meant for one another, from 0 to 1."""
 
 
 def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:

@@ -241,7 +241,8 @@ class Plugins:
             manager.check_pending()
         except FAILURES as error:
             manager.unregister(name=name)
-            raise PluginError(f"{origin} {_misfit(plugin, error)}") from error
+            msg = f"{origin} {_misfit(plugin, error)}"
+            raise PluginError(msg) from error
         if not manager.get_hookcallers(plugin):
             msg = (
                 f"{origin} has no hooks: it is {plugin!r}, where no function is marked with "

@@ -109,7 +109,7 @@ def _guarded(
             if isinstance(error, (KvcoreError, OSError)) and not _is_of_request(error):
                 raise
             raise policy_error(workload, "__iter__", error) from error
-        if request is None and workload._has_yielded:
+        if request is None and workload._has_yielded:  # noqa: SLF001 - a method in the end
             why = "nothing, the second time: it must begin anew whenever it is called"
             raise wrong_answer(workload, "__iter__()", why)
         # Also where the class is frozen.

@@ -148,6 +148,13 @@ class Forgetful(Mine):
         self.last = now - span.last_access
 
 
+class Misspelled(Mine):
+    """Overrides a method that does not exist."""
+
+    def relased(self, span, now):
+        """Keep the time."""
+
+
 @attrs.define(slots=False, eq=False)
 class Mangled(Mine):
     """Has an option that it does not keep as given."""
@@ -168,6 +175,7 @@ class Mangled(Mine):
         (Sized, "block_size_does_not_matter", AssertionError),
         (Hoarder, "forgets_what_has_left", AssertionError),
         (Mangled, "is_built_from_text", AssertionError),
+        (Misspelled, "is_a_named_policy", AssertionError),
         (Drawing, "many_leaves", PolicyError),
         (Deadly, "declares_that_spans_expire", PolicyError),
     ],

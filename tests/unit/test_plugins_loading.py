@@ -168,7 +168,12 @@ def test_a_broken_plugin_fails_alone(site):
         "(torn.py, line 1)"
     )
     info, usable = sorted(plugins.listing(), key=lambda each: each.usable)
-    assert (info.kind, info.name, info.distribution, info.module) == (None, "one", "acme", "torn")
+    assert (info.kind, info.name, info.distribution, info.module) == (
+        None,
+        "one",
+        "acme",
+        "torn",
+    )
     assert usable.reason is None
 
 
