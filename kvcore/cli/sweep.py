@@ -76,6 +76,9 @@ def sweep(
         make_directory(journal.parent)
     try:
         with Journal(journal) as opened:
+            for number in opened.damaged:
+                text = f"{journal}:{number}: does not match its digest: its cell is run again"
+                click.echo(f"kvcore: {text}, unless a later line has it", err=True)
             result = run_sweep(plan, opened, executor=runner, progress=progress)
             for table in tables:
                 write_table(result, table)
