@@ -106,8 +106,8 @@ class Journal:
         entries = [_entry(line + b"\n") for line in lines]
         if not any(entries) and (lines or not HEAD.startswith(torn[: len(HEAD)])):
             msg = (
-                f"{self.path}:1: no line has its digest: the file is no journal of a sweep, or "
-                "one of an older kvcore: remove it to run all cells again, or give another --out"
+                f"{self.path}:1: no line has its digest: this is no journal of a sweep, or one "
+                "of an older kvcore: remove the file to begin anew, or give another --out"
             )
             raise InputError(msg)
         for number, entry in enumerate(entries, 1):
