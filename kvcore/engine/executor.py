@@ -14,6 +14,7 @@ from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError
+from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.request import Key
@@ -251,8 +252,13 @@ class TensorExecutor:
         """
         decoding = sequences[len(sequences) - work.decode :]
         context = sum(each.context for each in decoding) + work.decode
+        pairs = sum(
+            attended_pairs(each.context, len(each.token_ids))
+            for each in sequences[: len(sequences) - work.decode]
+        )
         line = len(self.measured) + 2
-        self.measured.append(MeasuredStep(line, work.prefill, work.decode, context, took_ps))
+        counts = work.prefill, work.decode, context
+        self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
 
 
 def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:
