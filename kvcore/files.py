@@ -237,7 +237,7 @@ def _open_locked(path: str, flags: int) -> int:
         file = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW, 0o666)
         try:
             _lock(file)
-            if os.path.samestat(os.fstat(file), os.stat(path)):
+            if os.path.samestat(os.fstat(file), Path(path).stat()):
                 if not os.fstat(file).st_size:
                     return file
                 _keep_aside(Path(path))

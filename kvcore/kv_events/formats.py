@@ -146,14 +146,14 @@ def _known(name: str) -> str:
 
 
 def _most_objects(payload: bytes, *, packed: bool) -> int:
-    """Return a bound of the texts, lists and maps in a payload, in a tenth of decoding's time."""
+    """Return a bound of the texts, lists and maps in a payload, without decoding it."""
     if packed:
         return len(payload) - len(payload.translate(None, _OBJECTS))
     return payload.count(b'"') // 2 + payload.count(b"[") + payload.count(b"{")
 
 
 def _fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
-    """Return where `value` has what JSON cannot hold, bytes excepted, and why; None: nowhere."""
+    """Return where `value` has what JSON cannot hold, bytes excepted, and why; or None."""
     if depth > DEEPEST:
         return "", f"is nested more than {DEEPEST} levels deep"
     if type(value) is dict:

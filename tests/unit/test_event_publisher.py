@@ -79,7 +79,7 @@ def test_without_a_replay_address_nothing_can_be_had_again():
 def test_a_slow_listener_loses_nothing():
     """Far more batches than all queues hold arrive, none of them as a replay."""
     with Publisher(FREE) as publisher:
-        listener = Listener(publisher, 5_000, queue=1)
+        listener = Listener(publisher, 5_000, queue_bytes=1)
         assert publisher.wait_for(1, PATIENCE)
         deque(map(publisher.publish, [b"x" * 1000] * 5_000), maxlen=0)
         heard = listener.heard(publisher)
