@@ -168,8 +168,8 @@ def record(
         if not tally.batches:
             writer.discard()
     if not tally.batches:
-        stays = f"; {out} stays as it was" if out.exists() else ""
-        click.echo(f"kvcore: no batch came from {server.address}: no file{stays}", err=True)
+        then = f"{out} stays as it was" if out.exists() else "nothing is written"
+        click.echo(f"kvcore: no batch came from {server.address}: {then}", err=True)
     counts = {"pieces": writer.pieces, **attrs.asdict(tally)}
     if as_json:
         emit_json({"schema": 1, "file": str(out), **counts})

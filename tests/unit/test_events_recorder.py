@@ -1,16 +1,49 @@
 """From a subscriber to a file, with a stand-in for the subscriber."""
 
+import sys
+
 import pytest
 from helpers.kv_events import batch, stored
 
+from kvcore import StorageError
+from kvcore.files import AtomicFile
 from kvcore.kv_events import (
     Delivery,
+    Lost,
     Received,
     RecordingReader,
     RecordingWriter,
     encode,
     record,
 )
+from kvcore.kv_events.subscriber import BatchSequencer
+
+PAYLOAD = encode(batch(stored(1, 2)))
+
+
+class Played:
+    """Hears what it is given, a turn after another, and is stopped then."""
+
+    stopped = False
+
+    def __init__(self, *turns, left=()):
+        self.turns, self.left = list(turns), left
+
+    def items(self, _):
+        """Yield what the next turn brings."""
+        yield from self.turns.pop(0)
+        self.stopped = not self.turns
+
+    def drain(self):
+        """Yield what was received and not read."""
+        yield from self.left
+
+
+def heard(path):
+    """Return the numbers in a recording, and whether it is whole."""
+    reader = RecordingReader(path)
+    return [item.seq for item in reader], reader.complete
+
 
 
 class Quiet:
@@ -31,6 +64,10 @@ class Quiet:
             self.seen = list(RecordingReader(self.part))
             self.stopped = True
 
+    def drain(self):
+        """Have nothing left."""
+        return iter(())
+
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_quiet_stream_is_in_the_file(tmp_path, suffix):
@@ -41,3 +78,105 @@ def test_a_quiet_stream_is_in_the_file(tmp_path, suffix):
         tally = record(quiet, writer)
     assert quiet.seen == [Received(batch(stored(1, 2)), 0, 0)]
     assert (tally.batches, tally.stored) == (1, 2)
+
+
+def test_what_was_received_is_written_at_the_end(tmp_path):
+    """What waits to be read when the recording is stopped is in the file."""
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        record(Played([Delivery(0, 0, PAYLOAD)], left=[Delivery(0, 1, PAYLOAD)]), writer)
+    assert heard(tmp_path / "r.jsonl") == ([0, 1], True)
+
+
+def test_pieces_are_whole_and_continue_after_a_kill(tmp_path):
+    """Each piece is a recording; the next run goes on behind all pieces and what was left."""
+    part = tmp_path / "a.b-000004.jsonl.gz.part"
+    for run in range(2):
+        turns = ([Delivery(0, number, PAYLOAD)] for number in range(2))
+        with RecordingWriter(tmp_path / "a.b.jsonl.gz", rotate_seconds=1e-9) as writer:
+            record(Played(*turns), writer)
+        assert writer.pieces == 2
+        if not run:
+            part.write_bytes(b"left by a kill")
+    names = [f"a.b-00000{number}.jsonl.gz" for number in (1, 2, 5, 6)]
+    assert sorted(tmp_path.iterdir()) == sorted([part, *map(tmp_path.joinpath, names)])
+    assert [heard(tmp_path / name) for name in names] == [([0], True), ([1], True)] * 2
+
+
+def test_a_piece_ends_at_its_size(tmp_path):
+    """A piece of which enough is written is followed by the next; one without batch is not."""
+    with RecordingWriter(tmp_path / "r.jsonl", rotate_bytes=1) as writer:
+        writer.flush()
+        writer._sink.hexdigest()
+        writer.rotate()
+        writer.batch(batch(stored(1)), 0)
+        writer.rotate()
+    assert [path.name for path in tmp_path.iterdir()] == ["r-000001.jsonl"]
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Let the disk be full behind 200,000 bytes."""
+    write, written = AtomicFile.write, []
+
+    def limited(file, data):
+        written.append(len(data))
+        if sum(written) > 200_000:
+            raise StorageError("cannot write r: No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(AtomicFile, "write", limited)
+
+
+@pytest.mark.usefixtures("full")
+def test_a_full_disk_keeps_what_is_written(tmp_path):
+    """A recording that cannot go on is kept; the error says where, how much, and how to read."""
+    writer = RecordingWriter(tmp_path / "r.jsonl")
+    deliveries = [[Delivery(0, number, PAYLOAD) for number in range(2000)]]
+    with pytest.raises(StorageError) as error, writer:
+        record(Played(*deliveries), writer)
+    part = tmp_path / "r.jsonl.part"
+    numbers, complete = heard(part)
+    assert numbers == list(range(len(numbers)))
+    assert numbers
+    assert not complete
+    assert str(error.value) == (
+        f"cannot write r: No space left on device. {part} keeps what was written before, "
+        f"{len(numbers):,} batches: 'kvcore replay {part}' shows them"
+    )
+
+
+def test_an_exception_keeps_what_came(tmp_path):
+    """Whatever ends a recording, a batch that came is not lost."""
+    with pytest.raises(RuntimeError), RecordingWriter(tmp_path / "r.jsonl.gz") as writer:
+        writer.batch(batch(stored(1)), 0)
+        raise RuntimeError
+    assert heard(tmp_path / "r.jsonl.gz.part") == ([0], False)
+
+
+def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
+    """A batch whose line would be too long to be read again is told as lost."""
+    monkeypatch.setattr("kvcore.kv_events.recording.LARGEST_LINE", 300)
+    large = encode(batch(stored(*range(100))))
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        record(Played([Delivery(0, 0, large), Delivery(0, 1, PAYLOAD)]), writer)
+    lost, received = RecordingReader(tmp_path / "r.jsonl")
+    assert isinstance(lost, Lost)
+    assert "readers take 300" in lost.why
+    assert received.seq == 1
+
+
+def test_memory_does_not_grow_with_time(tmp_path):
+    """However many batches come, restarts and gaps among them, no more is held."""
+    sequencer, held = BatchSequencer(0), []
+
+    def stream():
+        for number in range(3000):
+            yield from sequencer.receive(number % 700 + number % 7, PAYLOAD + b"")
+            if number in (1000, 2999):
+                held.append(sys.getallocatedblocks())
+
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        tally = record(Played(stream()), writer)
+    assert tally.gaps > 100
+    assert tally.restarts > 100
+    assert held[1] - held[0] < 1000
