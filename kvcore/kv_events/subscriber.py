@@ -185,17 +185,20 @@ class BatchSequencer:
         """Ask for all batches that the publisher keeps from here on; yield what comes.
 
         Yields None now and then while an answer is waited for. Returns why batches that are
-        missing afterwards are. An answer with a hole in its middle, which came faster than it
-        could be queued, is asked for again.
+        missing afterwards are. An answer that has a hole in its middle, or breaks off, since it
+        came faster than it could be queued, is asked for again as long as batches come.
         """
         if self._replay is None:
             return NO_REPLAY
-        try:
-            again = yield from self._ask(self._replay, max(0, self._expected - 1))
-            while again:
-                again = yield from self._ask(self._replay, self._expected)
-        except ReplayFailed as error:
-            return str(error)
+        start, again = max(0, self._expected - 1), True
+        while again:
+            before = self._expected
+            try:
+                again = yield from self._ask(self._replay, start)
+            except ReplayFailed as error:
+                if self._expected <= before:
+                    return str(error)
+            start = self._expected
         return NOT_KEPT
 
     def _ask(self, replay: Replay, start: int) -> Generator[StreamItem | None, None, bool]:
@@ -382,8 +385,8 @@ _SLICE_MS = _FIRST_RETRY_MS = 100
 _MESSAGE_BYTES = 512
 """What a message takes besides its frames."""
 
-_ZMQ_QUEUE, _ZMQ_REPLAY_QUEUE = 100, 1_000
-"""Messages that ZMQ may hold of a rank, live and of a replay, until they are received."""
+_ZMQ_QUEUE = 100
+"""Messages that ZMQ may hold of a rank, and of a replay, until they are received."""
 
 _LARGEST_MESSAGE = 1 << 28
 """Bytes at which ZMQ gives up the connection: above them nothing is read in any case."""
@@ -562,14 +565,14 @@ class Subscriber(Endpoint):
         ask = None if replay is None else partial(self._replay, rank, replay)
         queue = _Queue(socket, self._server.queue_bytes // self._server.ranks)
         self._streams.append(_Stream(rank, BatchSequencer(rank, ask), queue, losses))
-        self._limit(socket, _ZMQ_QUEUE, address)
+        self._limit(socket, address)
         socket.subscribe(self._server.topic)
         socket.connect(address)
         self._poller.register(socket, self._zmq.POLLIN)
 
-    def _limit(self, socket: Any, messages: int, address: str) -> None:
+    def _limit(self, socket: Any, address: str) -> None:
         """Set what a socket may hold, when it connects again, and when it gives up waiting."""
-        socket.rcvhwm, socket.maxmsgsize = messages, _LARGEST_MESSAGE
+        socket.rcvhwm, socket.maxmsgsize = _ZMQ_QUEUE, _LARGEST_MESSAGE
         # Only then: with it, `localhost` might mean ::1, where no engine listens.
         socket.ipv6 = "[" in address
         most = max(1, int(self._server.reconnect * 1000))
@@ -611,7 +614,7 @@ class Subscriber(Endpoint):
             if not self._poller.poll(_SLICE_MS):
                 break
         for queue in self._queues():
-            for _ in range(_ZMQ_REPLAY_QUEUE):
+            for _ in range(_ZMQ_QUEUE):
                 if not self._take(queue):
                     break
 
@@ -662,7 +665,7 @@ class Subscriber(Endpoint):
         """
         with closing(self._context.socket(self._zmq.DEALER)) as socket:
             socket.linger = 0
-            self._limit(socket, _ZMQ_REPLAY_QUEUE, address)
+            self._limit(socket, address)
             with using(address, "ask for a replay at"):
                 socket.connect(address)
             socket.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")])

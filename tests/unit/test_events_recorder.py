@@ -45,7 +45,6 @@ def heard(path):
     return [item.seq for item in reader], reader.complete
 
 
-
 class Quiet:
     """Hears one batch and then nothing; reads the unfinished file at its third turn."""
 
