@@ -173,7 +173,7 @@ def test_sigterm_in_a_flood_leaves_no_hole(engine, tmp_path):
 
 
 def test_a_full_disk_leaves_what_was_written(engine, tmp_path):
-    """When the file cannot grow its `.part` stays; stderr says what it holds, and how to read."""
+    """When the file cannot grow its `.part` stays; stderr says how much is in it."""
     out = tmp_path / "live.jsonl"
     with recording(engine, out, replay=False) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))

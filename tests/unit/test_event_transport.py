@@ -385,7 +385,7 @@ def test_a_replay_without_end_ends_in_time(engine, listen, endless):
 def test_a_host_that_is_none_is_told(monkeypatch):
     """A name that nobody knows is an error: ZMQ would look for it forever."""
 
-    def unknown(host, _):
+    def unknown(*_):
         raise OSError(-2, "Name or service not known")
 
     monkeypatch.setattr("socket.getaddrinfo", unknown)
