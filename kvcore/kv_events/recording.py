@@ -39,14 +39,8 @@ from kvcore.kv_events.model import (
     UnparsedEvent,
     parse,
 )
-from kvcore.kv_events.subscriber import (
-    Delivery,
-    Gap,
-    InvalidMessage,
-    Restart,
-    StreamItem,
-    Subscriber,
-)
+from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart, StreamItem
+from kvcore.kv_events.subscriber import Subscriber
 from kvcore.trace.jsonl_file import SealedReader, SealedWriter
 from kvcore.trace.writer import version
 
@@ -60,6 +54,9 @@ LARGEST_LINE = LARGEST_PAYLOAD
 
 FLUSH_SECONDS = 1.0
 """Seconds between two flushes of a live recording, in case the process is killed."""
+
+MOST_TOLD = 5
+"""Sentences on events of one batch that cannot be read."""
 
 NO_RECORDING = (
     "no recording of KV events: its first line is neither RECORDING, nor an event of "
@@ -541,7 +538,10 @@ def _write(item: StreamItem, writer: RecordingWriter, tally: Tally) -> list[str]
             tally.add(batch)
             tally.replayed += replayed
             where = f"rank {rank}: batch {sequence}: an event cannot be read"
-            return [f"{where}: {reason}" for reason in unparsed_reasons(batch)]
+            reasons = unparsed_reasons(batch)
+            if len(reasons) > MOST_TOLD:
+                reasons[MOST_TOLD:] = [f"and {len(reasons) - MOST_TOLD:,} others of the batch"]
+            return [f"{where}: {reason}" for reason in reasons]
         case Gap(rank, first, _, reason):
             writer.gap(first, item.batches, publisher=rank, why=reason)
             tally.gaps += 1

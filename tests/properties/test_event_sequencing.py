@@ -5,7 +5,7 @@ from itertools import islice, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.kv_events.subscriber import BatchSequencer, Delivery, Gap, ReplayFailed, Restart
+from kvcore.kv_events.sequencer import BatchSequencer, Delivery, Gap, ReplayFailed, Restart
 
 STEPS = st.lists(
     st.sampled_from(["heard", "heard", "heard", "lost", "lost", "restart", "catch up"]),
@@ -123,7 +123,7 @@ def named(item):
 
 def test_a_replay_without_end_takes_no_more_memory(monkeypatch):
     """Of a replay only the last batches are known again, should they come live too."""
-    monkeypatch.setattr("kvcore.kv_events.subscriber.MOST_REPLAYED", 5)
+    monkeypatch.setattr("kvcore.kv_events.sequencer.MOST_REPLAYED", 5)
     publisher = Publisher(keeps=20)
     batches = [publisher.publish() for _ in range(20)]
     sequencer = BatchSequencer(0, publisher.replay)

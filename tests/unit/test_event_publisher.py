@@ -7,7 +7,8 @@ import zmq
 
 from kvcore.errors import InputError
 from kvcore.kv_events.publisher import Publisher
-from kvcore.kv_events.subscriber import Delivery, Gap, Server, Subscriber
+from kvcore.kv_events.sequencer import Delivery, Gap
+from kvcore.kv_events.subscriber import Server, Subscriber
 
 PATIENCE = 20
 FREE = "tcp://127.0.0.1:*"

@@ -27,6 +27,9 @@ def read(*events):
 def test_millions_of_tiny_values_are_refused():
     """A payload that would take a hundred times its size in memory is refused before that."""
     many = (8 << 20) + 1
+    events = (1 << 18) + 1
+    with pytest.raises(TraceError, match=r"batch\.events: 262,145; more than 262,144 are not"):
+        decode(b"\x92\x00\xdd" + events.to_bytes(4) + b"\x90" * events)
     for payload in (b"\x92\x00\xdd" + many.to_bytes(4) + b"\x90" * many, b"[" * many):
         with pytest.raises(TraceError, match=r"too many values; more than 8,388,608 texts"):
             decode(payload)

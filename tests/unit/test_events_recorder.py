@@ -1,5 +1,6 @@
 """From a subscriber to a file, with a stand-in for the subscriber."""
 
+import gc
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from kvcore.kv_events import (
     encode,
     record,
 )
-from kvcore.kv_events.subscriber import BatchSequencer
+from kvcore.kv_events.sequencer import BatchSequencer
 
 PAYLOAD = encode(batch(stored(1, 2)))
 
@@ -131,14 +132,25 @@ def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
     assert received.seq == 1
 
 
+def test_many_reasons_are_counted(tmp_path):
+    """Of many events that cannot be read in a batch a few are told, and how many more."""
+    told = []
+    odd = encode(batch(*[stored(1)] * 20)).replace(b"BlockStored", b"BlockStowed")
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        record(Played([Delivery(0, 0, odd)]), writer, warn=told.append)
+    assert len(told) == 6
+    assert told[-1].endswith("an event cannot be read: and 15 others of the batch")
+
+
 def test_memory_does_not_grow_with_time(tmp_path):
     """However many batches come, restarts and gaps among them, no more is held."""
     sequencer, held = BatchSequencer(0), []
 
     def stream():
-        for number in range(3000):
+        for number in range(4000):
             yield from sequencer.receive(number % 700 + number % 7, PAYLOAD + b"")
-            if number in (1000, 2999):
+            if number in (2000, 3999):
+                gc.collect()
                 held.append(sys.getallocatedblocks())
 
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
