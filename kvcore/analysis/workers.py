@@ -77,14 +77,6 @@ def work_all(
                     yield task, outcome
 
 
-def cpus() -> int:
-    """Return how many CPUs this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-
-
 class _Pool(Generic[TaskT, OutcomeT]):
     """Worker processes up to the death of one of them."""
 

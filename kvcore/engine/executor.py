@@ -13,7 +13,7 @@ from kvcore.engine.backend import Backend, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
-from kvcore.errors import InputError, KvcoreError, PolicyError
+from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import FAILURES, policy_error
@@ -21,7 +21,7 @@ from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.units import PS_PER_NS
+from kvcore.units import PS_PER_NS, format_bytes
 
 Clock = Literal["model", "wall"]
 """Clock of a run: the latency model's, or the wall clock of this machine."""
@@ -104,9 +104,11 @@ class TensorExecutor:
         self._seed = seed
         generator.bind()
         backend.bind()
+        blocks, block_size = cache.pool.blocks, cache.geometry.block_size
+        layout = tensor_layout(generator.spec, blocks, block_size, dtype)
+        _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
-        block_size = cache.geometry.block_size
-        backend.allocate(tensor_layout(generator.spec, cache.pool.blocks, block_size, dtype))
+        backend.allocate(layout)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
@@ -282,6 +284,19 @@ def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> 
         value_dim=spec.value_dim,
         dtype=dtype,
     )
+
+
+def _check_memory(generator: Generator, backend: Backend, layout: TensorLayout) -> None:
+    """Raise StorageError if weights that are yet to be made do not fit beside the pool."""
+    weights, free = generator.weight_bytes(layout.dtype), backend.memory().free
+    if weights and free is not None and weights + layout.bytes > free:
+        msg = (
+            f"the weights of {generator.spec.name} take {format_bytes(weights)} in "
+            f"{layout.dtype}, the pool of K/V {format_bytes(layout.bytes)}, and {backend.name} "
+            f"has {format_bytes(free)} free: take fewer layers, as in generator "
+            f"{generator.name}:layers=2, a smaller dtype or model, or fewer blocks"
+        )
+        raise StorageError(msg)
 
 
 def _check(cache: KVCache, generator: Generator, clock: str, *, stop_at_eos: bool) -> None:
