@@ -26,6 +26,7 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
+    print_notes,
     print_table,
     print_text,
     progress,
@@ -158,6 +159,7 @@ def compare(workload: str | None, **given: Any) -> None:
         _print(report, budget, residency=given["residency"])
         if given["prefix"] is not None:
             print_text(f"Prefix cache: {prefix}.")
+    print_notes(source)
 
 
 def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,6 +17,9 @@ from kvcore.plugins.base import Plugin
 from kvcore.request import Key, Request
 from kvcore.workloads.files import file_digest, lines
 
+CHECKED_REQUESTS = 4_000
+"""Requests at the start of each run whose keys are checked; costs some 50 ns a key."""
+
 
 class Workload(Plugin):
     """A named, repeatable stream of requests.
@@ -24,10 +28,16 @@ class Workload(Plugin):
     with the number of requests. Arrivals never decrease, ids are unique, a key never
     occurs under two parents, and equal options give equal requests.
 
-    A workload that reads files also recognises its own format: `recognises`.
+    A workload that reads files also recognises its own format: by `line_fields`, or by a
+    `recognises` of its own.
+
+    Attributes:
+        line_fields: for each kind of first line that its files may have, the field names of
+            the JSON object, or the columns of a CSV header, by which it is told.
     """
 
     kind: ClassVar[str] = "workload"
+    line_fields: ClassVar[Sequence[Sequence[str]]] = ()
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
@@ -67,14 +77,23 @@ class Workload(Plugin):
         """The number of requests; None if it is not known without reading them."""
         return None
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a reader of results must know of the requests read last, such as rows left out.
+
+        Each note is one sentence part without a stop. Here: nothing.
+        """
+        return ()
+
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if a file that starts with `first_line` is of this format.
 
-        The line is whole, decompressed, and the first that is not blank.
+        The line is whole, decompressed, and the first that is not blank; of a JSON array it
+        is the first element. Here: it is a JSON object with all of some `line_fields`.
         """
-        del first_line
-        return False
+        found = json_fields(first_line)
+        return any(found >= set(wanted) for wanted in cls.line_fields)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -90,8 +109,8 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
     """
     with closing(lines(path)) as source:
         first_line = next(source)[1]
-    readers = [cls for cls in candidates if _reads_files(cls)]
-    found = sorted((cls for cls in readers if cls.recognises(first_line)), key=_name)
+    readers = sorted((cls for cls in candidates if _reads_files(cls)), key=_name)
+    found = [cls for cls in readers if cls.recognises(first_line)]
     if len(found) == 1:
         return found[0].from_file(path)
     if found:
@@ -100,9 +119,21 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
             f"{path}: {names} all recognise it; say which, as in '{found[0].name}:path={path}'"
         )
         raise InputError(msg)
-    names = ", ".join(sorted(map(_name, readers))) or "none"
-    msg = f"{path}: no known workload format: {_beginning(first_line)}; formats: {names}"
+    known = "\n".join(f"  {_name(cls):<9} {_described(cls)}" for cls in readers) or "  none"
+    msg = (
+        f"{path}: no known workload format: {_beginning(first_line)}"
+        f"{_near_misses(first_line, readers)}; formats:\n{known}"
+    )
     raise InputError(msg)
+
+
+def json_fields(line: bytes) -> set[str]:
+    """Return the field names of a line that is a JSON object; no names if it is not."""
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return set()
+    return set(fields) if isinstance(fields, dict) else set()
 
 
 def checked(workload: Workload) -> Iterator[Request]:
@@ -114,11 +145,9 @@ def checked(workload: Workload) -> Iterator[Request]:
         InputError: an arrival is earlier than the one before it, an id occurs twice, or a
             prompt key follows another parent than before.
     """
-    root = object()
-    parents: dict[Key, Hashable] = {}
     ids: set[int | str] = set()
     now = 0
-    for request in workload:
+    for request in check_keys(workload, every=True):
         where = f"workload {workload.name}: request {request.id!r}"
         if request.arrival < now:
             msg = (
@@ -130,21 +159,86 @@ def checked(workload: Workload) -> Iterator[Request]:
             raise InputError(msg)
         now = request.arrival
         ids.add(request.id)
-        parent: Hashable = root
-        for key in request.keys:
-            known = parents.setdefault(key, parent)
-            if known != parent:
-                here, there = (
-                    "at the start" if place is root else f"after key {_key_text(place)}"
-                    for place in (parent, known)
-                )
-                msg = (
-                    f"{where}: key {_key_text(key)} stands {here}, in an earlier request "
-                    f"{there}: equal keys must mean equal prefixes"
-                )
-                raise InputError(msg)
-            parent = key
         yield request
+
+
+def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[Request]:
+    """Yield the requests, checking that each key has one parent.
+
+    Checks the first `CHECKED_REQUESTS`, or `every` one. Memory grows with the distinct keys
+    of those.
+
+    Raises:
+        InputError: a key follows another one than before: it does not mean a prefix.
+    """
+    requests = iter(workload)
+    root: Hashable = object()
+    checked_requests = None if every else CHECKED_REQUESTS
+    parents: dict[Key, Hashable] = {}
+    for number, request in enumerate(islice(requests, checked_requests), 1):
+        before = [root, *request.keys[:-1]]
+        # In C, since this is part of every run: a key keeps the parent that it had first.
+        known = list(map(parents.setdefault, request.keys, before))
+        if known != before[: len(known)]:
+            place = next(n for n, parent in enumerate(known) if parent != before[n])
+            raise _unchained(workload, request, number, place, before, known, root)
+        yield request
+    parents.clear()
+    yield from requests
+
+
+def _unchained(
+    workload: Iterable[Request],
+    request: Request,
+    number: int,
+    place: int,
+    before: list[Hashable],
+    known: list[Hashable],
+    root: Hashable,
+) -> InputError:
+    """Return the error that the key at `place` of `request` has two parents."""
+    here, there = (
+        "at the start" if parent is root else f"after key {_key_text(parent)}"
+        for parent in (before[place], known[place])
+    )
+    where, remedy = "requests", ""
+    if isinstance(workload, Workload):
+        options = workload.options()
+        where = f"workload {workload.name}"
+        where += "".join(f" ({path})" for path in options.values() if isinstance(path, Path))
+        remedy = ", or give the workload the option chain=true" if "chain" in options else ""
+    msg = (
+        f"{where}: request {request.id!r}, number {number}: key "
+        f"{_key_text(request.keys[place])} stands {here}, in an earlier request {there}: equal "
+        "keys must mean equal prefixes. If each key is the hash of its own block alone, chain "
+        f"them by `kvcore.request.chain_keys`{remedy}"
+    )
+    return InputError(msg)
+
+
+def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
+    """Return the formats of whose fields the line has most but not all, and what it lacks."""
+    found = json_fields(first_line)
+    if not found:
+        found = {cell.strip() for cell in first_line.decode(errors="replace").split(",")}
+    near = []
+    for cls in readers:
+        for wanted in cls.line_fields:
+            lacking = [name for name in wanted if name not in found]
+            if len(lacking) < len(wanted) / 2:
+                near.append((len(lacking) / len(wanted), cls.name, ", ".join(lacking)))
+    hints = [
+        f"nearly {name}: it lacks {lacking}"
+        for rank, name, lacking in near
+        if rank == min(near)[0]
+    ]
+    return f"; {', or '.join(hints)}" if hints else ""
+
+
+def _described(cls: type[Workload]) -> str:
+    """Return the fields by which a format is told, for the list of formats."""
+    kinds = map(", ".join, cls.line_fields)
+    return "; or ".join(kinds) or (cls.__doc__ or "").partition("\n")[0]
 
 
 def _beginning(first_line: bytes) -> str:
@@ -166,7 +260,8 @@ def _key_text(key: Hashable) -> str:
 
 def _reads_files(cls: type[Workload]) -> bool:
     """Return True if `cls` has a format of its own to recognise."""
-    return any("recognises" in vars(base) for base in cls.__mro__ if base is not Workload)
+    own = (base for base in cls.__mro__ if base is not Workload)
+    return bool(cls.line_fields) or any("recognises" in vars(base) for base in own)
 
 
 def _name(cls: type[Workload]) -> str:

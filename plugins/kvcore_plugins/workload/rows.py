@@ -181,15 +181,6 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
     return Row(path, number, fields)
 
 
-def field_names(line: bytes) -> set[str]:
-    """Return the field names of a line that is a JSON object; no names if it is not."""
-    try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return set()
-    return set(fields) if type(fields) is dict else set()
-
-
 def as_json(value: Any) -> str:
     """Return `value` as JSON, shortened for a message."""
     return shorten(orjson.dumps(value).decode())

@@ -17,7 +17,7 @@ from kvcore import Request
 from kvcore.units import NS_PER_S
 from kvcore.workloads import lines
 from kvcore_plugins.workload.poisson import exponential
-from kvcore_plugins.workload.rows import FileWorkload, Row, field_names, parse_row
+from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32
@@ -49,6 +49,7 @@ class Weka(FileWorkload):
 
     name: ClassVar[str] = "weka"
     key_tokens: ClassVar[int] = _KEY_TOKENS
+    line_fields = (("id", "block_size", "requests"),)
 
     stagger: float = attrs.field(default=60.0, converter=float, validator=[ge(0), lt(inf)])
     seed: int = 0
@@ -65,11 +66,6 @@ class Weka(FileWorkload):
             heappush(running, (session.next_arrival, number, session))
             start += round(exponential(draw) * self.stagger * NS_PER_S)
         yield from _before(inf, running)
-
-    @classmethod
-    def recognises(cls, first_line: bytes) -> bool:
-        """Return True if the line is an object with a session's fields."""
-        return field_names(first_line) >= {"id", "block_size", "requests"}
 
 
 @attrs.frozen(eq=False)
