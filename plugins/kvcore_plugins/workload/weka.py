@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from heapq import heappop, heappush, heapreplace
+from functools import partial
 from math import inf
 from operator import attrgetter
 from random import Random
@@ -17,7 +17,7 @@ from kvcore import Request
 from kvcore.units import NS_PER_S
 from kvcore.workloads import lines
 from kvcore_plugins.workload.poisson import exponential
-from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
+from kvcore_plugins.workload.rows import FileWorkload, Row, Turn, merged, parse_row
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32
@@ -56,16 +56,15 @@ class Weka(FileWorkload):
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each turn. Keeps the running sessions in memory."""
+        return merged(self._sessions())
+
+    def _sessions(self) -> Iterator[tuple[int, list[Turn]]]:
         draw = Random(self.seed).random  # noqa: S311 - a workload, not a secret
         start = 0
         ids: set[str] = set()
-        running: list[tuple[int, int, _Session]] = []
         for number, line in lines(self.path):
-            yield from _before(start, running)
-            session = _session(parse_row(self.path, number, line), start, ids)
-            heappush(running, (session.next_arrival, number, session))
+            yield start, _session(parse_row(self.path, number, line), start, ids)
             start += round(exponential(draw) * self.stagger * NS_PER_S)
-        yield from _before(inf, running)
 
 
 @attrs.frozen(eq=False)
@@ -82,45 +81,21 @@ class _Turn:
     keys: array[int]
 
 
-@attrs.define(eq=False)
-class _Session:
-    """A running session; `turns` are those to come, the next one last."""
-
-    id: str
-    start: int
-    namespace: int
-    turns: list[_Turn]
-
-    @property
-    def next_arrival(self) -> int:
-        return self.start + self.turns[-1].at
-
-    def pop(self) -> Request:
-        turn, namespace = self.turns.pop(), self.namespace
-        return Request(
-            id=turn.id,
-            arrival=self.start + turn.at,
-            prompt_tokens=turn.prompt,
-            output_tokens=turn.output,
-            keys=[namespace | key for key in turn.keys],
-            key_tokens=_KEY_TOKENS,
-            session=self.id,
-            after=turn.after,
-            think_time=turn.think,
-        )
+def _request(turn: _Turn, session: str, start: int, namespace: int) -> Request:
+    return Request(
+        id=turn.id,
+        arrival=start + turn.at,
+        prompt_tokens=turn.prompt,
+        output_tokens=turn.output,
+        keys=[namespace | key for key in turn.keys],
+        key_tokens=_KEY_TOKENS,
+        session=session,
+        after=turn.after,
+        think_time=turn.think,
+    )
 
 
-def _before(time: float, running: list[tuple[int, int, _Session]]) -> Iterator[Request]:
-    while running and running[0][0] < time:
-        _, number, session = running[0]
-        yield session.pop()
-        if session.turns:
-            heapreplace(running, (session.next_arrival, number, session))
-        else:
-            heappop(running)
-
-
-def _session(row: Row, start: int, ids: set[str]) -> _Session:
+def _session(row: Row, start: int, ids: set[str]) -> list[Turn]:
     name = row.text("id")
     if name in ids:
         raise row.error(field="id", expected="a session that is not on an earlier line")
@@ -133,9 +108,11 @@ def _session(row: Row, start: int, ids: set[str]) -> _Session:
     turns = sorted(_turns(row, name, 0, None), key=attrgetter("at"))
     if not turns:
         raise row.error(field="requests", expected="at least one request")
-    turns.reverse()
     namespace = row.line << _KEY_BITS if scope == "local" else 0
-    return _Session(name, start, namespace, turns)
+    return [
+        (start + turn.at, partial(_request, turn, name, start, namespace))
+        for turn in reversed(turns)
+    ]
 
 
 def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[_Turn]:
