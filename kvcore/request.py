@@ -64,7 +64,7 @@ def block_keys(
     return keys
 
 
-def chain_keys(hashes: Iterable[int | str | bytes]) -> list[bytes]:
+def chain_keys(hashes: Iterable[Key]) -> list[bytes]:
     """Return the chained keys of blocks that are known by the hashes of their own content.
 
     `key_i = H(key_{i-1}, hash_i)`: equal keys mean equal hashes up to there. O(hashes).

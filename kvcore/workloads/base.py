@@ -119,7 +119,7 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
             f"{path}: {names} all recognise it; say which, as in '{found[0].name}:path={path}'"
         )
         raise InputError(msg)
-    known = "\n".join(f"  {_name(cls):<9} {_described(cls)}" for cls in readers) or "  none"
+    known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
     msg = (
         f"{path}: no known workload format: {_beginning(first_line)}"
         f"{_near_misses(first_line, readers)}; formats:\n{known}"

@@ -12,7 +12,7 @@ from attrs.validators import ge
 
 from kvcore import InputError, Request
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import lines
+from kvcore.workloads import json_fields, lines
 from kvcore_plugins.workload.rows import Row, TimedFile, parse_row
 
 USUAL = {
@@ -60,7 +60,8 @@ class Lengths(TimedFile):
     """
 
     name: ClassVar[str] = "lengths"
-    line_fields = (("input_lens", "output_lens"),)
+    # Of vLLM's results, and of tables in any spelling.
+    line_fields = (("input_lens", "output_lens"), ("time", "input", "output"))
 
     time: str | None = None
     input: str | None = None
@@ -109,7 +110,7 @@ class Lengths(TimedFile):
     @property
     def notes(self) -> list[str]:
         """How many requests that had failed were left out."""
-        return [f"{self._failed} requests that failed are left out"] if self._failed else []
+        return [f"failed requests left out: {self._failed}"] if self._failed else []
 
     def _table(
         self, number: int, line: bytes, source: Iterator[tuple[int, bytes]]
@@ -157,8 +158,8 @@ class Lengths(TimedFile):
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if the line names columns of both lengths, as usual."""
-        if super().recognises(first_line):
-            return True
+        if names := json_fields(first_line):
+            return names >= set(cls.line_fields[0])
         try:
             header = _split(first_line, _delimiter(first_line))
         except csv.Error:
