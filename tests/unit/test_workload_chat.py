@@ -4,6 +4,7 @@ import pytest
 
 from kvcore import KVCache, simulate
 from kvcore.analysis import compare
+from kvcore.cli import main
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.request import block_keys
@@ -68,7 +69,7 @@ def test_sharegpt_is_read(tmp_path):
     first, last = workload
     chat = list(Chat(write(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1))
     assert [first.keys, last.keys] == [request.keys for request in chat]
-    assert (last.id, last.output_tokens, last.output_keys) == ("0/1", 0, [])
+    assert (last.id, last.output_tokens, last.output_keys) == ("0/1", 0, ())
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_keys_are_those_of_the_tokens(read):
 )
 def test_words_are_estimated(read, text, count):
     """Words count by seven letters, numbers by three digits, signs and line ends as one."""
-    (request,) = read({"prompt": f"x{text}" if not text else f"x {text}"})
+    (request,) = read({"prompt": f"x {text}"})
     assert request.prompt_tokens == 1 + count
 
 
@@ -182,8 +183,6 @@ def test_notes_say_what_was_assumed(tmp_path):
 
 def test_notes_are_printed(tmp_path, capsys):
     """A verb prints the notes on stderr, and JSON alone on stdout."""
-    from kvcore.cli import main
-
     path = write(tmp_path / "c.jsonl", {"messages": CHAT})
     assert main.run(["compare", str(path), "--eviction", "lru", "--blocks", "9", "--json"]) == 0
     printed = capsys.readouterr()
@@ -192,50 +191,40 @@ def test_notes_are_printed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "complaint"),
+    ("row", "complaint"),
     [
-        ([{"prompt": 5}], {}, r"1: field 'prompt': expected a text, got 5"),
-        ([{"prompt": " "}], {}, r"1: field 'prompt': expected at least one token"),
-        ([{"messages": []}], {}, r"1: field 'messages': expected at least one message"),
-        ([{"messages": ["hi"]}], {}, r"1: field 'messages\[0\]': expected an object"),
+        ({"prompt": 5}, r"field 'prompt': expected a text, got 5"),
+        ({"prompt": " "}, r"field 'prompt': expected at least one token"),
+        ({"messages": []}, r"field 'messages': expected at least one message"),
+        ({"messages": ["hi"]}, r"field 'messages\[0\]': expected an object"),
+        ({"messages": [{"content": ""}]}, r"field 'messages\[0\].role': expected a text"),
         (
-            [{"messages": [{"content": ""}]}],
-            {},
-            r"1: field 'messages\[0\].role': expected a text",
+            {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}},
+            r"field 'body.messages\[0\].content\[0\]': expected a part with a text",
         ),
-        (
-            [{"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}],
-            {},
-            r"1: field 'body.messages\[0\].content\[0\]': expected a part with a text",
-        ),
-        ([{"conversations": [{"from": "gpt"}]}], {}, r"field 'conversations\[0\].value'"),
-        (
-            [{"prompt": "a", "time": 2}, {"prompt": "a", "time": 1}],
-            {},
-            "2: field 'time': .*sort",
-        ),
-        (
-            [{"prompt": "a", "time": 2}, {"prompt": "a"}],
-            {},
-            "2: field 'timestamp': expected a ti",
-        ),
-        (
-            [{"prompt": "a", "time": 2}],
-            {"rate": 3},
-            r"it has times \('time'\): leave out rate=3",
-        ),
-        (
-            [{"prompt": "a", "output_tokens": -1}],
-            {},
-            "1: field 'output_tokens': expected a whole",
-        ),
-        ([{"prompt": "a"}], {"tokenizer": "gone"}, "tokenizer=gone: there is no such folder"),
+        ({"conversations": [{"from": "gpt"}]}, r"field 'conversations\[0\].value'"),
+        ({"prompt": "a", "output_tokens": -1}, "field 'output_tokens': expected a whole"),
     ],
 )
-def test_bad_rows_are_named(read, rows, options, complaint):
+def test_bad_rows_are_named(read, row, complaint):
     """What cannot be used is reported with file, line and field."""
+    with pytest.raises(InputError, match=rf"chats\.jsonl:1: {complaint}"):
+        read(row)
+
+
+@pytest.mark.parametrize(
+    ("times", "options", "complaint"),
+    [
+        ([2, 1], {}, "2: field 'time': .*sort the rows"),
+        ([2, None], {}, "2: field 'timestamp': expected a time, as the first row has one"),
+        ([2], {"rate": 3}, r"1: it has times \('time'\): leave out rate=3"),
+        ([2], {"tokenizer": "gone"}, "tokenizer=gone: there is no such folder"),
+    ],
+)
+def test_times_and_options_that_do_not_fit_are_told(read, times, options, complaint):
+    """Rows out of order, some without a time, a rate beside times, a missing tokenizer."""
     with pytest.raises(InputError, match=complaint):
-        read(*rows, **options)
+        read(*({"prompt": "a", "time": time} for time in times), **options)
 
 
 @pytest.mark.parametrize(
@@ -290,13 +279,14 @@ def folder(tmp_path):
         words = {text for m in CHAT for text in m["content"].split()}
         marks = ["<unk>", "<s>", "<system>", "<user>", "<assistant>", "<end>"]
         known = {word: number for number, word in enumerate([*marks, *sorted(words)])}
-        model = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<unk>"))
+        unknown = {"unk_token": marks[0]}
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, **unknown))
         model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         model.post_processor = tokenizers.processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 1)]
         )
         fast = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=model, unk_token="<unk>", additional_special_tokens=marks[2:]
+            tokenizer_object=model, **unknown, additional_special_tokens=marks[2:]
         )
         fast.chat_template = template
         fast.save_pretrained(tmp_path / "tokenizer")
@@ -315,7 +305,6 @@ def test_a_tokenizer_counts_and_its_template_is_applied(read, folder):
     assert second.keys[: len(begun)] == begun
     (prompt,) = read({"prompt": "What is a yawl?"}, tokenizer=path)
     assert prompt.prompt_tokens == 5
-    assert "notes" not in prompt.keys
 
 
 def test_a_tokenizer_without_a_template_is_enough(read, folder):

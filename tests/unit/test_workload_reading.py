@@ -165,8 +165,7 @@ def test_unknown_format_lists_the_known_ones(tmp_path, line):
     path = tmp_path / "rows"
     path.write_bytes(line)
     with pytest.raises(
-        InputError,
-        match=r"(?s)formats:\n  azure      TIMESTAMP, .*\n  weka       id, block_size, requests$",
+        InputError, match=r"(?s)formats:\n  azure      TIMESTAMP, .*\n  weka       id, block"
     ) as caught:
         recognise(path, BUILT_IN)
     assert repr(line.decode(errors="replace").rstrip()) in str(caught.value)

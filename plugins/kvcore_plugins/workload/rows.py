@@ -219,16 +219,17 @@ Turn: TypeAlias = tuple[int, Callable[[], Request]]
 """When a request arrives (ns), and what builds it then."""
 
 
-def merged(sessions: Iterable[tuple[int, list[Turn]]]) -> Iterator[Request]:
+def merged(sessions: Iterable[tuple[int, Callable[[], list[Turn]]]]) -> Iterator[Request]:
     """Yield the requests of sessions in order of arrival, those of one time by session.
 
     Args:
-        sessions: in order, when each starts (ns), and its turns, the last one first: at least
-            one. Those that have started and not ended are kept in memory.
+        sessions: in order, when each starts (ns), and what reads its turns then: at least
+            one, the last one first. Sessions that have started are kept in memory.
     """
     running: list[tuple[int, int, list[Turn]]] = []
-    for number, (start, turns) in enumerate(sessions):
+    for number, (start, read) in enumerate(sessions):
         yield from _before(start, running)
+        turns = read()
         heappush(running, (turns[-1][0], number, turns))
     yield from _before(math.inf, running)
 

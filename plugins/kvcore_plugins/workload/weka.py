@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 from operator import attrgetter
+from pathlib import Path
 from random import Random
 from typing import ClassVar
 
@@ -58,12 +59,12 @@ class Weka(FileWorkload):
         """Yield one request for each turn. Keeps the running sessions in memory."""
         return merged(self._sessions())
 
-    def _sessions(self) -> Iterator[tuple[int, list[Turn]]]:
+    def _sessions(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
         draw = Random(self.seed).random  # noqa: S311 - a workload, not a secret
         start = 0
         ids: set[str] = set()
         for number, line in lines(self.path):
-            yield start, _session(parse_row(self.path, number, line), start, ids)
+            yield start, partial(_session, self.path, number, line, start, ids)
             start += round(exponential(draw) * self.stagger * NS_PER_S)
 
 
@@ -95,7 +96,8 @@ def _request(turn: _Turn, session: str, start: int, namespace: int) -> Request:
     )
 
 
-def _session(row: Row, start: int, ids: set[str]) -> list[Turn]:
+def _session(path: Path, number: int, line: bytes, start: int, ids: set[str]) -> list[Turn]:
+    row = parse_row(path, number, line)
     name = row.text("id")
     if name in ids:
         raise row.error(field="id", expected="a session that is not on an earlier line")
