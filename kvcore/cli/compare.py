@@ -82,7 +82,10 @@ MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
 )
 @shared("seed", default=None)
 @click.option(
-    "--check", is_flag=True, help="Check the keys, ids and times of the workload first."
+    "--check",
+    is_flag=True,
+    help="Check all keys, ids and times of the workload first. Without it, the keys of the "
+    "first 4000 requests are checked.",
 )
 @click.option(
     "--trace", callback=file_path, metavar="FILE", help="JSONL file to write every decision to."
