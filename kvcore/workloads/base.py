@@ -178,42 +178,42 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
     for number, request in enumerate(islice(requests, checked_requests), 1):
         before = [root, *request.keys[:-1]]
         # In C, since this is part of every run: a key keeps the parent that it had first.
-        known = list(map(parents.setdefault, request.keys, before))
+        try:
+            known = list(map(parents.setdefault, request.keys, before))
+        except TypeError as error:
+            msg = f"{_place(workload, request, number)}: a key cannot be looked up: {error}"
+            raise InputError(msg) from error
         if known != before[: len(known)]:
-            place = next(n for n, parent in enumerate(known) if parent != before[n])
-            raise _unchained(workload, request, number, place, before, known, root)
+            first = next(n for n, parent in enumerate(known) if parent != before[n])
+            here, there = (
+                "at the start" if parent is root else f"after key {_key_text(parent)}"
+                for parent in (before[first], known[first])
+            )
+            msg = (
+                f"{_place(workload, request, number)}: key {_key_text(request.keys[first])} "
+                f"stands {here}, in an earlier request {there}: {_UNCHAINED}"
+            )
+            if isinstance(workload, Workload) and "chain" in workload.options():
+                msg += ", or give the workload the option chain=true"
+            raise InputError(msg)
         yield request
     parents.clear()
     yield from requests
 
 
-def _unchained(
-    workload: Iterable[Request],
-    request: Request,
-    number: int,
-    place: int,
-    before: list[Hashable],
-    known: list[Hashable],
-    root: Hashable,
-) -> InputError:
-    """Return the error that the key at `place` of `request` has two parents."""
-    here, there = (
-        "at the start" if parent is root else f"after key {_key_text(parent)}"
-        for parent in (before[place], known[place])
-    )
-    where, remedy = "requests", ""
+_UNCHAINED = (
+    "equal keys must mean equal prefixes. If each key is the hash of its own block alone, "
+    "chain them by `kvcore.request.chain_keys`"
+)
+
+
+def _place(workload: Iterable[Request], request: Request, number: int) -> str:
+    """Return which request it is, of which workload and file."""
+    where = "requests"
     if isinstance(workload, Workload):
-        options = workload.options()
-        where = f"workload {workload.name}"
-        where += "".join(f" ({path})" for path in options.values() if isinstance(path, Path))
-        remedy = ", or give the workload the option chain=true" if "chain" in options else ""
-    msg = (
-        f"{where}: request {request.id!r}, number {number}: key "
-        f"{_key_text(request.keys[place])} stands {here}, in an earlier request {there}: equal "
-        "keys must mean equal prefixes. If each key is the hash of its own block alone, chain "
-        f"them by `kvcore.request.chain_keys`{remedy}"
-    )
-    return InputError(msg)
+        paths = (path for path in workload.options().values() if isinstance(path, Path))
+        where = f"workload {workload.name}" + "".join(f" ({path})" for path in paths)
+    return f"{where}: request {request.id!r}, number {number}"
 
 
 def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:

@@ -316,6 +316,22 @@ def test_a_key_under_two_parents_is_refused(refused, tmp_path):
     assert "option chain=true" in error
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["curve", "--eviction", "lfu", "--sizes", "2"],
+        ["simulate"],
+        ["explain", "--summary", "--blocks", "9"],
+    ],
+)
+def test_every_verb_refuses_keys_under_two_parents(capsys, tmp_path, arguments):
+    """What `compare` checks of keys, other verbs that read a workload check as well."""
+    verb, *options = arguments
+    rows = str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2])))
+    assert frame.run([verb, rows, *options]) == 2
+    assert f"({rows}): request 1, number 2: key 2 stands after key 3" in capsys.readouterr().err
+
+
 def test_chained_hashes_are_compared(run, tmp_path):
     """Hashes of each block alone can be chained by the option that the error names."""
     rows = mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2]))
