@@ -148,6 +148,8 @@ def test_times_are_read(read):
     assert [request.arrival for request in read(*rows, unit="ms")] == [0, 4 * 10**6]
     rows = [{"prompt": "a", "timestamp": f"2024-05-10T00:00:0{n}Z"} for n in range(2)]
     assert [request.arrival for request in read(*rows)] == [0, SECOND]
+    rows = [{"prompt": "a", "at": 3}, {"prompt": "b", "at": 5}]
+    assert [request.arrival for request in read(*rows, time="at")] == [0, 2 * SECOND]
 
 
 def test_rows_without_times_arrive_at_a_rate(read):
@@ -216,7 +218,8 @@ def test_bad_rows_are_named(read, row, complaint):
     ("times", "options", "complaint"),
     [
         ([2, 1], {}, "2: field 'time': .*sort the rows"),
-        ([2, None], {}, "2: field 'timestamp': expected a time, as the first row has one"),
+        ([2, None], {}, "2: field 'timestamp': expected a time, as the first row has"),
+        ([None, 2], {}, "2: field 'time': expected none, as in the first row, got 2"),
         ([2], {"rate": 3}, r"1: it has times \('time'\): leave out rate=3"),
         ([2], {"tokenizer": "gone"}, "tokenizer=gone: there is no such folder"),
     ],

@@ -69,6 +69,7 @@ class Chat(TimedFile):
             is applied if it has one. Nothing is downloaded, and no code of the folder run.
         tokens: without a tokenizer, what counts as a token: `words` (pieces of up to seven
             letters or three digits, signs, line ends) or `bytes`.
+        time: the field of the time, where it has another name than `TIMES`.
         output_tokens: tokens that a request generates whose answer is not known.
         think: seconds from an answer to the next message of its conversation.
         key_tokens: tokens of a key.
@@ -81,6 +82,7 @@ class Chat(TimedFile):
 
     tokenizer: Path | None = attrs.field(default=None, converter=optional(Path))
     tokens: str = attrs.field(default="words", validator=in_(_MODES))
+    time: str | None = None
     output_tokens: int = attrs.field(default=0, validator=ge(0))
     think: float = attrs.field(default=0.0, converter=float, validator=[ge(0), lt(1e9)])
     key_tokens: int = attrs.field(default=16, validator=ge(1))
@@ -108,10 +110,7 @@ class Chat(TimedFile):
         """The digest of the file's bytes, the options, and the tokenizer's files."""
         options = self.options()
         if self.tokenizer is not None:
-            files = sorted(self.tokenizer.glob("*.json")) + sorted(
-                self.tokenizer.glob("*.jinja")
-            )
-            options["tokenizer"] = [file_digest(file) for file in files]
+            options["tokenizer"] = _digests(self.tokenizer)
         return file_digest(options.pop("path"), **options)
 
     @property
@@ -123,17 +122,21 @@ class Chat(TimedFile):
         """Yield when each row's first request arrives, and what reads its turns."""
         encoder = self._encoder()
         drawn, unknown = self.drawn_arrivals(), list[int]()
+        names = TIMES if self.time is None else (self.time,)
         first = latest = 0
         timed: bool | None = None
         for row in rows(self.path):
-            holder, name = _time_of(row)
+            holder, name = _time_of(row, names)
             if timed is None:
                 timed = name is not None
                 if name is not None:
                     self.refuse_rate(row, name)
                     first = latest = holder.time(name, self.unit)
-            if name is None and timed:
-                raise row.error(field=TIMES[0], expected="a time, as the first row has one")
+            if timed is not (name is not None):
+                expected = (
+                    "a time, as the first row has" if timed else "none, as in the first row"
+                )
+                raise holder.error(field=name or names[0], expected=expected)
             if name is None:
                 start = next(drawn)
             else:
@@ -155,7 +158,7 @@ class Chat(TimedFile):
 
     def _encoder(self) -> _Encoder:
         if self.tokenizer is not None:
-            return _Tokenizer(self.tokenizer)
+            return _Tokenizer(_pretrained(self.tokenizer, _digests(self.tokenizer)))
         return _Words() if self.tokens == "words" else _Bytes()
 
     def _turns(self, row: Row, start: int, encoder: _Encoder, unknown: list[int]) -> list[Turn]:
@@ -247,22 +250,8 @@ class _Bytes(_Encoder):
 class _Tokenizer(_Encoder):
     """The tokenizer of a model, and its chat template."""
 
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            msg = f"tokenizer={folder}: there is no such folder"
-            raise InputError(msg)
-        needed = "tokenizer=FOLDER needs transformers"
-        auto = import_extra("transformers", needed, "hf", ", or leave it out").AutoTokenizer
-        try:
-            self._tokenizer = auto.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:
-            reason, _, _ = str(error).partition("\n")
-            msg = f"tokenizer={folder}: transformers cannot read it: {reason}"
-            raise InputError(msg) from error
-        # Else a long prompt is a warning.
-        self._tokenizer.model_max_length = 1 << 62
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=begins)
@@ -287,6 +276,34 @@ class _Tokenizer(_Encoder):
                 raise InputError(msg) from error
 
 
+def _digests(folder: Path) -> tuple[str, ...]:
+    """Return the digests of the files that determine what a tokenizer makes."""
+    kinds = ("*.json", "*.jinja", "*.txt", "*.model")
+    return tuple(file_digest(file) for kind in kinds for file in sorted(folder.glob(kind)))
+
+
+@lru_cache(maxsize=1)
+def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
+    """Return the tokenizer in a folder, whose files have these digests."""
+    del digests
+    if not folder.is_dir():
+        msg = f"tokenizer={folder}: there is no such folder"
+        raise InputError(msg)
+    needed = "tokenizer=FOLDER needs transformers"
+    auto = import_extra("transformers", needed, "hf", ", or leave it out").AutoTokenizer
+    try:
+        tokenizer = auto.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        reason, _, _ = str(error).partition("\n")
+        msg = f"tokenizer={folder}: transformers cannot read it: {reason}"
+        raise InputError(msg) from error
+    # Else a long prompt is a warning.
+    tokenizer.model_max_length = 1 << 62
+    return tokenizer
+
+
 @lru_cache(maxsize=1 << 18)
 def _piece_id(piece: str) -> int:
     return int.from_bytes(blake2b(piece.encode(), digest_size=8).digest(), "little")
@@ -301,10 +318,10 @@ def _part(row: Row, *names: str) -> Row:
     return row
 
 
-def _time_of(row: Row) -> tuple[Row, str | None]:
+def _time_of(row: Row, names: Sequence[str]) -> tuple[Row, str | None]:
     """Return which object of a row has its time, and in which field."""
     for holder in (row, _part(row, "response", "body")):
-        for name in TIMES:
+        for name in names:
             if holder.fields.get(name) is not None:
                 return holder, name
     return row, None
