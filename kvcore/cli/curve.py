@@ -24,6 +24,7 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    print_notes,
     print_table,
     print_text,
     progress,
@@ -123,6 +124,7 @@ def curve(workload: str | None, **given: Any) -> None:
         if not report.empty:
             print_table(report.headers, report.rows, right=report.headers)
             print_text(report.reading)
+    print_notes(source)
 
 
 def _write(report: CurvesReport, kind: str, file: TextIO) -> None:

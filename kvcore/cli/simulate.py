@@ -22,6 +22,7 @@ from kvcore.cli.output import (
     emit_json,
     json_option,
     metrics_file,
+    print_notes,
     print_sections,
     progress,
 )
@@ -32,6 +33,7 @@ from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
+from kvcore.workloads import check_keys
 
 
 @click.command(context_settings={"show_default": True})
@@ -84,6 +86,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
         emit_json(document)
     elif prometheus != STDOUT:
         _print(parts, result, document)
+    print_notes(parts.workload)
 
 
 def _metrics(result: Result, document: dict[str, Any]) -> str:
@@ -102,7 +105,7 @@ def _run(
         longest = max((request.output_tokens for request in source), default=0)
     with progress(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
-            ticked(source, tick),
+            ticked(check_keys(source), tick),
             **made,
             allocation=allocation,
             max_output=longest,
