@@ -232,9 +232,10 @@ class TraceChecker:
             prompt, hit, resumed = seq.prompt, seq.hit, seq.resumed
         if (event.request, event.block, bool(event.again)) != (prompt.id, hit, resumed):
             violated(f"sequence {event.seq} is of request {prompt.id!r} and hit {hit} blocks")
-        least, most = self._limits(prompt, resumed=resumed)
-        if hit >= least:
-            reasons = ["no keys" if prompt.unkeyed else "partial", "absent"][: 1 + (hit < most)]
+        if hit >= self._limits(prompt, resumed=resumed)[0]:
+            reasons = ["no keys" if prompt.unkeyed else "partial"]
+            if resumed and hit < prompt.cacheable:
+                reasons.append("absent")
         elif self._expired_for == prompt.id:
             # What expired may have been dropped by an earlier call, which then failed.
             reasons = ["expired", "absent"]
