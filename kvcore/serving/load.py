@@ -9,17 +9,15 @@ from fractions import Fraction
 from itertools import compress, pairwise, repeat
 from math import floor, sqrt
 from operator import mul, sub
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from kvcore.models.cost import attended_pairs
 from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import LatencyModel, StepWork
+from kvcore.serving.run_log import RunLog
 from kvcore.units import NS_PER_S, PS_PER_NS, format_number
-
-if TYPE_CHECKING:
-    from kvcore.serving.result import RunLog
 
 FEWEST = 30
 """Requests below which a queue is too short to have a trend."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,87 +18,11 @@ from kvcore.request import SLO, Request
 from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import Executor, LatencyModel
 from kvcore.serving.load import Saturation, offered_load, saturation_of
-from kvcore.serving.scheduler import Job, Scheduler
-from kvcore.serving.stats import Fragmentation, Percentiles, PoolTimeline, TokenGaps
-from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
+from kvcore.serving.run_log import MET, UNJUDGED, RunLog
+from kvcore.serving.scheduler import Scheduler
+from kvcore.serving.stats import Fragmentation, Percentiles
+from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore.workloads import Workload
-
-UNJUDGED, MISSED, MET = -1, 0, 1
-"""How a request fared by its SLO: it has none, it has not met it, it has."""
-
-
-class RunLog:
-    """Columns of a run, one row a request, in the order in which these ended.
-
-    Attributes:
-        slo: what is expected for requests that bring no SLO of their own.
-        ids, tenants: of the requests.
-        arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
-        prompt, output, hit, pauses, recomputes: their numbers.
-        verdict: how they fared by their SLO.
-        reasons: why the request of a row was rejected; the others have finished.
-        itl: times between two tokens of a request.
-        pool: the pool's blocks over time.
-        steps, busy_ps: steps run, and the picoseconds they took.
-        own_slos: requests that brought an SLO of their own.
-    """
-
-    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
-        """Start empty, for a pool and the SLO of most requests."""
-        self.slo = slo
-        self.ids: list[int | str] = []
-        self.tenants: list[str | None] = []
-        self.arrival, self.admitted = array("q"), array("q")
-        self.first_token, self.finish = array("q"), array("q")
-        self.prompt, self.output, self.hit = array("q"), array("q"), array("q")
-        self.pauses, self.recomputes, self.verdict = array("i"), array("i"), array("b")
-        self.reasons: dict[int, str] = {}
-        self.itl = TokenGaps()
-        self.pool = PoolTimeline(blocks)
-        self.steps = self.busy_ps = self.own_slos = 0
-
-    def ended(self, job: Job, now: int) -> None:
-        """Record a finished request."""
-        request = job.request
-        self.own_slos += request.slo is not None
-        self.verdict.append(UNJUDGED if job.slo is None else _verdict(job, job.slo, now))
-        self.ids.append(request.id)
-        self.tenants.append(request.tenant)
-        self.arrival.append(job.arrival)
-        self.admitted.append(-1 if job.admitted is None else job.admitted)
-        self.first_token.append(-1 if job.first_token is None else job.first_token)
-        self.finish.append(now)
-        self.prompt.append(request.prompt_tokens)
-        self.output.append(job.output_tokens)
-        self.hit.append(job.hit)
-        self.pauses.append(job.pauses)
-        self.recomputes.append(job.recomputes)
-
-    def rejected(self, job: Job, why: str) -> None:
-        """Record a rejected request."""
-        self.reasons[len(self.ids)] = why
-        self.ended(job, -1)
-        if self.verdict[-1] != UNJUDGED:
-            self.verdict[-1] = MISSED
-
-    def tpot(self) -> list[int]:
-        """Return the mean picoseconds of the tokens after the first by row; -1 for none."""
-        columns = self.first_token, self.finish, self.output
-        return [
-            (finish - first) * PS_PER_NS // (output - 1) if finish >= 0 and output > 1 else -1
-            for first, finish, output in zip(*columns, strict=True)
-        ]
-
-
-def _verdict(job: Job, slo: SLO, now: int) -> int:
-    """Judge a job that finished at `now`. What it has no sample of, it cannot miss."""
-    arrival, first, output = job.arrival, job.first_token, job.output_tokens
-    met = slo.deadline is None or now - arrival <= slo.deadline
-    if first is not None:
-        met &= slo.ttft is None or first - arrival <= slo.ttft
-        met &= slo.tpot is None or now - first <= slo.tpot * (output - 1)
-    return MET if met else MISSED
-
 
 SCHEMA = 1
 
@@ -208,25 +131,27 @@ class Outcome:
 
     @property
     def throughput_tokens_s(self) -> float | None:
-        """Output tokens of finished requests a second; None if no time passed."""
+        """Output tokens of finished requests a second; None if none asks for any."""
         output, rejected = self.log.output, self.log.reasons
+        if not any(output):
+            return None
         generated = sum(output) - sum(output[row] for row in rejected)
         return generated / self.simulated_s if self.simulated_s else None
 
     @property
     def goodput(self) -> float | None:
-        """Requests a second that met their SLO; None if none has one, or no time passed."""
+        """Requests a second that met their SLO; None if none can be judged."""
         met = self.log.verdict.count(MET)
         return met / self.simulated_s if self.simulated_s and self._judged else None
 
     @property
     def slo_attainment(self) -> float | None:
-        """Share of the requests with an SLO that met it; None if none has one."""
+        """Share of the requests judged by an SLO that met it; None without any."""
         return self.log.verdict.count(MET) / self._judged if self._judged else None
 
     @property
     def _judged(self) -> int:
-        """Requests with an SLO."""
+        """Requests that have a sample of something that their SLO states."""
         return len(self.log.verdict) - self.log.verdict.count(UNJUDGED)
 
     @cached_property
@@ -334,6 +259,7 @@ class Result(Outcome):
                 "tpot_s": _slo_seconds(slo.tpot),
                 "deadline_s": _slo_seconds(slo.deadline),
                 "own": log.own_slos,
+                "judged": self._judged,
                 "met": self.slo_attainment,
             },
             "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
