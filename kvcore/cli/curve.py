@@ -123,7 +123,8 @@ def curve(workload: str | None, **given: Any) -> None:
         print_text(report.headline)
         if not report.empty:
             print_table(report.headers, report.rows, right=report.headers)
-            print_text(report.reading)
+            print_text(f"{report.reading}
+{report.setup}")
     print_notes(source)
 
 
