@@ -24,6 +24,7 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    print_notes,
     print_table,
     print_text,
     progress,
@@ -122,7 +123,8 @@ def curve(workload: str | None, **given: Any) -> None:
         print_text(report.headline)
         if not report.empty:
             print_table(report.headers, report.rows, right=report.headers)
-            print_text(report.reading)
+            print_text(f"{report.reading}\n{report.setup}")
+    print_notes(source)
 
 
 def _write(report: CurvesReport, kind: str, file: TextIO) -> None:

@@ -14,8 +14,9 @@ from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
+from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins import policy_error
+from kvcore.plugins import FAILURES, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
@@ -194,7 +195,7 @@ class TensorExecutor:
             return generator.forward(batch, attend)
         except KvcoreError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -203,7 +204,7 @@ class TensorExecutor:
             return getattr(self._backend, method)(*arguments, **options)
         except KvcoreError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise policy_error(self._backend, method, error) from error
 
     def _append(
@@ -253,8 +254,13 @@ class TensorExecutor:
         """
         decoding = sequences[len(sequences) - work.decode :]
         context = sum(each.context for each in decoding) + work.decode
+        pairs = sum(
+            attended_pairs(each.context, len(each.token_ids))
+            for each in sequences[: len(sequences) - work.decode]
+        )
         line = len(self.measured) + 2
-        self.measured.append(MeasuredStep(line, work.prefill, work.decode, context, took_ps))
+        counts = work.prefill, work.decode, context
+        self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
 
 
 def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:

@@ -41,14 +41,8 @@ from kvcore.kv_events.recording import (
     record,
     unparsed_reasons,
 )
-from kvcore.kv_events.subscriber import (
-    Delivery,
-    Gap,
-    InvalidMessage,
-    Restart,
-    Server,
-    Subscriber,
-)
+from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart
+from kvcore.kv_events.subscriber import Server, Subscriber
 
 __all__ = [
     "FORMATS",
