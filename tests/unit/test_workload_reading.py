@@ -384,6 +384,15 @@ def test_an_element_that_is_cut_is_a_line(tmp_path):
     assert list(lines(path)) == [(1, b'{"a":1}'), (2, b'{"b": nope]')]
 
 
+def test_an_element_that_is_nested_too_deep_is_a_line(tmp_path):
+    """It is passed on as it is, too: no reader of lines takes it."""
+    path = tmp_path / "rows"
+    deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    path.write_bytes(b"[" + deep + b"]")
+    with pytest.raises(InputError, match="no known workload format"):
+        recognise(path, BUILT_IN)
+
+
 def test_chained_keys_mean_prefixes():
     """Hashes are chained so that a key stands for all before it; text is no number."""
     assert chain_keys([7, 8])[1] == chain_keys([7, 8, 9])[1] != chain_keys([6, 8])[1]

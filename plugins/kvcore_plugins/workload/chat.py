@@ -310,12 +310,15 @@ def _piece_id(piece: str) -> int:
 
 
 def _part(row: Row, *names: str) -> Row:
-    """Return the object nested in `row` under the first of `names` it has, or `row`."""
-    for name in names:
-        fields = row.fields.get(name)
-        if type(fields) is dict:
-            return _part(Row(row.path, row.line, fields, f"{row.prefix}{name}."), *names)
-    return row
+    """Return the object nested deepest in `row` under any of `names`, or `row` itself."""
+    while True:
+        for name in names:
+            fields = row.fields.get(name)
+            if type(fields) is dict:
+                row = Row(row.path, row.line, fields, f"{row.prefix}{name}.")
+                break
+        else:
+            return row
 
 
 def _time_of(row: Row, names: Sequence[str]) -> tuple[Row, str | None]:
