@@ -44,7 +44,7 @@ PLUGINS = ("scheduler", "latency", "generator", "backend")
 SERVING = ("scheduler", "latency", "batching", "slo", "rate_scale")
 """Options that go with a cache of the caller's."""
 
-COMPUTING = ("generator", "backend", "dtype", "clock", "stop_at_eos", "seed")
+COMPUTING = ("generator", "backend", "dtype", "clock", "stop_at_eos", "seed", "threads")
 """Options that go with one in a run on tensors."""
 
 
@@ -90,6 +90,7 @@ class EngineOptions(ServingOptions, total=False):
     limit: int | None
     shrink: int | None
     stop_at_eos: bool
+    threads: int | None
 
 
 def simulate(

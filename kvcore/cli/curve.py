@@ -12,7 +12,6 @@ import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
-from kvcore.analysis.workers import cpus
 from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
 from kvcore.cli.options import (
     accounting_option,
@@ -33,6 +32,7 @@ from kvcore.cli.output import (
 from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.host import cpus
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
