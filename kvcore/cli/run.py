@@ -238,7 +238,7 @@ def _print_texts(document: dict[str, Any]) -> None:
 def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
     clock = "measured" if engine.config.clock == "wall" else "simulated"
     named = _named(engine, document)
-    report = report_of(engine, result, document, named, clock=clock, done="computed")
+    report = report_of(result, document, named, clock=clock, done="computed")
     print_report(report, _computed(engine, engine.workload.options(), document["requests"]))
 
 

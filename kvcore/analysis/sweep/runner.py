@@ -46,6 +46,7 @@ SPREAD = ("mean", "p50", "p90", "p95", "p99")
 
 TIMED = {
     **{name: name for name in ("requests", "completed", "rejected", "offered_load")},
+    "saturated": "saturation.saturated",
     "simulated_s": "simulated_s",
     # `steps` is what they may hold.
     "step_count": "steps",
