@@ -32,7 +32,7 @@ from kvcore.plugins import FAILURES
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, check_keys
 
 if TYPE_CHECKING:
     from kvcore.analysis._reuse import Reuse
@@ -293,7 +293,7 @@ class _CurveMaker:
                 self.requests += done
                 tick(done)
 
-            yield ticked(workload, count)
+            yield ticked(check_keys(workload), count)
 
 
 def _compiled() -> type[Reuse]:

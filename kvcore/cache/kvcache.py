@@ -139,15 +139,17 @@ class KVCache:
         """Blocks that are free or can be evicted."""
         return self.pool.free_blocks + self.tree.unpinned_blocks
 
-    def probe(self, request: Request, now: int | None = None) -> int:
+    def probe(self, request: Request, now: int | None = None, target: int | None = None) -> int:
         """Return how many blocks of `request` would hit. Changes nothing.
+
+        `target` is as for `open`.
 
         Raises:
             InputError: the request's keys are not those the cache was made for.
         """
         if self.tree.failure is not None:
             self._raise_failure()
-        prompt = self.geometry.prompt(request)
+        prompt = self.geometry.prompt(request, target)
         at = self.now if now is None else now
         return self.tree.match(prompt.keys, prompt.limit, at).blocks
 
@@ -203,14 +205,16 @@ class KVCache:
         now: int | None = None,
         *,
         resumed: bool = False,
+        target: int | None = None,
         reserve: int = 0,
     ) -> Sequence:
         """Admit `request`: pin what it hits, allocate what it will compute first.
 
         All or nothing. `first_tokens` is how many tokens to allocate after the hit; None
-        is the rest of the prompt. `resumed` says that a preempted request returns: what it
-        finds are its own blocks, which is no reuse. `reserve` blocks must stay free or
-        evictable.
+        is the rest of `target`, the tokens to be computed before the next one is generated:
+        the prompt (None), and after a preemption the output so far too. `resumed` says
+        that a preempted request returns: what it finds are its own blocks, which is no
+        reuse. `reserve` blocks must stay free or evictable.
 
         Raises:
             InputError: as for `probe`, or fewer than 0 tokens.
@@ -222,7 +226,7 @@ class KVCache:
             self._raise_failure()
         if trace is not None:
             self._set_key_tokens(request, trace)
-        keys, tokens, blocks, cacheable, lookup, limit = self.geometry.lay_out(request)
+        keys, tokens, blocks, cacheable, lookup, limit = self.geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
@@ -239,6 +243,8 @@ class KVCache:
                 raise InputError(msg)
             tokens = hit * size + first_tokens
             blocks = -(-tokens // size)
+        elif target is not None and self.geometry.accounting == "tokens":
+            tokens, blocks = target, -(-target // size)
         need = blocks - hit
         # The blocks that hit are about to be pinned: they are no room. All other unpinned
         # blocks can be evicted in the end, since below an unpinned span nothing is pinned.

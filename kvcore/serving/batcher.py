@@ -409,11 +409,8 @@ class Batcher:
         """Return True if `budget` is enough for `job`, whose prefill must be one chunk."""
         if not self.chunks or job.stage == PAUSED:
             return True
-        return self._to_prefill(job, now) <= budget
-
-    def _to_prefill(self, job: Job, now: int) -> int:
-        """Return how many tokens a job without blocks has to compute: those that do not hit."""
-        return job.target - self._server.probe(job.known_request(), now)
+        hit = self._cache.probe(job.known_request(), now, job.target)
+        return job.target - hit * self._cache.geometry.block_size <= budget
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""
@@ -440,15 +437,13 @@ class Batcher:
 
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
-        again = job.admitted is not None
-        first = self._to_prefill(job, now) if again else None
         reserve = self._reserve if self.running or self.paused else 0
-        seq = self._allocator.open(job, first, now, reserve)
+        seq = self._allocator.open(job, now, reserve)
         if seq is None:
             return False
         job.seq = seq
         job.computed = seq.computed
-        if not again:
+        if job.admitted is None:
             job.admitted, job.hit = now, seq.computed
         job.stage = PREFILL
         self._prefilling[job] = None

@@ -46,6 +46,7 @@ SPREAD = ("mean", "p50", "p90", "p95", "p99")
 
 TIMED = {
     **{name: name for name in ("requests", "completed", "rejected", "offered_load")},
+    "saturated": "saturation.saturated",
     "simulated_s": "simulated_s",
     # `steps` is what they may hold.
     "step_count": "steps",
@@ -328,7 +329,7 @@ def _at(document: Any, path: str) -> Any:
     return document
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception | SystemExit) -> str:
     """Return why a cell failed; for an error that is not of kvcore's making, also where."""
     if isinstance(error, KvcoreError):
         return str(error)
