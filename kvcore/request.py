@@ -210,7 +210,8 @@ class Request:
             known.
 
     Raises:
-        InputError: a length or time is no whole number, or out of range.
+        InputError: a length or time is no whole number, or out of range; or keys cannot be
+            compared.
     """
 
     id: int | str
@@ -253,6 +254,13 @@ class Request:
                 f"output_tokens={self.output_tokens!r}, key_tokens={self.key_tokens!r}"
             )
             raise InputError(msg)
+        if len(self.keys):
+            try:
+                # The first and the last: a request of a million keys is not read for it.
+                hash((self.keys[0], self.keys[-1]))
+            except TypeError as error:
+                msg = f"request {self.id!r}: {error} as a block key: give integers or bytes"
+                raise InputError(msg) from error
         if type(self.think_time) is not int or self.think_time < 0:
             msg = (
                 f"request {self.id!r}: think_time={self.think_time!r} must be whole ns, "

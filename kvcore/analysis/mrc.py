@@ -28,6 +28,7 @@ from kvcore.cache import EvictionPolicy
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
+from kvcore.plugins import FAILURES
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
@@ -375,7 +376,7 @@ def _attempt(task: Task) -> CacheStats | Exception:
     _, parcel, blocks = task
     try:
         bench, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making
-    except Exception as error:  # noqa: BLE001 - whatever the classes do
+    except FAILURES as error:  # whatever the classes do
         return InputError(
             f"the workload or a policy cannot be read by another process ({error}): use one job"
         )

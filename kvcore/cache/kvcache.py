@@ -36,7 +36,7 @@ from kvcore.cache.retention import RetentionPolicy, drop_blocks, may_drop, new_h
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import PrefixMatch, SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
-from kvcore.plugins import Plugin, describe, find_override, resolve
+from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import Key, Request
 
 
@@ -115,7 +115,10 @@ class KVCache:
             plugins.append(self.retention)
         for plugin in plugins:
             plugin.bind()
-        self.eviction.attach(blocks, block_size)
+        try:
+            self.eviction.attach(blocks, block_size)
+        except FAILURES as error:
+            raise policy_error(self.eviction, "attach", error) from error
         self.tree = SpanTree(self.pool, self.prefix, self.eviction, self.geometry, trace)
         self._on_miss: Callable[[Request, int, int], None] | None = find_override(
             self.eviction, "on_miss"
@@ -255,7 +258,7 @@ class KVCache:
         if self._on_miss is not None and not resumed and hit < limit:
             try:
                 self._on_miss(request, hit, now)
-            except Exception as error:
+            except BaseException as error:
                 raise tree.fail(self.eviction, "on_miss", error) from error
         seq.private = self._allocate(need, seq, now)
         # The access counts after the evictions that the admission needs.
@@ -469,7 +472,7 @@ class KVCache:
         if may_drop(self.pool, seq):
             try:
                 holes = new_holes(seq, retention.droppable(seq))
-            except Exception as error:
+            except BaseException as error:
                 raise self.tree.fail(retention, "droppable", error) from error
             if holes:
                 self.stats.dropped_blocks += drop_blocks(

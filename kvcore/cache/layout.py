@@ -97,8 +97,11 @@ class BlockLayout:
             InputError: the block size does not fit them.
         """
         block_size = self.block_size
-        if block_size < 1 or key_tokens < 1:
-            msg = f"block size {block_size} and key size {key_tokens} must be positive"
+        if not all(type(size) is int and size > 0 for size in (block_size, key_tokens)):
+            msg = (
+                f"block size {block_size!r} and key size {key_tokens!r} must be whole numbers "
+                "above 0"
+            )
             raise InputError(msg)
         ratio, rest = divmod(key_tokens, block_size)
         stride = 1

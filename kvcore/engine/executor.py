@@ -16,7 +16,7 @@ from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins import policy_error
+from kvcore.plugins import FAILURES, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
@@ -193,7 +193,7 @@ class TensorExecutor:
             return generator.forward(batch, attend)
         except KvcoreError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -202,7 +202,7 @@ class TensorExecutor:
             return getattr(self._backend, method)(*arguments, **options)
         except KvcoreError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise policy_error(self._backend, method, error) from error
 
     def _append(

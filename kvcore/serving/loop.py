@@ -263,8 +263,6 @@ class ServingLoop:
         self.log.steps += steps
         self.log.busy_ps += took_ps
         now = self.clock_ps // PS_PER_NS
-        if self._arrivals.next_at <= now:
-            self._take_arrivals(now)
         if took_ps >= INT64_LIMIT or now >= INT64_LIMIT:
             msg = (
                 f"{steps} steps take {took_ps / 1e12:.3g} s by latency model "
@@ -272,6 +270,8 @@ class ServingLoop:
                 "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
             )
             raise InputError(msg)
+        if self._arrivals.next_at <= now:
+            self._take_arrivals(now)
         if named:
             self._name(named, now)
         return now

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import closing
+from functools import wraps
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, ClassVar, Self
 
 import orjson
 
-from kvcore.errors import InputError
-from kvcore.plugins.base import Plugin
+from kvcore.errors import InputError, KvcoreError, shorten
+from kvcore.plugins.base import FAILURES, Plugin, policy_error, wrong_answer
 from kvcore.request import Key, Request
 from kvcore.workloads.files import file_digest, lines
 
@@ -28,6 +30,14 @@ class Workload(Plugin):
     """
 
     kind: ClassVar[str] = "workload"
+
+    _has_yielded = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let errors of an `__iter__` that `cls` defines name the plugin, the file and line."""
+        super().__init_subclass__(**options)
+        if "__iter__" in vars(cls):
+            cls.__iter__ = _guarded(vars(cls)["__iter__"])  # type: ignore[method-assign]
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
@@ -82,6 +92,44 @@ class Workload(Plugin):
         return cls(path=path)  # type: ignore[call-arg]
 
 
+def _guarded(
+    method: Callable[[Workload], Iterator[Request]],
+) -> Callable[[Workload], Iterator[Request]]:
+    """Return `method`, an `__iter__`, whose failures and wrong items are PolicyErrors."""
+
+    @wraps(method)
+    def requests(workload: Workload) -> Iterator[Request]:
+        request = None
+        try:
+            for request in method(workload):
+                if not isinstance(request, Request):
+                    raise wrong_answer(workload, "__iter__()", _what_it_is(request, method))
+                yield request
+        except FAILURES as error:
+            if isinstance(error, (KvcoreError, OSError)) and not _is_of_request(error):
+                raise
+            raise policy_error(workload, "__iter__", error) from error
+        if request is None and workload._has_yielded:  # noqa: SLF001 - a method in the end
+            why = "nothing, the second time: it must begin anew whenever it is called"
+            raise wrong_answer(workload, "__iter__()", why)
+        # Also where the class is frozen.
+        object.__setattr__(workload, "_has_yielded", request is not None)
+
+    return requests
+
+
+def _is_of_request(error: Exception) -> bool:
+    """Return True if a Request could not be made: a row that the workload should refuse."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"] == Request.__module__
+
+
+def _what_it_is(item: object, method: Callable[..., object]) -> str:
+    code = method.__code__
+    place = f"{Path(code.co_filename).name}:{code.co_firstlineno}, {method.__name__}"
+    return f"{shorten(repr(item))}: yield instances of kvcore.Request ({place})"
+
+
 def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
     """Return the workload that reads `path`: of the one class that recognises its first line.
 
@@ -91,7 +139,13 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
     with closing(lines(path)) as source:
         first_line = next(source)[1]
     readers = [cls for cls in candidates if _reads_files(cls)]
-    found = sorted((cls for cls in readers if cls.recognises(first_line)), key=_name)
+    found, faults = [], ""
+    for cls in sorted(readers, key=_name):
+        try:
+            if cls.recognises(first_line):
+                found.append(cls)
+        except FAILURES as error:
+            faults += f"; recognises() of {cls.name} raised {error!r}"
     if len(found) == 1:
         return found[0].from_file(path)
     if found:
@@ -101,7 +155,9 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
         )
         raise InputError(msg)
     names = ", ".join(sorted(map(_name, readers))) or "none"
-    msg = f"{path}: no known workload format: {_beginning(first_line)}; formats: {names}"
+    msg = (
+        f"{path}: no known workload format: {_beginning(first_line)}; formats: {names}{faults}"
+    )
     raise InputError(msg)
 
 

@@ -21,7 +21,7 @@ from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
 from kvcore.errors import InputError, KvcoreError
-from kvcore.plugins import Plugin, Plugins
+from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
@@ -282,7 +282,7 @@ class CellRunner:
         begin = perf_counter()
         try:
             result = self._run(task)
-        except Exception as error:  # noqa: BLE001 - reported, and the sweep fails in the end
+        except FAILURES as error:  # reported, and the sweep fails in the end
             return Outcome(task.digest, None, _reason(error))
         return Outcome(task.digest, result, wall_s=round(perf_counter() - begin, 6))
 
