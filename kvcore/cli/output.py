@@ -76,6 +76,12 @@ def print_text(text: str) -> None:
         click.echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
 
 
+def print_notes(workload: Workload) -> None:
+    """Print on stderr what `workload` notes of the requests that were read."""
+    for note in workload.notes:
+        click.echo(f"kvcore: {workload.name}: {note}", err=True)
+
+
 def print_table(
     headers: Sequence[str],
     rows: Iterable[Sequence[object]],

@@ -8,6 +8,7 @@ from kvcore.kv_events.block_tracker import (
     check_recording,
 )
 from kvcore.kv_events.export import (
+    ExportSize,
     MooncakeRows,
     block_hash,
     dynamo_batches,
@@ -55,6 +56,7 @@ __all__ = [
     "BlockUpdated",
     "Delivery",
     "EventBatch",
+    "ExportSize",
     "Gap",
     "InvalidMessage",
     "Lost",
