@@ -75,7 +75,7 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
     last quarter of the time, so that requests that come in a burst do not count, and
     jobs were admitted at `STEPS` times of the second half: else one step is all there was.
     """
-    columns = log.arrival, log.admitted, log.finish
+    columns: tuple[array[int], ...] = log.arrival, log.admitted, log.finish
     if log.reasons:
         done = [finish >= 0 for finish in log.finish]
         columns = tuple(array("q", compress(column, done)) for column in columns)
