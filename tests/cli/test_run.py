@@ -62,6 +62,7 @@ def test_the_bundled_trace():
     assert document["config"]["workload"]["options"] == {
         "workload": "mooncake",
         "path": None,
+        "chain": False,
         "limit": 5,
         "shrink": 32,
     }
