@@ -1,9 +1,11 @@
 """kvcore: a plugin framework and workbench for the KV cache of LLM serving."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # without `typing`, whose import takes longer than this one
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvcore.api import compare, run, simulate
     from kvcore.cache import (
         EvictionPolicy,
@@ -67,7 +69,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Return a name of the front door, whose room is imported when it is first asked for."""
     if name in __all__:
         for room in _ROOMS:

@@ -114,10 +114,14 @@ def test_own_errors_are_one_message(verb, capsys, error, code):
 @pytest.mark.parametrize(
     ("arguments", "message", "command"),
     [
-        (["act", "--tmies", "2"], "No such option", "kvcore act"),
+        (
+            ["act", "--tmies", "2"],
+            "no option '--tmies' (did you mean '--times'?)",
+            "kvcore act",
+        ),
         (["act", "--times", "x"], "'x' is not a valid integer", "kvcore act"),
         (["acts"], "there is no verb 'acts' (did you mean 'act'?)", "kvcore"),
-        (["--verison"], "No such option", "kvcore"),
+        (["--verison"], "did you mean '--version'?", "kvcore"),
     ],
 )
 def test_usage_errors_exit_2(verb, capsys, arguments, message, command):
