@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
 
+_CALLS = ("compare", "run", "simulate")
+
 _ROOMS = (
     *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
-    *("engine", "api"),
+    "engine",
 )
-"""Where the names below are defined, lower rooms first."""
+"""Where all but the calls are defined, lower rooms first."""
 
 __all__ = [
     "SLO",
@@ -72,7 +74,7 @@ __all__ = [
 def __getattr__(name: str) -> "Any":
     """Return a name of the front door, whose room is imported when it is first asked for."""
     if name in __all__:
-        for room in _ROOMS:
+        for room in ("api",) if name in _CALLS else _ROOMS:
             found = vars(import_module(f"kvcore.{room}"))
             if name in found:
                 globals()[name] = found[name]

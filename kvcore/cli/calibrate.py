@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import emit_json, file_path, json_option, print_table, print_text
+from kvcore.cli.output import emit_json, input_file, json_option, print_table, print_text
+from kvcore.cli.verb import verb
 from kvcore.serving.calibration import COUNTS, fit_linear
 from kvcore.units import PS_PER_S, format_seconds
 
@@ -22,8 +23,8 @@ UNITS = {
 }
 
 
-@click.command()
-@click.argument("steps", callback=file_path)
+@verb("kvcore calibrate steps.csv")
+@click.argument("steps", callback=input_file)
 @json_option
 def calibrate(*, steps: Path, as_json: bool) -> None:
     """Fit the latency model `linear` to the measured steps of the CSV file STEPS.

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import emit_json, file_path, json_option
+from kvcore.cli.output import emit_json, file_path, input_file, json_option
+from kvcore.cli.verb import verb
 from kvcore.files import refuse_overwrite
 
 if TYPE_CHECKING:
@@ -63,8 +64,11 @@ FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
 """By format: the function that writes a trace in it, and returns the counts to report."""
 
 
-@click.command()
-@click.argument("trace", callback=file_path)
+@verb(
+    "kvcore export run.jsonl.gz --format mooncake --out requests.jsonl",
+    "kvcore export run.jsonl.gz --format vllm --zmq tcp://127.0.0.1:5557",
+)
+@click.argument("trace", callback=input_file)
 @click.option(
     "--format",
     "kind",

@@ -14,6 +14,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table
+from kvcore.cli.verb import Count, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_seconds
 
@@ -38,7 +39,10 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     return time
 
 
-@click.command(context_settings={"show_default": True})
+@verb(
+    "kvcore record --zmq tcp://127.0.0.1:5557 -o live.jsonl.gz",
+    "kvcore record --zmq tcp://host:5557 --replay tcp://host:5558 --for 600 -o live.jsonl.gz",
+)
 @click.option(
     "--zmq",
     "address",
@@ -60,7 +64,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
 )
 @click.option(
     "--ranks",
-    type=click.IntRange(min=1),
+    type=Count(),
     default=1,
     help="Number of data-parallel ranks, which publish at consecutive ports.",
 )
@@ -73,7 +77,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
 )
 @click.option(
     "--batches",
-    type=click.IntRange(min=1),
+    type=Count(),
     help="Number of batches after which the recording ends.",
 )
 @click.option(

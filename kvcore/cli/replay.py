@@ -11,11 +11,13 @@ from kvcore.cli.options import what_if
 from kvcore.cli.output import (
     emit_json,
     file_path,
+    input_file,
     json_option,
     print_sections,
     print_table,
     progress,
 )
+from kvcore.cli.verb import verb
 from kvcore.errors import InputError, TraceError
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
@@ -24,8 +26,11 @@ from kvcore.units import parse_seconds
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
 
-@click.command()
-@click.argument("file", callback=file_path)
+@verb(
+    "kvcore replay run.jsonl.gz --at 60",
+    "kvcore replay run.jsonl.gz --eviction lfu --blocks 20k",
+)
+@click.argument("file", callback=input_file)
 @click.option(
     "--at",
     metavar="SECONDS",

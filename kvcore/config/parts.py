@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import attrs
 
@@ -28,13 +28,16 @@ from kvcore.serving import LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
 from kvcore.trace.fields import plain
 from kvcore.units import format_bytes
-from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
+from kvcore.workloads import PromptWorkload, Workload, WorkloadSample, part_of
 
 BLOCK_SIZE = 16
 """Tokens of a block under a clock, where no block size is given: what most servers have."""
 
 LIMIT, MAX_OUTPUT = 20, 16
 """Requests of a workload, and tokens for a text, where a run on tensors is not told."""
+
+
+Window: TypeAlias = tuple[int, int | None] | None
 
 
 class RunParts:
@@ -214,6 +217,12 @@ class RunParts:
         return given if isinstance(given, ModelSpec) else load_model(given)
 
     def _source(self) -> Workload:
+        """Return the part of the workload that was asked for."""
+        source = self._whole_source()
+        with self._about("limit"):
+            return part_of(source, self.config.limit, cast("Window", self.config.window))
+
+    def _whole_source(self) -> Workload:
         given = self.config.workload
         if isinstance(given, Workload):
             return given
@@ -381,12 +390,13 @@ class EngineParts(RunParts):
         ]
         if self.texts:
             return PromptWorkload(self.texts, size)
-        source = super()._source()
+        source = self._whole_source()
         limit, shrink = self.config.limit, self.config.shrink
         if shrink is None:
             ratio, rest = divmod(source.key_tokens, size)
             shrink = 1 if rest else ratio
-        return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink)
+        window = cast("Window", self.config.window)
+        return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink, window)
 
     def _text(self, number: int, text: str, block_size: int) -> TextRequest:
         tokens = self.generator.encode(text)

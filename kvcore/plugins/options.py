@@ -25,8 +25,10 @@ from typing import (
 
 import attrs
 
-from kvcore.errors import InputError, KvcoreError, PluginError
+from kvcore.errors import InputError, KvcoreError, PluginError, shorten
+from kvcore.files import input_path
 from kvcore.plugins.base import COMPUTED, REQUIRED, Option, Plugin, options_of, qualified
+from kvcore.units import parse_whole
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -164,8 +166,9 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
         raise InputError(msg) from error
     try:
         return _converter().structure(text, kind)
-    except (ValueError, LookupError) as error:
-        msg = f"{label} takes {expected}, not {text!r}"
+    except (ValueError, LookupError, InputError) as error:
+        why = f" ({error})" if "out of range" in str(error) else ""
+        msg = f"{label} takes {expected}, not {shorten(text)!r}{why}"
         raise InputError(msg) from error
 
 
@@ -252,7 +255,7 @@ def _converter() -> Converter:
 
         def read(text: str, _: object) -> Any:
             for member in members:
-                with suppress(ValueError, LookupError):
+                with suppress(ValueError, LookupError, InputError):
                     return converter.structure(text, member)
             raise ValueError(text)
 
@@ -262,7 +265,8 @@ def _converter() -> Converter:
     converter.register_structure_hook(NoneType, lambda text, _: {"none": None}[text])
     converter.register_structure_hook(bool, lambda text, _: _BOOLS[text])
     converter.register_structure_hook(float, number)
-    converter.register_structure_hook(Path, lambda text, _: Path(text))
+    converter.register_structure_hook(int, lambda text, _: parse_whole(text))
+    converter.register_structure_hook(Path, lambda text, _: input_path(text))
     converter.register_structure_hook_factory(_is_literal, choice)
     converter.register_structure_hook_factory(_is_union, first)
     return converter

@@ -2,7 +2,7 @@
 
 from kvcore.workloads.base import Workload, checked, recognise
 from kvcore.workloads.files import file_digest, lines
-from kvcore.workloads.sample import PromptWorkload, WorkloadSample
+from kvcore.workloads.sample import PromptWorkload, WorkloadSample, part_of
 
 __all__ = [
     "PromptWorkload",
@@ -11,5 +11,6 @@ __all__ = [
     "checked",
     "file_digest",
     "lines",
+    "part_of",
     "recognise",
 ]

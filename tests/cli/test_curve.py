@@ -127,7 +127,7 @@ def test_out_writes_the_numbers(run, tmp_path):
         (["--accounting", "tokens", "--eviction", "optimum"], "`keys` accounting alone"),
         (["--kv-dtype", "fp8"], "give that too"),
         (["--model", "no-model"], "no-model"),
-        (["--jobs", "0"], "0 jobs"),
+        (["--jobs", "0"], "0 is out of range: it must be at least 1"),
         (["--out", "c.pdf"], "end it with .png, .svg, .csv, .json"),
         (["--out", "no/such/c.png"], "cannot write"),
     ],

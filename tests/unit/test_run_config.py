@@ -43,7 +43,10 @@ def test_nothing_may_be_expected(given, slo):
     ("options", "reason"),
     [
         ({"bloks": 3}, "there is no option 'bloks' (did you mean 'blocks'?). There are: "),
-        ({"blocks": "3"}, "blocks: expected a whole number, not '3'"),
+        (
+            {"blocks": "3x"},
+            "blocks: expected a whole number, such as 8192, 8k or 1e5, not '3x'",
+        ),
         ({"seed": True}, "seed: expected a whole number, not true"),
         ({"chunked": 1}, "chunked: expected true or false, not 1"),
         ({"watermark": "0.1"}, "watermark: expected a number, not '0.1'"),

@@ -56,7 +56,7 @@ def test_a_run_without_a_clock_has_nothing_that_takes_time():
         ("compare", {"scheduler": "srpt"}, "scheduler: there is no such thing in mode"),
         ("compare", {}, "blocks: a sweep in mode 'compare' needs pools"),
         ("simulate", {"blocks": []}, "blocks: the list is empty"),
-        ("simulate", {"blocks": "3"}, "blocks: expected a whole number, not '3'"),
+        ("simulate", {"blocks": "3x"}, "blocks: expected a whole number, such as 8192"),
         ("simulate", {"seed": True}, "seed: expected a whole number, not true"),
         ("simulate", {"chunked": 1}, "chunked: expected true or false, not 1"),
         ("simulate", {"slo": 3}, "slo: expected an SLO such as ttft=30,tpot=0.1, or none"),
