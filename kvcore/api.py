@@ -327,10 +327,11 @@ def _opened(workload: Source, plugins: Plugins | None) -> Iterable[Request]:
     """Return the requests of a workload, which is opened if it is a name or a path."""
     if not isinstance(workload, str | Spec | PathLike):
         return workload
-    from kvcore.config import find_workload  # noqa: PLC0415 - as above
+    from kvcore.config.lookup import opened  # noqa: PLC0415 - as above
 
-    text = str(Path(workload).absolute()) if isinstance(workload, PathLike) else str(workload)
-    return find_workload(text, plugins or Plugins())
+    named = str(workload) if isinstance(workload, Spec) else workload
+    requests: Iterable[Request] = opened(named, plugins or Plugins())
+    return requests
 
 
 def _flat(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
+from kvcore.config.lookup import opened
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import refuse_overwrite
@@ -135,7 +136,7 @@ class Comparison:
 
 
 def compare(
-    workload: Workload,
+    workload: Workload | str | os.PathLike[str],
     policies: Policy | Iterable[Policy],
     blocks: int | Iterable[int] | None = None,
     *,
@@ -155,7 +156,7 @@ def compare(
     given twice are run once.
 
     Args:
-        workload: where the requests come from.
+        workload: where the requests come from; also a plugin's name with options, or a file.
         policies: one or several: names with options (`"lfu:half_life=300"`; one text may
             hold several), policy classes, functions that build a policy, and `Belady` or
             its name.
@@ -181,6 +182,7 @@ def compare(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
+    workload = opened(workload, plugins)
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )

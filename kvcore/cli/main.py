@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import warnings
 from contextlib import suppress
 from difflib import get_close_matches
 from errno import ENOSPC
@@ -161,6 +162,7 @@ def main() -> NoReturn:
     Once the verb is loaded, Ctrl-C raises; before and afterwards it does what it did before.
     """
     _prepare_streams()
+    warnings.showwarning = _tell
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
     for verb in VERBS.keys() & sys.argv[1:2]:
@@ -209,6 +211,11 @@ def _invoke(arguments: Sequence[str]) -> int:
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
     return 0
+
+
+def _tell(message: Warning | str, *_: object) -> None:
+    """Print a warning as one line, without the place in the code."""
+    click.echo(f"kvcore: {message}", err=True)
 
 
 def _terminate(*_: object) -> NoReturn:

@@ -279,7 +279,8 @@ def one_of(given: dict[str, Any], one: str, other: str, why: str, from_file: set
         return
     weaker = {one, other} & from_file
     if len(weaker) != 1:
-        msg = f"--{one} and --{other} {why}: give one of them"
+        both = f"{given['config']}: {one} and {other}" if weaker else f"--{one} and --{other}"
+        msg = f"{both} {why}: give one of them"
         raise InputError(msg)
     given[weaker.pop()] = None
 

@@ -77,7 +77,7 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
             msg = (
                 f"{file} is a recording of KV events: it is checked and shown, without "
                 "options. `kvcore compare` and `curve` run its requests as "
-                f"kv-events:file={file},lookups=full, if the engine reported every use"
+                f"kv-events:path={file},lookups=full, if the engine reported every use"
             )
             raise InputError(msg)
         _show_recording(file, as_json=as_json)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os.path
+import os
+from pathlib import Path
+from typing import Any
 
 from kvcore.errors import InputError
 from kvcore.files import input_path, unreadable_reason
@@ -52,6 +54,13 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
         )
         raise InputError(msg) from None
     return recognise(path, [plugins.get("workload", known) for known in names])
+
+
+def opened(workload: Any, plugins: Plugins) -> Any:
+    """Return a workload: the one that a text or path names; anything else as it is."""
+    if isinstance(workload, os.PathLike):
+        return find_workload(str(Path(workload).absolute()), plugins)
+    return find_workload(workload, plugins) if isinstance(workload, str) else workload
 
 
 def with_path(text: str, cls: type[Plugin]) -> str:

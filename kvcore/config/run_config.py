@@ -41,7 +41,7 @@ MODES: tuple[Mode, ...] = ("simulate", "compare", "run")
 BUNDLED = "mooncake"
 """The workload that comes with kvcore."""
 
-EXPECTED = SLO(ttft=30 * NS_PER_S, tpot=NS_PER_S // 10)
+EXPECTED = SLO(ttft_ns=30 * NS_PER_S, tpot_ns=NS_PER_S // 10)
 """What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a
 KVCache-centric disaggregated architecture for LLM serving", 2024, on real workloads."""
 

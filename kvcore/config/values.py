@@ -190,7 +190,10 @@ def _slo_of(seconds: Mapping[str, str]) -> SLO:
             known = ", ".join(EXPECTATIONS)
             msg = f"an SLO has no {name!r}{nearest(name, EXPECTATIONS)}; it may have {known}"
             raise InputError(msg)
-        expected[name] = parse_seconds(text)
+        expected[f"{name}_ns"] = parse_seconds(text)
+        if not expected[f"{name}_ns"]:
+            msg = f"{name}={text}: expected a time above 0 seconds"
+            raise InputError(msg)
     return SLO(**expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -98,6 +99,11 @@ def instantiate(
     """
     label = f"{cls.kind} plugin {cls.name!r}"
     known = {option.name: option for option in options_of(cls)}
+    for old, new in cls.renamed_options.items():
+        if old in options and new not in options:
+            msg = f"option {old!r} of {label} is called {new!r} now; use that"
+            warnings.warn(msg, FutureWarning, stacklevel=2)
+            options = {new if name == old else name: text for name, text in options.items()}
     for name in options:
         if name not in known:
             msg = f"{label} has no option {name!r}{nearest(name, known)}. {summary(cls)}"
@@ -167,8 +173,8 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
     try:
         return _converter().structure(text, kind)
     except (ValueError, LookupError, InputError) as error:
-        why = f" ({error})" if "out of range" in str(error) else ""
-        msg = f"{label} takes {expected}, not {shorten(text)!r}{why}"
+        why = " below 2^63" if "out of range" in str(error) else ""
+        msg = f"{label} takes {expected}{why}, not {shorten(text)!r}"
         raise InputError(msg) from error
 
 

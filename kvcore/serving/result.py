@@ -194,10 +194,10 @@ class RunLog:
 def _verdict(job: Job, slo: SLO, now: int) -> int:
     """Judge a job that finished at `now`. What it has no sample of, it cannot miss."""
     arrival, first, output = job.arrival, job.first_token, job.output_tokens
-    met = slo.deadline is None or now - arrival <= slo.deadline
+    met = slo.deadline_ns is None or now - arrival <= slo.deadline_ns
     if first is not None:
-        met &= slo.ttft is None or first - arrival <= slo.ttft
-        met &= slo.tpot is None or now - first <= slo.tpot * (output - 1)
+        met &= slo.ttft_ns is None or first - arrival <= slo.ttft_ns
+        met &= slo.tpot_ns is None or now - first <= slo.tpot_ns * (output - 1)
     return MET if met else MISSED
 
 
@@ -424,9 +424,9 @@ class Result(Outcome):
             "throughput_tokens_s": self.throughput_tokens_s,
             "goodput": self.goodput,
             "slo": {
-                "ttft_s": _slo_seconds(slo.ttft),
-                "tpot_s": _slo_seconds(slo.tpot),
-                "deadline_s": _slo_seconds(slo.deadline),
+                "ttft_s": _slo_seconds(slo.ttft_ns),
+                "tpot_s": _slo_seconds(slo.tpot_ns),
+                "deadline_s": _slo_seconds(slo.deadline_ns),
                 "own": log.own_slos,
                 "met": self.slo_attainment,
             },

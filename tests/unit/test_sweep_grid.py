@@ -119,7 +119,7 @@ def test_the_optimum_is_refused_where_it_is_no_bound(axes, reason):
 
 def test_a_row_says_what_was_chosen_for_it():
     """The pool in blocks and bytes, whichever was given; plugins as text."""
-    grid = Grid(workload="zipf", memory="1GiB", slo=[SLO(ttft=10**9), None])
+    grid = Grid(workload="zipf", memory="1GiB", slo=[SLO(ttft_ns=10**9), None])
     first, second = Plan.of(grid).rows
     assert (first["blocks"], first["pool_bytes"]) == (512, 2**30)
     assert (first["slo"], second["slo"]) == ("ttft=1", "none")
