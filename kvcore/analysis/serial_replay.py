@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvcore.cache import EvictionPolicy, KVCache, Sequence
+from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins import find_override, policy_error
@@ -54,7 +55,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
 def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterator[Request]:
     """Yield `requests`, calling `on_queued` of `eviction` as far ahead as its lookahead."""
     coming, window, known = iter(requests), deque[Request](), set[int | str]()
-    reach = None if eviction.lookahead is None else eviction.lookahead + 1
+    reach = None if eviction.lookahead is None else min(eviction.lookahead, MOST_BLOCKS) + 1
     now = 0
     while True:
         fresh = list(islice(coming, None if reach is None else reach - len(window)))

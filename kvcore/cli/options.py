@@ -39,6 +39,7 @@ WHAT_IF = "What if: "
 METAVARS = {
     "memory": "SIZE",
     "slo": "SLO",
+    "limit": "INTEGER",
     "window": "START:END",
     **dict.fromkeys(KINDS, "PLUGIN"),
 }
@@ -293,7 +294,4 @@ def _type(option: click.Parameter) -> Any:
         return Path
     if isinstance(option.type, click.Choice):
         return Literal[tuple(option.type.choices)]
-    if isinstance(option.type, Count):
-        return int
-    kinds: dict[object, type] = {click.INT: int, click.FLOAT: float, click.BOOL: bool}
-    return kinds.get(option.type, str)
+    return {"integer": int, "float": float, "boolean": bool}.get(option.type.name, str)

@@ -24,7 +24,7 @@ from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
-from kvcore.serving import LatencyModel, Scheduler
+from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
 from kvcore.trace.fields import plain
 from kvcore.units import format_bytes
@@ -81,12 +81,14 @@ class RunParts:
         self.recompute = self._recompute()
         with self._about("workload"):
             self.workload = self._source() if workload is None else workload
-        with self._about("block_size", f"workload {config.workload}: "):
+        with self._about("block_size", more=f"workload {config.workload}: "):
             self.geometry = self._geometry()
         self._check_deployment()
         self.blocks = self._blocks()
-        self.batching = config.batching
-        Arrivals((), config.rate_scale)
+        with self._about(*attrs.fields_dict(Batching)):
+            self.batching = config.batching
+        with self._about("rate_scale"):
+            Arrivals((), config.rate_scale)
         self.slo = None if config.slo == SLO() else cast("SLO", config.slo)
 
     @cached_property
@@ -291,13 +293,17 @@ class RunParts:
         }
 
     @contextmanager
-    def _about(self, option: str, more: str = "") -> Iterator[None]:
-        """Prefix errors of the body with the name of the option that they are about."""
+    def _about(self, *options: str, more: str = "") -> Iterator[None]:
+        """Prefix errors of the body with the name of the option that they are about.
+
+        Of several options that is the one whose value the error names alone.
+        """
         try:
             yield
         except (InputError, PluginError) as error:
-            about = self._naming(option)
-            if not about:
+            named = [each for each in options if f"{each}=" in str(error)] or options
+            about = self._naming(named[0])
+            if not about or len(named) > 1:
                 raise
             msg = f"{about}{more}{error}"
             raise type(error)(msg) from error

@@ -16,6 +16,7 @@ from kvcore.config.values import (
     ByteSize,
     DeviceChoice,
     ModelChoice,
+    Natural,
     PluginChoice,
     SLOChoice,
     WindowChoice,
@@ -176,7 +177,7 @@ class RunConfig:
     clock: Literal["model", "wall"] = _option(
         "model", "Time a step by the latency model, or by the wall clock."
     )
-    limit: int | None = _option(
+    limit: Natural | None = _option(
         None, "Number of first requests of the workload to take; 0 takes all."
     )
     window: WindowChoice | None = _option(

@@ -45,6 +45,9 @@ ByteSize: TypeAlias = Annotated[int | str, "bytes"]
 SLOChoice: TypeAlias = Annotated[SLO | str | Mapping[str, float], "slo"]
 """What clients expect: an SLO in ns, a text such as `ttft=30,tpot=0.1`, a table of seconds."""
 
+Natural: TypeAlias = Annotated[int, "natural"]
+"""A whole number of 0 or more."""
+
 WindowChoice: TypeAlias = Annotated[tuple[int, int | None] | str, "window"]
 """A window of time in ns, the end left out (None: open); as text in seconds, `60:120`."""
 
@@ -163,6 +166,10 @@ def _bytes(value: object) -> int:
     return parse_bytes(value) if isinstance(value, str) else _whole(value)
 
 
+def _natural(value: object) -> int:
+    return check_whole(_whole(value), 0)
+
+
 def _window(value: object) -> Any:
     if isinstance(value, str):
         return parse_window(value)
@@ -263,4 +270,5 @@ _MARKED: dict[str, Callable[[object], Any]] = {
     "bytes": _bytes,
     "slo": _slo,
     "window": _window,
+    "natural": _natural,
 }

@@ -385,7 +385,7 @@ def test_the_wall_time_is_measured():
     [
         ({"batching": {"max_seqs": 4}}, r"batching={'max_seqs': 4}: give a Batching, such as"),
         ({"batching": Batching}, "give a Batching"),
-        ({"slo": {"ttft": 5}}, r"slo={'ttft': 5}: give an SLO in ns, such as SLO\(ttft="),
+        ({"slo": {"ttft": 5}}, r"slo={'ttft': 5}: give an SLO in ns, such as SLO\(ttft_ns="),
         ({"slo": 0.5}, r"slo=0\.5: give an SLO"),
     ],
 )
