@@ -182,21 +182,21 @@ def compare(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    workload = opened(workload, plugins)
+    requested: Workload = opened(workload, plugins)
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
-    bench = Bench.of(workload, accounting, block_size, recompute, make_prefix)
+    bench = Bench.of(requested, accounting, block_size, recompute, make_prefix)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
     if trace is not None:
-        refuse_overwrite(trace, workload.options().values())
-    source = Source.of(workload)
+        refuse_overwrite(trace, requested.options().values())
+    source = Source.of(requested)
     maker = _RowMaker(bench, residency)
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
-    steps = None if workload.size is None else workload.size * replays
-    with (progress or silent)(f"comparing on {workload.name}", steps) as maker.tick:
+    steps = None if requested.size is None else requested.size * replays
+    with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
         requests, infinite = maker.infinite(bounded=has_bound(candidates))
         if sizes is None:
             sizes = default_sizes(infinite.distinct_blocks)

@@ -155,8 +155,7 @@ def curve(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    workload = opened(workload, plugins)
-    bench = Bench.of(workload, accounting, block_size, recompute)
+    bench = Bench.of(opened(workload, plugins), accounting, block_size, recompute)
     if jobs < 1:
         msg = f"{jobs} jobs were asked for; give 1 or more"
         raise InputError(msg)

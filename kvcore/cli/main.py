@@ -162,7 +162,7 @@ def main() -> NoReturn:
     Once the verb is loaded, Ctrl-C raises; before and afterwards it does what it did before.
     """
     _prepare_streams()
-    warnings.showwarning = _tell
+    warnings.showwarning = _tell  # type: ignore[assignment]
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
     for verb in VERBS.keys() & sys.argv[1:2]:

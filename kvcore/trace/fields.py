@@ -72,7 +72,7 @@ def slo_field(slo: SLO) -> dict[str, int]:
     return {name: ns for name, ns in times if ns is not None}
 
 
-def slo_of(times: Mapping[str, Any]) -> SLO:
+def slo_of(times: Mapping[Any, Any]) -> SLO:
     """Return the SLO of times in ns, by name as `slo_field` has them."""
     return SLO(**{f"{name}_ns": ns for name, ns in times.items()})
 
