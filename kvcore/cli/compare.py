@@ -50,11 +50,10 @@ from kvcore.report import (
     write_csv,
 )
 from kvcore.report.tables import block_bytes, memory_fields
-from kvcore.units import format_bytes, parse_bytes
+from kvcore.units import format_bytes, parse_bytes, parse_whole
 from kvcore.workloads import Workload, checked, part_of
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
-LONGEST = len(str(MOST_BLOCKS))
 MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
 
 
@@ -242,18 +241,20 @@ def _candidates(accounting: str, prefix: str) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    digits = [number.strip() for number in text.split(",")]
     msg = ""
-    if not all(re.fullmatch(r"[0-9]+", number) for number in digits):
-        msg = "expected numbers of blocks, such as 1000,3000"
-    elif any(len(number) > LONGEST for number in digits):
+    try:
+        numbers = [parse_whole(number, 0) for number in text.split(",")]
+    except InputError as error:
+        msg = f"{error}; several are a list, such as 1000,3000"
+        numbers = []
+    if max(numbers, default=0) > MOST_BLOCKS:
         msg = f"a pool has at most {MOST_BLOCKS} blocks"
-    elif len(digits) > 1 and not all(map(int, digits)):
-        listed = [str(int(number)) for number in digits]
+    elif len(numbers) > 1 and not all(numbers):
+        listed = list(map(str, numbers))
         msg = f"{text} is a list of {', '.join(listed[:-1])} and {listed[-1]}: write "
         grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", text)
         msg += text.replace(",", "") if grouped else "numbers without commas, above 0"
     if msg:
         msg = f"--blocks {text!r:.60}: {msg}"
         raise InputError(msg)
-    return [int(number) for number in digits]
+    return numbers

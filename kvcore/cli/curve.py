@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,6 +40,7 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.report import CurvesReport
 from kvcore.report.mrc import FORMS, matplotlib, plot
+from kvcore.units import parse_whole
 from kvcore.workloads import part_of
 
 POLICIES = "lru,lfu"
@@ -159,13 +159,14 @@ def _kind(out: Path | None) -> str:
 
 def _sizes(text: str) -> tuple[int, list[int] | None]:
     """Read how many sizes, or which: (number, None) or (any number, sizes)."""
-    if not re.fullmatch(r"\s*[0-9]{1,10}\s*(,\s*[0-9]{1,10}\s*)*", text):
+    try:
+        numbers = [parse_whole(number, 0) for number in text.split(",")]
+    except InputError as error:
         msg = (
-            f"--sizes {text!r:.60}: expected a number of sizes, such as {POINTS}, or sizes in "
-            "blocks, such as 1000,3000"
+            f"--sizes {text!r:.60}: {error}; expected a number of sizes, such as {POINTS}, or "
+            "sizes in blocks, such as 1000,3000"
         )
-        raise InputError(msg)
-    numbers = [int(number) for number in text.split(",")]
+        raise InputError(msg) from None
     if len(numbers) > 1:
         return POINTS, numbers
     if numbers[0] > MOST_POINTS:

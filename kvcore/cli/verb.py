@@ -80,7 +80,7 @@ HEADINGS = {
 """The headings of long help pages, and the parameters below each."""
 
 
-class Count(click.ParamType):  # type: ignore[type-arg] - generic since click 8.5
+class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new releases
     """A whole number of at least `least`, written as everywhere: `8192`, `8k`, `1e5`."""
 
     name = "integer"

@@ -119,7 +119,7 @@ def test_out_writes_the_numbers(run, tmp_path):
     ("arguments", "message"),
     [
         (["--sizes", "1"], "give 2 or more"),
-        (["--sizes", "some"], "--sizes 'some': expected a number of sizes"),
+        (["--sizes", "some"], "expected a number of sizes"),
         (["--sizes", "5,0"], "a pool of 0 blocks"),
         (["--sizes", "100001"], "too many"),
         (["--eviction", ""], "has an empty name"),
