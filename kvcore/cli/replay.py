@@ -19,6 +19,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import verb
 from kvcore.errors import InputError, TraceError
+from kvcore.report.tables import share
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
 from kvcore.units import parse_seconds
@@ -152,8 +153,7 @@ def _print(report: Report) -> None:
         ("own blocks found again", report.hit["self_hit_blocks"]),
     ]
     ratios = [
-        (f"hit ratio by {unit}", "none" if ratio is None else f"{ratio:.4f}")
-        for unit, ratio in report.hit["ratio"].items()
+        (f"hit ratio by {unit}", share(ratio)) for unit, ratio in report.hit["ratio"].items()
     ]
     rows = [*((what, f"{count:,}") for what, count in counts), *ratios]
     print_table(["trace", report.file], rows, right=[report.file])

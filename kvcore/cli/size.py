@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     Row = tuple[str, str, str]
 
 RESERVE = "10%"
+PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
 WIDTH = 80
 
 
@@ -202,7 +203,7 @@ def _title(model: dict[str, Any]) -> str:
         heads = f"{model['query_heads']} heads, {model['latent']} numbers a token"
     active = ""
     if model["experts"]:
-        active = f" ({format_number(model['active_parameters'] / 1e9)} B active)"
+        active = f" ({format_bytes(model['active_parameters'], PARAMETERS)} active)"
     windows = [
         f"{window['layers']} with a window of {window['window']:,}"
         for window in model["windows"]
@@ -210,7 +211,7 @@ def _title(model: dict[str, Any]) -> str:
     ]
     layers = ", ".join([f"{model['layers']} layers", *windows])
     return (
-        f"{model['name']}: {format_number(model['parameters'] / 1e9)} B parameters"
+        f"{model['name']}: {format_bytes(model['parameters'], PARAMETERS)} parameters"
         f"{active}, {layers}, {model['attention']} ({heads})"
     )
 
