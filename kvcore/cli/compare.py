@@ -28,6 +28,7 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
+    print_notes,
     print_table,
     print_text,
     progress,
@@ -89,7 +90,10 @@ MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
 )
 @shared("seed", default=None)
 @click.option(
-    "--check", is_flag=True, help="Check the keys, ids and times of the workload first."
+    "--check",
+    is_flag=True,
+    help="Check all keys, ids and times of the workload first. Without it, the keys of the "
+    "first 4000 requests are checked.",
 )
 @click.option(
     "--trace", callback=file_path, metavar="FILE", help="JSONL file to write every decision to."
@@ -165,8 +169,7 @@ def compare(workload: str | None, **given: Any) -> None:
         labels = None if budget is None else budget.labels
         report = ComparisonReport(comparison, labels, prefix, recompute)
         _print(report, budget, residency=given["residency"])
-        if given["prefix"] is not None:
-            print_text(f"Prefix cache: {prefix}.")
+    print_notes(source)
 
 
 def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) -> None:
@@ -182,6 +185,7 @@ def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) 
         click.echo()
         print_table(rested.headers, rested.rows, right=rested.headers[1:])
         print_text(rested.reading)
+    print_text(report.setup)
 
 
 @attrs.frozen

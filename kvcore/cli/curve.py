@@ -11,7 +11,6 @@ import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
-from kvcore.analysis.workers import cpus
 from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
 from kvcore.cli.options import (
     accounting_option,
@@ -26,6 +25,7 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    print_notes,
     print_table,
     print_text,
     progress,
@@ -34,6 +34,7 @@ from kvcore.cli.verb import Count, verb
 from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.host import cpus
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -133,7 +134,8 @@ def curve(workload: str | None, **given: Any) -> None:
         print_text(report.headline)
         if not report.empty:
             print_table(report.headers, report.rows, right=report.headers)
-            print_text(report.reading)
+            print_text(f"{report.reading}\n{report.setup}")
+    print_notes(source)
 
 
 def _write(report: CurvesReport, kind: str, file: TextIO) -> None:

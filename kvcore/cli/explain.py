@@ -14,12 +14,20 @@ import orjson
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
 from kvcore.cli.options import accounting_option, part_options, shared
-from kvcore.cli.output import emit_json, json_option, print_sections, print_text, progress
+from kvcore.cli.output import (
+    emit_json,
+    json_option,
+    print_notes,
+    print_sections,
+    print_text,
+    progress,
+)
 from kvcore.cli.verb import Count, complete_workload, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.plugins.manager import Plugins
+from kvcore.report import setup
 from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore.workloads import part_of
 from kvcore.workloads.files import lines
@@ -128,6 +136,7 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
         (report.place_headers, report.place_rows, report.place_headers[1:5]),
         (report.request_headers, report.request_rows, report.request_headers[1:5]),
         report.notes,
+        setup(explanation.header),
     )
 
 
@@ -178,5 +187,6 @@ def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explan
             plugins=plugins,
             progress=progress,
         )
+        print_notes(workload)
         with progress("explaining", None) as tick:
             return explain_trace(trace, source=workload.name, tick=tick)

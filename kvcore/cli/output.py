@@ -73,7 +73,13 @@ def emit_json(payload: Mapping[str, Any]) -> None:
     if "schema" not in payload:
         msg = f"JSON for other programs needs a 'schema'; this has {', '.join(payload)}"
         raise ValueError(msg)
-    click.echo(orjson.dumps(payload, option=orjson.OPT_INDENT_2))
+    try:
+        text = orjson.dumps(payload, option=orjson.OPT_INDENT_2)
+    except TypeError:
+        import json  # noqa: PLC0415 - for integers beyond 64 bits alone
+
+        text = json.dumps(payload, indent=2, ensure_ascii=False).encode()
+    click.echo(text)
 
 
 def print_text(text: str) -> None:
@@ -81,6 +87,12 @@ def print_text(text: str) -> None:
     width = terminal_width() or TEXT_WIDTH
     for line in text.splitlines():
         click.echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
+
+
+def print_notes(workload: Workload) -> None:
+    """Print on stderr what `workload` notes of the requests that were read."""
+    for note in workload.notes:
+        click.echo(f"kvcore: {workload.name}: {note}", err=True)
 
 
 def print_table(

@@ -41,11 +41,14 @@ from kvcore.progress import ticked
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
 from kvcore.trace import Trace
-from kvcore.units import format_seconds
+from kvcore.units import format_bytes, format_seconds
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")
 """Options that mean something for these alone."""
+
+ANNOUNCED = 1 << 30
+"""Bytes of weights from which on they are told before they are drawn."""
 
 
 @verb(
@@ -85,6 +88,7 @@ OF_WALL = ("stop_at_eos", "step_times")
     is_flag=True,
     help="End a text at its end-of-sequence token; wall clock only.",
 )
+@shared("threads")
 @policy_options
 @shared("device", text="GPU whose steps --latency and --clock model time.")
 @shared("tensor_parallel", mode="run", text="Number of those GPUs that share the model.")
@@ -170,6 +174,8 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
     for name in others:
         if given[name] is not None:
             msg = f"--{name.replace('_', '-')} is for {needed} alone: leave it out"
+    if texts and (given["max_output"] or 0) < 0:
+        msg = f"--max-output must be 0 or more, not {given['max_output']}"
     for name in OF_WALL:
         if given[name] and given["clock"] != "wall":
             msg = f"--{name.replace('_', '-')} needs --clock wall"
@@ -180,7 +186,11 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
 
 
 def _serve(engine: EngineParts, trace: Trace | None, *, residency: bool) -> RunResult:
-    source = engine.workload
+    source, weights = engine.workload, engine.generator.weight_bytes(engine.config.dtype)
+    free = engine.backend.memory().free
+    if weights >= ANNOUNCED and (free is None or weights <= free):
+        size = format_bytes(weights)
+        click.echo(f"kvcore: drawing {size} of weights for {engine.model.name}", err=True)
     with progress(f"running {source.name}", source.size) as tick:
         return run_engine(ticked(source, tick), **engine.arguments(trace), residency=residency)
 
@@ -229,9 +239,8 @@ def _print_texts(document: dict[str, Any]) -> None:
 
 def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
     clock = "measured" if engine.config.clock == "wall" else "simulated"
-    report = report_of(
-        engine, result, document, document["config"], clock=clock, done="computed"
-    )
+    config = document["config"]
+    report = report_of(result, document, config, clock=clock, done="computed")
     print_report(report, _computed(engine, engine.workload.options(), document["requests"]))
 
 

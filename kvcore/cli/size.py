@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     Row = tuple[str, str, str]
 
 RESERVE = "10%"
-PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
 WIDTH = 80
 
 
@@ -203,7 +202,7 @@ def _title(model: dict[str, Any]) -> str:
         heads = f"{model['query_heads']} heads, {model['latent']} numbers a token"
     active = ""
     if model["experts"]:
-        active = f" ({format_bytes(model['active_parameters'], PARAMETERS)} active)"
+        active = f" ({_count(model['active_parameters'])} active)"
     windows = [
         f"{window['layers']} with a window of {window['window']:,}"
         for window in model["windows"]
@@ -211,9 +210,17 @@ def _title(model: dict[str, Any]) -> str:
     ]
     layers = ", ".join([f"{model['layers']} layers", *windows])
     return (
-        f"{model['name']}: {format_bytes(model['parameters'], PARAMETERS)} parameters"
+        f"{model['name']}: {_count(model['parameters'])} parameters"
         f"{active}, {layers}, {model['attention']} ({heads})"
     )
+
+
+def _count(parameters: int) -> str:
+    """Write a number of parameters with three digits, in billions, millions or alone."""
+    for unit, factor in (("B", 10**9), ("M", 10**6)):
+        if parameters >= factor:
+            return f"{format_number(parameters / factor)} {unit}"
+    return f"{parameters:,}"
 
 
 def _rows(report: dict[str, Any]) -> Iterator[Row]:

@@ -27,6 +27,7 @@ from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
 from kvcore.trace.fields import plain
+from kvcore.trace.writer import version
 from kvcore.units import format_bytes
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample, part_of
 
@@ -94,8 +95,7 @@ class RunParts:
     @cached_property
     def model(self) -> ModelSpec:
         """The model that is served."""
-        with self._about("model"):
-            return self._served()
+        return self._served()
 
     @cached_property
     def device(self) -> DeviceSpec:
@@ -178,6 +178,7 @@ class RunParts:
         """Return what was run, and the plugins that ran it, as JSON has it; None is none."""
         source = self.workload
         return {
+            "kvcore": version(),
             "workload": {
                 "name": source.name,
                 "digest": source.digest,
@@ -213,10 +214,11 @@ class RunParts:
 
     def _served(self) -> ModelSpec:
         given = self.config.model
-        if given is None:
-            msg = "no model is given: name one, such as llama-3-8b"
-            raise InputError(msg)
-        return given if isinstance(given, ModelSpec) else load_model(given)
+        with self._about("model"):
+            if given is None:
+                msg = "no model is given: name one, such as llama-3-8b"
+                raise InputError(msg)
+            return given if isinstance(given, ModelSpec) else load_model(given)
 
     def _source(self) -> Workload:
         """Return the part of the workload that was asked for."""
@@ -348,6 +350,7 @@ class EngineParts(RunParts):
             "clock": config.clock,
             "stop_at_eos": config.stop_at_eos,
             "seed": config.seed or 0,
+            "threads": config.threads,
         }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
@@ -379,13 +382,16 @@ class EngineParts(RunParts):
         if model is not None and isinstance(choice, Spec):
             cls = self.plugins.get("generator", choice.name)
             as_given = isinstance(model, ModelSpec) or takes_path(cls, "model")
-            named["model"] = model if as_given else load_model(cast("str", model))
+            with self._about("model"):
+                named["model"] = model if as_given else load_model(cast("str", model))
         self.generator: Generator = self.built("generator", **named)
-        if model is not None and "model" not in self.generator.options():
-            msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
-            raise InputError(msg)
+        with self._about("model"):
+            if model is not None and "model" not in self.generator.options():
+                msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
+                raise InputError(msg)
         self.backend: Backend = self.built("backend")
-        spec: ModelSpec = self.generator.spec
+        with self._about("generator" if model is None else "model"):
+            spec: ModelSpec = self.generator.spec
         return spec
 
     def _source(self) -> Workload:
@@ -405,6 +411,11 @@ class EngineParts(RunParts):
         return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink, window)
 
     def _text(self, number: int, text: str, block_size: int) -> TextRequest:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            msg = f"prompt {text!r} is not UTF-8: give a text"
+            raise InputError(msg) from error
         tokens = self.generator.encode(text)
         if not tokens:
             msg = f"prompt {text!r} has no tokens: give a text"

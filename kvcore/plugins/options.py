@@ -28,7 +28,15 @@ import attrs
 
 from kvcore.errors import InputError, KvcoreError, PluginError, shorten
 from kvcore.files import input_path
-from kvcore.plugins.base import COMPUTED, REQUIRED, Option, Plugin, options_of, qualified
+from kvcore.plugins.base import (
+    COMPUTED,
+    FAILURES,
+    REQUIRED,
+    Option,
+    Plugin,
+    options_of,
+    qualified,
+)
 from kvcore.units import parse_whole
 
 if TYPE_CHECKING:
@@ -125,7 +133,7 @@ def instantiate(
         reason = error.args[0] if error.args else type(error).__name__
         msg = f"{label} cannot be built as {str(Spec(cls.name, dict(options)))!r}: {reason}"
         raise InputError(msg) from error
-    except Exception as error:
+    except FAILURES as error:
         msg = f"{label} ({qualified(cls)}) could not be built: it raised {error!r}"
         raise PluginError(msg) from error
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore.analysis import Comparison, Row
-from kvcore.report.tables import NONE, counted, named, share
-from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore.report.tables import NONE, counted, named, setup, share
+from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 
 NO_VALUE = "-"
 
@@ -190,7 +190,7 @@ class SimulationReport:
         summary: the numbers of the run, as `Result.summary()` returns them.
         config: what was run: see docs/reference/cli.md.
         refusal: why the first request that was rejected was; None if none was.
-        remedies: options that would carry what is too much.
+        searching: whether what would hold is told after the report.
         clock: what its seconds are: `simulated` or `measured`.
         done: what was done to the steps: `simulated` or `computed`.
     """
@@ -198,7 +198,7 @@ class SimulationReport:
     summary: Mapping[str, Any]
     config: Mapping[str, Any]
     refusal: str | None = None
-    remedies: Sequence[str] = ()
+    searching: bool = False
     clock: str = "simulated"
     done: str = "simulated"
 
@@ -206,15 +206,31 @@ class SimulationReport:
 
     @property
     def warning(self) -> str:
-        """That more is asked for than can be done, and what would do; nothing if it is not."""
-        load = self.summary["offered_load"]
-        if load is None or load <= 1:
+        """That more is asked for than can be done; nothing if it is not."""
+        found, load = self.summary["saturation"], self.summary["offered_load"]
+        if not found or not found["saturated"]:
             return ""
+        much = f"at least {load:.2f} times what" if load and load > 1 else "more than"
+        met = self.summary["slo"]["met"]
+        missed = ""
+        if met is not None and met < 1 / 2:
+            missed = f"; {1 - met:.0%} of the requests miss the SLO"
+        last = " What would hold is searched for, and told below." if self.searching else ""
         return (
-            f"OVERLOAD: {self.config['workload']['name']} asks for {load:.2f} times what "
-            f"{self._devices} can do. The queue grows for as long as requests arrive, so the "
-            "times below tell how long the trace is, not how fast the system. This would "
-            f"carry it: {' or '.join(self.remedies)}."
+            f"SATURATED: {self.config['workload']['name']} asks for {much} {self._devices} "
+            f"can do: {found['why']}{missed}. The queue grows for as long as requests arrive, "
+            "so the times below tell how long the workload is, not how fast the system "
+            f"is.{last}"
+        )
+
+    def holding(self, options: Mapping[str, float]) -> str:
+        """Return a sentence: the `options` with which the queue was found not to grow."""
+        if not options:
+            return "Neither a lower rate nor more GPUs were found with which it would hold."
+        flags = (f"--{name.replace('_', '-')} {n:.12g}" for name, n in options.items())
+        return (
+            f"It would hold with {' or '.join(flags)}: simulated with each, the queue does "
+            "not grow to the end."
         )
 
     @property
@@ -232,7 +248,7 @@ class SimulationReport:
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
             f"{blocks * size:,} tokens in all, {memory} in {config['kv_dtype']}."
         )
-        lines = [run, pool, f"Plugins: {', '.join(self._plugins())}."]
+        lines = [run, pool]
         if load is not None:
             lines.append(f"Load: at least {load:.2f} of what this deployment can do.")
         return "\n".join([*lines, self._ended()])
@@ -270,6 +286,23 @@ class SimulationReport:
         return f"{counted(steps, 'step')}, {self.done} in {format_seconds(seconds)}."
 
     @property
+    def setup(self) -> str:
+        """All that was run, with every option."""
+        summary, config = self.summary, self.config
+        slo = {name: summary["slo"][f"{name}_s"] for name in ("ttft", "tpot", "deadline")}
+        header = {
+            **config,
+            "mode": config.get("clock", "model"),
+            "model": {"name": config["model"], "kv_dtype": config["kv_dtype"]},
+            "device": {"name": config["device"], "count": config["tensor_parallel"]},
+            "count": summary["count"],
+            "block_size": summary["pool"]["block_size"],
+            "blocks": summary["pool"]["blocks"],
+            "slo": {name: time * NS_PER_S for name, time in slo.items() if time is not None},
+        }
+        return setup(header)
+
+    @property
     def _devices(self) -> str:
         return f"{self.config['tensor_parallel']} x {self.config['device']}"
 
@@ -278,19 +311,19 @@ class SimulationReport:
         scale = self.config["rate_scale"]
         return "" if scale == 1 else f" {format_number(scale)} times as fast as recorded,"
 
-    def _plugin(self, kind: str) -> Mapping[str, Any]:
-        plugin: Mapping[str, Any] = self.config["plugins"][kind]
-        return plugin
-
-    def _plugins(self) -> Iterator[str]:
-        for kind in ("scheduler", "eviction", "prefix", "latency"):
-            yield f"{kind} {self._plugin(kind)['name']}"
-
     def _ended(self) -> str:
         completed, rejected = self.summary["completed"], self.summary["rejected"]
-        if not rejected:
-            return f"{completed:,} completed, none rejected."
-        return f"{completed:,} completed, {rejected:,} rejected; the first: {self.refusal}."
+        ended = f"{completed:,} completed, none rejected."
+        if rejected:
+            ended = (
+                f"{completed:,} completed, {rejected:,} rejected; the first: {self.refusal}."
+            )
+        if completed and self.summary["ttft_s"] is None:
+            ended += (
+                "\nLengths of outputs are unknown: no request asks for any. Prompts alone were "
+                "computed; nothing can be said of TTFT, TPOT, or what is generated."
+            )
+        return ended
 
     def _amounts(self) -> Iterator[tuple[str, str]]:
         summary, hit, pool = self.summary, self.summary["hit"], self.summary["pool"]
@@ -299,7 +332,7 @@ class SimulationReport:
             yield "throughput", f"{format_number(speed)} generated tokens/s"
         if summary["goodput"] is not None:
             yield "goodput", f"{format_number(summary['goodput'])} requests/s within the SLO"
-            yield "within the SLO", f"{share(summary['slo']['met'])} ({self._slo()})"
+            yield "within the SLO", f"{share(summary['slo']['met'])}{self._slo()}"
         if hit["lookup_blocks"]:
             ratio = hit["ratio"]
             yield "prefix hits", f"{share(ratio['block'])} of {hit['lookup_blocks']:,} blocks"
@@ -326,13 +359,14 @@ class SimulationReport:
         yield "over time", sparkline(pool["timeline"]["t_s"], shares)
 
     def _slo(self) -> str:
-        slo = self.summary["slo"]
+        slo, requests = self.summary["slo"], self.summary["requests"]
+        judged = f" of {slo['judged']:,} judged" if slo["judged"] < requests else ""
         expected = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("deadline_s", "E2E"))
         given = [f"{name} {slo[key]:g} s" for key, name in expected if slo[key] is not None]
         own = slo["own"]
-        if not given or own == self.summary["requests"]:
-            return "their own"
-        return f"{', '.join(given)}{f'; {own:,} by their own' if own else ''}"
+        if not given or own == requests:
+            return f"{judged} (their own)"
+        return f"{judged} ({', '.join(given)}{f'; {own:,} by their own' if own else ''})"
 
 
 def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDTH) -> str:

@@ -26,7 +26,7 @@ from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batcher import Batcher, Batching
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.latency import Executor, ServiceEstimates, StepTimes, StepWork
-from kvcore.serving.result import RunLog
+from kvcore.serving.run_log import RunLog
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation
 from kvcore.units import INT64_LIMIT, PS_PER_NS

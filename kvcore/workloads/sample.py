@@ -105,6 +105,11 @@ class WorkloadSample(Workload):
         known = self.source.size if self.window is None else None
         return known if self.limit is None or known is None else min(known, self.limit)
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """The notes of the source."""
+        return self.source.notes
+
     def options(self) -> dict[str, Any]:
         """Return the options of the source, `limit`, `scale` as `shrink`, and the window."""
         own: dict[str, Any] = {"limit": self.limit, "shrink": self.scale}

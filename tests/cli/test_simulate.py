@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kvcore.api import find_capacity
 from kvcore.cli import main as frame
 
 SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
@@ -83,7 +84,15 @@ def test_json_has_these_fields(report):
     assert list(document["preemptions"]) == ["pause", "recompute"]
     assert list(document["hit"]["ratio"]) == ["block", "token", "request"]
     assert list(document["config"]) == [
-        *("workload", "model", "device", "tensor_parallel", "kv_dtype", "bytes_per_block"),
+        *(
+            "kvcore",
+            "workload",
+            "model",
+            "device",
+            "tensor_parallel",
+            "kv_dtype",
+            "bytes_per_block",
+        ),
         *("plugins", "batching", "allocation", "rate_scale", "seed"),
     ]
     assert (document["schema"], document["requests"], document["completed"]) == (1, 40, 40)
@@ -100,37 +109,71 @@ def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace(run
 
 
 @pytest.mark.slow
-def test_one_device_is_too_few_for_the_bundled_trace(run):
-    """What asks for more than can be done says so before anything else, and what would do."""
-    out = run("--tensor-parallel", 1)
-    assert out.startswith("OVERLOAD: mooncake asks for ")
-    assert "--tensor-parallel 4" in out[: out.index("\n\n")]
+@pytest.mark.parametrize(
+    ("deployment", "saturated"),
+    [
+        (["--rate-scale", 1.8], False),
+        (["--rate-scale", 1.9], True),
+        (["--rate-scale", 2], True),
+        (["--device", "h200", "--tensor-parallel", 2, "--scheduler", "slo"], True),
+        (["--tensor-parallel", 1], True),
+        (["--memory", "10GiB"], True),
+    ],
+)
+def test_what_is_too_much_for_a_server_is_said_first(run, deployment, saturated):
+    """Also where the load is below 1: the queue of the run itself says so."""
+    out = run(*deployment, "--slo", "ttft=5,tpot=0.05", "--no-search")
+    assert out.startswith("SATURATED: mooncake asks for ") is saturated
+    assert "told below" not in out
 
 
 def test_the_report_names_what_was_run(run):
-    """Plugins, pool and outcome stand at the top."""
-    lines = run(SMALL, "--blocks", 50, "--scheduler", "srpt", "--eviction", "fifo").splitlines()
+    """Pool and outcome stand at the top, and all options at the end, those of plugins too."""
+    plugins = ["--eviction", "lfu:half_life=60", "--retention", "window:tokens=32"]
+    lines = run(SMALL, "--blocks", 50, "--scheduler", "srpt", *plugins).splitlines()
     assert lines[1] == "Pool: 50 blocks of 16 tokens, 800 tokens in all, 100 MiB in fp16."
-    assert lines[2] == "Plugins: scheduler srpt, eviction fifo, prefix radix, latency roofline."
-    assert lines[4] == "40 completed, none rejected."
+    assert lines[3] == "40 completed, none rejected."
+    _, _, setup = " ".join(lines).partition("Setup: kvcore ")
+    for told in (
+        "llama-3-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
+        "concurrency=32,preemptive=true,length=true; eviction lfu:half_life=60.0,unit=s",
+        "retention window:tokens=32,sinks=0",
+        "latency roofline:compute=0.5,bandwidth=0.8,overhead=0.002",
+        "max_tokens 8192",
+        "slo ttft=30,tpot=0.1; seed 0.",
+    ):
+        assert told in setup
 
 
 @pytest.mark.parametrize(
-    ("rate", "given", "option"),
+    ("rate", "given", "options"),
     [
-        (50, ["--blocks", 300], "--blocks"),
-        (300, [], "--tensor-parallel"),
-        (300, [], "--rate-scale"),
+        (50, ["--blocks", 300], {"rate_scale", "blocks"}),
+        (300, [], {"rate_scale", "tensor_parallel"}),
     ],
 )
-def test_what_would_carry_an_overload_does(run, report, rate, given, option):
-    """Each option that the warning offers brings the load to 1 at most."""
+def test_what_holds_does(run, report, rate, given, options):
+    """Each option that is found brings a queue that does not grow; the report has the same."""
     crowd = f"zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate={rate}"
-    warning, _, _ = run(crowd, *given).partition("\n\n")
-    assert warning.startswith("OVERLOAD: ")
-    words = warning.rstrip(".").split()
-    advised = words[words.index(option) + 1]
-    assert report(crowd, option, advised)["offered_load"] <= 1
+    first = report(crowd, *given)["saturation"]
+    assert first["saturated"]
+    assert options <= set(first["holds"])
+    told = " ".join(run(crowd, *given).rpartition("\n\n")[2].split())
+    for name, value in first["holds"].items():
+        option = f"--{name.replace('_', '-')}", f"{value:g}"
+        assert " ".join(option) in told
+        others = [] if name == "blocks" else given
+        assert not report(crowd, *others, *option)["saturation"]["saturated"]
+    assert (
+        find_capacity(crowd, **dict(zip(["blocks"], given[1:], strict=False))) == first["holds"]
+    )
+
+
+def test_what_holds_is_not_searched_for_unasked(report, run):
+    """With --no-search, and where nothing is too much."""
+    crowd = "zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate=300"
+    assert report(crowd, "--no-search")["saturation"]["holds"] is None
+    assert "It would hold" not in run(SMALL)
 
 
 def test_a_rejected_request_is_counted_and_explained(run):
