@@ -66,7 +66,7 @@ HEADINGS = {
     ),
     "Model and device": (
         *("model", "device", "tensor_parallel", "kv_dtype", "generator", "backend", "dtype"),
-        *("clock", "weights_dtype"),
+        *("clock", "weights_dtype", "threads"),
     ),
     "Pool": ("blocks", "memory", "block_size", "accounting", "allocation", "sizes"),
     "Policies": ("eviction", "scheduler", "prefix", "retention", "latency", "seed"),

@@ -262,6 +262,9 @@ simulate azure:path=none.csv,key_tokens=0 | key_tokens
 simulate jsonl | 'path'
 simulate jsonl:none.jsonl | none.jsonl
 simulate jsonl:path=none.jsonl,x=1 | 'x'
+simulate chat | 'path'
+simulate chat:path=x.jsonl,tokens=y | tokens
+simulate chat:path=x.jsonl,think=-1 | think
 simulate mooncake:none.jsonl | none.jsonl
 simulate trace | 'path'
 simulate trace:none.jsonl | none.jsonl
@@ -341,6 +344,8 @@ run --prompt a --shrink 3 | --shrink
 run W --max-output 3 | --max-output
 run --prompt a --max-output 0 | '--max-output'
 run --prompt '' | prompt ''
+run --prompt a --threads 0 | threads
+run --prompt a --threads x | '--threads'
 run W --stop-at-eos | --clock wall
 run W --step-times x.csv | --clock wall
 run W --trace a.jsonl --out b | --trace and --out
@@ -413,6 +418,9 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --for x | '--for'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --for -1 | '--for'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --batches 0 | '--batches'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 0 | '--ranks'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 99999 | rank 65535 would have port 65536
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --reconnect 0 | '--reconnect'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay-timeout x | '--replay-timeout'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay nowhere | nowhere
@@ -429,6 +437,8 @@ sweep grid.toml --out '' | '--out'
 calibrate none.csv | none.csv
 calibrate good.jsonl | good.jsonl
 calibrate . | .
+calibrate steps.csv --latency nope | 'nope'
+calibrate steps.csv --latency table | 'path'
 calibrate '' | 'STEPS'
 demo cache --output 0 | '--output'
 demo cache --prompt-tokens x | '--prompt-tokens'
@@ -612,7 +622,7 @@ INPUTS = [
     (REQUEST.replace('"id":1', '"id":1.5'), "compare F", "'id'"),
     (REQUEST.replace('"id":1', '"id":null'), "compare F", "'id'"),
     (REQUEST.replace('"t":0', '"t":-1'), "compare F", "'t'"),
-    (REQUEST.replace("20", '"x"'), "compare F", "'prompt'"),
+    (REQUEST.replace("20", "-5"), "compare F", "'prompt'"),
     (REQUEST.replace('"output":1', '"output":-1'), "compare F", "'output'"),
     (REQUEST.replace("16}", "0}"), "compare F", "key_tokens"),
     (REQUEST.replace("16}", '"a"}'), "compare F", "key_tokens"),

@@ -236,7 +236,7 @@ class KvEvents(Workload):
         if inside < total:
             many = f"{total - inside} of the {total} lines" if inside else f"all {total} lines"
             self._outside = (
-                f"{many} of {log} lie outside the time of {self.file}: the log goes from "
+                f"{many} of {log} lie outside the time of {self.path}: the log goes from "
                 f"{_moment(begin or 0)} to {_moment(latest)}, the recording from "
                 f"{_moment(first)} to {_moment(last)}"
             )
