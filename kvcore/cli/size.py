@@ -202,7 +202,7 @@ def _title(model: dict[str, Any]) -> str:
         heads = f"{model['query_heads']} heads, {model['latent']} numbers a token"
     active = ""
     if model["experts"]:
-        active = f" ({_count(model['active_parameters'])} active)"
+        active = f" ({_parameters(model['active_parameters'])} active)"
     windows = [
         f"{window['layers']} with a window of {window['window']:,}"
         for window in model["windows"]
@@ -210,12 +210,12 @@ def _title(model: dict[str, Any]) -> str:
     ]
     layers = ", ".join([f"{model['layers']} layers", *windows])
     return (
-        f"{model['name']}: {_count(model['parameters'])} parameters"
+        f"{model['name']}: {_parameters(model['parameters'])} parameters"
         f"{active}, {layers}, {model['attention']} ({heads})"
     )
 
 
-def _count(parameters: int) -> str:
+def _parameters(parameters: int) -> str:
     """Write a number of parameters with three digits, in billions, millions or alone."""
     for unit, factor in (("B", 10**9), ("M", 10**6)):
         if parameters >= factor:

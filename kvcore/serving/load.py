@@ -75,10 +75,10 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
     last quarter of the time, so that requests that come in a burst do not count, and
     jobs were admitted at `STEPS` times of the second half: else one step is all there was.
     """
-    columns = log.arrival, log.admitted, log.finish
+    columns = [log.arrival, log.admitted, log.finish]
     if log.reasons:
         done = [finish >= 0 for finish in log.finish]
-        columns = tuple(array("q", compress(column, done)) for column in columns)
+        columns = [array("q", compress(column, done)) for column in columns]
     came, admitted, finished = map(sorted, columns)
     requests = len(came)
     span = came[-1] - came[0] if requests else 0

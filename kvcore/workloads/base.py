@@ -140,7 +140,8 @@ def _guarded(
 def _is_of_request(error: Exception) -> bool:
     """Return True if a Request could not be made: a row that the workload should refuse."""
     *_, (frame, _) = walk_tb(error.__traceback__)
-    return frame.f_globals["__name__"] == Request.__module__
+    module: str = frame.f_globals["__name__"]
+    return module == Request.__module__
 
 
 def _what_it_is(item: object, method: Callable[..., object]) -> str:

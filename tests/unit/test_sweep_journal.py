@@ -108,7 +108,7 @@ def test_a_line_edited_by_hand_is_told(tmp_path):
 def test_another_file_is_refused(tmp_path, text):
     """A journal without digests, JSON lines of something else, a table; it stays as it is."""
     (tmp_path / "j").write_text(text)
-    with pytest.raises(InputError, match=r"j:1: no line .* one of an older kvcore: remove .* anew"):
+    with pytest.raises(InputError, match=r"j:1: no line .* of an older kvcore: remove .* anew"):
         read(tmp_path / "j")
     assert (tmp_path / "j").read_text() == text
 

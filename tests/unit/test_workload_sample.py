@@ -105,8 +105,9 @@ def test_the_digest_depends_on_all():
 
 def test_the_options_are_those_of_the_source():
     """A header tells what to make it of again."""
-    options = WorkloadSample(Mooncake(), limit=5, scale=32).options()
-    assert options == {"path": None, "limit": 5, "shrink": 32}
+    source = Mooncake()
+    options = WorkloadSample(source, limit=5, scale=32).options()
+    assert options == {**source.options(), "limit": 5, "shrink": 32}
 
 
 @pytest.mark.parametrize(

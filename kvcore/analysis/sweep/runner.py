@@ -331,7 +331,7 @@ def _at(document: Any, path: str) -> Any:
     return document
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception | SystemExit) -> str:
     """Return why a cell failed; for an error that is not of kvcore's making, also where."""
     if isinstance(error, KvcoreError):
         return str(error)

@@ -188,7 +188,7 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
     logging = transformers.utils.logging
     shows_progress = logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         # None of the code that files name: classes, and kernels to be fetched for attention,
         # which is exchanged anyhow.
@@ -208,7 +208,7 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
         raise InputError(msg) from error
     finally:
         if shows_progress:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _place(source: str | Path) -> tuple[str, bool]:
