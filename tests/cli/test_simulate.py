@@ -369,7 +369,7 @@ def test_a_failed_run_leaves_the_one_before(refused, report, tmp_path):
         (["--scheduler", "fcfx"], "(did you mean 'fcfs'?)"),
         (["--eviction", "optimum"], "it is no policy but a bound"),
         (["--device", "l4", "--model", "llama-3-70b"], "It fits on 7 x l4, 4 x a40"),
-        (["--tensor-parallel", 0], "give at least 1 device"),
+        (["--tensor-parallel", 0], "give 1 to 65,536 devices"),
         (["--block-size", 24], "one must divide the other"),
         (["--rate-scale", "nan"], "above 0"),
         (["--config", "none.toml"], "none.toml: cannot be read: No such file"),
