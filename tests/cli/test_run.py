@@ -61,6 +61,7 @@ def test_the_bundled_trace():
     assert (document["schema"], document["completed"]) == (1, 5)
     assert document["config"]["workload"]["options"] == {
         "path": None,
+        "chain": False,
         "limit": 5,
         "shrink": 32,
     }
