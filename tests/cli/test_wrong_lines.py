@@ -342,7 +342,7 @@ run W --prompt a | --prompt
 run --prompt a --limit 3 | --limit
 run --prompt a --shrink 3 | --shrink
 run W --max-output 3 | --max-output
-run --prompt a --max-output 0 | '--max-output'
+run --prompt a --max-output -1 | '--max-output'
 run --prompt '' | prompt ''
 run --prompt a --threads 0 | threads
 run --prompt a --threads x | '--threads'

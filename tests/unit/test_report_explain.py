@@ -60,9 +60,7 @@ def test_evictions_one_after_another_are_told_together(explained):
     explanation = explained(ask("a", "abcd"), *scan, ask("b", "abcd", 17))
     evicted = [line for line in told(explanation, "b") if "Used last" in line]
     assert len(explanation.of("b").losses) > len(evicted)
-    assert (
-        "Evicted from 2 ns (by lru for request y) to 3 ns (for request z)" in evicted[0]
-    )
+    assert "Evicted from 2 ns (by lru for request y) to 3 ns (for request z)" in evicted[0]
 
 
 def test_what_expired_is_told_with_how_long_it_rested(explained):
