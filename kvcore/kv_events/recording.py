@@ -49,8 +49,8 @@ SCHEMA = 1
 
 BUFFER_BYTES = 1 << 16
 
-LARGEST_LINE = LARGEST_PAYLOAD
-"""Bytes of the longest line that is written, since readers take no longer ones."""
+LARGEST_LINE, MOST_VALUES = 1 << 24, 1 << 20
+"""Most bytes and values of a line that is written: larger ones are no safe input to readers."""
 
 FLUSH_SECONDS = 1.0
 """Seconds between two flushes of a live recording, in case the process is killed."""
@@ -235,8 +235,8 @@ class RecordingWriter(SealedWriter):
         """Write a batch; `seq` and `publisher` are those that the transport knows.
 
         Raises:
-            InputError: its format cannot express what it holds, or its line would be longer
-                than the 64 MiB that readers take. Nothing is written.
+            InputError: its format cannot express what it holds, or its line would have more
+                than 16 MiB or 1,048,576 values. Nothing is written.
         """
         other = None if batch.format == self._format else batch.format
         value = to_json(write_value(batch))
@@ -265,8 +265,13 @@ class RecordingWriter(SealedWriter):
             raise InputError(msg)
         given = {name: value for name, value in fields.items() if value is not None}
         line = orjson.dumps({"n": sum(self.lines.values()), "kind": kind, **given})
-        if len(line) > LARGEST_LINE:
-            msg = f"{kind}: a line of {len(line):,} bytes; readers take {LARGEST_LINE:,}"
+        if len(line) > LARGEST_LINE or (
+            len(line) > MOST_VALUES and sum(map(line.count, (b",", b"[", b"{"))) > MOST_VALUES
+        ):
+            msg = (
+                f"{kind}: a line of {len(line):,} bytes; at most {LARGEST_LINE:,}, with "
+                f"{MOST_VALUES:,} values, are written"
+            )
             raise InputError(msg)
         self._buffer.write(line + b"\n")
         self.lines[kind] = self.lines.get(kind, 0) + 1

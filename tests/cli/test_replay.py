@@ -42,7 +42,7 @@ def test_a_table_for_people(trace):
     rows = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines()[2:])
     assert done.returncode == 0
     assert (rows["lines"], rows["blocks cached"], rows["  EVICT"]) == ("49", "5", "5")
-    assert rows["hit ratio by block"] == "0.2941"
+    assert rows["hit ratio by block"] == "29.4%"
 
 
 def test_preemptions_are_told_by_kind(tmp_path):
