@@ -47,8 +47,8 @@ _RESULTS = "kvcore.results"
 def results() -> TextIO:
     """Return where results are printed: the stdout that the verb was called with."""
     context = click.get_current_context(silent=True)
-    stream: TextIO | None = context and context.meta.get(_RESULTS)
-    return stream or sys.stdout
+    stream: TextIO = context.meta.get(_RESULTS, sys.stdout) if context else sys.stdout
+    return stream
 
 
 def results_alone(verb: VerbT) -> VerbT:
