@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import wraps
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 import click
 
@@ -47,8 +47,7 @@ _RESULTS = "kvcore.results"
 def results() -> TextIO:
     """Return where results are printed: the stdout that the verb was called with."""
     context = click.get_current_context(silent=True)
-    stream: TextIO = context.meta.get(_RESULTS, sys.stdout) if context else sys.stdout
-    return stream
+    return cast("TextIO", context.meta.get(_RESULTS, sys.stdout) if context else sys.stdout)
 
 
 def results_alone(verb: VerbT) -> VerbT:

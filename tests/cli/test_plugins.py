@@ -149,7 +149,9 @@ def test_what_a_plugin_prints_is_no_result(site):
 def test_what_a_method_prints_is_no_result(monkeypatch, arguments):
     """It goes to stderr while a policy works, with a table as with a document."""
     victim = LRU.victim
-    monkeypatch.setattr(LRU, "victim", lambda *args: (print("noise"), victim(*args))[1])
+    monkeypatch.setattr(
+        LRU, "victim", lambda *args: (sys.stdout.write("noise\n"), victim(*args))[1]
+    )
     command = ["compare", "zipf:requests=20", "--eviction", "lru", "--blocks", "99", *arguments]
     done = run_here(*command)
     assert done.returncode == 0
