@@ -9,6 +9,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, input_file, json_option, print_table, print_text
+from kvcore.cli.terminal import echo
 from kvcore.cli.verb import plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
@@ -42,7 +43,7 @@ def calibrate(*, steps: Path, latency: str, as_json: bool) -> None:
     if as_json:
         emit_json(report)
         return
-    click.echo(f"--latency {report['latency']}\n")
+    echo(f"--latency {report['latency']}\n")
     print_table(
         ["option", "fitted", ""],
         (
@@ -55,12 +56,12 @@ def calibrate(*, steps: Path, latency: str, as_json: bool) -> None:
         ),
         right=["fitted"],
     )
-    click.echo()
+    echo()
     print_text(
         f"{report['rows']:,} steps of {steps}. Errors are absolute, as shares of the measured "
         f"time. Held out: one in {FOLDS} steps is judged by a fit to the others, in turns."
     )
-    click.echo()
+    echo()
     errors = ["median", "p90", "held out: median", "held out: p90"]
     print_table(
         ["steps", "rows", *errors],
@@ -70,7 +71,7 @@ def calibrate(*, steps: Path, latency: str, as_json: bool) -> None:
         ),
         right=["rows", *errors],
     )
-    click.echo("\nThe steps that are furthest off, as a share of their time:\n")
+    echo("\nThe steps that are furthest off, as a share of their time:\n")
     print_table(
         ["line", *COUNTS, "measured", "fitted", "off by"],
         (

@@ -34,6 +34,7 @@ from kvcore.cli.output import (
     progress,
     prometheus_option,
 )
+from kvcore.cli.terminal import echo
 from kvcore.cli.verb import plugin_completion, verb
 from kvcore.config import find_workload, load_model
 from kvcore.config.run_config import option_default
@@ -182,7 +183,7 @@ def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) 
         print_text(block_bytes(budget.layout))
     if residency:
         rested = ResidencyReport(report.comparison)
-        click.echo()
+        echo()
         print_table(rested.headers, rested.rows, right=rested.headers[1:])
         print_text(rested.reading)
     print_text(report.setup)

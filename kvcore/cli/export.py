@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.output import emit_json, file_path, input_file, json_option, progress
+from kvcore.cli.terminal import echo
 from kvcore.cli.verb import verb
 from kvcore.errors import StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite
@@ -61,7 +62,7 @@ def _announced_lines(trace: Path, out: Path, *, force: bool) -> int:
             )
             raise StorageError(msg)
     if asked >= ANNOUNCED:
-        click.echo(f"kvcore: writing {about}", err=True)
+        echo(f"kvcore: writing {about}", err=True)
     return size.lines
 
 
@@ -72,7 +73,7 @@ def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
     # A file that is no trace is refused before a subscriber is waited for.
     first = list(islice(payloads, 1))
     with Publisher(address, replay) as publisher:
-        click.echo(f"kvcore: publishing at {publisher.address}, once someone listens", err=True)
+        echo(f"kvcore: publishing at {publisher.address}, once someone listens", err=True)
         return {"batches": publisher.serve_all(chain(first, payloads))}
 
 
@@ -158,12 +159,12 @@ def export(
         raise click.UsageError(msg)
     to = out or zmq
     for note in _notes(found):
-        click.echo(f"kvcore: {note}", err=True)
+        echo(f"kvcore: {note}", err=True)
     if as_json:
         emit_json({"schema": SCHEMA, "format": kind, "out": str(to), **found})
     else:
         name, count = next(iter(found.items()))
-        click.echo(f"{to}: {count:,} {name}")
+        echo(f"{to}: {count:,} {name}")
 
 
 def _notes(found: dict[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kvcore.cli.terminal import VerbT, echo, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import STDIN, atomic_file, input_path, refuse_overwrite
 from kvcore.progress import unseen
@@ -32,10 +33,14 @@ from kvcore.workloads import Workload
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
-)
-"""The `--json` flag of every verb; the function receives it as `as_json`."""
+
+def json_option(verb: VerbT) -> VerbT:
+    """Add the `--json` flag to a verb, which receives it as `as_json` and prints results alone.
+
+    What plugins print is no part of them, with the flag or without.
+    """
+    text = "Print one JSON document instead of a table."
+    return click.option("--json", "as_json", is_flag=True, help=text)(results_alone(verb))
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -61,7 +66,7 @@ def input_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 def terminal_width() -> int | None:
     """Return the columns of the terminal that stdout is; None if it is none."""
-    return get_terminal_size().columns if sys.stdout.isatty() else None
+    return get_terminal_size().columns if results().isatty() else None
 
 
 def emit_json(payload: Mapping[str, Any]) -> None:
@@ -79,20 +84,20 @@ def emit_json(payload: Mapping[str, Any]) -> None:
         import json  # noqa: PLC0415 - for integers beyond 64 bits alone
 
         text = json.dumps(payload, indent=2, ensure_ascii=False).encode()
-    click.echo(text)
+    click.echo(text, file=results())
 
 
 def print_text(text: str) -> None:
     """Print sentences on stdout, wrapped to the terminal; a line that ends stays so."""
     width = terminal_width() or TEXT_WIDTH
     for line in text.splitlines():
-        click.echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
+        echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def print_notes(workload: Workload) -> None:
     """Print on stderr what `workload` notes of the requests that were read."""
     for note in workload.notes:
-        click.echo(f"kvcore: {workload.name}: {note}", err=True)
+        echo(f"kvcore: {workload.name}: {note}", err=True)
 
 
 def print_table(
@@ -122,7 +127,7 @@ def print_sections(*sections: Section) -> None:
     filled = [each for each in sections if (each if isinstance(each, str) else each[1])]
     for number, section in enumerate(filled):
         if number:
-            click.echo()
+            echo()
         if isinstance(section, str):
             print_text(section)
         else:
@@ -178,7 +183,7 @@ def metrics_file(
         if as_json:
             msg = "--json and --prometheus - both print a document: give a file to one of them"
             raise InputError(msg)
-        yield lambda text: click.echo(text, nl=False)
+        yield lambda text: echo(text, nl=False)
         return
     if path.resolve() in [other.resolve() for other in others if other is not None]:
         msg = f"--prometheus {path}: another option writes that file; name another one"
@@ -209,7 +214,7 @@ def draw_table(
     parts = [columns] if split_at is None else _parts(columns, split_at)
     for number, part in enumerate(parts):
         if number:
-            click.echo()
+            echo()
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for header, *cells in part:
             table.add_column(
@@ -222,6 +227,7 @@ def draw_table(
             table.add_row(*row)
         # Without a height too, rich takes a dumb terminal for one of 80 columns.
         console = Console(
+            file=results(),
             width=_fitting(part, width),
             height=len(columns[0]),
             markup=False,
@@ -230,7 +236,7 @@ def draw_table(
         )
         with console.capture() as captured:
             console.print(table)
-        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _parts(columns: list[Column], width: int) -> list[list[Column]]:

@@ -14,6 +14,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table
+from kvcore.cli.terminal import echo
 from kvcore.cli.verb import Count, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
@@ -173,7 +174,7 @@ def record(
             writer.discard()
     if not tally.batches:
         then = f"{out} stays as it was" if out.exists() else "nothing is written"
-        click.echo(f"kvcore: no batch came from {server.address}: {then}", err=True)
+        echo(f"kvcore: no batch came from {server.address}: {then}", err=True)
     counts = {"pieces": writer.pieces, **attrs.asdict(tally)}
     if as_json:
         emit_json({"schema": 1, "file": str(out), **counts})
@@ -204,13 +205,13 @@ def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]
     terminal, shown = sys.stderr.isatty(), 0.0
 
     def warn(sentence: str) -> None:
-        click.echo(f"{ERASE if terminal else ''}kvcore: {sentence}", err=True)
+        echo(f"{ERASE if terminal else ''}kvcore: {sentence}", err=True)
 
     def progress(tally: Tally) -> None:
         nonlocal shown
         if terminal and monotonic() - shown > REDRAW_SECONDS:
             shown = monotonic()
-            click.echo(
+            echo(
                 f"{ERASE}{tally.batches:,} batches, {tally.stored:,} blocks stored, "
                 f"{tally.removed:,} removed, {tally.gaps:,} gaps",
                 nl=False,
@@ -219,4 +220,4 @@ def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]
 
     yield warn, progress
     if terminal:
-        click.echo(ERASE, nl=False, err=True)
+        echo(ERASE, nl=False, err=True)

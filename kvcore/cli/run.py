@@ -30,6 +30,7 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.serving import outputs, print_report, report_of
+from kvcore.cli.terminal import echo
 from kvcore.cli.verb import Count, verb
 from kvcore.config import EngineParts
 from kvcore.config.run_config import option_help
@@ -188,7 +189,7 @@ def _serve(engine: EngineParts, trace: Trace | None, *, residency: bool) -> RunR
     free = engine.backend.memory().free
     if weights >= ANNOUNCED and (free is None or weights <= free):
         size = format_bytes(weights)
-        click.echo(f"kvcore: drawing {size} of weights for {engine.model.name}", err=True)
+        echo(f"kvcore: drawing {size} of weights for {engine.model.name}", err=True)
     with progress(f"running {source.name}", source.size) as tick:
         return run_engine(ticked(source, tick), **engine.arguments(trace), residency=residency)
 
@@ -227,7 +228,7 @@ def _print_texts(document: dict[str, Any]) -> None:
     for output in document["outputs"]:
         print_text(f"> {output['prompt']}")
         print_text(output["text"])
-        click.echo()
+        echo()
     for reason in document["rejected_because"]:
         print_text(f"Rejected: {reason}.")
     tokens = counted(sum(len(output["tokens"]) for output in document["outputs"]), "token")

@@ -12,6 +12,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, json_option, print_table
+from kvcore.cli.terminal import echo
 from kvcore.cli.verb import Count, verb
 from kvcore.config.lookup import load_model
 from kvcore.errors import InputError
@@ -102,7 +103,7 @@ def size(
     if as_json:
         emit_json(report)
     else:
-        click.echo(fill(_title(report["model"]), WIDTH, break_on_hyphens=False))
+        echo(fill(_title(report["model"]), WIDTH, break_on_hyphens=False))
         print_table(["quantity", "amount", "that is"], _rows(report))
 
 

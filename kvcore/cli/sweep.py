@@ -17,6 +17,7 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
+from kvcore.cli.terminal import echo
 from kvcore.cli.verb import Count, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
@@ -80,12 +81,12 @@ def sweep(
         with Journal(journal) as opened:
             for number in opened.damaged:
                 text = f"{journal}:{number}: does not match its digest: its cell is run again"
-                click.echo(f"kvcore: {text}, unless a later line has it", err=True)
+                echo(f"kvcore: {text}, unless a later line has it", err=True)
             result = run_sweep(plan, opened, executor=runner, progress=progress)
             for table in tables:
                 write_table(result, table)
     except KeyboardInterrupt:
-        click.echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
+        echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
         raise
     if as_json:
         emit_json(sweep_document(result))
@@ -128,9 +129,9 @@ def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
 def _print(result: Sweep, tables: list[Path]) -> None:
     report = SweepReport(result)
     print_text(report.headline)
-    click.echo()
+    echo()
     print_table(report.headers, report.rows, right=report.right, split=True)
-    click.echo()
+    echo()
     if report.reading:
         print_text(report.reading)
     print_text(f"All rows: {', '.join(map(str, tables))}.")
@@ -142,8 +143,8 @@ def _report_failures(result: Sweep) -> None:
     varied = [name for name in result.grid.varied if name in result.rows[0]]
     for row in failed[:SHOWN]:
         cell = ", ".join(f"{name} {row[name]}" for name in varied) or row["workload"]
-        click.echo(f"kvcore: failed: {cell}: {row['error']}", err=True)
+        echo(f"kvcore: failed: {cell}: {row['error']}", err=True)
     if len(failed) > SHOWN:
         more = counted(len(failed) - SHOWN, "more cell")
-        click.echo(f"kvcore: failed: {more}", err=True)
-    click.echo("kvcore: the same command tries the failed cells again", err=True)
+        echo(f"kvcore: failed: {more}", err=True)
+    echo("kvcore: the same command tries the failed cells again", err=True)
