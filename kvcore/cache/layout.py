@@ -156,13 +156,14 @@ class BlockLayout:
             return keys, blocks * size, blocks, blocks, blocks, blocks
         length = request.prompt_tokens
         full = length // size
-        if request.publishes:
+        publishes = request.publishes
+        if publishes:
             keys = self._with_output(request)
         if self._stride > 1:
             keys = keys[self._stride - 1 :: self._stride]
         keyed = len(keys) * self.ratio
         blocks = -(-length // size)
-        if request.publishes:
+        if publishes:
             cacheable = keyed
         elif keyed < full:
             cacheable = full = keyed
