@@ -355,8 +355,8 @@ class KVCache:
             freed = self._free_last(seq, seq.private_blocks)
             holes = [(first, end - first) for first, end in seq.holes]
             self.trace.free(now, seq=seq.id, runs=freed, reason="close", forgotten=holes)
-        elif seq.blocks > seq.span.end:
-            self._free_last(seq, seq.private_blocks)
+        elif private := seq.blocks - seq.span.end - seq.freed:
+            self._free_last(seq, private)
         self.tree.close(seq, now)
 
     def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
