@@ -381,6 +381,7 @@ class TraceChecker:
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.state.sequence(event.seq)
+        self.state.fork_copies(seq)
         self._must_open(event.child)
         self._order.pool.share(seq.private)
 

@@ -320,6 +320,26 @@ EVENTS: dict[str, type[Event]] = {
 }
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
 
+_OPTIONAL = {
+    struct: [each.name for each in msgspec.structs.fields(struct) if not each.required]
+    for struct in (*get_args(_TAGGED), Drop)
+}
+
+REQUIRED_NAMES: dict[type[Event], int] = {
+    struct: 1 + len(struct.__struct_fields__) - len(optional)
+    for struct, optional in _OPTIONAL.items()
+}
+"""How many names the line of a Struct has if it leaves all optional fields out."""
+
+
+def count_names(event: Event) -> int:
+    """Return how many names the line of an event has, those of SLO times included."""
+    given = [getattr(event, name) for name in _OPTIONAL[type(event)]]
+    given = [value for value in given if value is not UNSET]
+    nested = sum(len(value) for value in given if type(value) is dict)
+    return REQUIRED_NAMES[type(event)] + len(given) + nested
+
+
 _decode_tagged = msgspec.json.Decoder(_TAGGED).decode
 
 # A union has one Struct a tag, so lines of the other scope are known by how the writer

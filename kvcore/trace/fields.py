@@ -147,6 +147,9 @@ Runs: TypeAlias = list[tuple[int, int]]
 
 _ID_LIMIT = 2**31
 
+MOST_BLOCKS_OF_LINE = 1 << 21
+"""Blocks that the runs of a line may stand for, of which each takes 4 bytes once decoded."""
+
 
 _ascending: Ids = array("i")
 
@@ -190,7 +193,8 @@ def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:
     """Return the ids that `runs` stand for, each at least 0 and below `limit`.
 
     Raises:
-        ValueError: a run is empty or leaves the range, or could have been longer.
+        ValueError: a run is empty or leaves the range, or could have been longer; or the
+            runs stand for more than 2^21 blocks.
     """
     ids: Ids = array("i")
     end = step = -1
@@ -208,6 +212,9 @@ def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:
             msg = f"run [{first}, {count}] leaves the block ids, which are 0 to {limit - 1}"
             raise ValueError(msg)
         step = way if count != 1 else 0
+        if len(ids) + abs(count) > MOST_BLOCKS_OF_LINE:
+            msg = f"the runs are more than {MOST_BLOCKS_OF_LINE:,} blocks, which is the most"
+            raise ValueError(msg)
         ids.extend(range(first, first + count, way))
     return ids
 

@@ -12,7 +12,15 @@ from typing import Any
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.files import CHUNK_BYTES, CutError, DamageError, decompressed, unreadable_reason
+from kvcore.files import (
+    CHUNK_BYTES,
+    LONGEST_LINE,
+    CutError,
+    DamageError,
+    decompressed,
+    line_fault,
+    unreadable_reason,
+)
 
 
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
@@ -22,8 +30,8 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     is skipped. Memory: one line and a buffer.
 
     Raises:
-        InputError: the file cannot be read, has no line, or its compressed data is damaged
-            or cut off; names the line from which on nothing could be read.
+        InputError: the file cannot be read, has no line, one that is too large, or its
+            compressed data is damaged or cut off; names the line from which on nothing could be read.
     """
     number, empty = 0, True
     try:
@@ -66,16 +74,28 @@ def file_digest(path: Path, **options: Any) -> str:
 
 
 def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of the byte strings `pieces`, newlines included."""
+    """Yield the lines of the byte strings `pieces`, newlines included.
+
+    Raises:
+        DamageError: a line is too large.
+    """
     begun: list[bytes] = []
+    length = 0
     for piece in pieces:
         for line in BytesIO(piece):
             begun.append(line)
-            if line.endswith(b"\n"):
-                yield b"".join(begun)
-                begun.clear()
-    if begun:
-        yield b"".join(begun)
+            length += len(line)
+            if line.endswith(b"\n") or length > LONGEST_LINE:
+                whole = b"".join(begun)
+                if fault := line_fault(whole):
+                    raise DamageError(fault)
+                yield whole
+                begun, length = [], 0
+    whole = b"".join(begun)
+    if fault := line_fault(whole):
+        raise DamageError(fault)
+    if whole:
+        yield whole
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
