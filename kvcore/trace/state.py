@@ -50,6 +50,7 @@ class TracedPrompt:
 
     Attributes:
         id: of the request.
+        tokens: of the prompt.
         keys: the key of block j is `keys[j // ratio]`, `ratio` being the layout's.
         blocks: that the whole prompt occupies.
         cacheable: how many blocks from the first on may be shared.
@@ -59,6 +60,7 @@ class TracedPrompt:
     """
 
     id: int | str
+    tokens: int
     keys: list[Any]
     blocks: int
     cacheable: int
@@ -108,7 +110,9 @@ class TraceLayout:
         if self.count == "keys":
             blocks = len(keys) * self.ratio
             return TracedPrompt(
-                request.id, keys, blocks, blocks, blocks, blocks, unkeyed=not keys
+                *(request.id, request.prompt, keys, blocks),
+                *(blocks, blocks, blocks),
+                unkeyed=not keys,
             )
         size, length = self.block_size, request.prompt
         full = length // size
@@ -121,6 +125,7 @@ class TraceLayout:
         most = max(0, length - 1) // size
         return TracedPrompt(
             request.id,
+            length,
             keys,
             blocks=-(-length // size),
             cacheable=keyed if output_keys else min(full, keyed),
@@ -128,6 +133,17 @@ class TraceLayout:
             limit=min(most, keyed),
             unkeyed=keyed < most or not keys,
         )
+
+
+    def blocks_for(self, prompt: TracedPrompt, output: int) -> int:
+        """Return how many blocks a request fills that has so many tokens of output.
+
+        The K/V of its last token is never computed; where keys are counted, only the prompt
+        takes blocks.
+        """
+        if self.count == "keys" or not output:
+            return prompt.blocks
+        return -(-(prompt.tokens + output - 1) // self.block_size)
 
 
 @attrs.define(eq=False)

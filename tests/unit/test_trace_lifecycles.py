@@ -89,7 +89,7 @@ def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
         ),
         (
             *(10, "ALLOC", {"seq": 1, "first": 3, "runs": [[3, 1]]}),
-            "sequence 1 is paused, and gets blocks",
+            "sequence 1 is paused: it gets no blocks and commits none",
         ),
         (
             *(8, "RESUME", {"request": "long", "seq": 1}),
@@ -212,6 +212,7 @@ def test_a_model_may_stop_early(tmp_path):
     with serving(path, "wall") as (trace, cache):
         seq = cache.open(ask("r", "a", output_tokens=5))
         trace.first_token(0, request="r", seq=1)
+        cache.extend(seq, 2, 0)
         finish(trace, cache, seq, 3)
         finish(trace, cache, cache.open(ask("silent", "a", output_tokens=5)))
     assert check_trace(path).finished == 2
