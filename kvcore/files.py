@@ -110,7 +110,7 @@ def line_fault(line: bytes) -> str | None:
 
 
 def decompressed(file: BinaryIO, expansion: int | None = None) -> Iterator[bytes]:
-    """Yield the content of `file`, decompressed if it is gzip or zstd, in pieces of 64 KiB or less.
+    """Yield the content of `file`, decompressed if it is gzip or zstd, in pieces of 64 KiB.
 
     There may be several gzip members or zstd frames. Memory: 16 MiB at most, besides the
     window that a zstd frame asks for.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table, print_text
+from kvcore.cli.terminal import echo
 from kvcore.serving.calibration import COUNTS, fit_linear
 from kvcore.units import PS_PER_S, format_seconds
 
@@ -34,11 +35,11 @@ def calibrate(*, steps: Path, as_json: bool) -> None:
     if as_json:
         emit_json(report)
         return
-    click.echo(f"--latency {report['latency']}\n")
+    echo(f"--latency {report['latency']}\n")
     _print_coefficients(report)
-    click.echo()
+    echo()
     print_text(_sentence(report))
-    click.echo()
+    echo()
     print_table(
         ["line", *COUNTS, "measured", "fitted", "off by"],
         (

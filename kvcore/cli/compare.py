@@ -31,6 +31,7 @@ from kvcore.cli.output import (
     progress,
     prometheus_option,
 )
+from kvcore.cli.terminal import echo
 from kvcore.config import find_workload, load_model
 from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
@@ -170,7 +171,7 @@ def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) 
         print_text(block_bytes(budget.layout))
     if residency:
         rested = ResidencyReport(report.comparison)
-        click.echo()
+        echo()
         print_table(rested.headers, rested.rows, right=rested.headers[1:])
         print_text(rested.reading)
 

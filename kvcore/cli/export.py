@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option
+from kvcore.cli.terminal import echo
 from kvcore.files import refuse_overwrite
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
     # A file that is no trace is refused before a subscriber is waited for.
     first = list(islice(payloads, 1))
     with Publisher(address, replay) as publisher:
-        click.echo(f"kvcore: publishing at {publisher.address}, once someone listens", err=True)
+        echo(f"kvcore: publishing at {publisher.address}, once someone listens", err=True)
         return {"batches": publisher.serve_all(chain(first, payloads))}
 
 
@@ -113,12 +114,12 @@ def export(
         raise click.UsageError(msg)
     to = out or zmq
     for note in _notes(found):
-        click.echo(f"kvcore: {note}", err=True)
+        echo(f"kvcore: {note}", err=True)
     if as_json:
         emit_json({"schema": SCHEMA, "format": kind, "out": str(to), **found})
     else:
         name, count = next(iter(found.items()))
-        click.echo(f"{to}: {count:,} {name}")
+        echo(f"{to}: {count:,} {name}")
 
 
 def _notes(found: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from kvcore.cli.terminal import echo
 from kvcore.errors import KvcoreError, PluginError
 from kvcore.plugins.options import nearest
 
@@ -173,7 +174,7 @@ def _unusable(error: OSError) -> bool:
 
 def _fail(message: str, code: int) -> int:
     with suppress(OSError):
-        click.echo(f"kvcore: {message}", err=True)
+        echo(f"kvcore: {message}", err=True)
     return code
 
 

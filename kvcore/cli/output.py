@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kvcore.cli.terminal import echo, escaped, escaped_json
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.progress import unseen
@@ -60,14 +61,14 @@ def emit_json(payload: Mapping[str, Any]) -> None:
     if "schema" not in payload:
         msg = f"JSON for other programs needs a 'schema'; this has {', '.join(payload)}"
         raise ValueError(msg)
-    click.echo(orjson.dumps(payload, option=orjson.OPT_INDENT_2))
+    click.echo(escaped_json(orjson.dumps(payload, option=orjson.OPT_INDENT_2)))
 
 
 def print_text(text: str) -> None:
     """Print sentences on stdout, wrapped to the terminal; a line that ends stays so."""
     width = terminal_width() or TEXT_WIDTH
-    for line in text.splitlines():
-        click.echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
+    for line in escaped(text).splitlines():
+        echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def print_table(
@@ -97,7 +98,7 @@ def print_sections(*sections: Section) -> None:
     filled = [each for each in sections if (each if isinstance(each, str) else each[1])]
     for number, section in enumerate(filled):
         if number:
-            click.echo()
+            echo()
         if isinstance(section, str):
             print_text(section)
         else:
@@ -116,7 +117,7 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
         return
 
     with progress_bar() as bar:
-        task = bar.add_task(description, total=total)
+        task = bar.add_task(escaped(description), total=total)
         yield lambda done: bar.advance(task, done)
 
 
@@ -153,14 +154,14 @@ def metrics_file(
         if as_json:
             msg = "--json and --prometheus - both print a document: give a file to one of them"
             raise InputError(msg)
-        yield lambda text: click.echo(text, nl=False)
+        yield lambda text: echo(text, nl=False)
         return
     if path.resolve() in [other.resolve() for other in others if other is not None]:
         msg = f"--prometheus {path}: another option writes that file; name another one"
         raise InputError(msg)
     refuse_overwrite(path, source.options().values())
     with atomic_file(path) as file:
-        yield file.write
+        yield lambda text: file.write(escaped(text))
 
 
 Column: TypeAlias = tuple[str, ...]
@@ -180,16 +181,18 @@ def draw_table(
 
     A table wider than `split_at` columns is printed as several.
     """
-    columns: list[Column] = list(zip(headers, *(map(str, row) for row in rows), strict=True))
+    cells = (map(escaped, map(str, row)) for row in (headers, *rows))
+    columns: list[Column] = list(zip(*cells, strict=True))
+    flush = set(map(escaped, right))
     parts = [columns] if split_at is None else _parts(columns, split_at)
     for number, part in enumerate(parts):
         if number:
-            click.echo()
+            echo()
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for header, *cells in part:
             table.add_column(
                 header,
-                justify="right" if header in right else "left",
+                justify="right" if header in flush else "left",
                 no_wrap=_width([header, *cells]) <= WHOLE,
                 overflow="fold",
             )
@@ -205,7 +208,7 @@ def draw_table(
         )
         with console.capture() as captured:
             console.print(table)
-        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _parts(columns: list[Column], width: int) -> list[list[Column]]:
@@ -235,7 +238,7 @@ def _width(column: Iterable[str]) -> int:
 def progress_bar() -> Progress:
     """Return a progress bar for stderr that leaves nothing behind."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

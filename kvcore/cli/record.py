@@ -14,6 +14,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table
+from kvcore.cli.terminal import echo, escaped
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_seconds
 
@@ -123,7 +124,7 @@ def record(
             subscriber, writer, seconds=during, batches=batches, warn=warn, progress=progress
         )
     if not tally.batches:
-        click.echo(f"kvcore: no batch came from {server.address}", err=True)
+        echo(f"kvcore: no batch came from {server.address}", err=True)
     counts = attrs.asdict(tally)
     if as_json:
         emit_json({"schema": 1, "file": str(out), **counts})
@@ -152,7 +153,7 @@ def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]
     terminal, shown = sys.stderr.isatty(), 0.0
 
     def warn(sentence: str) -> None:
-        click.echo(f"{ERASE if terminal else ''}kvcore: {sentence}", err=True)
+        click.echo(f"{ERASE if terminal else ''}kvcore: {escaped(sentence)}", err=True)
 
     def progress(tally: Tally) -> None:
         nonlocal shown

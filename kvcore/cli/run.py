@@ -29,6 +29,7 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.serving import outputs, print_report, report_of
+from kvcore.cli.terminal import echo
 from kvcore.config import EngineParts
 from kvcore.engine.engine import RunResult
 from kvcore.engine.engine import run as run_engine
@@ -217,7 +218,7 @@ def _print_texts(document: dict[str, Any]) -> None:
     for output in document["outputs"]:
         print_text(f"> {output['prompt']}")
         print_text(output["text"])
-        click.echo()
+        echo()
     for reason in document["rejected_because"]:
         print_text(f"Rejected: {reason}.")
     tokens = counted(sum(len(output["tokens"]) for output in document["outputs"]), "token")

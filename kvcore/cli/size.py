@@ -13,6 +13,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, json_option, print_table
+from kvcore.cli.terminal import echo
 from kvcore.config.lookup import load_model
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device
@@ -112,7 +113,7 @@ def size(
     if as_json:
         emit_json(report)
     else:
-        click.echo(fill(_title(report["model"]), WIDTH, break_on_hyphens=False))
+        echo(fill(_title(report["model"]), WIDTH, break_on_hyphens=False))
         print_table(["quantity", "amount", "that is"], _rows(report))
 
 

@@ -17,6 +17,7 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
+from kvcore.cli.terminal import echo
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
@@ -80,7 +81,7 @@ def sweep(
             for table in tables:
                 write_table(result, table)
     except KeyboardInterrupt:
-        click.echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
+        echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
         raise
     if as_json:
         emit_json(sweep_document(result))
@@ -123,9 +124,9 @@ def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
 def _print(result: Sweep, tables: list[Path]) -> None:
     report = SweepReport(result)
     print_text(report.headline)
-    click.echo()
+    echo()
     print_table(report.headers, report.rows, right=report.right, split=True)
-    click.echo()
+    echo()
     if report.reading:
         print_text(report.reading)
     print_text(f"All rows: {', '.join(map(str, tables))}.")
@@ -137,7 +138,7 @@ def _report_failures(result: Sweep) -> None:
     varied = [name for name in result.grid.varied if name in result.rows[0]]
     for row in failed[:SHOWN]:
         cell = ", ".join(f"{name} {row[name]}" for name in varied) or row["workload"]
-        click.echo(f"kvcore: failed: {cell}: {row['error']}", err=True)
+        echo(f"kvcore: failed: {cell}: {row['error']}", err=True)
     if len(failed) > SHOWN:
-        click.echo(f"kvcore: failed: {len(failed) - SHOWN} more cells", err=True)
-    click.echo("kvcore: the same command tries the failed cells again", err=True)
+        echo(f"kvcore: failed: {len(failed) - SHOWN} more cells", err=True)
+    echo("kvcore: the same command tries the failed cells again", err=True)

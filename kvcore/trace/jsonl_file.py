@@ -57,7 +57,7 @@ DIGEST_BYTES = 16
 BUFFER_BYTES = 1 << 20
 
 EXPANSION = 24
-"""Bytes that a compressed byte may expand to: traces of long runs reach 16 at zstd's level 19."""
+"""Bytes that a compressed byte may expand to: traces reach 16 at the level 19 of zstd."""
 
 ODD_BYTES = re.compile(rb"[ \\\r\t]")
 """Bytes that stand between values, or in a text that may have another form."""

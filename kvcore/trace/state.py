@@ -31,8 +31,8 @@ MOST_BLOCKS = 1 << 24
 MOST_COPIES = 1 << 18
 """Blocks in the tables of open forks, of which each takes about 100 bytes."""
 
-WORK, WORK_OF_LINE = 1 << 26, 1 << 11
-"""Steps, each some 10 ns, that a trace may take at all, and more for each of its lines."""
+WORK, WORK_OF_LINE = 1 << 25, 1 << 10
+"""Steps, each some 50 ns, that a trace may take at all, and more for each of its lines."""
 
 
 class ViolationError(ValueError):
@@ -133,7 +133,6 @@ class TraceLayout:
             limit=min(most, keyed),
             unkeyed=keyed < most or not keys,
         )
-
 
     def blocks_for(self, prompt: TracedPrompt, output: int) -> int:
         """Return how many blocks a request fills that has so many tokens of output.
@@ -333,7 +332,9 @@ class CacheState:
             ViolationError: it names what is not there, or the trace is beyond a limit.
         """
         if self._work > WORK + WORK_OF_LINE * event.n:
-            violated(f"{self._work:,} blocks and spans are named in {event.n:,} lines: too many")
+            violated(
+                f"{self._work:,} blocks and spans are named in {event.n:,} lines: too many"
+            )
         apply = self._apply.get(event.event)
         if apply is not None:
             try:

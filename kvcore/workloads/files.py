@@ -31,7 +31,8 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
 
     Raises:
         InputError: the file cannot be read, has no line, one that is too large, or its
-            compressed data is damaged or cut off; names the line from which on nothing could be read.
+            compressed data is damaged or cut off; names the line from which on nothing
+            could be read.
     """
     number, empty = 0, True
     try:
