@@ -157,8 +157,6 @@ def compare(workload: str | None, **given: Any) -> None:
         labels = None if budget is None else budget.labels
         report = ComparisonReport(comparison, labels, prefix, recompute)
         _print(report, budget, residency=given["residency"])
-        if given["prefix"] is not None:
-            print_text(f"Prefix cache: {prefix}.")
 
 
 def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) -> None:
@@ -174,6 +172,7 @@ def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) 
         echo()
         print_table(rested.headers, rested.rows, right=rested.headers[1:])
         print_text(rested.reading)
+    print_text(report.setup)
 
 
 @attrs.frozen

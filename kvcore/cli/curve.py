@@ -122,7 +122,7 @@ def curve(workload: str | None, **given: Any) -> None:
         print_text(report.headline)
         if not report.empty:
             print_table(report.headers, report.rows, right=report.headers)
-            print_text(report.reading)
+            print_text(f"{report.reading}\n{report.setup}")
 
 
 def _write(report: CurvesReport, kind: str, file: TextIO) -> None:

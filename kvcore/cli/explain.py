@@ -18,6 +18,7 @@ from kvcore.cli.output import emit_json, json_option, print_sections, print_text
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
+from kvcore.report import setup
 from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore.workloads.files import lines
 
@@ -109,6 +110,7 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
         (report.place_headers, report.place_rows, report.place_headers[1:5]),
         (report.request_headers, report.request_rows, report.request_headers[1:5]),
         report.notes,
+        setup(explanation.header),
     )
 
 

@@ -114,7 +114,7 @@ def print_report(report: SimulationReport, *more: str) -> None:
         (["quantity", "amount"], report.amounts, ()),
         (["time of blocks", *columns], report.resting, columns),
         report.thrashing,
-        report.closing,
+        f"{report.closing}\n{report.setup}",
     )
 
 

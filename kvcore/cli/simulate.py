@@ -123,4 +123,5 @@ def _print(parts: RunParts, result: Result, document: dict[str, Any]) -> None:
         return
     paging = PagingReport(document, document["paged"], result.max_output or 0)
     table = paging.headers, paging.rows, paging.headers[1:]
-    print_sections(report.warning, report.headline, paging.headline, table, paging.reading)
+    told = report.warning, report.headline, paging.headline
+    print_sections(*told, table, f"{paging.reading}\n{report.setup}")

@@ -27,6 +27,7 @@ from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
 from kvcore.trace.fields import plain
+from kvcore.trace.writer import version
 from kvcore.units import format_bytes
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
 
@@ -173,6 +174,7 @@ class RunParts:
         """Return what was run, and the plugins that ran it, as JSON has it; None is none."""
         source = self.workload
         return {
+            "kvcore": version(),
             "workload": {
                 "name": source.name,
                 "digest": source.digest,

@@ -3,7 +3,7 @@
 from kvcore.report.mrc import CurvesReport
 from kvcore.report.prometheus import comparison_metrics, require_prometheus, run_metrics
 from kvcore.report.simulation import PagingReport, ResidencyReport, SimulationReport, thrashing
-from kvcore.report.tables import ComparisonReport, counted, write_csv
+from kvcore.report.tables import ComparisonReport, counted, setup, write_csv
 from kvcore.report.whatif import WhatIfReport
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "counted",
     "require_prometheus",
     "run_metrics",
+    "setup",
     "thrashing",
     "write_csv",
 ]

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
-from kvcore.analysis import Belady, Curves
+from kvcore.analysis import SHARING, Belady, Curves
 from kvcore.extras import import_extra
 from kvcore.models.memory import KVLayout
-from kvcore.report.tables import block_bytes, counted, looked_up, memory_fields, named
+from kvcore.report.tables import (
+    block_bytes,
+    counted,
+    looked_up,
+    memory_fields,
+    named,
+    plugin_text,
+    replay_setup,
+)
 from kvcore.units import BINARY, format_bytes
 
 if TYPE_CHECKING:
@@ -217,6 +225,18 @@ class CurvesReport:
             return f"{source.name}: {requests}.\nNothing in them has a key to look up."
         told = looked_up(source, curves.lookup_blocks, curves.block_size, curves.accounting)
         return f"{told}\nThe share of these that hit, by the size of the pool."
+
+    @property
+    def setup(self) -> str:
+        """What was run."""
+        curves, shared = self.curves, {"name": SHARING, "options": {}}
+        policies = ", ".join(plugin_text(c.eviction, c.options) for c in curves.curves)
+        return replay_setup(
+            curves.workload,
+            curves.block_size,
+            curves.accounting,
+            plugins={"prefix": shared, "eviction": {"name": policies, "options": {}}},
+        )
 
     @property
     def empty(self) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore.analysis import Comparison, Row
-from kvcore.report.tables import NONE, counted, named, share
-from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore.report.tables import NONE, counted, named, setup, share
+from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 
 NO_VALUE = "-"
 
@@ -232,7 +232,7 @@ class SimulationReport:
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
             f"{blocks * size:,} tokens in all, {memory} in {config['kv_dtype']}."
         )
-        lines = [run, pool, f"Plugins: {', '.join(self._plugins())}."]
+        lines = [run, pool]
         if load is not None:
             lines.append(f"Load: at least {load:.2f} of what this deployment can do.")
         return "\n".join([*lines, self._ended()])
@@ -270,6 +270,23 @@ class SimulationReport:
         return f"{counted(steps, 'step')}, {self.done} in {format_seconds(seconds)}."
 
     @property
+    def setup(self) -> str:
+        """All that was run, with every option."""
+        summary, config = self.summary, self.config
+        slo = {name: summary["slo"][f"{name}_s"] for name in ("ttft", "tpot", "deadline")}
+        header = {
+            **config,
+            "mode": config.get("clock", "model"),
+            "model": {"name": config["model"], "kv_dtype": config["kv_dtype"]},
+            "device": {"name": config["device"], "count": config["tensor_parallel"]},
+            "count": summary["count"],
+            "block_size": summary["pool"]["block_size"],
+            "blocks": summary["pool"]["blocks"],
+            "slo": {name: time * NS_PER_S for name, time in slo.items() if time is not None},
+        }
+        return setup(header)
+
+    @property
     def _devices(self) -> str:
         return f"{self.config['tensor_parallel']} x {self.config['device']}"
 
@@ -277,14 +294,6 @@ class SimulationReport:
     def _rate(self) -> str:
         scale = self.config["rate_scale"]
         return "" if scale == 1 else f" {format_number(scale)} times as fast as recorded,"
-
-    def _plugin(self, kind: str) -> Mapping[str, Any]:
-        plugin: Mapping[str, Any] = self.config["plugins"][kind]
-        return plugin
-
-    def _plugins(self) -> Iterator[str]:
-        for kind in ("scheduler", "eviction", "prefix", "latency"):
-            yield f"{kind} {self._plugin(kind)['name']}"
 
     def _ended(self) -> str:
         completed, rejected = self.summary["completed"], self.summary["rejected"]

@@ -13,7 +13,8 @@ from kvcore.analysis import SHARING, Belady, Comparison, Curve, Infinite, Row, S
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.options import Spec, as_text
-from kvcore.units import format_bytes
+from kvcore.trace.writer import version
+from kvcore.units import NS_PER_S, format_bytes
 
 Named = TypeVar("Named", Row, Curve)
 """What is of one policy."""
@@ -58,6 +59,17 @@ class ComparisonReport:
         return (
             f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
             f"The share of these that hit, by {by}{brackets}."
+        )
+
+    @property
+    def setup(self) -> str:
+        """What was run, but for what the rows say."""
+        found = self.comparison
+        return replay_setup(
+            found.workload,
+            found.rows[0].block_size,
+            found.accounting,
+            plugins={"prefix": {"name": self.prefix, "options": {}}},
         )
 
     @property
@@ -171,6 +183,70 @@ def plugin_text(name: str, options: Mapping[str, Any]) -> str:
     return str(
         Spec(name, {key: as_text(value) for key, value in options.items() if value is not None})
     )
+
+
+def replay_setup(source: Source, block_size: int, accounting: str, **more: Any) -> str:
+    """Return `setup` of a replay without a clock; `more` are other fields of a header."""
+    header = {
+        "kvcore": version(),
+        "mode": "untimed",
+        "workload": attrs.asdict(source),
+        "block_size": block_size,
+        "count": accounting,
+    }
+    return setup(header | more)
+
+
+CLOCKS = {"model": "by the model's clock", "wall": "by the wall clock"}
+
+SETTINGS = ("allocation", "rate_scale", "slo", "seed")
+
+
+def setup(header: Mapping[str, Any]) -> str:
+    """Return a sentence: all that the header of a trace says of its run.
+
+    Options are written as commands take them. Those that only repeat the deployment in the
+    latency model are left out, and so is what the header does not have.
+    """
+    served, device, cost = (_fields(header.get(n)) for n in ("model", "device", "recompute"))
+    parts = [f"kvcore {header['kvcore']} {CLOCKS.get(header['mode'], 'without a clock')}"]
+    if workload := header.get("workload"):
+        parts.append(f"workload {plugin_text(workload['name'], workload['options'])}")
+    if served:
+        dtype = f" in {served['kv_dtype']}" if "kv_dtype" in served else ""
+        where = f" on {device.get('count', 1)} x {device.get('name')}" if device else ""
+        parts.append(f"{served.get('name')}{dtype}{where}")
+    elif cost:
+        parts.append(f"recompute cost of {cost.get('model')} on {cost.get('device')}")
+    blocks = counted(header["blocks"], "block") if "blocks" in header else "blocks"
+    size = counted(header["block_size"], "token")
+    parts.append(f"{blocks} of {size} ({header['count']} counting)")
+    deployment = {
+        "model": served.get("name"),
+        "kv_dtype": served.get("kv_dtype"),
+        "device": device.get("name"),
+        "tensor_parallel": device.get("count"),
+    }
+    for kind, plugin in header.get("plugins", {}).items():
+        # A model or a device that is no name has all its fields.
+        given = plugin["options"].items()
+        options = {n: v.get("name", v) if isinstance(v, Mapping) else v for n, v in given}
+        if kind == "latency":
+            options = {n: v for n, v in options.items() if v != deployment.get(n)}
+        parts.append(f"{kind} {plugin_text(plugin['name'], options)}")
+    parts += [f"{name} {as_text(value)}" for name, value in header.get("batching", {}).items()]
+    for name in SETTINGS:
+        value = header.get(name)
+        if name == "slo" and value:
+            value = ",".join(f"{part}={time / NS_PER_S:g}" for part, time in value.items())
+        if value is not None:
+            parts.append(f"{name} {as_text(value)}")
+    return f"Setup: {'; '.join(parts)}."
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    """Return a part of a header that a program of its own may have written as it likes."""
+    return value if isinstance(value, Mapping) else {} if value is None else {"name": value}
 
 
 def counted(number: int, what: str) -> str:

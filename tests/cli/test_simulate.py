@@ -83,7 +83,15 @@ def test_json_has_these_fields(report):
     assert list(document["preemptions"]) == ["pause", "recompute"]
     assert list(document["hit"]["ratio"]) == ["block", "token", "request"]
     assert list(document["config"]) == [
-        *("workload", "model", "device", "tensor_parallel", "kv_dtype", "bytes_per_block"),
+        *(
+            "kvcore",
+            "workload",
+            "model",
+            "device",
+            "tensor_parallel",
+            "kv_dtype",
+            "bytes_per_block",
+        ),
         *("plugins", "batching", "allocation", "rate_scale", "seed"),
     ]
     assert (document["schema"], document["requests"], document["completed"]) == (1, 40, 40)
@@ -108,11 +116,21 @@ def test_one_device_is_too_few_for_the_bundled_trace(run):
 
 
 def test_the_report_names_what_was_run(run):
-    """Plugins, pool and outcome stand at the top."""
-    lines = run(SMALL, "--blocks", 50, "--scheduler", "srpt", "--eviction", "fifo").splitlines()
+    """Pool and outcome stand at the top, and all options at the end, those of plugins too."""
+    plugins = ["--eviction", "lfu:half_life=60", "--retention", "window:tokens=32"]
+    lines = run(SMALL, "--blocks", 50, "--scheduler", "srpt", *plugins).splitlines()
     assert lines[1] == "Pool: 50 blocks of 16 tokens, 800 tokens in all, 100 MiB in fp16."
-    assert lines[2] == "Plugins: scheduler srpt, eviction fifo, prefix radix, latency roofline."
-    assert lines[4] == "40 completed, none rejected."
+    assert lines[3] == "40 completed, none rejected."
+    _, _, setup = " ".join(lines).partition("Setup: kvcore ")
+    for told in (
+        "llama-3-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
+        "concurrency=32,preemptive=true,length=true; eviction lfu:half_life=60.0,unit=s",
+        "retention window:tokens=32,sinks=0",
+        "latency roofline:compute=0.5,bandwidth=0.8,overhead=0.002",
+        "max_tokens 8192",
+        "slo ttft=30,tpot=0.1; seed 0.",
+    ):
+        assert told in setup
 
 
 @pytest.mark.parametrize(

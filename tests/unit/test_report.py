@@ -10,7 +10,7 @@ import pytest
 
 from kvcore.analysis import Comparison, Infinite, Row, Source
 from kvcore.models.cost import default_prefill_cost
-from kvcore.report import ComparisonReport, write_csv
+from kvcore.report import ComparisonReport, setup, write_csv
 
 
 def row(eviction, blocks, hits, *, best=None, **options):
@@ -208,3 +208,57 @@ def test_csv_has_a_row_a_row():
         "wall_s": "0.5",
     }
     assert second["share_of_optimum"] == "0.5"
+
+
+def test_the_setup_has_every_option_but_for_those_that_repeat_the_deployment():
+    """As commands take them; a model that is no name is told by its own."""
+    plugins = {
+        "eviction": {"name": "lfu", "options": {"half_life": 60.0, "unit": None}},
+        "latency": {
+            "name": "roofline",
+            "options": {
+                "model": {"name": "mine", "layers": 2},
+                "device": "a40",
+                "compute": 0.5,
+            },
+        },
+    }
+    header = {
+        "kvcore": "1.2",
+        "mode": "model",
+        "count": "tokens",
+        "block_size": 16,
+        "blocks": 1000,
+        "plugins": plugins,
+        "workload": {"name": "zipf", "options": {"requests": 3}},
+        "model": {"name": "mine", "kv_dtype": "fp8"},
+        "device": {"name": "h100", "count": 2},
+        "batching": {"chunked": True},
+        "rate_scale": 2.0,
+        "slo": {"ttft": 1_500_000_000},
+        "seed": 0,
+    }
+    assert setup(header) == (
+        "Setup: kvcore 1.2 by the model's clock; workload zipf:requests=3; "
+        "mine in fp8 on 2 x h100; 1,000 blocks of 16 tokens (tokens counting); "
+        "eviction lfu:half_life=60.0; latency roofline:device=a40,compute=0.5; "
+        "chunked true; rate_scale 2.0; slo ttft=1.5; seed 0."
+    )
+
+
+def test_the_setup_of_a_header_with_little_in_it():
+    """A trace written by hand: what it does not say is left out, its own words are kept."""
+    header = {
+        "kvcore": "1.2",
+        "mode": "untimed",
+        "count": "keys",
+        "block_size": 4,
+        "blocks": 1,
+        "plugins": {},
+        "workload": None,
+        "seed": None,
+        "model": "my own",
+    }
+    assert setup(header) == (
+        "Setup: kvcore 1.2 without a clock; my own; 1 block of 4 tokens (keys counting)."
+    )

@@ -85,11 +85,10 @@ def test_a_load_above_one_is_warned_of():
 
 
 def test_the_headline_says_what_was_run():
-    """Workload, model, devices, pool, plugins, load and outcome."""
+    """Workload, model, devices, pool, load and outcome."""
     assert SimulationReport(summary(), CONFIG).headline.splitlines() == [
         "mine: 3 requests to llama-3-8b on 2 x h100, in 10 simulated seconds.",
         "Pool: 10 blocks of 16 tokens, 160 tokens in all, 20 MiB in fp16.",
-        "Plugins: scheduler fcfs, eviction lru, prefix radix, latency linear.",
         "Load: at least 0.50 of what this deployment can do.",
         "3 completed, none rejected.",
     ]
