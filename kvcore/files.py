@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 16
 
-STEP_BYTES = 512
-"""Compressed bytes that are decompressed at once: zstd makes 16 MiB of them at most."""
+STEP_BYTES = 256
+"""Compressed bytes that are decompressed at once: zstd makes 8 MiB of them at most."""
 
-EXPANDED_BYTES = 1 << 22
+EXPANDED_BYTES = 1 << 24
 """Bytes that any compressed file may expand to, however small it is."""
 
 LONGEST_LINE = 1 << 24
@@ -112,13 +112,13 @@ def line_fault(line: bytes) -> str | None:
 def decompressed(file: BinaryIO, expansion: int | None = None) -> Iterator[bytes]:
     """Yield the content of `file`, decompressed if it is gzip or zstd, in pieces of 64 KiB.
 
-    There may be several gzip members or zstd frames. Memory: 16 MiB at most, besides the
+    There may be several gzip members or zstd frames. Memory: some 20 MiB at most, besides the
     window that a zstd frame asks for.
 
     Args:
         file: open for reading.
         expansion: bytes that a compressed byte may expand to on average, past the first
-            4 MiB; None: any number.
+            16 MiB; None: any number.
 
     Raises:
         CutError: a compressed stream stops early. All bytes before the cut were yielded.

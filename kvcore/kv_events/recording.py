@@ -18,10 +18,9 @@ import msgspec
 import orjson
 
 from kvcore.errors import InputError, TraceError
-from kvcore.files import CutError, DamageError, decompressed
+from kvcore.files import LONGEST_LINE, CutError, DamageError, decompressed, line_fault
 from kvcore.kv_events.formats import (
     FORMATS,
-    LARGEST_PAYLOAD,
     decode,
     json_format,
     read_value,
@@ -243,6 +242,8 @@ class RecordingReader(SealedReader["RecordedItem | None"]):
             self.fail(what if self.header else f"{NO_RECORDING} ({what})")
         if type(line) is not dict:
             self.fail("a line must be a JSON object" if self.header else NO_RECORDING)
+        if self._sealed or line.get("kind") == "RECORDING":
+            self._must_be_as_written(raw, line)
         return self._item(line) if self.header else self._header(line)
 
     def _header(self, line: dict[str, Any]) -> RecordedItem | None:
@@ -307,12 +308,13 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
         with Path(path).open("rb") as file:
             for piece in decompressed(file):
                 head += piece
-                if b"\n" in piece or len(head) > LARGEST_PAYLOAD:
+                if b"\n" in piece or len(head) > LONGEST_LINE:
                     break
     except (OSError, ValueError, CutError, DamageError):
         return False
+    begin = bytes(head.partition(b"\n")[0])
     try:
-        line = orjson.loads(head.partition(b"\n")[0])
+        line = None if line_fault(begin) else orjson.loads(begin)
     except orjson.JSONDecodeError:
         return False
     return _first_line_format(line) is not None

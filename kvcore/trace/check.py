@@ -50,6 +50,7 @@ class Report:
         preemptions: how often a request was preempted, by kind: `pause` and `recompute`.
         hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
             and by request (null without lookups).
+        header: the first line: what was recorded; empty if there is none.
     """
 
     file: str
@@ -63,6 +64,7 @@ class Report:
     rejected: int
     preemptions: dict[str, int]
     hit: dict[str, Any]
+    header: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON has it, with the schema number."""
@@ -136,6 +138,7 @@ def _report(
         rejected=lifecycles.rejected,
         preemptions=dict(lifecycles.preemptions),
         hit=hits.as_dict(),
+        header={} if checker is None else checker.state.header.as_dict(),
     )
 
 

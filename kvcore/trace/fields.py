@@ -147,7 +147,7 @@ Runs: TypeAlias = list[tuple[int, int]]
 
 _ID_LIMIT = 2**31
 
-MOST_BLOCKS_OF_LINE = 1 << 21
+MOST_BLOCKS_OF_LINE = 1 << 20
 """Blocks that the runs of a line may stand for, of which each takes 4 bytes once decoded."""
 
 
@@ -194,7 +194,7 @@ def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:
 
     Raises:
         ValueError: a run is empty or leaves the range, or could have been longer; or the
-            runs stand for more than 2^21 blocks.
+            runs stand for more than 2^20 blocks.
     """
     ids: Ids = array("i")
     end = step = -1

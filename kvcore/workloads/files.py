@@ -22,6 +22,9 @@ from kvcore.files import (
     unreadable_reason,
 )
 
+EXPANSION = 100
+"""Bytes that a compressed byte of a workload may expand to, past the first 16 MiB."""
+
 
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     """Yield the lines of a file that are not blank, with their numbers from 1.
@@ -37,7 +40,7 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_split(decompressed(file)), 1):
+            for number, line in enumerate(_split(decompressed(file, EXPANSION)), 1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():

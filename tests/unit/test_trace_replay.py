@@ -325,6 +325,8 @@ def test_victims_that_no_sequence_takes_are_told(trace):
     """Blocks are evicted for the request whose ALLOC follows; a call that fails is the last."""
     events = lines(trace)
     asked = {**events[34], "id": "other", "keys": [1, 2, 3, 4, 5, 6], "prompt": 24}
-    with pytest.raises(TraceError, match=":38: REQUEST: blocks were evicted for request 'last'"):
+    with pytest.raises(
+        TraceError, match=":38: REQUEST: blocks were evicted for request 'last'"
+    ):
         check_trace(seal(trace, [*events[:37], asked]))
     assert check_trace(seal(trace, events[:37])).pool["free"] == 5
