@@ -224,7 +224,7 @@ class RecordedParts(RunParts):
         if "latency" not in self._changed and plain(latency.coefficients()) != recorded:
             msg = (
                 f"{self._file}: latency model {latency.name!r} had other coefficients when "
-                "this was recorded: a file that it reads has changed, or its version. Give "
+                "this was recorded, by another version of it. Give "
                 f"one: --latency {latency.name}"
             )
             raise InputError(msg)

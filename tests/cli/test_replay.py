@@ -42,7 +42,9 @@ def test_a_table_for_people(trace):
     done = run(trace)
     table, _, setup = done.stdout.partition("\n\n")
     rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines()[2:])
-    assert " ".join(setup.split()).startswith("Setup: kvcore 0.1.0 without a clock; 8 blocks of")
+    assert " ".join(setup.split()).startswith(
+        "Setup: kvcore 0.1.0 without a clock; 8 blocks of"
+    )
     assert "eviction lru; prefix radix" in " ".join(setup.split())
     assert done.returncode == 0
     assert (rows["lines"], rows["blocks cached"], rows["  EVICT"]) == ("49", "5", "5")

@@ -62,9 +62,7 @@ def test_traces_and_recordings_may_not_expand_without_end(tmp_path, monkeypatch)
     path = tmp_path / "trace.jsonl.gz"
     record(path)
     for reader in (read_events, RecordingReader):
-        with pytest.raises(
-            TraceError, match=":1: the gzip stream expands .* decompress it first"
-        ):
+        with pytest.raises(TraceError, match=r":1: the gzip stream expands .* decompress it"):
             list(reader(path))
 
 
@@ -215,5 +213,5 @@ def test_a_block_to_copy_to_is_in_the_pool(tmp_path):
         {"event": "FORK", "seq": 1, "child": 2},
         {"event": "COPY", "seq": 1, "block": 0, "from": 0, "to": 2**40},
     ]
-    with pytest.raises(TraceError, match=":6: COPY: run .* leaves the block ids"):
+    with pytest.raises(TraceError, match=r":6: COPY: run .* leaves the block ids"):
         check_trace(begun(tmp_path, *more))
