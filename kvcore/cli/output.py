@@ -181,8 +181,8 @@ def draw_table(
 
     A table wider than `split_at` columns is printed as several.
     """
-    cells = (map(escaped, map(str, row)) for row in (headers, *rows))
-    columns: list[Column] = list(zip(*cells, strict=True))
+    inert = [[escaped(str(cell)) for cell in row] for row in (headers, *rows)]
+    columns: list[Column] = list(zip(*inert, strict=True))
     flush = set(map(escaped, right))
     parts = [columns] if split_at is None else _parts(columns, split_at)
     for number, part in enumerate(parts):
