@@ -44,7 +44,7 @@ PLUGINS = ("scheduler", "latency", "generator", "backend")
 SERVING = ("scheduler", "latency", "batching", "slo", "rate_scale")
 """Options that go with a cache of the caller's."""
 
-COMPUTING = ("generator", "backend", "dtype", "clock", "stop_at_eos", "seed")
+COMPUTING = ("generator", "backend", "dtype", "clock", "stop_at_eos", "seed", "threads")
 """Options that go with one in a run on tensors."""
 
 
@@ -90,6 +90,7 @@ class EngineOptions(ServingOptions, total=False):
     limit: int | None
     shrink: int | None
     stop_at_eos: bool
+    threads: int | None
 
 
 def simulate(
@@ -148,6 +149,40 @@ def simulate(
     with _traced(parts, trace) as written:
         made = parts.arguments(written) | {"allocation": config.allocation}
         return run_simulation(parts.workload, **made, **measured)
+
+
+def find_capacity(
+    workload: Source = "mooncake",
+    *,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[ServingOptions],
+) -> dict[str, float | int]:
+    """Return options with which a workload's queue does not grow until its last request.
+
+    Empty if it does not as it is (`simulate(...).saturation`), or if nothing was found. Else
+    `rate_scale`, the fastest that holds within 5 %; `blocks`, if their number was given; and
+    `tensor_parallel`: each for itself, found by simulating the workload again, some 10 times.
+
+    Args:
+        workload: where the requests come from.
+        plugins: where names are looked up; None: what is installed.
+        progress: is given the number of simulations that have run; None: nothing is.
+        options: as for `simulate`; plugins by name, since each simulation builds its own.
+
+    Raises:
+        InputError, PluginError, PolicyError: as for `simulate`.
+    """
+    from kvcore.analysis import find_capacity as search  # noqa: PLC0415 - as below
+    from kvcore.config import RunConfig, RunParts  # noqa: PLC0415 - `import kvcore` is light
+    from kvcore.progress import silent  # noqa: PLC0415 - as above
+
+    config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
+    parts = RunParts(config, plugins)
+    made = parts.arguments() | {"allocation": config.allocation}
+    result = run_simulation(parts.workload, residency=False, **made)
+    with (progress or silent)("searching for what would hold: simulations", None) as tick:
+        return search(parts, result, tick)
 
 
 def run(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EISDIR
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO, TypeAlias
 
 from kvcore.errors import InputError, StorageError
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -215,13 +220,14 @@ _COMPRESSORS: dict[str, Callable[[], Compressor]] = {".gz": _to_gzip, ".zst": _t
 class AtomicFile(io.FileIO):
     """A raw file that appears at `path` when it is finished; before, it is `<path>.part`.
 
-    An older file at `path` stays until then. A `<path>.part` that another run writes or has
-    left behind is never touched: it may be all there is of that run. A path that is no
-    regular file (a device, a pipe) is written in place. Errors call the file `what`, such as
-    "the trace run.jsonl".
+    An older file at `path` stays until then. A `<path>.part` that a living process writes is
+    locked, and never touched. One that a killed process has left may be all there is of its
+    run: it is kept as `<path>.part-1`, or the next free number, and a warning is logged. A path
+    that is no regular file (a device, a pipe) is written in place. Errors call the file `what`,
+    such as "the trace run.jsonl".
 
     Raises:
-        InputError: it cannot be opened for writing, or `<path>.part` is there.
+        InputError: it cannot be opened for writing, or another process writes `<path>.part`.
         StorageError: it cannot be written (from `write` and `finish`).
     """
 
@@ -233,11 +239,13 @@ class AtomicFile(io.FileIO):
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, "it is a directory; name a file in it")
             self._part = part_path(path)
-            super().__init__(self._part, "w" if self._part == path else "x")
-        except FileExistsError as error:
+            super().__init__(
+                self._part, "w", opener=None if self._part == path else _open_locked
+            )
+        except BlockingIOError as error:
             msg = (
-                f"cannot write {what}: {self._part} is being written by another run, or was "
-                "left by one that was killed: remove it, or name another file"
+                f"cannot write {what}: {self._part} is being written by another run: wait for "
+                "its end, or name another file"
             )
             raise InputError(msg) from error
         except (OSError, ValueError) as error:
@@ -253,19 +261,69 @@ class AtomicFile(io.FileIO):
     def finish(self) -> None:
         """Close the file and give it its name."""
         with storage_errors(self._what):
-            self.close()
+            # Before it is closed: then its lock is gone.
             if self._part != self._path:
                 self._part.replace(self._path)
+                self._part = self._path
+            self.close()
 
     def discard(self) -> None:
         """Close the file and remove it. Never raises."""
         # The error that led here says more than a failed clean-up.
         with suppress(OSError):
-            self.close()
             if self._part != self._path:
                 self._part.unlink(missing_ok=True)
                 # From now on a file of that name is another run's.
                 self._part = self._path
+        with suppress(OSError):
+            self.close()
+
+
+def _open_locked(path: str, flags: int) -> int:
+    """Open a file for this process alone; keep what a killed one has left under another name.
+
+    Raises:
+        BlockingIOError: a living process writes the file.
+    """
+    if sys.platform == "win32":  # without such locks
+        return os.open(path, flags | os.O_EXCL)
+    while True:
+        # Emptied by nobody: until it is locked it may be another's.
+        file = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        try:
+            _lock(file)
+            if os.path.samestat(os.fstat(file), Path(path).stat()):
+                if not os.fstat(file).st_size:
+                    return file
+                _keep_aside(Path(path))
+        except FileNotFoundError:
+            pass  # The other has finished meanwhile.
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+
+
+def _lock(file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # A file system without locks: whatever there is may be another's.
+        if os.fstat(file).st_size:
+            raise BlockingIOError from None
+
+
+def _keep_aside(part: Path) -> None:
+    """Rename a `.part` that a killed process has left, and log where it is."""
+    import logging  # noqa: PLC0415 - rarely needed
+
+    names = (part.with_name(f"{part.name}-{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    part.rename(aside)
+    logging.getLogger("kvcore").warning(
+        "kvcore: %s was left by a run that was killed: it is kept as %s", part, aside
+    )
 
 
 @contextmanager
@@ -280,8 +338,9 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
     """
     raw = AtomicFile(path, str(path))
     try:
-        with io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", newline="") as file:
-            yield file
+        file = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", newline="")
+        yield file
+        file.flush()
         raw.finish()
     except BaseException:
         raw.discard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
 
@@ -60,6 +60,19 @@ def block_keys(
         more = extra.get(index) if extra else None
         tail = _hash(_written(sorted(more.items()))) if more else b""
         key = _hash(key, data[index * step : (index + 1) * step], tail)
+        keys.append(key)
+    return keys
+
+
+def chain_keys(hashes: Iterable[Key]) -> list[bytes]:
+    """Return the chained keys of blocks that are known by the hashes of their own content.
+
+    `key_i = H(key_{i-1}, hash_i)`: equal keys mean equal hashes up to there. O(hashes).
+    """
+    key, keys = b"", []
+    for value in hashes:
+        # `repr` keeps the integer 1 and the text "1" apart.
+        key = _hash(key, repr(value).encode())
         keys.append(key)
     return keys
 
@@ -210,7 +223,8 @@ class Request:
             known.
 
     Raises:
-        InputError: a length or time is no whole number, or out of range.
+        InputError: a length or time is no whole number, or out of range; or keys cannot be
+            compared.
     """
 
     id: int | str
@@ -253,6 +267,13 @@ class Request:
                 f"output_tokens={self.output_tokens!r}, key_tokens={self.key_tokens!r}"
             )
             raise InputError(msg)
+        if len(self.keys):
+            try:
+                # The first and the last: a request of a million keys is not read for it.
+                hash((self.keys[0], self.keys[-1]))
+            except TypeError as error:
+                msg = f"request {self.id!r}: {error} as a block key: give integers or bytes"
+                raise InputError(msg) from error
         if type(self.think_time) is not int or self.think_time < 0:
             msg = (
                 f"request {self.id!r}: think_time={self.think_time!r} must be whole ns, "

@@ -1,6 +1,7 @@
 """Experiments on caches: comparisons, curves, miss reasons, what-if, sweeps."""
 
 from kvcore.analysis.belady import Belady, Future
+from kvcore.analysis.capacity import find_capacity
 from kvcore.analysis.comparison import SHARING, Comparison, Infinite, Row, Source, compare
 from kvcore.analysis.miss_reasons import Explanation
 from kvcore.analysis.misses import explain
@@ -27,6 +28,7 @@ __all__ = [
     "compare",
     "curve",
     "explain",
+    "find_capacity",
     "replay",
     "served",
     "whatif",

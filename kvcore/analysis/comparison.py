@@ -26,7 +26,7 @@ from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, check_keys
 
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""
@@ -289,13 +289,14 @@ class _RowMaker:
         With `bounded`, for comparisons with Belady's bound, the reading of the future that
         the bound needs says it; else a replay does.
         """
+        requests = ticked(check_keys(self.bench.workload), self.tick)
         if bounded:
             geometry = self.bench.geometry
-            self.future = future = Future.read(self._requests(), geometry)
+            self.future = future = Future.read(requests, geometry)
             stats = future.stats(future.reused, geometry.block_size)
             distinct = stats.lookup_blocks - stats.hit_blocks
         else:
-            stats, distinct = self.bench.unbounded(self._requests())
+            stats, distinct = self.bench.unbounded(requests)
         return stats.requests, Infinite(
             distinct_blocks=distinct,
             lookup_blocks=stats.lookup_blocks,
@@ -316,7 +317,7 @@ class _RowMaker:
             cache = self.bench.cache(policy.make(), blocks, trace)
             if self.residency:
                 seen = cache.tree.residency = Residency(blocks)
-            stats = replay(self._requests(), cache)
+            stats = replay(ticked(self.bench.workload, self.tick), cache)
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(
             eviction=policy.name,
@@ -339,10 +340,6 @@ class _RowMaker:
         cost = cost_fields(self.bench.recompute)
         with Trace(file, workload=self.bench.workload, seed=seed, recompute=cost) as trace:
             return self.row(policy, blocks, trace)
-
-    def _requests(self) -> Iterable[Request]:
-        """Return the requests, which report progress as they are read."""
-        return ticked(self.bench.workload, self.tick)
 
 
 @attrs.define(slots=False, eq=False)

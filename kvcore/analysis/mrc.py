@@ -28,10 +28,11 @@ from kvcore.cache import EvictionPolicy
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
+from kvcore.plugins import FAILURES
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, check_keys
 
 if TYPE_CHECKING:
     from kvcore.analysis._reuse import Reuse
@@ -292,7 +293,7 @@ class _CurveMaker:
                 self.requests += done
                 tick(done)
 
-            yield ticked(workload, count)
+            yield ticked(check_keys(workload), count)
 
 
 def _compiled() -> type[Reuse]:
@@ -375,7 +376,7 @@ def _attempt(task: Task) -> CacheStats | Exception:
     _, parcel, blocks = task
     try:
         bench, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making
-    except Exception as error:  # noqa: BLE001 - whatever the classes do
+    except FAILURES as error:  # whatever the classes do
         return InputError(
             f"the workload or a policy cannot be read by another process ({error}): use one job"
         )

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from kvcore.cache import EvictionPolicy, KVCache, Sequence
+from kvcore.cache import KVCache, Sequence
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
-from kvcore.plugins import find_override, policy_error
+from kvcore.plugins import find_override
 from kvcore.request import Request
 
 
@@ -40,7 +40,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     by_key = cache.geometry.accounting == "keys"
     open_, commit, close = cache.open, cache.commit, cache.close
     if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
-        requests = _announced(requests, cache.eviction)
+        requests = _announced(requests, cache)
     for request in requests:
         now = request.arrival
         tokens = len(request.keys) * request.key_tokens if by_key else request.prompt_tokens
@@ -51,8 +51,9 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
         yield seq
 
 
-def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterator[Request]:
-    """Yield `requests`, calling `on_queued` of `eviction` as far ahead as its lookahead."""
+def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]:
+    """Yield `requests`, calling `on_queued` of the policy as far ahead as its lookahead."""
+    eviction = cache.eviction
     coming, window, known = iter(requests), deque[Request](), set[int | str]()
     reach = None if eviction.lookahead is None else eviction.lookahead + 1
     now = 0
@@ -70,14 +71,14 @@ def _announced(requests: Iterable[Request], eviction: EvictionPolicy) -> Iterato
                 )
                 raise InputError(msg)
             known.add(request.id)
-            _tell(eviction, "on_queued", request, now)
+            _tell(cache, "on_queued", request, now)
         yield window[0]
         known.remove(window[0].id)
-        _tell(eviction, "on_dequeued", window.popleft(), now)
+        _tell(cache, "on_dequeued", window.popleft(), now)
 
 
-def _tell(eviction: EvictionPolicy, method: str, request: Request, now: int) -> None:
+def _tell(cache: KVCache, method: str, request: Request, now: int) -> None:
     try:
-        getattr(eviction, method)(request, now)
-    except Exception as error:
-        raise policy_error(eviction, method, error) from error
+        getattr(cache.eviction, method)(request, now)
+    except BaseException as error:
+        raise cache.tree.fail(cache.eviction, method, error) from error

@@ -77,14 +77,6 @@ def work_all(
                     yield task, outcome
 
 
-def cpus() -> int:
-    """Return how many CPUs this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-
-
 class _Pool(Generic[TaskT, OutcomeT]):
     """Worker processes up to the death of one of them."""
 
@@ -139,8 +131,9 @@ class _Pool(Generic[TaskT, OutcomeT]):
 
     def _ended(self) -> str:
         """Return how the first worker ended that was not ended by its pool."""
-        for process in self._processes:
-            process.join()
+        # The pool's thread waits for the workers; if this one did too, the one of the two that
+        # comes second would find no exit code, and the first may not have stored it yet.
+        self._executor.shutdown()
         codes = [process.exitcode or 0 for process in self._processes]
         # The pool terminates the others when one has died.
         code = next((code for code in codes if code != -signal.SIGTERM), codes[0])

@@ -234,7 +234,10 @@ class ScoreEviction(EvictionPolicy):
 
     @abstractmethod
     def score(self, span: Span, now: int) -> Any:
-        """Return the score of `span`, any comparable value but NaN: the lowest leaves first."""
+        """Return the score of `span`: the lowest leaves first.
+
+        Any values that can be compared with one another will do, but None and NaN.
+        """
 
     def changes_at(self, span: Span, now: int) -> int | None:
         """Return the time in ns at which the score of `span` changes by itself, or None."""
@@ -290,8 +293,10 @@ class ScoreEviction(EvictionPolicy):
     def _enter(self, span: Span, now: int) -> tuple[Any, ...]:
         self._answer = None
         score = self.score(span, now)
-        if score != score:  # noqa: PLR0124  (NaN is not below, equal to or above any score)
-            msg = f"score() of {span!r} is {score!r}, which has no place in an order"
+        # NaN is not below, equal to or above any score.
+        if score is None or score != score:  # noqa: PLR0124
+            hint = ": is a `return` missing?" if score is None else ""
+            msg = f"score() of {span!r} is {score!r}, which has no place in an order{hint}"
             raise ValueError(msg)
         entry = (score, span.released_order, -span.start, span.id, span)
         self._leaves.push(entry)

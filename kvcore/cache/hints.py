@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvcore.cache.span import Span
@@ -88,14 +89,36 @@ def raise_priority_above(span: Span, now: int) -> None:
         parent = parent.parent
 
 
-def raise_expiry_above(span: Span) -> None:
-    """Make every ancestor of `span` expire no earlier than it does. O(path)."""
-    if span.parent is None:
-        return
-    expires = span.expires
-    parent = span.parent
-    while parent.parent is not None:
-        if parent.expires is not None and (expires is None or parent.expires < expires):
-            parent.expires = expires
-        expires = parent.expires
-        parent = parent.parent
+def expiries(span: Span) -> list[int | None]:
+    """Return when `span` and each of its ancestors expires, from `span` up. O(path)."""
+    times = []
+    while span.parent is not None:
+        times.append(span.expires)
+        span = span.parent
+    return times
+
+
+def raise_expiry(span: Span, before: Sequence[int | None]) -> None:
+    """Make `span` and each of its ancestors expire no earlier than what continues it.
+
+    `before` is when they expired when this held, by `expiries`. A time that has become
+    earlier is compared with those of all children. O(path), and O(children) for such a time.
+    """
+    below: int | None = 0
+    for time in before:
+        if _is_earlier(span.expires, time):
+            for child in (span.children or {}).values():
+                _raise_to(span, child.expires)
+        _raise_to(span, below)
+        below = span.expires
+        span = span.parent  # type: ignore[assignment]
+
+
+def _raise_to(span: Span, time: int | None) -> None:
+    if _is_earlier(span.expires, time):
+        span.expires = time
+
+
+def _is_earlier(time: int | None, other: int | None) -> bool:
+    """Return True if `time` comes before `other`; None never comes."""
+    return time is not None and (other is None or time < other)

@@ -36,7 +36,7 @@ from kvcore.cache.retention import RetentionPolicy, drop_blocks, may_drop, new_h
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import PrefixMatch, SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
-from kvcore.plugins import Plugin, describe, find_override, resolve
+from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import Key, Request
 
 
@@ -115,7 +115,10 @@ class KVCache:
             plugins.append(self.retention)
         for plugin in plugins:
             plugin.bind()
-        self.eviction.attach(blocks, block_size)
+        try:
+            self.eviction.attach(blocks, block_size)
+        except FAILURES as error:
+            raise policy_error(self.eviction, "attach", error) from error
         self.tree = SpanTree(self.pool, self.prefix, self.eviction, self.geometry, trace)
         self._on_miss: Callable[[Request, int, int], None] | None = find_override(
             self.eviction, "on_miss"
@@ -136,15 +139,17 @@ class KVCache:
         """Blocks that are free or can be evicted."""
         return self.pool.free_blocks + self.tree.unpinned_blocks
 
-    def probe(self, request: Request, now: int | None = None) -> int:
+    def probe(self, request: Request, now: int | None = None, target: int | None = None) -> int:
         """Return how many blocks of `request` would hit. Changes nothing.
+
+        `target` is as for `open`.
 
         Raises:
             InputError: the request's keys are not those the cache was made for.
         """
         if self.tree.failure is not None:
             self._raise_failure()
-        prompt = self.geometry.prompt(request)
+        prompt = self.geometry.prompt(request, target)
         at = self.now if now is None else now
         return self.tree.match(prompt.keys, prompt.limit, at).blocks
 
@@ -200,14 +205,16 @@ class KVCache:
         now: int | None = None,
         *,
         resumed: bool = False,
+        target: int | None = None,
         reserve: int = 0,
     ) -> Sequence:
         """Admit `request`: pin what it hits, allocate what it will compute first.
 
         All or nothing. `first_tokens` is how many tokens to allocate after the hit; None
-        is the rest of the prompt. `resumed` says that a preempted request returns: what it
-        finds are its own blocks, which is no reuse. `reserve` blocks must stay free or
-        evictable.
+        is the rest of `target`, the tokens to be computed before the next one is generated:
+        the prompt (None), and after a preemption the output so far too. `resumed` says
+        that a preempted request returns: what it finds are its own blocks, which is no
+        reuse. `reserve` blocks must stay free or evictable.
 
         Raises:
             InputError: as for `probe`, or fewer than 0 tokens.
@@ -219,7 +226,7 @@ class KVCache:
             self._raise_failure()
         if trace is not None:
             self._set_key_tokens(request, trace)
-        keys, tokens, blocks, cacheable, lookup, limit = self.geometry.lay_out(request)
+        keys, tokens, blocks, cacheable, lookup, limit = self.geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
@@ -236,6 +243,8 @@ class KVCache:
                 raise InputError(msg)
             tokens = hit * size + first_tokens
             blocks = -(-tokens // size)
+        elif target is not None and self.geometry.accounting == "tokens":
+            tokens, blocks = target, -(-target // size)
         need = blocks - hit
         # The blocks that hit are about to be pinned: they are no room. All other unpinned
         # blocks can be evicted in the end, since below an unpinned span nothing is pinned.
@@ -255,7 +264,7 @@ class KVCache:
         if self._on_miss is not None and not resumed and hit < limit:
             try:
                 self._on_miss(request, hit, now)
-            except Exception as error:
+            except BaseException as error:
                 raise tree.fail(self.eviction, "on_miss", error) from error
         seq.private = self._allocate(need, seq, now)
         # The access counts after the evictions that the admission needs.
@@ -469,7 +478,7 @@ class KVCache:
         if may_drop(self.pool, seq):
             try:
                 holes = new_holes(seq, retention.droppable(seq))
-            except Exception as error:
+            except BaseException as error:
                 raise self.tree.fail(retention, "droppable", error) from error
             if holes:
                 self.stats.dropped_blocks += drop_blocks(

@@ -43,7 +43,8 @@ class BlockLayout:
       is a full hit.
     * `tokens`: a prompt of L tokens has ceil(L / b) blocks; the first L // b of them that
       have a key are cacheable; at most (L - 1) // b hit, since the last token is always
-      computed.
+      computed. A preempted request has its output so far in L, with as many blocks to hit
+      as are cacheable.
 
     Args:
         accounting: `keys` or `tokens`.
@@ -97,8 +98,11 @@ class BlockLayout:
             InputError: the block size does not fit them.
         """
         block_size = self.block_size
-        if block_size < 1 or key_tokens < 1:
-            msg = f"block size {block_size} and key size {key_tokens} must be positive"
+        if not all(type(size) is int and size > 0 for size in (block_size, key_tokens)):
+            msg = (
+                f"block size {block_size!r} and key size {key_tokens!r} must be whole numbers "
+                "above 0"
+            )
             raise InputError(msg)
         ratio, rest = divmod(key_tokens, block_size)
         stride = 1
@@ -127,16 +131,21 @@ class BlockLayout:
         """Whether `key_tokens` is only assumed: no request has been seen."""
         return self._expected is None
 
-    def prompt(self, request: Request) -> PromptBlocks:
+    def prompt(self, request: Request, target: int | None = None) -> PromptBlocks:
         """Lay `request` out. O(1), or O(keys) where a block is several keys.
+
+        `target` is how many tokens are to be computed, the last of them in any case: the
+        prompt and, after a preemption, what was generated before it. None: the prompt.
 
         Raises:
             InputError: its keys stand for another number of tokens, or its output keys
                 have no prompt keys to follow.
         """
-        return PromptBlocks(*self.lay_out(request))
+        return PromptBlocks(*self.lay_out(request, target))
 
-    def lay_out(self, request: Request) -> tuple[Keys[Key], int, int, int, int, int]:
+    def lay_out(
+        self, request: Request, target: int | None = None
+    ) -> tuple[Keys[Key], int, int, int, int, int]:
         """Return the fields of `prompt` as a plain tuple, which costs half as much."""
         if request.key_tokens != self._expected:
             self._check_key_tokens(request)
@@ -159,8 +168,9 @@ class BlockLayout:
             cacheable = full = keyed
         else:
             cacheable = full
-        limit = (length - 1) // size if length else 0
-        return keys, length, blocks, cacheable, full, limit if limit < full else full
+        limit = ((length if target is None else target) - 1) // size if length else 0
+        most = limit if limit < cacheable else cacheable
+        return keys, length, blocks, cacheable, full, most
 
     def recompute_seconds(self, context: int, tokens: int) -> float:
         """Return the seconds it takes to compute `tokens` tokens after `context` others."""

@@ -104,6 +104,11 @@ class Span:
         ratio = self.geometry.ratio
         return list(self.path_keys[self.start // ratio : (self.end - 1) // ratio + 1])
 
+    def __copy__(self) -> Span:
+        """Raise TypeError: the tree knows no second span in the same place."""
+        msg = f"{self!r} cannot be copied: keep the span itself, or what is read from it"
+        raise TypeError(msg)
+
     def __repr__(self) -> str:
         """Show id, place and pins."""
         return f"<Span {self.id}: blocks {self.start}-{self.end}, pins {self.ref_count}>"

@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import (
+    expiries,
     hinted_ranges,
     may_append,
-    raise_expiry_above,
+    raise_expiry,
     raise_priority,
     raise_priority_above,
     reset_lapsed_priority,
@@ -27,7 +28,7 @@ from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
 from kvcore.errors import PolicyError
-from kvcore.plugins import Plugin, find_override, policy_error
+from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key
 
 
@@ -152,7 +153,7 @@ class SpanTree:
         """Find the longest cached prefix of `keys`, at most `limit` blocks. Changes nothing."""
         try:
             span, blocks = self._match(keys, limit, self.root)
-        except Exception as error:
+        except BaseException as error:
             raise self.fail(self.index, "match", error) from error
         if not blocks:
             return self._no_match
@@ -202,7 +203,7 @@ class SpanTree:
                     if on_pin is not None:
                         on_pin(span)
                 span = span.parent  # type: ignore[assignment]
-        except Exception as error:
+        except BaseException as error:
             raise self.fail(self.eviction, "on_pin", error) from error
 
     def record_hit(self, seq: Sequence, now: int, *, resumed: bool) -> None:
@@ -233,11 +234,12 @@ class SpanTree:
         # The policy hears of an access when the statistics of the whole path are right.
         if self._on_access is not None:
             span = seq.span
+            before = expiries(span) if self._expires else ()
             while span is not root:
                 self._call("on_access", self._on_access, span, now)
                 span = span.parent  # type: ignore[assignment]
-            if self._expires:
-                raise_expiry_above(seq.span)
+            if before:
+                self._call("on_access", raise_expiry, seq.span, before)
         if seq.priorities is not None:
             self._apply_hints(seq, now)
 
@@ -248,6 +250,7 @@ class SpanTree:
         span.creator = None
         root = self.root
         on_release = self._on_release
+        before = expiries(span) if self._expires else ()
         try:
             while span is not root:
                 span.ref_count -= 1
@@ -258,10 +261,10 @@ class SpanTree:
                     if on_release is not None:
                         on_release(span, now)
                 span = span.parent  # type: ignore[assignment]
-        except Exception as error:
+            if before:
+                raise_expiry(seq.span, before)
+        except BaseException as error:
             raise self.fail(self.eviction, "on_release", error) from error
-        if self._expires:
-            raise_expiry_above(seq.span)
 
     def fork(self, seq: Sequence) -> None:
         """Pin the path of `seq` once more: no access, no hit. O(its spans)."""
@@ -299,7 +302,7 @@ class SpanTree:
         top = seq.span
         try:
             span, end = self._match(seq.keys, upto, top)
-        except Exception as error:
+        except BaseException as error:
             raise self.fail(self.index, "match", error) from error
         path = []
         while span is not top:
@@ -420,6 +423,7 @@ class SpanTree:
 
     def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
         """Call the index and the policy for the new blocks of `span`, from `first` on."""
+        before = expiries(span) if self._expires else ()
         if self._index_insert is not None:
             self._call_index("insert", self._index_insert, span, first)
         if appended:
@@ -427,8 +431,8 @@ class SpanTree:
                 self._call("on_extend", self._on_extend, span, span.end - first)
         elif self._on_insert is not None:
             self._call("on_insert", self._on_insert, span, now)
-        if self._expires:
-            raise_expiry_above(span)
+        if before:
+            self._call("on_extend" if appended else "on_insert", raise_expiry, span, before)
 
     # Forks: sequences that hold the same private blocks when one of them commits these.
 
@@ -612,7 +616,7 @@ class SpanTree:
         """Ask the policy for a victim; return it, and how many of its blocks leave."""
         try:
             span = self.eviction.victim(now)
-        except Exception as error:
+        except BaseException as error:
             raise self.fail(self.eviction, "victim", error) from error
         if (
             span.__class__ is not Span
@@ -632,7 +636,7 @@ class SpanTree:
         assert self._evictable_blocks is not None
         try:
             count = self._evictable_blocks(span)
-        except Exception as error:
+        except BaseException as error:
             raise self.fail(self.eviction, "evictable_blocks", error) from error
         if type(count) is not int or not 1 <= count <= blocks:
             why = f"{count!r}: give 1 to {blocks}"
@@ -707,32 +711,34 @@ class SpanTree:
 
     # Plugins that fail, and the trace.
 
-    def fail(self, plugin: Plugin, method: str, error: Exception) -> PolicyError:
-        """Return the error of a `plugin` that raised, which ends the use of the cache."""
+    def fail(self, plugin: Plugin, method: str, error: BaseException) -> PolicyError:
+        """Return the error of a `plugin` that raised, which ends the use of the cache.
+
+        Raises:
+            KeyboardInterrupt: that is `error`. It ends the use of the cache as well.
+        """
         self.failure = policy_error(plugin, method, error)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
         return self.failure
 
     def _refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
         """Return the error of a `plugin` that gave a wrong answer, which does so too."""
-        cls = type(plugin)
-        self.failure = PolicyError(
-            f"{plugin.kind} plugin {cls.name!r} ({cls.__module__}.{cls.__qualname__}) answered "
-            f"{question} with {why}"
-        )
+        self.failure = wrong_answer(plugin, question, why)
         return self.failure
 
     def _call(self, method: str, hook: Callable[..., None], *args: Any) -> None:
         """Call the eviction policy; its exception becomes a PolicyError that names it."""
         try:
             hook(*args)
-        except Exception as error:
+        except BaseException as error:
             raise self.fail(self.eviction, method, error) from error
 
     def _call_index(self, method: str, hook: Callable[..., None], *args: Any) -> None:
         """Call the index; its exception becomes a PolicyError that names it."""
         try:
             hook(*args)
-        except Exception as error:
+        except BaseException as error:
             raise self.fail(self.index, method, error) from error
 
     def _trace_eviction(

@@ -1,45 +1,76 @@
-"""`kvcore calibrate`: the `linear` latency model that fits measured steps."""
+"""`kvcore calibrate`: the latency model that fits measured steps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table, print_text
 from kvcore.cli.terminal import echo
-from kvcore.serving.calibration import COUNTS, fit_linear
+from kvcore.errors import InputError
+from kvcore.plugins import Plugins
+from kvcore.plugins.options import parse
+from kvcore.serving.calibration import COUNTS, FOLDS, Calibratable, fit_latency
 from kvcore.units import PS_PER_S, format_seconds
 
 if TYPE_CHECKING:
     from kvcore.serving.calibration import Calibration
 
-UNITS = {
-    "step": "a step",
-    "prefill": "a prompt token",
-    "decode": "a sequence",
-    "context": "a token attended to",
-}
-
 
 @click.command()
 @click.argument("steps", callback=file_path)
+@click.option(
+    "--latency",
+    default="linear",
+    show_default=True,
+    metavar="PLUGIN",
+    help="Latency model to fit: linear, or roofline with the options that are not fitted, such "
+    "as roofline:model=llama-3-8b,device=h100,tensor_parallel=1.",
+)
 @json_option
-def calibrate(*, steps: Path, as_json: bool) -> None:
-    """Fit the latency model `linear` to the measured steps of the CSV file STEPS.
+def calibrate(*, steps: Path, latency: str, as_json: bool) -> None:
+    """Fit a latency model to the measured steps of the CSV file STEPS.
 
-    Its columns are prefill_tokens, decode_sequences, context_tokens and seconds.
+    Its columns are prefill_tokens, decode_sequences, context_tokens and seconds; there may be
+    attended_pairs. The fit has the least squared relative error.
     """
-    report = _report(steps, fit_linear(steps))
+    found = fit_latency(steps, _model(latency))
+    report = _report(steps, found)
     if as_json:
         emit_json(report)
         return
     echo(f"--latency {report['latency']}\n")
-    _print_coefficients(report)
+    print_table(
+        ["option", "fitted", ""],
+        (
+            (
+                name,
+                f"{value:.1%}" if name in found.shares else format_seconds(value),
+                "at its bound: other values fit worse" if name in found.held else "",
+            )
+            for name, value in found.fitted.items()
+        ),
+        right=["fitted"],
+    )
     echo()
-    print_text(_sentence(report))
+    print_text(
+        f"{report['rows']:,} steps of {steps}. Errors are absolute, as shares of the measured "
+        f"time. Held out: one in {FOLDS} steps is judged by a fit to the others, in turns."
+    )
     echo()
+    errors = ["median", "p90", "held out: median", "held out: p90"]
+    print_table(
+        ["steps", "rows", *errors],
+        (
+            [kind, f"{rows:,}", *(f"{error:.1%}" for error in rest)]
+            for kind, rows, *rest in map(attrs.astuple, found.errors)
+        ),
+        right=["rows", *errors],
+    )
+    echo("\nThe steps that are furthest off, as a share of their time:\n")
     print_table(
         ["line", *COUNTS, "measured", "fitted", "off by"],
         (
@@ -56,22 +87,27 @@ def calibrate(*, steps: Path, as_json: bool) -> None:
     )
 
 
+def _model(text: str) -> Any:
+    """Return the latency model of a text that sets no option which the fit sets."""
+    model = Plugins().build("latency", text)
+    if isinstance(model, Calibratable):
+        fitted = model.fitted_times + model.fitted_shares
+        given = [name for name in parse(text)[0].options if name in fitted]
+        if given:
+            msg = f"--latency {text}: {given[0]} is what the steps tell: leave it out"
+            raise InputError(msg)
+    return model
+
+
 def _report(steps: Path, found: Calibration) -> dict[str, Any]:
     return {
         "schema": 1,
         "steps": str(steps),
         "rows": len(found.residuals),
         "latency": found.spec,
-        "coefficients": {name: ps / PS_PER_S for name, ps in found.coefficients.items()},
-        "held_at_zero": found.held,
-        "residuals": {
-            "rms_s": found.rms,
-            "mean_s": found.mean,
-            "max_s": found.largest,
-            "mean_relative": found.mean_relative,
-            "max_relative": found.largest_relative,
-            "r2": found.r2,
-        },
+        "fitted": found.fitted,
+        "at_bound": found.held,
+        "errors": [attrs.asdict(errors) for errors in found.errors],
         "worst": [
             {
                 "line": residual.step.line,
@@ -83,24 +119,3 @@ def _report(steps: Path, found: Calibration) -> dict[str, Any]:
             for residual in found.worst()
         ],
     }
-
-
-def _print_coefficients(report: dict[str, Any]) -> None:
-    rows = []
-    for name, seconds in report["coefficients"].items():
-        held = "held at 0: anything above fits worse"
-        takes = held if name in report["held_at_zero"] else format_seconds(seconds)
-        rows.append((name, UNITS[name], takes))
-    print_table(["coefficient", "for", "takes"], rows)
-
-
-def _sentence(report: dict[str, Any]) -> str:
-    of = report["residuals"]
-    r2 = "" if of["r2"] is None else f"; R² {of['r2']:.4f}"
-    return (
-        f"{report['rows']:,} steps of {report['steps']}. Error: rms "
-        f"{format_seconds(of['rms_s'])}, mean {format_seconds(of['mean_s'])} "
-        f"({of['mean_relative']:.1%}), largest {format_seconds(of['max_s'])} "
-        f"({of['max_relative']:.1%} of a step){r2}.\n"
-        "The steps that are furthest off, as a share of their time:"
-    )

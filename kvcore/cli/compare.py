@@ -26,6 +26,7 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
+    print_notes,
     print_table,
     print_text,
     progress,
@@ -82,7 +83,10 @@ MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
 )
 @shared("seed", default=None)
 @click.option(
-    "--check", is_flag=True, help="Check the keys, ids and times of the workload first."
+    "--check",
+    is_flag=True,
+    help="Check all keys, ids and times of the workload first. Without it, the keys of the "
+    "first 4000 requests are checked.",
 )
 @click.option(
     "--trace", callback=file_path, metavar="FILE", help="JSONL file to write every decision to."
@@ -157,6 +161,7 @@ def compare(workload: str | None, **given: Any) -> None:
         labels = None if budget is None else budget.labels
         report = ComparisonReport(comparison, labels, prefix, recompute)
         _print(report, budget, residency=given["residency"])
+    print_notes(source)
 
 
 def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) -> None:

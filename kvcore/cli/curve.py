@@ -12,7 +12,6 @@ import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
-from kvcore.analysis.workers import cpus
 from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
 from kvcore.cli.options import (
     accounting_option,
@@ -25,6 +24,7 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    print_notes,
     print_table,
     print_text,
     progress,
@@ -32,6 +32,7 @@ from kvcore.cli.output import (
 from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.host import cpus
 from kvcore.models.catalogue import find_device
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -123,6 +124,7 @@ def curve(workload: str | None, **given: Any) -> None:
         if not report.empty:
             print_table(report.headers, report.rows, right=report.headers)
             print_text(f"{report.reading}\n{report.setup}")
+    print_notes(source)
 
 
 def _write(report: CurvesReport, kind: str, file: TextIO) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from kvcore.cli.options import shared
 from kvcore.cli.output import emit_json, json_option, print_sections, progress
 from kvcore.demo import (
     WORKED_EXAMPLE,
@@ -30,9 +31,16 @@ def demo(ctx: click.Context) -> None:
 @click.option("--output", type=int, default=100, help="Number of tokens to generate.")
 @click.option("--block-size", type=int, default=16, help="Number of tokens in a KV block.")
 @click.option("--seed", type=int, default=0, help="Seed of the weights and the prompt.")
+@shared("threads")
 @json_option
 def cache(
-    *, prompt_tokens: int, output: int, block_size: int, seed: int, as_json: bool
+    *,
+    prompt_tokens: int,
+    output: int,
+    block_size: int,
+    seed: int,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Generate the same tokens without a cache and with two kinds of it.
 
@@ -50,6 +58,7 @@ def cache(
             output=output,
             block_size=block_size,
             seed=seed,
+            threads=threads,
             done=done,
         )
     report = CachingReport(

@@ -14,7 +14,14 @@ import orjson
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
 from kvcore.cli.options import accounting_option, shared
-from kvcore.cli.output import emit_json, json_option, print_sections, print_text, progress
+from kvcore.cli.output import (
+    emit_json,
+    json_option,
+    print_notes,
+    print_sections,
+    print_text,
+    progress,
+)
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
@@ -160,5 +167,6 @@ def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explan
             plugins=plugins,
             progress=progress,
         )
+        print_notes(workload)
         with progress("explaining", None) as tick:
             return explain_trace(trace, source=workload.name, tick=tick)

@@ -4,30 +4,65 @@ from __future__ import annotations
 
 from itertools import chain, islice
 from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import emit_json, file_path, json_option
+from kvcore.cli.output import emit_json, file_path, json_option, progress
 from kvcore.cli.terminal import echo
-from kvcore.files import refuse_overwrite
+from kvcore.errors import StorageError
+from kvcore.files import compressor, part_path, refuse_overwrite
+from kvcore.progress import Tick
+from kvcore.units import DECIMAL, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SCHEMA = 1
+ANNOUNCED = 100 * 10**6
+"""Bytes of an export from which on its size is told beforehand."""
+
 USUAL_KEY_TOKENS = 512
 """Tokens of a key in the traces that Mooncake's authors published."""
 
 
-def _events(trace: Path, out: Path) -> dict[str, Any]:
+def _events(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
     from kvcore.kv_events import RecordingWriter, event_batches  # noqa: PLC0415 - a slow room
 
     batches = 0
     with RecordingWriter(out, engine="kvcore") as recording:
-        for batches, batch in enumerate(event_batches(trace), 1):
+        for batches, batch in enumerate(event_batches(trace, tick), 1):
             recording.batch(batch, seq=batches - 1)
     return {"batches": batches}
+
+
+def _announced_lines(trace: Path, out: Path, *, force: bool) -> int:
+    """Return the lines of the trace, after a notice of how large its events will be.
+
+    Raises:
+        StorageError: the disk has less free than that, and `force` is not given.
+    """
+    from kvcore.kv_events import ExportSize  # noqa: PLC0415 - as above
+
+    with progress("counting", None) as tick:
+        size = ExportSize.of(trace, tick)
+    asked = size.bytes(compressed=compressor(out) is not None)
+    about = (
+        f"about {format_bytes(asked, DECIMAL)}: {size.tokens:,} stand-ins for the token ids "
+        f"of {size.blocks:,} blocks"
+    )
+    if part_path(out) != out and out.parent.is_dir():  # not a device or a pipe
+        free = disk_usage(out.parent).free
+        if asked > free and not force:
+            msg = (
+                f"{out} takes {about}, and its disk has {format_bytes(free, DECIMAL)} free: "
+                "name a file that ends in .gz, or one on another disk, or give --force"
+            )
+            raise StorageError(msg)
+    if asked >= ANNOUNCED:
+        echo(f"kvcore: writing {about}", err=True)
+    return size.lines
 
 
 def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
@@ -41,22 +76,22 @@ def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
         return {"batches": publisher.serve_all(chain(first, payloads))}
 
 
-def _router_events(trace: Path, out: Path) -> dict[str, Any]:
+def _router_events(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
     from kvcore.kv_events import dynamo_batches, encode, write_lines  # noqa: PLC0415 - as above
 
-    lines = (encode(batch) + b"\n" for batch in dynamo_batches(trace))
+    lines = (encode(batch) + b"\n" for batch in dynamo_batches(trace, tick=tick))
     return {"events": write_lines(out, lines)}
 
 
-def _requests(trace: Path, out: Path) -> dict[str, Any]:
+def _requests(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
     from kvcore.kv_events import MooncakeRows, write_lines  # noqa: PLC0415 - as above
 
-    rows = MooncakeRows(trace)
+    rows = MooncakeRows(trace, tick)
     found: dict[str, Any] = {"requests": write_lines(out, rows)}
     return found | {"key_tokens": rows.key_tokens, "left_out": dict(rows.left_out)}
 
 
-FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+FORMATS: dict[str, Callable[[Path, Path, Tick], dict[str, Any]]] = {
     "vllm": _events,
     "dynamo": _router_events,
     "mooncake": _requests,
@@ -89,6 +124,9 @@ FORMATS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     metavar="ADDRESS",
     help="Address at which batches are sent again on request, with --zmq.",
 )
+@click.option(
+    "--force", is_flag=True, help="Write also where the disk seems to have too little space."
+)
 @json_option
 def export(
     *,
@@ -97,6 +135,7 @@ def export(
     out: Path | None,
     zmq: str | None,
     replay: str | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Export the TRACE of a run as KV events or as requests, for other tools.
@@ -106,7 +145,9 @@ def export(
     """
     if out is not None and zmq is None and replay is None:
         refuse_overwrite(out, [trace])
-        found = FORMATS[kind](trace, out)
+        lines = _announced_lines(trace, out, force=force) if kind == "vllm" else None
+        with progress("exporting", lines) as tick:
+            found = FORMATS[kind](trace, out, tick)
     elif out is None and zmq is not None and kind == "vllm":
         found = _publish(trace, zmq, replay)
     else:

@@ -61,7 +61,13 @@ def emit_json(payload: Mapping[str, Any]) -> None:
     if "schema" not in payload:
         msg = f"JSON for other programs needs a 'schema'; this has {', '.join(payload)}"
         raise ValueError(msg)
-    click.echo(escaped_json(orjson.dumps(payload, option=orjson.OPT_INDENT_2)))
+    try:
+        document = orjson.dumps(payload, option=orjson.OPT_INDENT_2)
+    except TypeError:
+        import json  # noqa: PLC0415 - for integers beyond 64 bits alone
+
+        document = json.dumps(payload, indent=2).encode()
+    click.echo(escaped_json(document))
 
 
 def print_text(text: str) -> None:
@@ -69,6 +75,12 @@ def print_text(text: str) -> None:
     width = terminal_width() or TEXT_WIDTH
     for line in escaped(text).splitlines():
         echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
+
+
+def print_notes(workload: Workload) -> None:
+    """Print on stderr what `workload` notes of the requests that were read."""
+    for note in workload.notes:
+        echo(f"kvcore: {workload.name}: {note}", err=True)
 
 
 def print_table(

@@ -15,7 +15,11 @@ ROOMY = 100
 @click.command()
 @json_option
 def plugins(*, as_json: bool) -> None:
-    """List the plugins, where each is from, and whether it works here."""
+    """List the plugins, where each is from, and whether it works here.
+
+    What is broken is listed too, with the reason: a plugin, or an entry point (of no kind)
+    that cannot be loaded.
+    """
     infos = Plugins().listing()
     if as_json:
         emit_json({"schema": 1, "plugins": [attrs.asdict(info) for info in infos]})
@@ -25,5 +29,8 @@ def plugins(*, as_json: bool) -> None:
         columns.remove("module")
     print_table(
         [*columns, "usable"],
-        ([*(getattr(i, column) for column in columns), i.reason or "yes"] for i in infos),
+        (
+            [*(getattr(i, column) or "-" for column in columns), (i.reason or "yes")]
+            for i in infos
+        ),
     )

@@ -16,10 +16,16 @@ import click
 from kvcore.cli.output import emit_json, file_path, json_option, print_table
 from kvcore.cli.terminal import echo, escaped
 from kvcore.errors import InputError
-from kvcore.units import NS_PER_S, parse_seconds
+from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from kvcore.kv_events.recording import Tally
+
+NOTHING_CAME = 4
+"""The exit code if no batch came."""
+
+UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+"""Seconds in each unit of an age."""
 
 REDRAW_SECONDS = 0.2
 ERASE = "\r\x1b[K"
@@ -37,6 +43,27 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
         msg = "must be above 0 seconds"
         raise click.BadParameter(msg, ctx, param)
     return time
+
+
+def rotation(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> dict[str, float]:
+    """Return the size and the age at which a piece ends, as `RecordingWriter` takes them."""
+    limits: dict[str, float] = {}
+    for value in values:
+        try:
+            if value[-1:] in UNITS:
+                age = parse_seconds(value[:-1]) / NS_PER_S * UNITS[value[-1]]
+                limits["rotate_seconds"] = age
+            else:
+                limits["rotate_bytes"] = parse_bytes(value)
+        except InputError as error:
+            msg = f"{error}; or of time, such as 90s, 30m, 1h or 1d"
+            raise click.BadParameter(msg, ctx, param) from None
+    if not all(limits.values()):
+        msg = "must be above 0"
+        raise click.BadParameter(msg, ctx, param)
+    return limits
 
 
 @click.command(context_settings={"show_default": True})
@@ -99,14 +126,30 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     metavar="FILE",
     help="File to write; compressed if its name ends in .gz or .zst.",
 )
+@click.option(
+    "--rotate",
+    "limits",
+    multiple=True,
+    callback=rotation,
+    metavar="SIZE|AGE",
+    help="Size or age at which a piece ends and the next begins, such as 1GiB or 1h; may be "
+    "given twice. Pieces are complete files, FILE with -000001, -000002 before its suffix.",
+)
 @json_option
 def record(
-    *, out: Path, during: float | None, batches: int | None, as_json: bool, **given: Any
+    *,
+    out: Path,
+    during: float | None,
+    batches: int | None,
+    limits: dict[str, Any],
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM.
 
     Ctrl-C, SIGTERM, --for and --batches end the recording, each with a complete file. Missing
-    batches are asked for at --replay; those that cannot be had are recorded as lost.
+    batches are asked for at --replay; those that cannot be had are recorded as lost. If no
+    batch came, nothing is written, an older FILE stays, and the exit code is 4.
     """
     from kvcore.kv_events.recording import RecordingWriter  # noqa: PLC0415 - as above
     from kvcore.kv_events.recording import record as run  # noqa: PLC0415 - a slow room
@@ -116,21 +159,26 @@ def record(
     with (
         Subscriber(server) as subscriber,
         _ending(subscriber.stop),
-        RecordingWriter(out) as writer,
+        RecordingWriter(out, **limits) as writer,
         _messages() as (warn, progress),
     ):
         warn(f"listening to {server.address}; Ctrl-C ends the recording")
         tally = run(
             subscriber, writer, seconds=during, batches=batches, warn=warn, progress=progress
         )
+        if not tally.batches:
+            writer.discard()
     if not tally.batches:
-        echo(f"kvcore: no batch came from {server.address}", err=True)
-    counts = attrs.asdict(tally)
+        then = f"{out} stays as it was" if out.exists() else "nothing is written"
+        echo(f"kvcore: no batch came from {server.address}: {then}", err=True)
+    counts = {"pieces": writer.pieces, **attrs.asdict(tally)}
     if as_json:
         emit_json({"schema": 1, "file": str(out), **counts})
     else:
         rows = [(name, f"{count:,}") for name, count in counts.items()]
         print_table(["recorded", str(out)], rows, right=[str(out)])
+    if not tally.batches:
+        click.get_current_context().exit(NOTHING_CAME)
 
 
 @contextmanager

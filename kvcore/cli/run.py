@@ -39,11 +39,14 @@ from kvcore.progress import ticked
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
 from kvcore.trace import Trace
-from kvcore.units import format_seconds
+from kvcore.units import format_bytes, format_seconds
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")
 """Options that mean something for these alone."""
+
+ANNOUNCED = 1 << 30
+"""Bytes of weights from which on they are told before they are drawn."""
 
 
 @click.command(context_settings={"show_default": True})
@@ -77,6 +80,7 @@ OF_WALL = ("stop_at_eos", "step_times")
     is_flag=True,
     help="End a text at its end-of-sequence token; wall clock only.",
 )
+@shared("threads")
 @policy_options
 @shared("device", text="GPU whose steps --latency and --clock model time.")
 @shared("tensor_parallel", mode="run", text="Number of those GPUs that share the model.")
@@ -162,6 +166,8 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
     for name in others:
         if given[name] is not None:
             msg = f"--{name.replace('_', '-')} is for {needed} alone: leave it out"
+    if texts and (given["max_output"] or 0) < 0:
+        msg = f"--max-output must be 0 or more, not {given['max_output']}"
     for name in OF_WALL:
         if given[name] and given["clock"] != "wall":
             msg = f"--{name.replace('_', '-')} needs --clock wall"
@@ -172,7 +178,11 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
 
 
 def _serve(engine: EngineParts, trace: Trace | None, *, residency: bool) -> RunResult:
-    source = engine.workload
+    source, weights = engine.workload, engine.generator.weight_bytes(engine.config.dtype)
+    free = engine.backend.memory().free
+    if weights >= ANNOUNCED and (free is None or weights <= free):
+        size = format_bytes(weights)
+        echo(f"kvcore: drawing {size} of weights for {engine.model.name}", err=True)
     with progress(f"running {source.name}", source.size) as tick:
         return run_engine(ticked(source, tick), **engine.arguments(trace), residency=residency)
 
@@ -229,7 +239,7 @@ def _print_texts(document: dict[str, Any]) -> None:
 def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
     clock = "measured" if engine.config.clock == "wall" else "simulated"
     named = _named(engine, document)
-    report = report_of(engine, result, document, named, clock=clock, done="computed")
+    report = report_of(result, document, named, clock=clock, done="computed")
     print_report(report, _computed(engine, engine.workload.options(), document["requests"]))
 
 

@@ -1,20 +1,17 @@
-"""What `simulate` and `run` have in common: the files they write, and remedies for overload."""
+"""What `simulate` and `run` have in common: the files they write, and their report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from decimal import ROUND_FLOOR, Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import attrs
 
 from kvcore.cli.output import print_sections
 from kvcore.config import RunParts
 from kvcore.files import make_directory, refuse_overwrite
-from kvcore.serving import LatencyModel, Result
-from kvcore.serving.result import REQUESTS, SUMMARY, offered_load
+from kvcore.serving import Result
+from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.trace import Trace
 
 if TYPE_CHECKING:
@@ -22,9 +19,6 @@ if TYPE_CHECKING:
 
 TRACE = "trace.jsonl.gz"
 """The name of the trace in a directory of results."""
-
-DOUBLINGS = 5
-"""How often a pool or a number of GPUs is doubled, at most, to find one that is enough."""
 
 
 @contextmanager
@@ -60,46 +54,16 @@ def _directory(path: Path) -> Iterator[None]:
         raise
 
 
-def remedies(parts: RunParts, result: Result) -> Iterator[str]:
-    """Yield options with which the workload would not be too much for the run.
-
-    Each is tried on the work that the run came to: a larger pool where its size was
-    given, more GPUs, fewer requests.
-    """
-    size, devices = parts.geometry.block_size, parts.deployment.devices
-
-    def carries(latency: LatencyModel, blocks: int) -> bool:
-        load = offered_load(result.log, parts.batching, latency, blocks * size)
-        return load is not None and load <= 1
-
-    if parts.sized:
-        larger = (parts.blocks << doubling for doubling in range(1, DOUBLINGS))
-        enough = next((b for b in larger if carries(result.latency, b)), None)
-        if enough:
-            yield f"--blocks {enough}"
-    for more in (devices << doubling for doubling in range(1, DOUBLINGS)):
-        blocks = parts.blocks
-        if not parts.sized:
-            blocks = attrs.evolve(parts.deployment, devices=more).blocks()
-        if carries(parts.latency(more), blocks):
-            yield f"--tensor-parallel {more}"
-            break
-    load = result.summary()["offered_load"]
-    yield f"--rate-scale {_below(parts.config.rate_scale / load)}"
-
-
 def report_of(
-    parts: RunParts, result: Result, document: dict[str, Any], config: Any, **words: str
+    result: Result, document: dict[str, Any], config: Any, **words: Any
 ) -> SimulationReport:
-    """Return the report of a run, with `words` for its clock and for what was done."""
+    """Return the report of a run; `words` are its other attributes."""
     from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
 
-    load = document["offered_load"]
     return SimulationReport(
         document,
         config,
         refusal=next(iter(result.log.reasons.values()), None),
-        remedies=[] if load is None or load <= 1 else list(remedies(parts, result)),
         **words,
     )
 
@@ -116,9 +80,3 @@ def print_report(report: SimulationReport, *more: str) -> None:
         report.thrashing,
         f"{report.closing}\n{report.setup}",
     )
-
-
-def _below(number: float) -> str:
-    """Return a number with two digits, rounded down."""
-    rounded = Context(prec=2, rounding=ROUND_FLOOR).create_decimal(number)
-    return f"{rounded.normalize():f}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,7 @@ from kvcore.cli.output import (
     emit_json,
     json_option,
     metrics_file,
+    print_notes,
     print_sections,
     progress,
 )
@@ -32,6 +33,10 @@ from kvcore.serving import Result
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
+from kvcore.workloads import check_keys
+
+if TYPE_CHECKING:
+    from kvcore.report import SimulationReport
 
 
 @click.command(context_settings={"show_default": True})
@@ -47,6 +52,11 @@ from kvcore.trace import Trace
 @shared("allocation")
 @traffic_options
 @output_options
+@click.option(
+    "--search/--no-search",
+    default=True,
+    help="Search for what would hold a workload that is too much, by simulating it again.",
+)
 @json_option
 @click.pass_context
 def simulate(ctx: click.Context, /, **given: Any) -> None:
@@ -80,10 +90,25 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
         if out is not None:
             more = {name: document[name] for name in ("config", "paged") if name in document}
             result.write(out, **more)
+    saturation = result.saturation
+    searching = given["search"] and saturation is not None and saturation.saturated
     if as_json:
+        if searching:
+            document["saturation"] |= {"holds": _searched(parts, result)}
         emit_json(document)
     elif prometheus != STDOUT:
-        _print(parts, result, document)
+        report = _print(result, document, searching=searching)
+        if searching:
+            print_sections("\n" + report.holding(_searched(parts, result)))
+    print_notes(parts.workload)
+
+
+def _searched(parts: RunParts, result: Result) -> dict[str, float | int]:
+    """Search for what would hold, and show on stderr how many simulations that took."""
+    from kvcore.analysis import find_capacity  # noqa: PLC0415 - nothing else needs it
+
+    with progress("searching for what would hold: simulations", None) as tick:
+        return find_capacity(parts, result, tick)
 
 
 def _metrics(result: Result, document: dict[str, Any]) -> str:
@@ -102,7 +127,7 @@ def _run(
         longest = max((request.output_tokens for request in source), default=0)
     with progress(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
-            ticked(source, tick),
+            ticked(check_keys(source), tick),
             **made,
             allocation=allocation,
             max_output=longest,
@@ -114,14 +139,15 @@ def _run(
     return result, {**result.summary(), "config": parts.describe(*plugins)}
 
 
-def _print(parts: RunParts, result: Result, document: dict[str, Any]) -> None:
+def _print(result: Result, document: dict[str, Any], *, searching: bool) -> SimulationReport:
     from kvcore.report import PagingReport  # noqa: PLC0415 - JSON does without it
 
-    report = report_of(parts, result, document, document["config"])
+    report = report_of(result, document, document["config"], searching=searching)
     if "paged" not in document:
         print_report(report)
-        return
+        return report
     paging = PagingReport(document, document["paged"], result.max_output or 0)
     table = paging.headers, paging.rows, paging.headers[1:]
     told = report.warning, report.headline, paging.headline
     print_sections(*told, table, f"{paging.reading}\n{report.setup}")
+    return report

@@ -213,7 +213,7 @@ def _title(model: dict[str, Any]) -> str:
         heads = f"{model['query_heads']} heads, {model['latent']} numbers a token"
     active = ""
     if model["experts"]:
-        active = f" ({format_number(model['active_parameters'] / 1e9)} B active)"
+        active = f" ({_parameters(model['active_parameters'])} active)"
     windows = [
         f"{window['layers']} with a window of {window['window']:,}"
         for window in model["windows"]
@@ -221,9 +221,17 @@ def _title(model: dict[str, Any]) -> str:
     ]
     layers = ", ".join([f"{model['layers']} layers", *windows])
     return (
-        f"{model['name']}: {format_number(model['parameters'] / 1e9)} B parameters"
+        f"{model['name']}: {_parameters(model['parameters'])} parameters"
         f"{active}, {layers}, {model['attention']} ({heads})"
     )
+
+
+def _parameters(parameters: int) -> str:
+    """Write a number of parameters with three digits, in billions, millions or alone."""
+    for unit, factor in (("B", 10**9), ("M", 10**6)):
+        if parameters >= factor:
+            return f"{format_number(parameters / factor)} {unit}"
+    return f"{parameters:,}"
 
 
 def _rows(report: dict[str, Any]) -> Iterator[Row]:

@@ -22,6 +22,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.report.sweep import WRITERS, SweepReport, check_table, sweep_document, write_table
+from kvcore.report.tables import counted
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in a directory."""
@@ -62,7 +63,7 @@ def sweep(
     executor: str | None,
     as_json: bool,
 ) -> None:
-    """Run workloads × policies × schedulers × sizes × devices, as NAME.TOML says.
+    """Run each combination of the workloads, policies, sizes and more that NAME.TOML gives.
 
     Each cell of the grid is simulated (mode "simulate") or replayed without a clock (mode
     "compare"), in processes of this machine or on a Ray cluster. What is finished is kept:
@@ -77,6 +78,9 @@ def sweep(
         make_directory(journal.parent)
     try:
         with Journal(journal) as opened:
+            for number in opened.damaged:
+                text = f"{journal}:{number}: does not match its digest: its cell is run again"
+                echo(f"kvcore: {text}, unless a later line has it", err=True)
             result = run_sweep(plan, opened, executor=runner, progress=progress)
             for table in tables:
                 write_table(result, table)
@@ -140,5 +144,6 @@ def _report_failures(result: Sweep) -> None:
         cell = ", ".join(f"{name} {row[name]}" for name in varied) or row["workload"]
         echo(f"kvcore: failed: {cell}: {row['error']}", err=True)
     if len(failed) > SHOWN:
-        echo(f"kvcore: failed: {len(failed) - SHOWN} more cells", err=True)
+        more = counted(len(failed) - SHOWN, "more cell")
+        echo(f"kvcore: failed: {more}", err=True)
     echo("kvcore: the same command tries the failed cells again", err=True)

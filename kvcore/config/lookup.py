@@ -50,7 +50,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
             f"workload {text!r}: there is no such file, and no workload plugin is named "
             f"{name!r}{nearest(name, names)}. There are: {', '.join(names)}"
         )
-        raise InputError(msg) from None
+        raise plugins.not_found("workload", msg) from None  # noqa: EM101 - the kind
     return recognise(path, [plugins.get("workload", known) for known in names])
 
 

@@ -90,8 +90,7 @@ class RunParts:
     @cached_property
     def model(self) -> ModelSpec:
         """The model that is served."""
-        with self._about("model"):
-            return self._served()
+        return self._served()
 
     @cached_property
     def device(self) -> DeviceSpec:
@@ -210,10 +209,11 @@ class RunParts:
 
     def _served(self) -> ModelSpec:
         given = self.config.model
-        if given is None:
-            msg = "no model is given: name one, such as llama-3-8b"
-            raise InputError(msg)
-        return given if isinstance(given, ModelSpec) else load_model(given)
+        with self._about("model"):
+            if given is None:
+                msg = "no model is given: name one, such as llama-3-8b"
+                raise InputError(msg)
+            return given if isinstance(given, ModelSpec) else load_model(given)
 
     def _source(self) -> Workload:
         given = self.config.workload
@@ -335,6 +335,7 @@ class EngineParts(RunParts):
             "clock": config.clock,
             "stop_at_eos": config.stop_at_eos,
             "seed": config.seed or 0,
+            "threads": config.threads,
         }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
@@ -366,13 +367,16 @@ class EngineParts(RunParts):
         if model is not None and isinstance(choice, Spec):
             cls = self.plugins.get("generator", choice.name)
             as_given = isinstance(model, ModelSpec) or takes_path(cls, "model")
-            named["model"] = model if as_given else load_model(cast("str", model))
+            with self._about("model"):
+                named["model"] = model if as_given else load_model(cast("str", model))
         self.generator: Generator = self.built("generator", **named)
-        if model is not None and "model" not in self.generator.options():
-            msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
-            raise InputError(msg)
+        with self._about("model"):
+            if model is not None and "model" not in self.generator.options():
+                msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
+                raise InputError(msg)
         self.backend: Backend = self.built("backend")
-        spec: ModelSpec = self.generator.spec
+        with self._about("generator" if model is None else "model"):
+            spec: ModelSpec = self.generator.spec
         return spec
 
     def _source(self) -> Workload:
@@ -391,6 +395,11 @@ class EngineParts(RunParts):
         return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink)
 
     def _text(self, number: int, text: str, block_size: int) -> TextRequest:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            msg = f"prompt {text!r} is not UTF-8: give a text"
+            raise InputError(msg) from error
         tokens = self.generator.encode(text)
         if not tokens:
             msg = f"prompt {text!r} has no tokens: give a text"

@@ -104,6 +104,7 @@ class RunConfig:
         limit, shrink: in mode `run` the number of first requests that are served (0: all),
             and what their lengths are divided by. None: 20, and what makes a key a block.
         stop_at_eos: whether a text may end before its output is complete.
+        threads: of the host, in a run on tensors; None: what pays for the model.
 
     Raises:
         InputError: a value that an option cannot have; begins with the option's name.
@@ -177,6 +178,10 @@ class RunConfig:
     shrink: int | None = _option(None, "Divisor of all lengths of the workload.")
     stop_at_eos: bool = _option(
         default=False, text="End a text at its end-of-sequence token; wall clock only."
+    )
+    threads: int | None = _option(
+        None,
+        "Number of threads that compute.  [default: 1 for a tiny model, else one a CPU]",
     )
 
     @classmethod

@@ -273,6 +273,7 @@ def with_and_without_cache(
     output: int = 100,
     block_size: int = 16,
     seed: int = 0,
+    threads: int | None = None,
     done: Callable[[int], None] | None = None,
 ) -> list[Generation]:
     """Generate the same tokens without a cache, with a dense one, and with a paged one.
@@ -286,6 +287,7 @@ def with_and_without_cache(
         output: number of tokens to generate.
         block_size: number of tokens in a block of the paged cache.
         seed: seed of the prompt and of the samples.
+        threads: number of threads that compute; None: what pays for the model.
         done: called with 1 after every step of each of the three.
 
     Raises:
@@ -305,8 +307,6 @@ def with_and_without_cache(
         value_dim=model.value_dim,
         dtype=DTYPE,
     )
-    generator.load(backend, DTYPE)
-    backend.allocate(layout)
     random = Random(seed)  # noqa: S311 - a prompt, no secret
     prompt = [random.randrange(generator.vocabulary) for _ in range(prompt_tokens)]
     request = Request(
@@ -316,16 +316,19 @@ def with_and_without_cache(
         keys=block_keys(prompt, block_size),
         key_tokens=block_size,
     )
-    # The first steps of a process are slow, whatever they do.
-    generate(generator, NoCache(), prompt, 1, seed=seed)
-    generations = [
-        generate(generator, cache, prompt, output, seed=seed, done=done)
-        for cache in (
-            NoCache(),
-            DenseSequenceCache(capacity),
-            PagedSequenceCache(backend, request),
-        )
-    ]
+    with backend.limit_threads(threads, model):
+        generator.load(backend, DTYPE)
+        backend.allocate(layout)
+        # The first steps of a process are slow, whatever they do.
+        generate(generator, NoCache(), prompt, 1, seed=seed)
+        generations = [
+            generate(generator, cache, prompt, output, seed=seed, done=done)
+            for cache in (
+                NoCache(),
+                DenseSequenceCache(capacity),
+                PagedSequenceCache(backend, request),
+            )
+        ]
     _check_equal(generations, generator, backend)
     return generations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
 from kvcore.engine.batch import RaggedBatch
 from kvcore.errors import InputError
+from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 
 Tensor: TypeAlias = Any
@@ -220,6 +222,20 @@ class Backend(Plugin):
     def memory(self) -> DeviceMemory:
         """Return what the device's memory holds: only the pool is known, unless overridden."""
         return DeviceMemory(self.layout.bytes if self.layout else 0, None, None)
+
+    def limit_threads(
+        self, count: int | None, model: ModelSpec
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the host computes with `count` threads.
+
+        None: as many as pay for a model of this size. The number that was set before is
+        set again afterwards. Has no effect unless overridden.
+
+        Raises:
+            InputError: the host does not have so many CPUs for this process.
+        """
+        del count, model
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Wait until all submitted work is done. Does nothing unless overridden."""

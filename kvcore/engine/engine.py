@@ -48,6 +48,7 @@ def run(
     clock: Clock = "model",
     stop_at_eos: bool = False,
     seed: int = 0,
+    threads: int | None = None,
     fragmentation: bool = False,
     residency: bool = True,
 ) -> RunResult:
@@ -76,6 +77,9 @@ def run(
             arrive by the same clock, without waiting for it.
         stop_at_eos: whether a text may end before its output is complete; wall clock only.
         seed: seed of token ids and samples.
+        threads: number of threads of the host that compute; None: one for a tiny model, else
+            as many as the backend's library takes and this process may use. Set for this run
+            alone.
         fragmentation: whether to measure the use of memory, as for `simulate`.
         residency: whether to measure how long blocks rest, as for `simulate`.
 
@@ -90,27 +94,30 @@ def run(
     latency = resolve("latency", latency, "roofline")
     latency.bind()
     batching = Batching() if batching is None else batching
-    executor = TensorExecutor(
-        cache,
-        resolve("generator", generator),
-        resolve("backend", backend),
-        latency,
-        dtype=dtype,
-        clock=clock,
-        stop_at_eos=stop_at_eos,
-        seed=seed,
-    )
-    loop, took = serve(
-        workload,
-        cache,
-        scheduler,
-        executor,
-        batching,
-        slo=slo,
-        rate_scale=rate_scale,
-        fragmentation=fragmentation,
-        residency=residency,
-    )
+    built_generator: Generator = resolve("generator", generator)
+    built_backend: Backend = resolve("backend", backend)
+    with built_backend.limit_threads(threads, built_generator.spec):
+        executor = TensorExecutor(
+            cache,
+            built_generator,
+            built_backend,
+            latency,
+            dtype=dtype,
+            clock=clock,
+            stop_at_eos=stop_at_eos,
+            seed=seed,
+        )
+        loop, took = serve(
+            workload,
+            cache,
+            scheduler,
+            executor,
+            batching,
+            slo=slo,
+            rate_scale=rate_scale,
+            fragmentation=fragmentation,
+            residency=residency,
+        )
     return RunResult(
         log=loop.log,
         cache=cache,

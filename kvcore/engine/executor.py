@@ -13,14 +13,15 @@ from kvcore.engine.backend import Backend, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
-from kvcore.errors import InputError, KvcoreError, PolicyError
+from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
+from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins import policy_error
+from kvcore.plugins import FAILURES, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.units import PS_PER_NS
+from kvcore.units import PS_PER_NS, format_bytes
 
 Clock = Literal["model", "wall"]
 """Clock of a run: the latency model's, or the wall clock of this machine."""
@@ -103,9 +104,11 @@ class TensorExecutor:
         self._seed = seed
         generator.bind()
         backend.bind()
+        blocks, block_size = cache.pool.blocks, cache.geometry.block_size
+        layout = tensor_layout(generator.spec, blocks, block_size, dtype)
+        _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
-        block_size = cache.geometry.block_size
-        backend.allocate(tensor_layout(generator.spec, cache.pool.blocks, block_size, dtype))
+        backend.allocate(layout)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
@@ -192,7 +195,7 @@ class TensorExecutor:
             return generator.forward(batch, attend)
         except KvcoreError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -201,7 +204,7 @@ class TensorExecutor:
             return getattr(self._backend, method)(*arguments, **options)
         except KvcoreError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise policy_error(self._backend, method, error) from error
 
     def _append(
@@ -251,8 +254,13 @@ class TensorExecutor:
         """
         decoding = sequences[len(sequences) - work.decode :]
         context = sum(each.context for each in decoding) + work.decode
+        pairs = sum(
+            attended_pairs(each.context, len(each.token_ids))
+            for each in sequences[: len(sequences) - work.decode]
+        )
         line = len(self.measured) + 2
-        self.measured.append(MeasuredStep(line, work.prefill, work.decode, context, took_ps))
+        counts = work.prefill, work.decode, context
+        self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
 
 
 def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:
@@ -276,6 +284,19 @@ def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> 
         value_dim=spec.value_dim,
         dtype=dtype,
     )
+
+
+def _check_memory(generator: Generator, backend: Backend, layout: TensorLayout) -> None:
+    """Raise StorageError if weights that are yet to be made do not fit beside the pool."""
+    weights, free = generator.weight_bytes(layout.dtype), backend.memory().free
+    if weights and free is not None and weights + layout.bytes > free:
+        msg = (
+            f"the weights of {generator.spec.name} take {format_bytes(weights)} in "
+            f"{layout.dtype}, the pool of K/V {format_bytes(layout.bytes)}, and {backend.name} "
+            f"has {format_bytes(free)} free: take fewer layers, as in generator "
+            f"{generator.name}:layers=2, a smaller dtype or model, or fewer blocks"
+        )
+        raise StorageError(msg)
 
 
 def _check(cache: KVCache, generator: Generator, clock: str, *, stop_at_eos: bool) -> None:

@@ -74,6 +74,11 @@ class Generator(Plugin):
         """The token ids that end a text; none unless overridden."""
         return frozenset()
 
+    def weight_bytes(self, dtype: str) -> int:
+        """Return the bytes of the weights that `load` makes: 0 unless overridden."""
+        del dtype
+        return 0
+
     def load(self, backend: Backend, dtype: str) -> None:
         """Put the weights on the backend's device. Called once, before `Backend.allocate`.
 

@@ -8,6 +8,7 @@ from kvcore.kv_events.block_tracker import (
     check_recording,
 )
 from kvcore.kv_events.export import (
+    ExportSize,
     MooncakeRows,
     block_hash,
     dynamo_batches,
@@ -40,14 +41,8 @@ from kvcore.kv_events.recording import (
     record,
     unparsed_reasons,
 )
-from kvcore.kv_events.subscriber import (
-    Delivery,
-    Gap,
-    InvalidMessage,
-    Restart,
-    Server,
-    Subscriber,
-)
+from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart
+from kvcore.kv_events.subscriber import Server, Subscriber
 
 __all__ = [
     "FORMATS",
@@ -61,6 +56,7 @@ __all__ = [
     "BlockUpdated",
     "Delivery",
     "EventBatch",
+    "ExportSize",
     "Gap",
     "InvalidMessage",
     "Lost",

@@ -22,20 +22,24 @@ FORMATS = tuple(READERS)
 """Names of the wire formats that `decode` reads."""
 
 LARGEST_PAYLOAD = 1 << 26
+MOST_OBJECTS = 1 << 23
+"""Most texts, lists and maps in a payload: each takes up to 72 bytes of memory."""
 DEEPEST = 24
 """Most levels of lists and maps in a payload."""
 
 _PACKED = ("msgpack", "mooncake")
 # First bytes of arrays and maps in msgpack; JSON begins with none of them.
 _CONTAINERS = frozenset((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
+# First bytes of texts, bytes, arrays and maps in msgpack.
+_OBJECTS = bytes((*range(0x80, 0xC0), 0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB, *range(0xDC, 0xE0)))
 _SCALARS = {type(None), bool, int, float, str, bytes}
 
 
 def decode(payload: bytes) -> EventBatch:
     """Return the batch of a payload: one in msgpack, or one event in JSON. O(payload).
 
-    Events that cannot be parsed are kept as UnparsedEvent. Payloads above 64 MiB, or nested
-    deeper than 24 levels, are refused: neither memory nor the stack can be made to overflow.
+    Events that cannot be parsed are kept as UnparsedEvent. Payloads above 64 MiB, nested deeper
+    than 24 levels, or with so many small values that they would fill the memory, are refused.
 
     Raises:
         TraceError: it is no batch of any format; says why, with the field.
@@ -72,7 +76,11 @@ def unpack(payload: bytes) -> tuple[Any, str]:
     if len(payload) > LARGEST_PAYLOAD:
         msg = f"{len(payload):,} bytes; more than {LARGEST_PAYLOAD:,} are not read"
         raise DecodeError(msg)
-    if payload and payload[0] in _CONTAINERS:
+    packed = bool(payload) and payload[0] in _CONTAINERS
+    if len(payload) > MOST_OBJECTS and _most_objects(payload, packed=packed) > MOST_OBJECTS:
+        msg = f"too many values; more than {MOST_OBJECTS:,} texts, lists and maps are not read"
+        raise DecodeError(msg)
+    if packed:
         try:
             value = msgspec.msgpack.decode(payload)
         except (ValueError, RecursionError) as error:
@@ -106,7 +114,9 @@ def read_value(value: Any, format: str) -> EventBatch:  # noqa: A002 - its name 
         InputError: there is no such format.
     """
     read = READERS[_known(format)]
-    _check_plain(value, "value")
+    if type(value) not in _SCALARS and (fault := _fault(value)):
+        msg = f"value{fault[0]} {fault[1]}"
+        raise DecodeError(msg)
     return read(value).keep_raw(value)
 
 
@@ -135,21 +145,29 @@ def _known(name: str) -> str:
     return name
 
 
-def _check_plain(value: Any, field: str, depth: int = 0) -> None:
-    """Raise DecodeError unless JSON can hold `value`, bytes excepted."""
+def _most_objects(payload: bytes, *, packed: bool) -> int:
+    """Return a bound of the texts, lists and maps in a payload, without decoding it."""
+    if packed:
+        return len(payload) - len(payload.translate(None, _OBJECTS))
+    return payload.count(b'"') // 2 + payload.count(b"[") + payload.count(b"{")
+
+
+def _fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
+    """Return where `value` has what JSON cannot hold, bytes excepted, and why; or None."""
     if depth > DEEPEST:
-        msg = f"{field} is nested more than {DEEPEST} levels deep"
-        raise DecodeError(msg)
+        return "", f"is nested more than {DEEPEST} levels deep"
     if type(value) is dict:
         for name, item in value.items():
             if type(name) is not str:
-                msg = f"{field} must have texts as names, not {brief(name)}"
-                raise DecodeError(msg)
-            _check_plain(item, f"{field}.{name}", depth + 1)
-    elif type(value) is list:
-        if not set(map(type, value)) <= _SCALARS:
-            for place, item in enumerate(value):
-                _check_plain(item, f"{field}[{place}]", depth + 1)
-    elif type(value) not in _SCALARS:
-        msg = f"{field} must be plain data, not {brief(value)}"
-        raise DecodeError(msg)
+                shown = brief(name) if type(name) in _SCALARS else type(name).__name__
+                return "", f"must have texts as names, not {shown}"
+            if type(item) not in _SCALARS and (found := _fault(item, depth + 1)):
+                return f".{name}{found[0]}", found[1]
+    elif type(value) is not list:
+        # Not its text, which may have a memory address.
+        return "", f"must be plain data, not {type(value).__name__}"
+    elif not set(map(type, value)) <= _SCALARS:
+        for place, item in enumerate(value):
+            if type(item) not in _SCALARS and (found := _fault(item, depth + 1)):
+                return f"[{place}]{found[0]}", found[1]
+    return None

@@ -13,10 +13,13 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import attrs
 import msgspec
 
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 from kvcore.units import NS_PER_S
 
 NS_PER_MS = 10**6
+
+LONGEST_REASON = 300
+"""Characters of the longest reason why a payload cannot be read."""
 
 Hash: TypeAlias = int | bytes | str
 """The chained hash of a block as its engine writes it: an unsigned or signed integer, or bytes;
@@ -238,7 +241,16 @@ def level_medium(level: int) -> str:
 
 
 class DecodeError(ValueError):
-    """A payload that is not what its format asks for; the message begins with the field."""
+    """A payload that is not what its format asks for; the message begins with the field.
+
+    A message may have names out of the payload: it is cut, and what is not printable escaped.
+    """
+
+    def __init__(self, message: str) -> None:
+        """Store the message, safe to print."""
+        text = shorten(message, LONGEST_REASON)
+        safe = (char if char.isprintable() else ascii(char)[1:-1] for char in text)
+        super().__init__(text if text.isprintable() else "".join(safe))
 
 
 # msgspec 0.22 crashes on a union of an integer with bounds and a tuple of fixed length: tokens

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar, TypeAlias
@@ -17,8 +18,15 @@ import attrs
 import msgspec
 import orjson
 
-from kvcore.errors import InputError, TraceError
-from kvcore.files import LONGEST_LINE, CutError, DamageError, decompressed, line_fault
+from kvcore.errors import InputError, StorageError, TraceError
+from kvcore.files import (
+    LONGEST_LINE,
+    CutError,
+    DamageError,
+    decompressed,
+    line_fault,
+    part_path,
+)
 from kvcore.kv_events.formats import (
     FORMATS,
     decode,
@@ -37,14 +45,8 @@ from kvcore.kv_events.model import (
     UnparsedEvent,
     parse,
 )
-from kvcore.kv_events.subscriber import (
-    Delivery,
-    Gap,
-    InvalidMessage,
-    Restart,
-    StreamItem,
-    Subscriber,
-)
+from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart, StreamItem
+from kvcore.kv_events.subscriber import Subscriber
 from kvcore.trace.jsonl_file import SealedReader, SealedWriter
 from kvcore.trace.writer import version
 
@@ -55,6 +57,9 @@ BUFFER_BYTES = 1 << 16
 
 FLUSH_SECONDS = 1.0
 """Seconds between two flushes of a live recording, in case the process is killed."""
+
+MOST_TOLD = 5
+"""Sentences on events of one batch that cannot be read."""
 
 NO_RECORDING = (
     "no recording of KV events: its first line is neither RECORDING, nor an event of "
@@ -106,6 +111,9 @@ class _End(_Line, frozen=True, kw_only=True, tag="END"):
     digest: str
 
 
+_HEAD = 48
+"""Bytes of a line in which its kind is, behind a number of up to 20 digits."""
+
 _LINES: dict[str, type[_Line]] = {
     "BATCH": _Batch,
     "GAP": Lost,
@@ -121,24 +129,31 @@ class RecordingWriter(SealedWriter):
     """A JSONL file, `.gz` and `.zst` by name, that batches are written to as they come.
 
     Close it when the stream is over, best by a `with` block: only then the file appears
-    under its name. An exception leaves nothing; a process that is killed leaves
-    `<path>.part`, readable at least up to the last `flush`.
+    under its name. An exception, such as that of a full disk, and a process that is killed
+    leave `<path>.part`, readable at least up to the last `flush`; without a batch in it an
+    exception leaves nothing.
 
     Lines are numbered (`n`). The first is RECORDING: schema, version, format, engine. Then
     come BATCH (publisher, number, and what the payload unpacks to), GAP (publisher, first
     number missing, how many, why), RESTART (publisher) and GARBAGE (publisher, why); at the
     end END, with the number of lines of each kind and the digest of all before it.
 
+    With `rotate_bytes` or `rotate_seconds` the recording is in pieces, each a whole file, named
+    by `piece_path` with the next number that no file has.
+
     Args:
         file: the path.
         format: of most batches; the others name theirs.
         engine: what published them; for readers.
+        rotate_bytes: size of its file at which `rotate` ends a piece; None: no size.
+        rotate_seconds: age at which `rotate` ends a piece; None: no age.
 
     Attributes:
-        lines: how many are written, by kind.
+        lines: how many are written, by kind; with pieces, to the present one.
+        pieces: how many files have got their names.
 
     Raises:
-        InputError: the file cannot be opened, or `<path>.part` is there.
+        InputError: the file cannot be opened, or another process writes `<path>.part`.
         StorageError: the disk is full (from any method).
     """
 
@@ -148,12 +163,74 @@ class RecordingWriter(SealedWriter):
         *,
         format: str = "msgpack",  # noqa: A002 - what it is called in the file
         engine: str | None = None,
+        rotate_bytes: int | None = None,
+        rotate_seconds: float | None = None,
     ) -> None:
         """Open the file and write RECORDING."""
+        self._path = Path(file)
+        self._format, self._engine = format, engine
+        self._rotates = (rotate_bytes, rotate_seconds) != (None, None)
+        self._most_bytes = math.inf if rotate_bytes is None else rotate_bytes
+        self._most_seconds = math.inf if rotate_seconds is None else rotate_seconds
+        self.pieces = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        path = _next_piece(self._path) if self._rotates else self._path
+        super().__init__(path, kind="recording", buffer_bytes=BUFFER_BYTES)
         self.lines: dict[str, int] = {}
-        self._format = format
-        super().__init__(file, kind="recording", buffer_bytes=BUFFER_BYTES)
-        self._line("RECORDING", schema=SCHEMA, kvcore=version(), format=format, engine=engine)
+        self._begun = monotonic()
+        self._line(
+            "RECORDING",
+            schema=SCHEMA,
+            kvcore=version(),
+            format=self._format,
+            engine=self._engine,
+        )
+
+    def rotate(self) -> None:
+        """Begin the next piece, if this one has a batch and is large or old enough."""
+        large = self._sink.size >= self._most_bytes
+        if "BATCH" in self.lines and (large or monotonic() - self._begun >= self._most_seconds):
+            self.close()
+            self._begin()
+
+    def close(self) -> None:
+        """Write END and give the file its name; discard a further piece in which nothing is.
+
+        A second call does nothing.
+
+        Raises:
+            StorageError: the disk is full; `<path>.part` is kept.
+        """
+        if self._closed:
+            return
+        if self.pieces and len(self.lines) == 1:
+            self.discard()
+            return
+        super().close()
+        self.pieces += 1
+
+    def give_up(self, error: BaseException | None) -> None:
+        """End the file without END, since `error` was raised: keep it if it has a batch.
+
+        Raises:
+            StorageError: `error` is one; says what is kept, and how to read it.
+        """
+        part = part_path(Path(self.name))
+        if "BATCH" not in self.lines or part == Path(self.name):
+            self.discard()
+            return
+        with suppress(StorageError):
+            self.flush()
+        self._sink.keep()
+        self._shut()
+        if isinstance(error, StorageError):
+            msg = (
+                f"{error}. {part} keeps what was written before, {_count_batches(part):,} "
+                f"batches: 'kvcore replay {part}' shows them"
+            )
+            raise StorageError(msg) from error
 
     def batch(
         self, batch: EventBatch, seq: int | None = None, publisher: int | None = None
@@ -161,7 +238,8 @@ class RecordingWriter(SealedWriter):
         """Write a batch; `seq` and `publisher` are those that the transport knows.
 
         Raises:
-            InputError: its format cannot express what it holds. Nothing is written.
+            InputError: its format cannot express what it holds, or its line would be longer
+                than the 16 MiB, or have more than the 2^20 values, that readers take. Nothing is written.
         """
         other = None if batch.format == self._format else batch.format
         value = to_json(write_value(batch))
@@ -190,8 +268,45 @@ class RecordingWriter(SealedWriter):
             raise InputError(msg)
         given = {name: value for name, value in fields.items() if value is not None}
         line = orjson.dumps({"n": sum(self.lines.values()), "kind": kind, **given})
+        if fault := line_fault(line):
+            msg = f"{kind} cannot be read again: {fault}"
+            raise InputError(msg)
         self._buffer.write(line + b"\n")
         self.lines[kind] = self.lines.get(kind, 0) + 1
+
+
+def piece_path(file: Path, number: int) -> Path:
+    """Return the path of a piece of a recording: of `r.jsonl.gz` first `r-000001.jsonl.gz`."""
+    stem, suffixes = _split_name(file)
+    return file.with_name(f"{stem}-{number:06}{suffixes}")
+
+
+def _split_name(file: Path) -> tuple[str, str]:
+    """Return the name of a file and its suffixes, such as `.jsonl.gz`."""
+    compression = file.suffix if file.suffix in (".gz", ".zst") else ""
+    plain = Path(file.name.removesuffix(compression))
+    return plain.stem, plain.suffix + compression
+
+
+def _next_piece(file: Path) -> Path:
+    """Return the path of the piece after the last one of which there is a file or a `.part`."""
+    stem, suffixes = map(re.escape, _split_name(file))
+    names = re.compile(rf"{stem}-(\d{{6,}}){suffixes}(?:\.part.*)?")
+    found = (names.fullmatch(other.name) for other in file.parent.glob("*"))
+    return piece_path(file, 1 + max((int(match[1]) for match in found if match), default=0))
+
+
+def _count_batches(part: Path) -> int:
+    """Return how many batches an unfinished recording has, without reading what is in them."""
+    batches, head = 0, b""
+    with suppress(OSError, CutError, DamageError), part.open("rb") as file:
+        for piece in decompressed(file):
+            first, *others = piece.split(b"\n")
+            # Only the heads of lines: a line may be long, and in many pieces.
+            lines = [head + first, *others]
+            batches += sum(b'"kind":"BATCH"' in line[:_HEAD] for line in lines[:-1])
+            head = lines[-1][:_HEAD]
+    return batches
 
 
 class RecordingReader(SealedReader["RecordedItem | None"]):
@@ -379,7 +494,9 @@ def record(
 ) -> Tally:
     """Write what a subscriber receives, until `stop`, for `seconds`, or so many `batches`.
 
-    A batch that cannot be decoded is written as a gap of one. The writer is left open.
+    At `stop` and after `seconds` all that was received by then is written: for at most five
+    seconds, the rest as gaps. A batch that cannot be decoded is written as a gap of one. The
+    file is flushed each second. The writer is left open.
 
     Args:
         subscriber: receives the items.
@@ -393,16 +510,24 @@ def record(
         StorageError: the disk is full.
     """
     tally = Tally()
+
+    def take(item: StreamItem) -> None:
+        for sentence in _write(item, writer, tally):
+            warn(sentence)
+        progress(tally)
+        writer.rotate()
+
     end = math.inf if seconds is None else monotonic() + seconds
     while not subscriber.stopped and (left := end - monotonic()) > 0:
         with closing(subscriber.items(min(left, FLUSH_SECONDS))) as items:
             for item in items:
-                for sentence in _write(item, writer, tally):
-                    warn(sentence)
-                progress(tally)
+                take(item)
                 if tally.batches == batches:
                     return tally
         writer.flush()
+        writer.rotate()
+    for item in subscriber.drain():
+        take(item)
     return tally
 
 
@@ -412,14 +537,17 @@ def _write(item: StreamItem, writer: RecordingWriter, tally: Tally) -> list[str]
         case Delivery(rank, sequence, payload, replayed):
             try:
                 batch = decode(payload)
-            except TraceError as error:
+                writer.batch(batch, seq=sequence, publisher=rank)
+            except (TraceError, InputError) as error:
                 lost = Gap(rank, sequence, sequence, f"it cannot be read: {error}")
                 return _write(lost, writer, tally)
-            writer.batch(batch, seq=sequence, publisher=rank)
             tally.add(batch)
             tally.replayed += replayed
             where = f"rank {rank}: batch {sequence}: an event cannot be read"
-            return [f"{where}: {reason}" for reason in unparsed_reasons(batch)]
+            reasons = unparsed_reasons(batch)
+            if len(reasons) > MOST_TOLD:
+                reasons[MOST_TOLD:] = [f"and {len(reasons) - MOST_TOLD:,} others of the batch"]
+            return [f"{where}: {reason}" for reason in reasons]
         case Gap(rank, first, _, reason):
             writer.gap(first, item.batches, publisher=rank, why=reason)
             tally.gaps += 1
@@ -451,7 +579,7 @@ def to_json(value: Any) -> Any:
         case dict():
             return {_escaped(name): to_json(item) for name, item in value.items()}
         case list() | tuple():
-            return value if _all_integers(value) else [to_json(item) for item in value]
+            return value if _all_plain(value) else [to_json(item) for item in value]
     return value
 
 
@@ -469,13 +597,13 @@ def from_json(value: Any) -> Any:
         case dict():
             return {_unescaped(name): from_json(item) for name, item in value.items()}
         case list():
-            return value if _all_integers(value) else [from_json(item) for item in value]
+            return value if _all_plain(value) else [from_json(item) for item in value]
     return value
 
 
-def _all_integers(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True if no item is anything else, as of nearly all long lists."""
-    return set(map(type, values)) <= {int}
+def _all_plain(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Return True if all items are the same in JSON, as those of nearly all long lists."""
+    return set(map(type, values)) <= {int, str, bool, type(None)}
 
 
 def _escaped(name: str) -> str:

@@ -2,218 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import re
+import socket as sockets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from hashlib import blake2b
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 from attrs.validators import ge, gt
 
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
+from kvcore.kv_events.sequencer import (
+    NOT_READ,
+    BatchSequencer,
+    InvalidMessage,
+    ReplayFailed,
+    StreamItem,
+    join_gaps,
+)
 from kvcore.units import format_seconds
 
 if TYPE_CHECKING:
     import zmq
-
-
-NOT_KEPT = "the publisher does not have them any more"
-
-NO_REPLAY = "there is no replay address to ask for them"
-
-
-@attrs.frozen
-class Delivery:
-    """A batch as it came over the wire.
-
-    Attributes:
-        rank: of its publisher.
-        sequence: its number since its publisher started, from 0.
-        payload: its bytes.
-        replayed: whether it came from a replay, not live.
-    """
-
-    rank: int
-    sequence: int
-    payload: bytes
-    replayed: bool = False
-
-
-@attrs.frozen
-class Gap:
-    """The batches `first` to `last` of a publisher, both included, are lost, for a reason."""
-
-    rank: int
-    first: int
-    last: int
-    reason: str
-
-    @property
-    def batches(self) -> int:
-        """Return how many are lost."""
-        return self.last - self.first + 1
-
-    def __str__(self) -> str:
-        """Return a sentence for people."""
-        which = (
-            f"batch {self.first} is"
-            if self.batches == 1
-            else f"batches {self.first} to {self.last} are"
-        )
-        return f"rank {self.rank}: {which} lost: {self.reason}"
-
-
-@attrs.frozen
-class Restart:
-    """A publisher whose next batch was `expected` counts from 0 again, and is at `sequence`."""
-
-    rank: int
-    expected: int
-    sequence: int
-
-    def __str__(self) -> str:
-        """Return a sentence for people."""
-        return (
-            f"rank {self.rank}: the publisher started again: batch {self.sequence} came "
-            f"where {self.expected} was next"
-        )
-
-
-@attrs.frozen
-class InvalidMessage:
-    """A message that is no batch was skipped, for a reason."""
-
-    rank: int
-    reason: str
-
-    def __str__(self) -> str:
-        """Return a sentence for people."""
-        return f"rank {self.rank}: a message was skipped: {self.reason}"
-
-
-StreamItem: TypeAlias = Delivery | Gap | Restart | InvalidMessage
-"""An item that a subscriber yields."""
-
-Replay: TypeAlias = Callable[[int], Generator[tuple[int, bytes | None], None, None]]
-"""Yields (number, payload) of the batches that a publisher keeps, from a number on.
-
-The payload is None for topics that were not subscribed to. Raises `ReplayFailed` if the answer
-breaks off."""
-
-
-class ReplayFailed(Exception):
-    """A replay did not come to its end; the message says who did not answer."""
-
-
-class BatchSequencer:
-    """The batches of one publisher in order and once, with its gaps and restarts.
-
-    A live batch whose number is too high shows that some are missing: the publisher is asked
-    for a replay from the last batch received on, whose bytes tell whether it has restarted. A
-    number that was received already is that of a publisher that has restarted, unless a replay
-    brought the same bytes a moment before. Without a replay, a publisher that restarted and has
-    passed its old numbers before its first batch is received looks as if there were a gap.
-
-    Memory: 16 bytes for each batch of the last replay, until a later one comes live.
-
-    Args:
-        rank: of the publisher, for the items.
-        replay: asks the publisher for batches; None: it cannot be asked.
-    """
-
-    def __init__(self, rank: int, replay: Replay | None = None) -> None:
-        """Expect batch 0."""
-        self._rank = rank
-        self._replay = replay
-        self._begin()
-
-    def mark_disconnected(self) -> None:
-        """Record that the connection was lost: the publisher may have restarted."""
-        self._disconnected = True
-
-    def receive(self, sequence: int, payload: bytes) -> Iterator[StreamItem]:
-        """Yield what a live batch shows: gaps, replayed batches, a restart, and itself."""
-        if sequence < self._expected:
-            if self._replayed.pop(sequence, None) == _digest(payload):
-                return
-            yield self._restart(sequence)
-        reason = NO_REPLAY
-        if self._replay is not None and (sequence > self._expected or self._disconnected):
-            # Only now: a restarted publisher that is behind its old numbers has no batch to
-            # compare with the last one received.
-            self._disconnected = False
-            reason = yield from self.catch_up()
-            if sequence < self._expected:
-                self._replayed.pop(sequence, None)
-                return
-        if sequence > self._expected:
-            yield Gap(self._rank, self._expected, sequence - 1, reason)
-        self._replayed.clear()
-        self._advance(sequence, _digest(payload))
-        yield Delivery(self._rank, sequence, payload)
-
-    def catch_up(self) -> Generator[StreamItem, None, str]:
-        """Ask for all batches that the publisher keeps from here on; yield what comes.
-
-        Returns why batches that are missing afterwards are. An answer with a hole in its
-        middle, which came faster than it could be queued, is asked for again.
-        """
-        if self._replay is None:
-            return NO_REPLAY
-        try:
-            again = yield from self._ask(self._replay, max(0, self._expected - 1))
-            while again:
-                again = yield from self._ask(self._replay, self._expected)
-        except ReplayFailed as error:
-            return str(error)
-        return NOT_KEPT
-
-    def _ask(self, replay: Replay, start: int) -> Generator[StreamItem, None, bool]:
-        """Ask once; return whether to ask again, which is so only if a batch came."""
-        first = True
-        with closing(replay(start)) as answer:
-            for sequence, payload in answer:
-                digest = None if payload is None else _digest(payload)
-                if sequence < self._expected:
-                    if digest != self._last and sequence == start:
-                        yield self._restart(sequence)
-                        return True
-                    first = first and sequence != start
-                    continue
-                if sequence > self._expected:
-                    if not first:
-                        return True
-                    yield Gap(self._rank, self._expected, sequence - 1, NOT_KEPT)
-                first = False
-                self._advance(sequence, digest)
-                if payload is not None and digest is not None:
-                    self._replayed[sequence] = digest
-                    yield Delivery(self._rank, sequence, payload, replayed=True)
-        return False
-
-    def _begin(self) -> None:
-        self._expected = 0
-        self._disconnected = False
-        self._last: bytes | None = None
-        self._replayed: dict[int, bytes] = {}
-
-    def _advance(self, sequence: int, digest: bytes | None) -> None:
-        self._expected, self._last = sequence + 1, digest
-
-    def _restart(self, sequence: int) -> Restart:
-        """Expect batch 0 again; return the item that reports it."""
-        restart = Restart(self._rank, self._expected, sequence)
-        self._begin()
-        return restart
-
-
-def _digest(payload: bytes) -> bytes:
-    return blake2b(payload, digest_size=16).digest()
 
 
 SEQUENCE_BYTES = 8
@@ -286,6 +102,19 @@ def using(address: str, what: str) -> Iterator[None]:
         raise InputError(msg) from error
 
 
+def resolve(address: str) -> None:
+    """Raise InputError if the host of an address cannot be found: ZMQ would wait in silence."""
+    if not address.startswith("tcp://"):
+        return
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        sockets.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        msg = f"address {address!r}: the host {host!r} cannot be found: {reason}"
+        raise InputError(msg) from error
+
+
 def number(frame: bytes) -> int | None:
     """Return the number of a batch from its frame; None if the frame is no such number."""
     if len(frame) != SEQUENCE_BYTES or frame[0] >= 0x80:  # noqa: PLR2004 - negative: END
@@ -325,6 +154,18 @@ _REPLAY_FRAMES = (3, 4)
 
 _SLICE_MS = _FIRST_RETRY_MS = 100
 
+_MESSAGE_BYTES = 512
+"""What a message takes besides its frames."""
+
+_ZMQ_QUEUE = 100
+"""Messages that ZMQ may hold of a rank, and of a replay, until they are received."""
+
+_LARGEST_MESSAGE = 1 << 28
+"""Bytes at which ZMQ gives up the connection: above them nothing is read in any case."""
+
+DRAIN_SECONDS = 5.0
+_LAST_SECONDS = 0.5
+
 
 @attrs.frozen(kw_only=True)
 class Server:
@@ -339,8 +180,8 @@ class Server:
         reconnect: most seconds between two tries to connect again; the first comes after
             a tenth of a second, each next one after twice as long.
         heartbeat: seconds between two signs of life; three missed end a connection.
-        queue: batches to hold for each rank while the reader is busy; further ones are
-            dropped, and found missing. 0: without limit.
+        queue_bytes: of batches to hold while the reader is busy, of all ranks together;
+            further ones stay with the publisher, and are found missing if it drops them.
 
     Raises:
         InputError: an address is not one of ZMQ (from `Subscriber`).
@@ -353,7 +194,36 @@ class Server:
     replay_timeout: float = attrs.field(default=5.0, validator=gt(0))
     reconnect: float = attrs.field(default=5.0, validator=gt(0))
     heartbeat: float = attrs.field(default=10.0, validator=gt(0))
-    queue: int = attrs.field(default=100_000, validator=ge(0))
+    queue_bytes: int = attrs.field(default=1 << 28, validator=gt(0))
+
+
+class _Queue:
+    """The messages of a socket that were received and are not read yet."""
+
+    def __init__(self, socket: Any, room: int) -> None:
+        """Start empty, with room for so many bytes, and the message that exceeds them."""
+        self.socket = socket
+        self.room = room
+        self._messages: deque[list[bytes]] = deque()
+
+    def __len__(self) -> int:
+        """Return the number of messages."""
+        return len(self._messages)
+
+    def __getitem__(self, place: int) -> list[bytes]:
+        """Return the frames of a message, the next one first."""
+        return self._messages[place]
+
+    def append(self, frames: list[bytes]) -> None:
+        """Add a message."""
+        self._messages.append(frames)
+        self.room -= sum(map(len, frames)) + _MESSAGE_BYTES
+
+    def pop(self) -> list[bytes]:
+        """Remove the next message; return it."""
+        frames = self._messages.popleft()
+        self.room += sum(map(len, frames)) + _MESSAGE_BYTES
+        return frames
 
 
 @attrs.frozen
@@ -362,6 +232,7 @@ class _Stream:
 
     rank: int
     sequencer: BatchSequencer
+    queue: _Queue
     losses: Any
 
 
@@ -394,11 +265,12 @@ class Subscriber(Endpoint):
         """Connect to every rank, without waiting for an answer."""
         self._server = server
         super().__init__(context)
-        self._streams: dict[Any, _Stream] = {}
-        self.stopped = self._begun = False
+        self._streams: list[_Stream] = []
+        self._replays: dict[int, _Queue] = {}
+        self._items = self._run()
+        self.stopped = self._draining = False
         try:
-            for rank in range(server.ranks):
-                self._connect(rank)
+            self._connect_all()
         except BaseException:
             self.close()
             raise
@@ -406,20 +278,31 @@ class Subscriber(Endpoint):
     def items(self, seconds: float | None = None) -> Generator[StreamItem, None, None]:
         """Yield batches, gaps and restarts, in order of each publisher.
 
-        Ends at `stop` or after `seconds`; another call continues there. Waits without using
-        the processor.
+        Ends at `stop` or after `seconds`, also while a replay goes on; another call continues
+        there. Waits without using the processor.
         """
-        deadline = None if seconds is None else monotonic() + seconds
-        if not self._begun:
-            self._begun = True
-            for stream in self._streams.values():
-                yield from stream.sequencer.catch_up()
-        while not self.stopped:
-            left = _SLICE_MS if deadline is None else (deadline - monotonic()) * 1000
-            if left <= 0:
-                return
-            for socket, _ in self._poller.poll(min(left, _SLICE_MS)):
-                yield from self._received(socket)
+        deadline = math.inf if seconds is None else monotonic() + seconds
+        while not self.stopped and monotonic() < deadline:
+            item = next(self._items, None)
+            if item is not None:
+                yield item
+
+    def drain(self, seconds: float = DRAIN_SECONDS) -> Generator[StreamItem, None, None]:
+        """Stop, and yield what has been received by now; after `seconds`, the gaps it leaves.
+
+        So each batch that has reached this process is among the items, or in a gap. Call it
+        once, in place of `items`.
+        """
+        self.stop()
+        self._receive_last()
+        self._draining = True
+        deadline = monotonic() + seconds
+        for item in self._items:
+            if item is not None:
+                yield item
+            if monotonic() >= deadline or not any(self._queues()):
+                break
+        yield from join_gaps(self._unread())
 
     def stop(self) -> None:
         """End `items` within a tenth of a second. May be called by a signal handler."""
@@ -427,32 +310,41 @@ class Subscriber(Endpoint):
 
     def close(self) -> None:
         """Disconnect."""
-        for socket, stream in self._streams.items():
-            socket.disable_monitor()
+        self._items.close()
+        for stream in self._streams:
+            stream.queue.socket.disable_monitor()
             stream.losses.close(linger=0)
-            socket.close(linger=0)
+            stream.queue.socket.close(linger=0)
         self._streams.clear()
         if not self._lent:
             self._context.destroy(linger=0)
 
-    def _connect(self, rank: int) -> None:
-        address = host_address(self._server.address, rank)
-        replay = None
+    def _connect_all(self) -> None:
+        ranks = range(self._server.ranks)
+        addresses = [host_address(self._server.address, rank) for rank in ranks]
+        replays: list[str] = []
         if self._server.replay is not None:
-            at = host_address(self._server.replay, rank)
-            replay = partial(self._replay, at)
+            replays = [host_address(self._server.replay, rank) for rank in ranks]
+        for address in (*addresses[:1], *replays[:1]):
+            resolve(address)
+        for rank, address in enumerate(addresses):
+            with using(address, f"listen to rank {rank} at" if rank else "listen to"):
+                self._connect(rank, address, replays[rank] if replays else None)
+
+    def _connect(self, rank: int, address: str, replay: str | None) -> None:
         socket = self._context.socket(self._zmq.SUB)
         losses = socket.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
-        self._streams[socket] = _Stream(rank, BatchSequencer(rank, replay), losses)
-        socket.rcvhwm = self._server.queue
-        self._set_timeouts(socket, address)
+        ask = None if replay is None else partial(self._replay, rank, replay)
+        queue = _Queue(socket, self._server.queue_bytes // self._server.ranks)
+        self._streams.append(_Stream(rank, BatchSequencer(rank, ask), queue, losses))
+        self._limit(socket, address)
         socket.subscribe(self._server.topic)
-        with using(address, "listen to"):
-            socket.connect(address)
+        socket.connect(address)
         self._poller.register(socket, self._zmq.POLLIN)
 
-    def _set_timeouts(self, socket: Any, address: str) -> None:
-        """Set when a socket connects again, and when it gives up a silent connection."""
+    def _limit(self, socket: Any, address: str) -> None:
+        """Set what a socket may hold, when it connects again, and when it gives up waiting."""
+        socket.rcvhwm, socket.maxmsgsize = _ZMQ_QUEUE, _LARGEST_MESSAGE
         # Only then: with it, `localhost` might mean ::1, where no engine listens.
         socket.ipv6 = "[" in address
         most = max(1, int(self._server.reconnect * 1000))
@@ -460,62 +352,131 @@ class Subscriber(Endpoint):
         beat = max(1, int(self._server.heartbeat * 1000))
         socket.heartbeat_ivl, socket.heartbeat_timeout = beat, 3 * beat
 
-    def _received(self, socket: Any) -> Iterator[StreamItem]:
-        rank, sequencer, losses = attrs.astuple(self._streams[socket], recurse=False)
-        while losses.poll(0):
-            losses.recv_multipart()
-            sequencer.mark_disconnected()
-        frames = socket.recv_multipart()
+    def _run(self) -> Generator[StreamItem | None, None, None]:
+        """Yield the items without end, and None at least each tenth of a second."""
+        for stream in self._streams:
+            yield from stream.sequencer.catch_up()
+        while True:
+            self._receive()
+            waiting = [stream for stream in self._streams if stream.queue]
+            if not waiting:
+                yield None
+                self._poller.poll(_SLICE_MS)
+            for stream in waiting:
+                yield from self._read(stream)
+                stream.queue.pop()
+
+    def _receive(self) -> None:
+        """Receive what has come, as far as there is room."""
+        if self._draining:
+            return
+        for stream in self._streams:
+            while stream.losses.poll(0):
+                stream.losses.recv_multipart()
+                stream.queue.append([])
+        for queue in self._queues():
+            while queue.room > 0 and self._take(queue):
+                pass
+
+    def _receive_last(self) -> None:
+        """Receive all that ZMQ holds, and what follows it in a moment if there is room."""
+        deadline = monotonic() + _LAST_SECONDS
+        while monotonic() < deadline and all(queue.room > 0 for queue in self._queues()):
+            self._receive()
+            if not self._poller.poll(_SLICE_MS):
+                break
+        for queue in self._queues():
+            for _ in range(_ZMQ_QUEUE):
+                if not self._take(queue):
+                    break
+
+    def _queues(self) -> list[_Queue]:
+        return [*self._replays.values(), *(stream.queue for stream in self._streams)]
+
+    def _take(self, queue: _Queue) -> bool:
+        """Receive one message; return whether there was one."""
+        try:
+            queue.append(queue.socket.recv_multipart(self._zmq.NOBLOCK))
+        except self._zmq.Again:
+            return False
+        return True
+
+    def _read(self, stream: _Stream) -> Iterator[StreamItem | None]:
+        """Yield what the next message shows; an empty one stands for a lost connection."""
+        frames = stream.queue[0]
+        if not frames:
+            stream.sequencer.mark_disconnected()
+            return
         if len(frames) != _FRAMES:
             wanted = "expected 3 frames (topic, number, payload)"
-            yield InvalidMessage(rank, f"{wanted}, got {len(frames)}")
+            yield InvalidMessage(stream.rank, f"{wanted}, got {len(frames)}")
             return
         sequence = number(frames[1])
         if sequence is None:
             wanted = f"expected a number of {SEQUENCE_BYTES} bytes from 0 on"
-            yield InvalidMessage(rank, f"{wanted}, got {_shown(frames[1])}")
+            yield InvalidMessage(stream.rank, f"{wanted}, got {_shown(frames[1])}")
             return
-        yield from sequencer.receive(sequence, frames[2])
+        yield from stream.sequencer.receive(sequence, frames[2])
+
+    def _unread(self) -> Iterator[StreamItem]:
+        """Yield the gaps that messages leave which nobody reads any more."""
+        for stream in self._streams:
+            for queue in filter(None, (self._replays.get(stream.rank), stream.queue)):
+                while queue:
+                    frames = queue.pop()
+                    sequence = number(frames[-2]) if len(frames) in _REPLAY_FRAMES else None
+                    if sequence is not None:
+                        yield from stream.sequencer.skip(sequence, frames[-1], NOT_READ)
 
     def _replay(
-        self, address: str, start: int
-    ) -> Generator[tuple[int, bytes | None], None, None]:
+        self, rank: int, address: str, start: int
+    ) -> Generator[tuple[int, bytes | None] | None, None, None]:
         """Ask for the batches from `start` on; yield them as a `Replay` does.
 
         Each request has a socket of its own, so that no late answer is taken for another's.
         """
         with closing(self._context.socket(self._zmq.DEALER)) as socket:
             socket.linger = 0
-            # The publisher drops what it cannot send at once.
-            socket.rcvhwm = 0
-            self._set_timeouts(socket, address)
+            self._limit(socket, address)
             with using(address, "ask for a replay at"):
                 socket.connect(address)
             socket.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")])
-            while (frames := self._next_message(socket, address))[-2:-1] != [END]:
-                sequence = number(frames[-2]) if len(frames) in _REPLAY_FRAMES else None
-                if sequence is None:
-                    msg = f"{address} answered with something that is no batch"
-                    raise ReplayFailed(msg)
-                # Older servers leave the topic out.
-                topic = frames[1] if len(frames) == max(_REPLAY_FRAMES) else b""
-                wanted = not topic or topic.startswith(self._server.topic.encode())
-                yield sequence, frames[-1] if wanted else None
+            self._replays[rank] = queue = _Queue(socket, self._server.queue_bytes)
+            try:
+                yield from self._answer(queue, address)
+            finally:
+                del self._replays[rank]
 
-    def _next_message(self, socket: Any, address: str) -> list[bytes]:
-        """Return the next message of a replay. Raises ReplayFailed if there is none in time."""
+    def _answer(
+        self, queue: _Queue, address: str
+    ) -> Generator[tuple[int, bytes | None] | None, None, None]:
+        """Yield the batches of an answer. Raises ReplayFailed if the next is not in time."""
         deadline = monotonic() + self._server.replay_timeout
-        while not self.stopped and (left := deadline - monotonic()) > 0:
-            if socket.poll(min(left * 1000, _SLICE_MS)):
-                answer: list[bytes] = socket.recv_multipart()
-                return answer
-        took = format_seconds(self._server.replay_timeout)
-        msg = (
-            "listening was stopped"
-            if self.stopped
-            else f"no answer from {address} within {took}"
-        )
-        raise ReplayFailed(msg)
+        while True:
+            # Without waiting for room the publisher drops what it cannot send at once.
+            self._receive()
+            if not queue:
+                left = deadline - monotonic()
+                if self._draining or left <= 0:
+                    took = format_seconds(self._server.replay_timeout)
+                    msg = f"no answer from {address} within {took}"
+                    raise ReplayFailed("listening was stopped" if self._draining else msg)
+                yield None
+                queue.socket.poll(min(left * 1000, _SLICE_MS))
+                continue
+            frames = queue[0]
+            if frames[-2:-1] == [END]:
+                return
+            sequence = number(frames[-2]) if len(frames) in _REPLAY_FRAMES else None
+            if sequence is None:
+                msg = f"{address} answered with something that is no batch"
+                raise ReplayFailed(msg)
+            # Older servers leave the topic out.
+            topic = frames[1] if len(frames) == max(_REPLAY_FRAMES) else b""
+            wanted = not topic or topic.startswith(self._server.topic.encode())
+            yield sequence, frames[-1] if wanted else None
+            queue.pop()
+            deadline = monotonic() + self._server.replay_timeout
 
 
 def _shown(frame: bytes) -> str:

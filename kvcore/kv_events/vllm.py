@@ -38,6 +38,9 @@ from kvcore.kv_events.model import (
 
 LARGEST_TIME = 2**63
 
+MOST_EVENTS = 1 << 18
+"""Most events in a batch: one that is wrong takes 400 bytes, with its reason."""
+
 _NAMES = {
     "hashes": "block_hashes",
     "parent": "parent_block_hash",
@@ -118,6 +121,9 @@ def read_events(value: Any, read_event: Callable[[Any, str], Event]) -> EventBat
     batch = parse(fields, _Batch, "batch")
     if not abs(batch.ts) < LARGEST_TIME:
         msg = f"batch.ts: expected a finite number, got {batch.ts}"
+        raise DecodeError(msg)
+    if len(batch.events) > MOST_EVENTS:
+        msg = f"batch.events: {len(batch.events):,}; more than {MOST_EVENTS:,} are not read"
         raise DecodeError(msg)
     events = tuple(
         read_or_keep(read_event, event, f"events[{number}]")

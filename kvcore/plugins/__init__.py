@@ -1,10 +1,19 @@
 """Plugins: the base class, options from text, and the manager that loads and builds them."""
 
-from kvcore.plugins.base import Plugin, describe, find_override, options_of, policy_error
+from kvcore.plugins.base import (
+    FAILURES,
+    Plugin,
+    describe,
+    find_override,
+    options_of,
+    policy_error,
+    wrong_answer,
+)
 from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import nearest
 
 __all__ = [
+    "FAILURES",
     "Plugin",
     "Plugins",
     "describe",
@@ -13,4 +22,5 @@ __all__ = [
     "options_of",
     "policy_error",
     "resolve",
+    "wrong_answer",
 ]

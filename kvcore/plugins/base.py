@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from abc import ABC
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, ClassVar, Self
@@ -59,9 +62,15 @@ class Plugin(ABC):
     def bind(self) -> None:
         """Mark this instance as in use: it serves one cache or run.
 
+        Warns of a method that seems to be misspelled (`uncalled`).
+
         Raises:
             InputError: it is in use already.
         """
+        cls = type(self)
+        hint = None if cls.__module__.startswith("kvcore") else uncalled(cls)
+        if hint is not None:
+            warnings.warn(f"{self.kind} plugin {qualified(cls)} {hint}", stacklevel=2)
         if self._bound:
             msg = f"this {self.kind} plugin {self.name!r} is in use already: build another one"
             raise InputError(msg)
@@ -178,6 +187,26 @@ def contract_and_above(cls: type[Plugin]) -> list[type]:
     return classes
 
 
+def uncalled(cls: type[Plugin]) -> str | None:
+    """Return what may be wrong with a public method that only `cls` knows, or None.
+
+    It is named almost like one that is called, and that `cls` does not define: `relased`.
+    """
+    for each in cls.__mro__[: cls.__mro__.index(Plugin)]:
+        known = {name for base in each.__mro__[1:] for name in vars(base) if name[0] != "_"}
+        own = vars(each).keys()
+        bare = {name.removeprefix("on_"): name for name in known - own}
+        for name in own - known:
+            if name[0] != "_" and inspect.isfunction(vars(each)[name]):
+                for close in get_close_matches(name.removeprefix("on_"), bare, 1, _CLOSE):
+                    return f"has a method {name}(), which nothing calls: {bare[close]}() is"
+    return None
+
+
+_CLOSE = 0.75
+"""How much alike names are that may be meant for one another, from 0 to 1."""
+
+
 def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     """Return the bound `method` of `plugin`, or None if it is the kind's own empty one.
 
@@ -190,13 +219,31 @@ def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     return bound
 
 
-def policy_error(plugin: Plugin, method: str, error: Exception) -> PolicyError:
-    """Return the error which reports that `plugin` raised `error` in `method`."""
-    *_, frame = extract_tb(error.__traceback__)
-    where = f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
+FAILURES = (Exception, SystemExit)
+"""What counts as a plugin's failure when its code raises it: `sys.exit()` too."""
+
+
+def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyError:
+    """Return the error which reports that `plugin` raised `error` in `method`.
+
+    The line that is named is the innermost one of the file that defines the plugin's class,
+    if the error passed through it.
+    """
+    frames = extract_tb(error.__traceback__)
+    file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
+    frame = [each for each in frames if each.filename == file][-1:] or frames[-1:]
+    where = f"{Path(frame[0].filename).name}:{frame[0].lineno}, {frame[0].name}"
     return PolicyError(
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
         f"{type(error).__name__} in {method}(): {error} ({where})"
+    )
+
+
+def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:
+    """Return the error which reports that `plugin` answered `question` with `why`."""
+    return PolicyError(
+        f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) answered "
+        f"{question} with {why}"
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from importlib import import_module
 from inspect import signature
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -17,7 +18,7 @@ from pluggy import PluginManager, PluginValidationError
 from kvcore import hookspecs
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.hookspecs import PROJECT
-from kvcore.plugins.base import Plugin, qualified, undecorated
+from kvcore.plugins.base import FAILURES, Plugin, qualified, undecorated
 from kvcore.plugins.options import Spec, instantiate, nearest, parse
 
 if TYPE_CHECKING:
@@ -62,13 +63,6 @@ class Origin:
         metadata = point.dist.metadata
         return cls(point.name, metadata["Name"], metadata["Version"])
 
-    @property
-    def way_out(self) -> str:
-        """The end of a sentence: what to set when this plugin is in the way."""
-        if self.distribution is None:
-            return ""
-        return f"; to go on without it, set {DISABLE}={self.name}"
-
     def __str__(self) -> str:
         """Return the origin as error messages name it."""
         if self.distribution is None:
@@ -84,10 +78,11 @@ class PluginInfo:
     """A plugin as a listing shows it, without building it.
 
     `distribution` and `version` are None for a plugin registered in code; `reason` is why
-    the plugin cannot work here, and None if it can.
+    the plugin cannot work here, and None if it can. An entry point that cannot be loaded
+    is listed by its own name; `kind` is None, since nobody knows what it has.
     """
 
-    kind: str
+    kind: str | None
     name: str
     distribution: str | None
     version: str | None
@@ -106,9 +101,11 @@ class Plugins:
     `distribution:name`, are skipped.
     `entry_points` replaces those that are installed.
 
+    An entry point or plugin that is broken is listed as unusable, and named where a plugin
+    is not found; all others work. What is broken in `extra` is an error at once.
+
     Raises:
-        PluginError: kvcore is not installed, or plugins cannot be loaded: which ones,
-            from which distribution, why, and how to go on without them.
+        PluginError: kvcore is not installed, or one of `extra` is broken.
     """
 
     def __init__(
@@ -123,7 +120,16 @@ class Plugins:
         self._origins: dict[str, Origin] = {}
         self._skipped: list[str] = []
         self._classes: dict[str, dict[str, Found]] = {}
-        self._load(self._enabled())
+        self._unusable: list[PluginInfo] = []
+        for origin, point in self._enabled():
+            try:
+                self._register(origin, _imported(origin, point))
+            except PluginError as fault:
+                from kvcore.plugins._installation import outdated  # noqa: PLC0415
+
+                cause = outdated([point])
+                reason = f"{fault}; {cause}" if cause else str(fault)
+                self._refuse(None, origin.name, origin, point.module, reason)
         for number, plugin in enumerate(extra):
             self._register(Origin(f"extra[{number}]"), plugin)
 
@@ -136,12 +142,15 @@ class Plugins:
 
         Raises:
             InputError: there is no such kind, or no such plugin.
-            PluginError: a plugin of this kind is broken, or an editable install is older
-                than its checkout's entry points.
+            PluginError: the plugin is broken, or one that is broken may be what was meant,
+                or an editable install is older than its checkout's entry points.
         """
         found = self._find(kind)
         if name in found:
             return found[name][0]
+        for info in self._unusable:
+            if (info.kind, info.name) == (kind, name):
+                raise PluginError(info.reason)
         names = sorted(found)
         msg = f"no {kind} plugin is named {name!r}"
         if (kind, name) in NO_PLUGINS:
@@ -151,7 +160,21 @@ class Plugins:
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
         if self._skipped:
             msg += f" ({DISABLE} skips {', '.join(self._skipped)})"
-        raise self._or_outdated(InputError(msg))
+        raise self.not_found(kind, msg)
+
+    def not_found(self, kind: str, message: str) -> KvcoreError:
+        """Return the error `message` about a plugin of `kind` that is not there.
+
+        It adds what may be the cause: plugins that are broken, or an outdated installation.
+        """
+        self._find(kind)
+        causes = [info.reason for info in self._unusable if info.kind in (None, kind)]
+        if not causes:
+            from kvcore.plugins._installation import outdated  # noqa: PLC0415
+
+            causes = [outdated(self._points)]
+        text = "\n".join([message, *filter(None, causes)])
+        return InputError(text) if text == message else PluginError(text)
 
     def build(
         self, kind: str, spec: str | Spec, defaults: Mapping[str, Any] | None = None
@@ -188,11 +211,14 @@ class Plugins:
         """Return all plugins by kind and name, those that cannot work here included."""
         infos = []
         for kind in KINDS:
-            for name, (cls, origin) in sorted(self._find(kind).items()):
+            for name, (cls, origin) in self._find(kind).items():
                 reason = _unavailable(cls)
                 place = origin.distribution, origin.version, cls.__module__
                 infos.append(PluginInfo(kind, name, *place, reason is None, reason))
-        return infos
+        kinds = [*KINDS, None]
+        return sorted(
+            [*infos, *self._unusable], key=lambda info: (kinds.index(info.kind), info.name)
+        )
 
     def _enabled(self) -> Iterator[tuple[Origin, EntryPoint]]:
         """Yield the entry points that are not skipped, in the order they are loaded in."""
@@ -205,44 +231,22 @@ class Plugins:
             else:
                 yield origin, point
 
-    def _load(self, points: Iterable[tuple[Origin, EntryPoint]]) -> None:
-        """Import and register `points`.
-
-        Raises:
-            PluginError: one or more cannot be; with a line for each.
-        """
-        faults: list[PluginError] = []
-        for origin, point in points:
-            try:
-                self._register(origin, _imported(origin, point))
-            except PluginError as fault:
-                faults.append(fault)
-        if faults:
-            error = PluginError("\n".join(map(str, faults)))
-            raise self._or_outdated(error) from faults[0].__cause__
-
     def _register(self, origin: Origin, plugin: object) -> None:
-        twin = self._origins.setdefault(origin.name, origin)
-        if twin is not origin:
-            msg = (
-                f"{twin} and {origin} have the same name: rename one, or skip one with "
-                f"{DISABLE}={origin.distribution}:{origin.name}"
-            )
-            raise PluginError(msg)
-        manager = self._manager
+        manager, name = self._manager, str(len(self._origins))
         if manager.is_registered(plugin):
             return
+        self._origins[name] = origin
         try:
-            manager.register(plugin, origin.name)
+            manager.register(plugin, name)
             manager.check_pending()
-        except PluginValidationError as error:
-            manager.unregister(name=origin.name)
-            msg = f"{origin} {_misfit(plugin, error)}{origin.way_out}"
+        except FAILURES as error:
+            manager.unregister(name=name)
+            msg = f"{origin} {_misfit(plugin, error)}"
             raise PluginError(msg) from error
         if not manager.get_hookcallers(plugin):
             msg = (
                 f"{origin} has no hooks: it is {plugin!r}, where no function is marked with "
-                f"kvcore.hookimpl{origin.way_out}"
+                "kvcore.hookimpl"
             )
             raise PluginError(msg)
 
@@ -256,50 +260,52 @@ class Plugins:
         return self._classes[kind]
 
     def _collect(self, kind: str) -> dict[str, Found]:
-        found: dict[str, Found] = {}
-        for origin, classes in self._results(KINDS[kind]):
-            if not isinstance(classes, list):
-                msg = f"{KINDS[kind]} of {origin} returned {classes!r}, not a list of classes"
-                raise PluginError(msg + origin.way_out)
-            for cls in classes:
-                fault = _fault(cls, kind)
-                if fault:
-                    msg = f"{KINDS[kind]} of {origin} returned {fault}{origin.way_out}"
-                    raise PluginError(msg)
-                if cls.name in found:
-                    first, second = (
-                        f"{qualified(each)} of {place}"
-                        for each, place in (found[cls.name], (cls, origin))
-                    )
-                    msg = (
-                        f"two {kind} plugins are named {cls.name!r}: {first}, and {second}; "
-                        f"rename one, or skip the entry point of one with {DISABLE}"
-                    )
-                    raise PluginError(msg)
-                found[cls.name] = (cls, origin)
-        return found
-
-    def _results(self, hook: str) -> Iterator[tuple[Origin, object]]:
-        """Call every implementation of `hook`, in order of registration.
-
-        Raises:
-            PluginError: one of them raised.
-        """
+        hook = KINDS[kind]
+        claims: dict[str, list[Found]] = {}
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             origin = self._origins[implementation.plugin_name]
             try:
-                result = implementation.function()
-            except (Exception, SystemExit) as error:
-                msg = f"{hook} of {origin} raised {error!r}{origin.way_out}"
-                raise PluginError(msg) from error
-            yield origin, result
+                classes = implementation.function()
+                if not isinstance(classes, list):
+                    msg = f"{hook} of {origin} returned {classes!r}, not a list of classes"
+                    raise PluginError(msg)
+            except FAILURES as error:
+                told = f"{hook} of {origin} raised {error!r}"
+                reason = str(error) if isinstance(error, PluginError) else told
+                module = implementation.function.__module__
+                self._refuse(kind, origin.name, origin, module, reason)
+                continue
+            for cls in classes:
+                fault = _fault(cls, kind)
+                if fault:
+                    name, module = (getattr(cls, n, None) for n in ("name", "__module__"))
+                    reason = f"{hook} of {origin} returned {fault}"
+                    self._refuse(kind, str(name), origin, str(module), reason)
+                else:
+                    claims.setdefault(cls.name, []).append((cls, origin))
+        for name, claimants in claims.items():
+            if len(claimants) > 1:
+                first, second, *_ = (f"{qualified(cls)} of {place}" for cls, place in claimants)
+                reason = (
+                    f"two {kind} plugins are named {name!r}: {first}, and {second}; rename "
+                    f"one, or skip the entry point of one with {DISABLE}"
+                )
+                for cls, origin in claimants:
+                    self._refuse(kind, name, origin, cls.__module__, reason)
+        return {name: found for name, (found, *others) in claims.items() if not others}
 
-    def _or_outdated(self, error: KvcoreError) -> KvcoreError:
-        """Return `error`, or one that adds an outdated installation as its likely cause."""
-        from kvcore.plugins._installation import outdated  # noqa: PLC0415
+    def _refuse(
+        self, kind: str | None, name: str, origin: Origin, module: str, reason: str
+    ) -> None:
+        """Note that a plugin, or a whole entry point, cannot be used.
 
-        cause = outdated(self._points)
-        return PluginError(f"{error}\n{cause}") if cause else error
+        Raises:
+            PluginError: it was registered in code, by who asks for it.
+        """
+        if origin.distribution is None:
+            raise PluginError(reason)
+        place = origin.distribution, origin.version, module
+        self._unusable.append(PluginInfo(kind, name, *place, usable=False, reason=reason))
 
 
 def resolve(
@@ -410,14 +416,19 @@ def _with_own(points: list[EntryPoint]) -> list[EntryPoint]:
 def _imported(origin: Origin, point: EntryPoint) -> object:
     try:
         return point.load()
-    except (Exception, SystemExit) as error:
+    except FAILURES as error:
+        _, *frames = extract_tb(error.__traceback__)
+        places = [f"{f.filename}:{f.lineno}" for f in frames if "importlib" not in f.filename]
         reason = f"{type(error).__name__}: {error}"
-        msg = f"{origin} ({point.value}) cannot be imported: {reason}{origin.way_out}"
+        at = f" ({places[-1]})" if places else ""
+        msg = f"{origin} ({point.value}) cannot be imported: {reason}{at}"
         raise PluginError(msg) from error
 
 
-def _misfit(plugin: object, error: PluginValidationError) -> str:
+def _misfit(plugin: object, error: BaseException) -> str:
     """Return what is wrong with the hooks of `plugin`, which pluggy refused with `error`."""
+    if not isinstance(error, PluginValidationError):
+        return f"has hooks that cannot be read: {error!r}"
     known = list(KINDS.values())
     for name in dir(plugin):
         function = getattr(plugin, name, None)
@@ -439,13 +450,15 @@ def _misfit(plugin: object, error: PluginValidationError) -> str:
 def _unavailable(cls: type[Plugin]) -> str | None:
     try:
         return cls.unavailable()
-    except Exception as error:  # noqa: BLE001 - a listing must not fail at one plugin
+    except FAILURES as error:  # a listing must not fail at one plugin
         return f"{qualified(cls)}.unavailable raised {error!r}"
 
 
 def _fault(cls: object, kind: str) -> str | None:
     """Return what is wrong with `cls` as a plugin class of `kind`, or None."""
-    if not (isinstance(cls, type) and issubclass(cls, Plugin) and cls.kind == kind):
+    if not (
+        isinstance(cls, type) and issubclass(cls, Plugin) and getattr(cls, "kind", None) == kind
+    ):
         return f"{cls!r}, which is not a class derived from {qualified(base_of(kind))}"
     missing = getattr(cls, "__abstractmethods__", ())
     if missing:

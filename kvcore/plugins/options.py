@@ -26,7 +26,15 @@ from typing import (
 import attrs
 
 from kvcore.errors import InputError, KvcoreError, PluginError
-from kvcore.plugins.base import COMPUTED, REQUIRED, Option, Plugin, options_of, qualified
+from kvcore.plugins.base import (
+    COMPUTED,
+    FAILURES,
+    REQUIRED,
+    Option,
+    Plugin,
+    options_of,
+    qualified,
+)
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -117,7 +125,7 @@ def instantiate(
         reason = error.args[0] if error.args else type(error).__name__
         msg = f"{label} cannot be built as {str(Spec(cls.name, dict(options)))!r}: {reason}"
         raise InputError(msg) from error
-    except Exception as error:
+    except FAILURES as error:
         msg = f"{label} ({qualified(cls)}) could not be built: it raised {error!r}"
         raise PluginError(msg) from error
 

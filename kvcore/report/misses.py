@@ -32,6 +32,8 @@ SERIAL = (
     "of their first admission."
 )
 
+NO_KEYS = "no keys: there is nothing to look up. --accounting tokens counts all tokens."
+
 Row = list[str]
 
 
@@ -58,7 +60,11 @@ class RequestReport:
             return
         missed = sum(loss.tokens for loss in losses)
         tokens = counted(reasons.tokens, "token")
-        yield f"Of {tokens}, {reasons.hit:,} hit and {missed:,} missed{_because(losses)}"
+        yield (
+            f"Of {tokens}, {reasons.hit:,} hit and {missed:,} missed{_because(losses)}"
+            if reasons.tokens
+            else f"It has {NO_KEYS}"
+        )
         for _, run in groupby(losses, key=lambda loss: (loss.category, loss.other)):
             yield f"- {self._told(list(run))}"
         if any(loss.category in CAUSES for loss in losses):
@@ -170,6 +176,12 @@ class SummaryReport:
         explanation, summary = self.explanation, self.summary
         header = explanation.header
         hit = summary.hit_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
+        found = (
+            f"Of {counted(summary.prompt_tokens, 'prompt token')}, {summary.hit_tokens:,} hit "
+            f"({hit:.1%}) and {summary.missed_tokens:,} missed."
+        )
+        if summary.admitted and not summary.prompt_tokens:
+            found = f"The requests have {NO_KEYS}"
         turned = (
             f"; {number:,} {what}"
             for number, what in (
@@ -184,8 +196,7 @@ class SummaryReport:
             f"{counted(header['blocks'], 'block')} of "
             f"{counted(header['block_size'], 'token')}, evicted by "
             f"{explanation.plugin('eviction')} ({header['count']} counting){''.join(turned)}.\n"
-            f"Of {counted(summary.prompt_tokens, 'prompt token')}, {summary.hit_tokens:,} hit "
-            f"({hit:.1%}) and {summary.missed_tokens:,} missed."
+            f"{found}"
         )
 
     @property

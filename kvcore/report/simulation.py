@@ -190,7 +190,7 @@ class SimulationReport:
         summary: the numbers of the run, as `Result.summary()` returns them.
         config: what was run: see docs/reference/cli.md.
         refusal: why the first request that was rejected was; None if none was.
-        remedies: options that would carry what is too much.
+        searching: whether what would hold is told after the report.
         clock: what its seconds are: `simulated` or `measured`.
         done: what was done to the steps: `simulated` or `computed`.
     """
@@ -198,7 +198,7 @@ class SimulationReport:
     summary: Mapping[str, Any]
     config: Mapping[str, Any]
     refusal: str | None = None
-    remedies: Sequence[str] = ()
+    searching: bool = False
     clock: str = "simulated"
     done: str = "simulated"
 
@@ -206,15 +206,31 @@ class SimulationReport:
 
     @property
     def warning(self) -> str:
-        """That more is asked for than can be done, and what would do; nothing if it is not."""
-        load = self.summary["offered_load"]
-        if load is None or load <= 1:
+        """That more is asked for than can be done; nothing if it is not."""
+        found, load = self.summary["saturation"], self.summary["offered_load"]
+        if not found or not found["saturated"]:
             return ""
+        much = f"at least {load:.2f} times what" if load and load > 1 else "more than"
+        met = self.summary["slo"]["met"]
+        missed = ""
+        if met is not None and met < 1 / 2:
+            missed = f"; {1 - met:.0%} of the requests miss the SLO"
+        last = " What would hold is searched for, and told below." if self.searching else ""
         return (
-            f"OVERLOAD: {self.config['workload']['name']} asks for {load:.2f} times what "
-            f"{self._devices} can do. The queue grows for as long as requests arrive, so the "
-            "times below tell how long the trace is, not how fast the system. This would "
-            f"carry it: {' or '.join(self.remedies)}."
+            f"SATURATED: {self.config['workload']['name']} asks for {much} {self._devices} "
+            f"can do: {found['why']}{missed}. The queue grows for as long as requests arrive, "
+            "so the times below tell how long the workload is, not how fast the system "
+            f"is.{last}"
+        )
+
+    def holding(self, options: Mapping[str, float]) -> str:
+        """Return a sentence: the `options` with which the queue was found not to grow."""
+        if not options:
+            return "Neither a lower rate nor more GPUs were found with which it would hold."
+        flags = (f"--{name.replace('_', '-')} {n:.12g}" for name, n in options.items())
+        return (
+            f"It would hold with {' or '.join(flags)}: simulated with each, the queue does "
+            "not grow to the end."
         )
 
     @property
@@ -297,9 +313,17 @@ class SimulationReport:
 
     def _ended(self) -> str:
         completed, rejected = self.summary["completed"], self.summary["rejected"]
-        if not rejected:
-            return f"{completed:,} completed, none rejected."
-        return f"{completed:,} completed, {rejected:,} rejected; the first: {self.refusal}."
+        ended = f"{completed:,} completed, none rejected."
+        if rejected:
+            ended = (
+                f"{completed:,} completed, {rejected:,} rejected; the first: {self.refusal}."
+            )
+        if completed and self.summary["ttft_s"] is None:
+            ended += (
+                "\nLengths of outputs are unknown: no request asks for any. Prompts alone were "
+                "computed; nothing can be said of TTFT, TPOT, or what is generated."
+            )
+        return ended
 
     def _amounts(self) -> Iterator[tuple[str, str]]:
         summary, hit, pool = self.summary, self.summary["hit"], self.summary["pool"]
@@ -308,7 +332,7 @@ class SimulationReport:
             yield "throughput", f"{format_number(speed)} generated tokens/s"
         if summary["goodput"] is not None:
             yield "goodput", f"{format_number(summary['goodput'])} requests/s within the SLO"
-            yield "within the SLO", f"{share(summary['slo']['met'])} ({self._slo()})"
+            yield "within the SLO", f"{share(summary['slo']['met'])}{self._slo()}"
         if hit["lookup_blocks"]:
             ratio = hit["ratio"]
             yield "prefix hits", f"{share(ratio['block'])} of {hit['lookup_blocks']:,} blocks"
@@ -335,13 +359,14 @@ class SimulationReport:
         yield "over time", sparkline(pool["timeline"]["t_s"], shares)
 
     def _slo(self) -> str:
-        slo = self.summary["slo"]
+        slo, requests = self.summary["slo"], self.summary["requests"]
+        judged = f" of {slo['judged']:,} judged" if slo["judged"] < requests else ""
         expected = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("deadline_s", "E2E"))
         given = [f"{name} {slo[key]:g} s" for key, name in expected if slo[key] is not None]
         own = slo["own"]
-        if not given or own == self.summary["requests"]:
-            return "their own"
-        return f"{', '.join(given)}{f'; {own:,} by their own' if own else ''}"
+        if not given or own == requests:
+            return f"{judged} (their own)"
+        return f"{judged} ({', '.join(given)}{f'; {own:,} by their own' if own else ''})"
 
 
 def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDTH) -> str:

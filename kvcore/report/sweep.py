@@ -72,7 +72,8 @@ class SweepReport:
         varied = ", ".join(f"{len(axes[name])} x {name}" for name in sweep.grid.varied)
         how = "simulated" if sweep.grid.mode == "simulate" else "replayed without a clock"
         failed = f" {counted(len(sweep.failed), 'cell')} failed." if sweep.failed else ""
-        kept = f" {sweep.found:,} were there already." if sweep.found else ""
+        were = "was" if sweep.found == 1 else "were"
+        kept = f" {sweep.found:,} {were} there already." if sweep.found else ""
         of = f" ({varied})" if varied else ""
         return f"{counted(len(sweep.rows), 'cell')}{of}, {how}.{kept}{failed}"
 

@@ -2,6 +2,7 @@
 
 from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
+from kvcore.serving.load import Saturation
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import HitRatio, Result
 from kvcore.serving.scheduler import (
@@ -26,6 +27,7 @@ __all__ = [
     "LoopState",
     "Percentiles",
     "Result",
+    "Saturation",
     "Scheduler",
     "ServiceTimes",
     "ServingLoop",

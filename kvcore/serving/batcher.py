@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import ceil
+from operator import lt
 from typing import Any, Literal, TypeAlias
 
 import attrs
 
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.errors import InputError, PolicyError
-from kvcore.plugins import find_override, policy_error
+from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.scheduler import (
     DECODE,
@@ -126,7 +127,7 @@ class WaitingQueue:
         if self._on_queued is not None and job not in self._entries:
             try:
                 self._on_queued(job.known_request(), now, front=front)
-            except Exception as error:
+            except FAILURES as error:
                 raise policy_error(self._eviction, "on_queued", error) from error
         self._entries[job] = entry
         if front:
@@ -154,7 +155,7 @@ class WaitingQueue:
         if self._on_dequeued is not None:
             try:
                 self._on_dequeued(job.known_request(), now)
-            except Exception as error:
+            except FAILURES as error:
                 raise policy_error(self._eviction, "on_dequeued", error) from error
 
 
@@ -299,7 +300,8 @@ class Batcher:
         preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
             if preemptive:
-                ongoing.sort(key=lambda job: (self._priority(job, now), job.serial))
+                ranks = {job: (self._priority(job, now), job.serial) for job in ongoing}
+                self._call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
         offers = self._offers(now)
         budget = self._batching.max_tokens
@@ -373,7 +375,9 @@ class Batcher:
     def _head_before(self, other: Job, now: int) -> bool:
         """Return True if the first waiting job goes before `other`."""
         head = self.waiting.head() if self._ranks else None
-        return head is not None and bool(head.rank < self._priority(other, now))
+        if head is None:
+            return False
+        return bool(self._call("priority", lt, head.rank, self._priority(other, now)))
 
     def _schedule(self, job: Job, budget: int, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
@@ -382,7 +386,7 @@ class Batcher:
         if not (self._batching.chunked or self._in_one(job, budget, now)):
             return False
         if len(self.running) >= self._batching.max_seqs:
-            last = self._behind(job, now)
+            last = self._call("priority", self._behind, job, now)
             if last is None:
                 return False
             # Asked before the pause: it would be for nothing if the blocks are missing.
@@ -405,11 +409,8 @@ class Batcher:
         """Return True if `budget` is enough for `job`, whose prefill must be one chunk."""
         if not self.chunks or job.stage == PAUSED:
             return True
-        return self._to_prefill(job, now) <= budget
-
-    def _to_prefill(self, job: Job, now: int) -> int:
-        """Return how many tokens a job without blocks has to compute: those that do not hit."""
-        return job.target - self._server.probe(job.known_request(), now)
+        hit = self._cache.probe(job.known_request(), now, job.target)
+        return job.target - hit * self._cache.geometry.block_size <= budget
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""
@@ -436,15 +437,13 @@ class Batcher:
 
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
-        again = job.admitted is not None
-        first = self._to_prefill(job, now) if again else None
         reserve = self._reserve if self.running or self.paused else 0
-        seq = self._allocator.open(job, first, now, reserve)
+        seq = self._allocator.open(job, now, reserve)
         if seq is None:
             return False
         job.seq = seq
         job.computed = seq.computed
-        if not again:
+        if job.admitted is None:
             job.admitted, job.hit = now, seq.computed
         job.stage = PREFILL
         self._prefilling[job] = None
@@ -526,7 +525,8 @@ class Batcher:
             assert job.seq is not None
             return self._priority(job, now), job.seq.admission
 
-        return max(chain(self.running, self.paused), key=order)
+        last: Job = self._call("priority", max, chain(self.running, self.paused), key=order)
+        return last
 
     def _record(
         self, job: Job, how: Literal["pause", "recompute"], now: int, requester: Job | None
@@ -560,14 +560,15 @@ class Batcher:
 
     def _rank(self, job: Job, now: int) -> None:
         """Ask for the priority of a waiting job, and when to ask again."""
-        try:
-            job.rank = self._scheduler.priority(job, now)
-        except Exception as error:
-            raise policy_error(self._scheduler, "priority", error) from error
+        job.rank = self._priority(job, now)
         if self._changes_at is not None:
             due = self._call("changes_at", self._changes_at, job, now)
-            if due is not None:
-                heappush(self.timers, (max(due, now + 1), job.serial, job))
+            if due is None:
+                return
+            if type(due) is not int or due <= now:
+                why = f"{due!r} at {now} ns: give whole ns after that, or None"
+                raise wrong_answer(self._scheduler, f"changes_at() of {job!r}", why)
+            heappush(self.timers, (due, job.serial, job))
 
     def _rank_again(self, job: Job, now: int) -> None:
         """TIMER: rank `job` anew, if it still waits."""
@@ -578,13 +579,33 @@ class Batcher:
 
     def _priority(self, job: Job, now: int) -> Any:
         """Return the priority of `job` at this moment."""
-        return self._call("priority", self._scheduler.priority, job, now)
-
-    def _call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the scheduler; raise PolicyError if it fails."""
         try:
-            return function(*arguments)
-        except Exception as error:
+            priority = self._scheduler.priority(job, now)
+            # NaN is not before, equal to or after any priority.
+            unordered = priority is None or priority != priority  # noqa: PLR0124
+        except PolicyError:
+            raise
+        except FAILURES as error:
+            raise policy_error(self._scheduler, "priority", error) from error
+        if unordered:
+            hint = ": is a `return` missing?" if priority is None else ""
+            why = f"{priority!r}, which has no place in an order{hint}"
+            raise wrong_answer(self._scheduler, f"priority() of {job!r}", why)
+        return priority
+
+    def _call(
+        self, method: str, function: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """Call a method of the scheduler, or what compares its answers, as `method`.
+
+        Raises:
+            PolicyError: it failed, or what it asked for did.
+        """
+        try:
+            return function(*arguments, **options)
+        except PolicyError:
+            raise
+        except FAILURES as error:
             raise policy_error(self._scheduler, method, error) from error
 
     def _refuse_plan(self, job: Job, what: str, why: str) -> None:

@@ -1,21 +1,44 @@
-"""The fit of the `linear` latency model to measured steps, and the files of these steps."""
+"""The fit of a latency model to measured steps, and the files of these steps."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from math import isfinite, sqrt
+from itertools import product
+from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, Protocol, TextIO, runtime_checkable
 
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.models.cost import attended_pairs
+from kvcore.plugins.options import as_text
+from kvcore.serving.latency import LatencyModel, StepWork, Windows
 from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, PS_PER_S, picoseconds
 from kvcore.workloads.files import lines
 
-NAMES = ("step", "prefill", "decode", "context")
-"""The coefficients: the time of an empty step, and of one of each of `COUNTS`."""
+FOLDS = 5
+"""How many times the model is fitted again, without the steps that it is then judged by."""
+
+KINDS = ("prefill", "decode", "mixed")
+"""Steps with prompt tokens alone, with sequences that generate alone, and with both."""
+
+
+@runtime_checkable
+class Calibratable(Protocol):
+    """A latency model that can be fitted: a step takes the longest of a few sums.
+
+    Attributes:
+        fitted_times: options in seconds, each multiplied with a term of a sum.
+        fitted_shares: options above 0 and up to 1, by which a term of a sum is divided.
+    """
+
+    fitted_times: ClassVar[tuple[str, ...]]
+    fitted_shares: ClassVar[tuple[str, ...]]
+
+    def terms(self, works: Sequence[StepWork]) -> Sequence[Sequence[Sequence[float]]]:
+        """Return the sums of each of `works`: a term for each of the options, in order."""
 
 
 @attrs.frozen
@@ -24,171 +47,220 @@ class Residual:
 
     Attributes:
         step: the measured step.
-        fitted: its time by the fitted coefficients, in picoseconds.
+        fitted: its time by the fitted model, in picoseconds.
+        held_out: what `relative` is if the model is fitted without this step and others.
     """
 
     step: MeasuredStep
     fitted: int
-
-    @property
-    def error(self) -> int:
-        """Picoseconds by which the fitted time is too long."""
-        return self.fitted - self.step.time
+    held_out: float
 
     @property
     def relative(self) -> float:
-        """The error as a share of the measured time."""
-        return self.error / self.step.time
+        """The error as a share of the measured time; positive if the fit is too long."""
+        return self.fitted / self.step.time - 1
+
+
+@attrs.frozen
+class StepErrors:
+    """The absolute relative errors of some steps.
+
+    Attributes:
+        steps: one of `KINDS`, or `all`.
+        rows: how many steps these are.
+        median, p90: of the model that is fitted to all steps.
+        held_out_median, held_out_p90: of models that are fitted without the step.
+    """
+
+    steps: str
+    rows: int
+    median: float
+    p90: float
+    held_out_median: float
+    held_out_p90: float
 
 
 @attrs.frozen
 class Calibration:
-    """The `linear` latency model that fits measured steps best, and the errors of the fit.
+    """The latency model that fits measured steps best, and the errors of the fit.
 
     Attributes:
-        coefficients: picoseconds, by name.
-        held: names of the coefficients that are 0 because anything above fits worse.
+        model: the latency model.
+        fitted: the options that were fitted, and their values.
+        shares: names of those that are shares; the others are seconds.
+        held: names of those that are at a bound, 0 seconds or a share of 1, because other
+            values fit worse.
         residuals: one a measured step, in the order of the file.
     """
 
-    coefficients: dict[str, int]
+    model: LatencyModel
+    fitted: dict[str, float]
+    shares: tuple[str, ...]
     held: tuple[str, ...]
     residuals: list[Residual]
 
     @property
     def spec(self) -> str:
-        """The latency model as the command line takes it."""
-        options = (f"{name}={ps / PS_PER_S!r}" for name, ps in self.coefficients.items())
-        return f"linear:{','.join(options)}"
+        """The latency model as the command line takes it, with all its options."""
+        options = (f"{name}={as_text(value)}" for name, value in self.model.options().items())
+        return f"{self.model.name}:{','.join(options)}"
 
     @property
-    def rms(self) -> float:
-        """Root of the mean squared error, in seconds."""
-        return sqrt(self._squares / len(self.residuals)) / PS_PER_S
+    def errors(self) -> list[StepErrors]:
+        """The errors by kind of step, as far as there are such, and of all steps."""
+        import numpy as np  # noqa: PLC0415
 
-    @property
-    def mean(self) -> float:
-        """Mean absolute error, in seconds."""
-        return sum(abs(r.error) for r in self.residuals) / len(self.residuals) / PS_PER_S
-
-    @property
-    def largest(self) -> float:
-        """Largest absolute error, in seconds."""
-        return max(abs(r.error) for r in self.residuals) / PS_PER_S
-
-    @property
-    def mean_relative(self) -> float:
-        """Mean absolute error as a share of the measured time."""
-        return sum(abs(r.relative) for r in self.residuals) / len(self.residuals)
-
-    @property
-    def largest_relative(self) -> float:
-        """Largest absolute error as a share of the measured time."""
-        return max(abs(r.relative) for r in self.residuals)
-
-    @property
-    def r2(self) -> float | None:
-        """Share of the variance that is explained; None if all steps took the same time."""
-        times, count = [r.step.time for r in self.residuals], len(self.residuals)
-        spread = count * sum(time * time for time in times) - sum(times) ** 2
-        return 1 - count * self._squares / spread if spread else None
-
-    @property
-    def _squares(self) -> int:
-        return sum(r.error**2 for r in self.residuals)
+        found = []
+        for kind in (*KINDS, "all"):
+            of = [each for each in self.residuals if kind in (each.step.kind, "all")]
+            if of:
+                fits = [[abs(r.relative) for r in of], [abs(r.held_out) for r in of]]
+                spread = np.quantile(fits, (0.5, 0.9), axis=1).T.ravel()
+                found.append(StepErrors(kind, len(of), *map(float, spread)))
+        return found
 
     def worst(self, most: int = 5) -> list[Residual]:
         """Return the steps that are furthest off, as a share of their time."""
         return sorted(self.residuals, key=lambda r: -abs(r.relative))[:most]
 
 
-def fit_linear(path: Path) -> Calibration:
-    """Fit the four coefficients of `linear` to the measured steps of a CSV file.
+def fit_latency(path: Path, model: LatencyModel) -> Calibration:
+    """Fit a latency model to the measured steps of a CSV file.
 
-    Least squares of the absolute errors, no coefficient negative (more work never takes
-    less time), by the algorithm of Lawson and Hanson ("Solving Least Squares Problems", 1974,
-    chapter 23). The coefficients above 0 are then refined with exact residuals and rounded to
-    picoseconds, as `linear` would; the residuals are those of the rounded ones. O(rows).
+    The fit has the least squared relative error, so that a decode step of 5 ms counts as much
+    as a prefill of 500. For what is a sum, such as `linear`, that is one problem of least
+    squares with bounds. For the longest of several sums, such as `roofline`, each step is
+    given to the sum that takes longest, and the options are fitted to these, in turns, from
+    several starts. The residuals are those of the options as they are printed. O(rows).
+
+    Args:
+        path: the measured steps.
+        model: gives the class and the options that are not fitted.
 
     Raises:
-        InputError: the file cannot be used, has too few rows, or leaves a coefficient
-            undetermined: says which. Or SciPy is missing.
+        InputError: the file cannot be used, has too few rows, or leaves an option
+            undetermined: says which. Or the model cannot be fitted, or SciPy is missing.
     """
     try:
         import numpy as np  # noqa: PLC0415
-        from scipy.optimize import nnls  # type: ignore[import-untyped]  # noqa: PLC0415
+        import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401, PLC0415
     except ImportError as error:
         msg = f"a calibration needs numpy and scipy ({error}): pip install 'kvcore[lab]'"
         raise InputError(msg) from error
+    if not isinstance(model, Calibratable):
+        msg = f"latency plugin {model.name!r} cannot be fitted; linear and roofline can"
+        raise InputError(msg)
+    names = (*model.fitted_times, *model.fitted_shares)
     steps = read_steps(path)
-    if len(steps) <= len(NAMES):
+    if len(steps) <= len(names):
         msg = (
-            f"{path}: {len(steps)} rows for {len(NAMES)} coefficients; measure at least "
-            f"{len(NAMES) + 1} different steps, better dozens"
+            f"{path}: {len(steps)} rows for {len(names)} options of {model.name}; measure at "
+            f"least {len(names) + 1} different steps, better dozens"
         )
         raise InputError(msg)
-    rows = [(1, *step.counts) for step in steps]
-    counts = np.array(rows, dtype=object)
-    times = np.array([step.time for step in steps], dtype=object)
-    # Each column from 0 to 1: counts of tokens and of sequences are orders apart.
-    scale = np.maximum(counts.max(axis=0), 1).astype(float)
-    scaled = counts.astype(float) / scale
-    _check_rank(path, scaled, steps)
-    found = nnls(scaled, times.astype(float))[0]
-    above = found > 0
-    fitted = np.array([round(each) for each in found / scale], dtype=object)
-    for _ in range(_REFINEMENTS):
-        residual = (times - counts @ fitted).astype(float)
-        change = np.linalg.lstsq(scaled[:, above], residual, rcond=None)[0] / scale[above]
-        fitted[above] += np.array([round(each) for each in change], dtype=object)
-    coefficients = dict(zip(NAMES, map(int, fitted), strict=True))
+    works = [step.work(model.windows) for step in steps]
+    terms = np.array(model.terms(works), dtype=float)
+    times = np.array([step.time for step in steps]) / PS_PER_S
+    # A share divides: what is fitted is its inverse.
+    lowest = np.array([0.0] * len(model.fitted_times) + [1.0] * len(model.fitted_shares))
+    best = _least_squares(terms, times, lowest)
+    _check_rank(path, _longest(terms, best), names)
+    held_out = np.empty(len(steps))
+    order = np.argsort(times, kind="stable")
+    for fold in range(FOLDS):
+        rest, judged = np.delete(order, np.s_[fold::FOLDS]), order[fold::FOLDS]
+        without = _least_squares(terms[rest], times[rest], lowest)
+        held_out[judged] = (terms[judged] @ without).max(axis=1) / times[judged] - 1
+    shares = model.fitted_shares
+    fitted = {
+        name: float(f"{1 / value:.6g}") if name in shares else round(float(value), 12)
+        for name, value in zip(names, best, strict=True)
+    }
+    found = type(model)(**model.options() | fitted)
     return Calibration(
-        coefficients,
-        tuple(name for name, positive in zip(NAMES, above, strict=True) if not positive),
-        [Residual(step, int(time)) for step, time in zip(steps, counts @ fitted, strict=True)],
+        found,
+        fitted,
+        shares,
+        tuple(name for name in names if fitted[name] == (name in shares)),
+        [
+            Residual(step, found.duration(work), float(without))
+            for step, work, without in zip(steps, works, held_out, strict=True)
+        ],
     )
 
 
-_REFINEMENTS = 3
-"""Each divides the error of the one before it by about 10^10, so the second changes nothing
-but for counts and times many orders apart."""
+_STARTS = (1.0, 2.0, 5.0)
+"""Inverses of shares to begin with."""
+
+_ROUNDS = 50
+"""Steps rarely change sums more than a few times; two may do so for ever."""
+
+
+def _least_squares(terms: Any, times: Any, lowest: Any) -> Any:
+    """Return the values, none below `lowest`, with the least squared relative error."""
+    import numpy as np  # noqa: PLC0415
+    from scipy.optimize import lsq_linear  # noqa: PLC0415
+
+    best, least = lowest, np.inf
+    for shares in product(_STARTS, repeat=int(lowest.sum())):
+        values = lowest.copy()
+        values[len(values) - len(shares) :] = shares
+        before = None
+        for _ in range(_ROUNDS):
+            rows = _longest(terms, values) / times[:, None]
+            if before is not None and np.array_equal(rows, before):
+                break
+            before = rows
+            # Counts of tokens and of sequences are orders apart.
+            scale = np.maximum(rows.max(axis=0), np.finfo(float).tiny)
+            bounds = lowest * scale, np.full(len(lowest), np.inf)
+            ones = np.ones(len(times))
+            values = lsq_linear(rows / scale, ones, bounds, method="bvls").x / scale
+            error = np.square((terms @ values).max(axis=1) / times - 1).sum()
+            if error < least:
+                best, least = values, error
+    return best
+
+
+def _longest(terms: Any, values: Any) -> Any:
+    """Return the terms of the sum that takes longest, for each step."""
+    return terms[range(len(terms)), (terms @ values).argmax(axis=1)]
+
 
 _DEPENDENT = 1e-9
 """A scaled column that lies this close to others says nothing that these do not."""
 
 
-def _check_rank(path: Path, scaled: Any, steps: Sequence[MeasuredStep]) -> None:
-    """Refuse columns that leave a coefficient undetermined, naming it."""
+def _check_rank(path: Path, terms: Any, names: Sequence[str]) -> None:
+    """Refuse columns that leave an option undetermined, naming it."""
     import numpy as np  # noqa: PLC0415
 
-    known = [0]
-    for place in range(1, len(NAMES)):
+    scaled = terms / np.maximum(terms.max(axis=0), np.finfo(float).tiny)
+    known: list[int] = []
+    for place in range(len(names)):
         column = scaled[:, place]
         weights = np.linalg.lstsq(scaled[:, known], column, rcond=None)[0]
         if np.abs(column - scaled[:, known] @ weights).max() > _DEPENDENT:
             known.append(place)
             continue
-        mixed = [known[i] for i in np.flatnonzero(np.abs(weights) > _DEPENDENT)]
-        names = _listed([NAMES[each] for each in [*mixed, place]])
-        values = {step.counts[place - 1] for step in steps}
-        if len(values) == 1:
-            why = f"{COUNTS[place - 1]} is {values.pop():,} in every row"
+        mixed = [names[known[i]] for i in np.flatnonzero(np.abs(weights) > _DEPENDENT)]
+        if mixed:
+            problem = f"{', '.join(mixed)} and {names[place]} cannot be told apart"
         else:
-            others = _listed([COUNTS[each - 1] for each in mixed if each])
-            why = f"{COUNTS[place - 1]} follows from {others} in every row"
-        verdict = "cannot be told apart" if mixed else "cannot be known"
-        msg = f"{path}: {names} {verdict}: {why}; measure steps in which it varies by itself"
+            problem = f"{names[place]} cannot be known: no step takes longer by it"
+        msg = (
+            f"{path}: {problem}; measure more kinds of steps: without and with many prompt "
+            "tokens, few and many sequences, short and long contexts, each by itself"
+        )
         raise InputError(msg)
-
-
-def _listed(names: list[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 COUNTS = ("prefill_tokens", "decode_sequences", "context_tokens")
 """Columns with the work of a step."""
 
+
+PAIRS = "attended_pairs"
+"""A column that may be there: (query, key) pairs of the prompt tokens."""
 
 SECONDS = "seconds"
 """The column with the time of a step."""
@@ -207,6 +279,8 @@ class MeasuredStep:
         decode: number of sequences that generated a token.
         context: number of tokens that these attended to, of all sequences together.
         time: time of the step in picoseconds.
+        pairs: number of (query, key) pairs of the prompt tokens; by default of one chunk at
+            the start of a prompt.
     """
 
     line: int
@@ -214,17 +288,47 @@ class MeasuredStep:
     decode: int
     context: int
     time: int
+    pairs: int = attrs.field()
+
+    @pairs.default
+    def _one_chunk(self) -> int:
+        return attended_pairs(0, self.prefill)
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """The work of the step, in the order of `COUNTS`."""
         return self.prefill, self.decode, self.context
 
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        if self.prefill:
+            return "mixed" if self.decode else "prefill"
+        return "decode"
+
+    def work(self, windows: Windows = (None,)) -> StepWork:
+        """Return what the step computes.
+
+        For attention in a window, the prompt tokens are taken for one chunk, as far behind
+        the start of its prompt as the pairs say, and contexts for equally long.
+        """
+        before = max(self.pairs - attended_pairs(0, self.prefill), 0) // max(self.prefill, 1)
+        pairs, contexts = [], []
+        for window in windows:
+            if window is None:
+                pairs.append(self.pairs)
+                contexts.append(self.context)
+            else:
+                pairs.append(attended_pairs(before, self.prefill, window))
+                contexts.append(min(self.context, self.decode * window))
+        return StepWork(self.prefill, tuple(pairs), self.decode, tuple(contexts))
+
 
 def read_steps(path: Path) -> list[MeasuredStep]:
     """Read a CSV file with the columns of `COUNTS` and `SECONDS`, in any order.
 
-    Other columns are skipped, blank lines too. The file may be compressed.
+    `PAIRS` is read if it is there. Other columns are skipped, blank lines too. The file may be
+    compressed.
 
     Raises:
         InputError: the file cannot be read, a column is missing or named twice, or a cell
@@ -233,7 +337,8 @@ def read_steps(path: Path) -> list[MeasuredStep]:
     source = lines(path)
     number, line = next(source)
     header = [name.strip() for name in _cells(path, number, line)]
-    places = {name: _place(path, number, header, name) for name in (*COUNTS, SECONDS)}
+    columns = [*COUNTS, *([PAIRS] if PAIRS in header else []), SECONDS]
+    places = {name: _place(path, number, header, name) for name in columns}
     steps = []
     for number, line in source:
         cells = _cells(path, number, line)
@@ -242,11 +347,11 @@ def read_steps(path: Path) -> list[MeasuredStep]:
             msg = f"{path}:{number}: {expected}, got {len(cells)}"
             raise InputError(msg)
         row = {name: cells[place].strip() for name, place in places.items()}
-        prefill, decode, context = (
-            _count(f"{path}:{number}: {name}", row[name]) for name in COUNTS
+        prefill, decode, context, *pairs = (
+            _count(f"{path}:{number}: {name}", row[name]) for name in columns[:-1]
         )
         time = picoseconds(_seconds(f"{path}:{number}: {SECONDS}", row[SECONDS]), SECONDS)
-        steps.append(MeasuredStep(number, prefill, decode, context, time))
+        steps.append(MeasuredStep(number, prefill, decode, context, time, *pairs))
     if not steps:
         msg = f"{path}: no rows after the header"
         raise InputError(msg)
@@ -254,11 +359,12 @@ def read_steps(path: Path) -> list[MeasuredStep]:
 
 
 def write_steps(file: TextIO, steps: Iterable[MeasuredStep]) -> None:
-    """Write steps in the format of `read_steps`, with times to the nanosecond."""
-    file.write(",".join((*COUNTS, SECONDS)) + "\n")
+    """Write steps with their pairs in the format of `read_steps`, to the nanosecond."""
+    file.write(",".join((*COUNTS, PAIRS, SECONDS)) + "\n")
     for step in steps:
         seconds, rest = divmod(step.time // PS_PER_NS, NS_PER_S)
-        file.write(",".join(map(str, step.counts)) + f",{seconds}.{rest:09d}\n")
+        counts = ",".join(map(str, (*step.counts, step.pairs)))
+        file.write(f"{counts},{seconds}.{rest:09d}\n")
 
 
 def _cells(path: Path, number: int, line: bytes) -> list[str]:

@@ -135,9 +135,7 @@ class ContiguousAllocator(MeasuredAllocator):
         """Return how many slots `seq` has."""
         return self.piece(seq)[1]
 
-    def open(
-        self, job: Job, first_tokens: int | None, now: int, reserve: int
-    ) -> Sequence | None:
+    def open(self, job: Job, now: int, reserve: int) -> Sequence | None:
         """Return a new sequence for `job`, or None if no hole is long enough."""
         del reserve  # the running jobs have all the slots they will need
         length = self.piece_length(job.request)
@@ -149,7 +147,7 @@ class ContiguousAllocator(MeasuredAllocator):
         again = job.admitted is not None
         seq = self._cache.open(job.known_request(), 0, now, resumed=again)
         self._pieces[seq.id] = start, length
-        self._cache.settle(seq, job.target if first_tokens is None else first_tokens)
+        self._cache.settle(seq, job.target)
         self._count_blocks()
         self.idle += length
         self.uncomputed += seq.tokens

@@ -359,7 +359,7 @@ class DecodeAllocator:
             reserve: blocks that must stay free or evictable.
         """
         cache = self._cache
-        prompt = cache.geometry.prompt(job.known_request())
+        prompt = cache.geometry.prompt(job.known_request(), job.target)
         match = cache.tree.match(prompt.keys, prompt.limit, now)
         available = cache.available_blocks - match.unpinned_blocks - reserve
         return -(-job.target // self._block_size) - match.blocks <= available
@@ -369,21 +369,21 @@ class DecodeAllocator:
         del request
         return False  # blocks may lie anywhere
 
-    def open(
-        self, job: Job, first_tokens: int | None, now: int, reserve: int
-    ) -> Sequence | None:
+    def open(self, job: Job, now: int, reserve: int) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it.
 
         Args:
             job: a job without blocks.
-            first_tokens: tokens to allocate after the hit; None: the rest of the prompt.
             now: the time, ns.
             reserve: blocks that must stay free or evictable.
         """
-        again = job.admitted is not None
-        request = job.known_request() if again else job.request
+        target = None if job.admitted is None else job.target
+        request = job.request if target is None else job.known_request()
+        resumed = target is not None
         try:
-            return self._cache.open(request, first_tokens, now, resumed=again, reserve=reserve)
+            return self._cache.open(
+                request, None, now, resumed=resumed, target=target, reserve=reserve
+            )
         except OutOfBlocks:
             return None
 

@@ -45,11 +45,9 @@ class MeasuredAllocator(DecodeAllocator):
         self.idle -= prefill + decode
         self.uncomputed -= prefill
 
-    def open(
-        self, job: Job, first_tokens: int | None, now: int, reserve: int
-    ) -> Sequence | None:
+    def open(self, job: Job, now: int, reserve: int) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it."""
-        seq = super().open(job, first_tokens, now, reserve)
+        seq = super().open(job, now, reserve)
         if seq is not None:
             self.idle += self.slots_of(seq) - seq.computed
             self.uncomputed += seq.tokens - seq.computed

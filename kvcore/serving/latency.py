@@ -11,7 +11,7 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.errors import PolicyError
 from kvcore.models.cost import attended_pairs
-from kvcore.plugins.base import Plugin, policy_error
+from kvcore.plugins.base import FAILURES, Plugin, policy_error
 from kvcore.request import Key, Request
 from kvcore.serving.scheduler import Job
 from kvcore.units import PS_PER_NS, PS_PER_S
@@ -87,7 +87,7 @@ class LatencyModel(Plugin):
             is_time = 0 <= seconds < inf
         except PolicyError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise policy_error(self, "seconds", error) from error
         if not is_time:
             msg = (
@@ -98,19 +98,31 @@ class LatencyModel(Plugin):
         return ((round(seconds * PS_PER_S), *(0 for _ in self.windows)),)
 
     def duration(self, work: StepWork) -> int:
-        """Return the picoseconds that `work` takes."""
+        """Return the picoseconds that `work` takes.
+
+        Raises:
+            PolicyError: the model failed, or its lines are no time.
+        """
         context = work.context
-        if len(context) == 1:
-            (pairs,), longest = context, 0
-            for a, b in self.pieces(work):
-                time = a + b * pairs
-                if time > longest:
-                    longest = time
-            return longest
-        return max(
-            piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True))
-            for piece in self.pieces(work)
-        )
+        try:
+            if len(context) == 1:
+                (pairs,) = context
+                times = [a + b * pairs for a, b in self.pieces(work)]
+            else:
+                times = [
+                    piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True))
+                    for piece in self.pieces(work)
+                ]
+            longest = max(times)
+            is_whole = type(sum(times)) is int
+        except PolicyError:
+            raise
+        except FAILURES as error:
+            raise policy_error(self, "pieces", error) from error
+        if longest < 0 or not is_whole:
+            longest = next((time for time in times if type(time) is not int), longest)
+            _refuse(self, f"{work} takes {longest!r} ps; give whole picoseconds, 0 or more")
+        return longest
 
     def coefficients(self) -> dict[str, Any]:
         """Return the coefficients of the model, for the header of a trace."""
@@ -195,15 +207,7 @@ class SimulatedExecutor:
             PolicyError: the latency model failed, or returned no time.
         """
         del chunks, decoding
-        try:
-            took = self.latency.duration(work)
-        except PolicyError:
-            raise
-        except Exception as error:
-            raise policy_error(self.latency, "pieces", error) from error
-        if type(took) is not int or took < 0:
-            self._refuse(f"{work} takes {took!r} ps; give whole picoseconds, 0 or more")
-        return StepResult(took)
+        return StepResult(self.latency.duration(work))
 
     def decode_times(
         self, jobs: int, context: Sequence[int], growth: Sequence[int]
@@ -218,35 +222,41 @@ class SimulatedExecutor:
         """
         pieces = self._decode_pieces.get(jobs)
         if pieces is None:
-            pieces = self._decode_pieces[jobs] = _highest(self._checked(jobs))
+            pieces = self._decode_pieces[jobs] = decode_lines(self.latency, jobs)
         return StepTimes(pieces, context, growth)
 
-    def _checked(self, jobs: int) -> Sequence[LinearPiece]:
-        """Return the lines of decode steps of `jobs` jobs, which must not fall."""
-        windows = self.latency.windows
-        nothing = (0,) * len(windows)
-        try:
-            pieces = self.latency.pieces(StepWork(0, nothing, jobs, nothing))
-            sound = max(piece[0] for piece in pieces) >= 0 and all(
-                len(piece) == 1 + len(windows)
-                and all(type(number) is int for number in piece)
-                and min(piece[1:]) >= 0
-                for piece in pieces
-            )
-        except PolicyError:
-            raise
-        except Exception as error:
-            raise policy_error(self.latency, "pieces", error) from error
-        if not sound:
-            self._refuse(
-                f"the lines of {jobs} decoding sequences are {list(pieces)!r}; give whole "
-                f"picoseconds, and a slope of 0 or more for each window of {windows!r}"
-            )
-        return pieces
 
-    def _refuse(self, why: str) -> NoReturn:
-        msg = f"latency plugin {self.latency.name!r}: {why}"
-        raise PolicyError(msg)
+def decode_lines(latency: LatencyModel, jobs: int) -> Sequence[LinearPiece]:
+    """Return the lines of decode steps of `jobs` jobs: those that are the highest somewhere.
+
+    Raises:
+        PolicyError: the latency model failed, or a line falls, or is no line.
+    """
+    nothing = (0,) * len(latency.windows)
+    try:
+        pieces = latency.pieces(StepWork(0, nothing, jobs, nothing))
+        sound = max(piece[0] for piece in pieces) >= 0 and all(
+            len(piece) == 1 + len(nothing)
+            and all(type(number) is int for number in piece)
+            and min(piece[1:]) >= 0
+            for piece in pieces
+        )
+    except PolicyError:
+        raise
+    except FAILURES as error:
+        raise policy_error(latency, "pieces", error) from error
+    if not sound:
+        _refuse(
+            latency,
+            f"the lines of {jobs} decoding sequences are {list(pieces)!r}; give whole "
+            f"picoseconds, and a slope of 0 or more for each window of {latency.windows!r}",
+        )
+    return _highest(pieces)
+
+
+def _refuse(latency: LatencyModel, why: str) -> NoReturn:
+    msg = f"latency plugin {latency.name!r}: {why}"
+    raise PolicyError(msg)
 
 
 def _highest(pieces: Sequence[LinearPiece]) -> Sequence[LinearPiece]:
@@ -376,6 +386,7 @@ class ServiceEstimates:
         self._latency = latency
         self._windows = latency.windows
         self._max_seqs = max_seqs
+        self._decode_pieces: dict[int, Sequence[LinearPiece]] = {}
 
     def probe(self, request: Request, now: int) -> int:
         """Return how many prompt tokens of `request` would hit."""
@@ -410,8 +421,10 @@ class ServiceEstimates:
         full = (window - 1 for window in windows if window is not None)
         upto = min((at for at in full if context < at < end), default=end)
         growth = [count if window is None or context + 1 < window else 0 for window in windows]
-        work = self._step(count, context)
-        times = StepTimes(self._latency.pieces(work), work.context, growth)
+        pieces = self._decode_pieces.get(count)
+        if pieces is None:
+            pieces = self._decode_pieces[count] = decode_lines(self._latency, count)
+        times = StepTimes(pieces, self._step(count, context).context, growth)
         return upto, times.total(upto - context)
 
     def _by_samples(self, count: int, context: int, end: int) -> tuple[int, int]:

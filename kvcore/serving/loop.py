@@ -25,7 +25,7 @@ from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batcher import Batcher, Batching
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.latency import Executor, ServiceEstimates, StepTimes, StepWork
-from kvcore.serving.result import RunLog
+from kvcore.serving.run_log import RunLog
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation
 from kvcore.units import INT64_LIMIT, PS_PER_NS
@@ -263,8 +263,6 @@ class ServingLoop:
         self.log.steps += steps
         self.log.busy_ps += took_ps
         now = self.clock_ps // PS_PER_NS
-        if self._arrivals.next_at <= now:
-            self._take_arrivals(now)
         if took_ps >= INT64_LIMIT or now >= INT64_LIMIT:
             msg = (
                 f"{steps} steps take {took_ps / 1e12:.3g} s by latency model "
@@ -272,6 +270,8 @@ class ServingLoop:
                 "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
             )
             raise InputError(msg)
+        if self._arrivals.next_at <= now:
+            self._take_arrivals(now)
         if named:
             self._name(named, now)
         return now

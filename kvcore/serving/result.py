@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from functools import cached_property
-from itertools import compress, pairwise, repeat
-from math import floor
-from operator import mul, sub
 from pathlib import Path
 from typing import Any
 
@@ -18,188 +13,16 @@ import orjson
 from kvcore.cache import KVCache, Recorder
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, make_directory
-from kvcore.models.cost import attended_pairs
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
 from kvcore.serving.batcher import Batching
-from kvcore.serving.latency import Executor, LatencyModel, StepWork
-from kvcore.serving.scheduler import Job, Scheduler
-from kvcore.serving.stats import Fragmentation, Percentiles, PoolTimeline, TokenGaps
-from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
+from kvcore.serving.latency import Executor, LatencyModel
+from kvcore.serving.load import Saturation, offered_load, saturation_of
+from kvcore.serving.run_log import MET, UNJUDGED, RunLog
+from kvcore.serving.scheduler import Scheduler
+from kvcore.serving.stats import Fragmentation, Percentiles
+from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore.workloads import Workload
-
-
-def offered_load(
-    log: RunLog, batching: Batching, latency: LatencyModel, pool_tokens: int
-) -> float | None:
-    """Return arrival rate times the least time a request needs; None without a rate.
-
-    The rate is that of the n requests that finished: n - 1 over the time between the first
-    and the last arrival. The least time is a fluid bound: their work (what hit does not
-    count, nor what preemption made the run compute again), spread evenly over the fewest
-    steps that hold it, divided by n. Steps are at least
-
-    - all tokens / `max_tokens`;
-    - (decode tokens + prefills, each at least one step) / `max_seqs`;
-    - tokens of K/V that decoding requests hold, step by step, but for those that hit, over
-      the tokens that the pool holds (requests that compute the same block at the same time
-      hold it once, and are counted twice).
-
-    Where prefill and decode do not share steps, either has its own. One average step is
-    no longer than the mean of the steps it averages as long as a step's time is a maximum
-    of lines (Jensen). With `max_seqs` = 1 and one line this is the utilisation of queueing
-    theory, arrival rate x mean service time. Above 1 the queue grows for as long as
-    requests arrive. Costs O(requests).
-    """
-    columns: tuple[array[int], ...] = log.arrival, log.prompt, log.hit, log.output
-    if log.reasons:
-        finished = [finish >= 0 for finish in log.finish]
-        columns = tuple(array("q", compress(column, finished)) for column in columns)
-    arrivals, prompts, hits, outputs = columns
-    requests = len(arrivals)
-    span = max(arrivals, default=0) - min(arrivals, default=0)
-    if not span:
-        return None
-    misses = list(map(sub, prompts, hits))
-    later = [output - 1 if output else 0 for output in outputs]
-    prefill, decode = sum(misses), sum(later)
-    pairs = [_attended(hits, misses, window) for window in latency.windows]
-    context = [_attended(prompts, later, window) for window in latency.windows]
-    longest = 0 if batching.chunked else max(misses)
-    most = max(batching.max_tokens, longest)
-    prefills = sum([-(-tokens // most) for tokens in misses])
-    seats, room = batching.max_seqs, Fraction(_attended(misses, later, None), pool_tokens)
-    none = [0] * len(pairs)
-    if batching.steps == "mixed" and seats > 1:
-        fewest = Fraction(prefill + decode, most), Fraction(prefills + decode, seats), room
-        work = _time(latency, prefill, pairs, decode, context, max(fewest))
-    else:
-        steps = max(Fraction(prefill, most), Fraction(prefills, seats))
-        work = _time(latency, prefill, pairs, 0, none, steps)
-        steps = max(Fraction(decode, seats), room)
-        work += _time(latency, 0, none, decode, context, steps)
-    rate = Fraction(requests - 1, span * PS_PER_NS)
-    return float(work / requests * rate)
-
-
-def _attended(contexts: Sequence[int], tokens: Sequence[int], window: int | None) -> int:
-    """Count the (query, key) pairs of requests with so many tokens after such contexts."""
-    if window is not None:
-        return sum(map(attended_pairs, contexts, tokens, repeat(window)))
-    triangles = (sum(map(mul, tokens, tokens)) + sum(tokens)) // 2
-    pairs: int = sum(map(mul, contexts, tokens)) + triangles
-    return pairs
-
-
-def _time(
-    latency: LatencyModel,
-    prefill: int,
-    pairs: list[int],
-    decode: int,
-    context: list[int],
-    steps: Fraction,
-) -> Fraction:
-    """Return the picoseconds that so much work takes in `steps` equal steps.
-
-    An equal step need not be whole tokens. It is mixed from the whole batches around it,
-    those on the way from all parts rounded down to all rounded up, the largest remainder
-    first: exact where time is linear.
-    """
-    if not steps:
-        return Fraction(0)
-    parts = [part / steps for part in (prefill, decode, *pairs, *context)]
-    corner = [floor(part) for part in parts]
-    rests = [part - whole for part, whole in zip(parts, corner, strict=True)]
-    order = sorted(range(len(parts)), key=rests.__getitem__, reverse=True)
-    levels = [Fraction(1), *(rests[place] for place in order), Fraction(0)]
-    time = Fraction(0)
-    for place, (upper, lower) in zip([None, *order], pairwise(levels), strict=True):
-        if place is not None:
-            corner[place] += 1
-        if upper > lower:
-            tokens, sequences, *sums = corner
-            attended = tuple(sums[: len(pairs)]), tuple(sums[len(pairs) :])
-            work = StepWork(tokens, attended[0], sequences, attended[1])
-            time += (upper - lower) * latency.duration(work)
-    return time * steps
-
-
-UNJUDGED, MISSED, MET = -1, 0, 1
-"""How a request fared by its SLO: it has none, it has not met it, it has."""
-
-
-class RunLog:
-    """Columns of a run, one row a request, in the order in which these ended.
-
-    Attributes:
-        slo: what is expected for requests that bring no SLO of their own.
-        ids, tenants: of the requests.
-        arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
-        prompt, output, hit, pauses, recomputes: their numbers.
-        verdict: how they fared by their SLO.
-        reasons: why the request of a row was rejected; the others have finished.
-        itl: times between two tokens of a request.
-        pool: the pool's blocks over time.
-        steps, busy_ps: steps run, and the picoseconds they took.
-        own_slos: requests that brought an SLO of their own.
-    """
-
-    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
-        """Start empty, for a pool and the SLO of most requests."""
-        self.slo = slo
-        self.ids: list[int | str] = []
-        self.tenants: list[str | None] = []
-        self.arrival, self.admitted = array("q"), array("q")
-        self.first_token, self.finish = array("q"), array("q")
-        self.prompt, self.output, self.hit = array("q"), array("q"), array("q")
-        self.pauses, self.recomputes, self.verdict = array("i"), array("i"), array("b")
-        self.reasons: dict[int, str] = {}
-        self.itl = TokenGaps()
-        self.pool = PoolTimeline(blocks)
-        self.steps = self.busy_ps = self.own_slos = 0
-
-    def ended(self, job: Job, now: int) -> None:
-        """Record a finished request."""
-        request = job.request
-        self.own_slos += request.slo is not None
-        self.verdict.append(UNJUDGED if job.slo is None else _verdict(job, job.slo, now))
-        self.ids.append(request.id)
-        self.tenants.append(request.tenant)
-        self.arrival.append(job.arrival)
-        self.admitted.append(-1 if job.admitted is None else job.admitted)
-        self.first_token.append(-1 if job.first_token is None else job.first_token)
-        self.finish.append(now)
-        self.prompt.append(request.prompt_tokens)
-        self.output.append(job.output_tokens)
-        self.hit.append(job.hit)
-        self.pauses.append(job.pauses)
-        self.recomputes.append(job.recomputes)
-
-    def rejected(self, job: Job, why: str) -> None:
-        """Record a rejected request."""
-        self.reasons[len(self.ids)] = why
-        self.ended(job, -1)
-        if self.verdict[-1] != UNJUDGED:
-            self.verdict[-1] = MISSED
-
-    def tpot(self) -> list[int]:
-        """Return the mean picoseconds of the tokens after the first by row; -1 for none."""
-        columns = self.first_token, self.finish, self.output
-        return [
-            (finish - first) * PS_PER_NS // (output - 1) if finish >= 0 and output > 1 else -1
-            for first, finish, output in zip(*columns, strict=True)
-        ]
-
-
-def _verdict(job: Job, slo: SLO, now: int) -> int:
-    """Judge a job that finished at `now`. What it has no sample of, it cannot miss."""
-    arrival, first, output = job.arrival, job.first_token, job.output_tokens
-    met = slo.deadline is None or now - arrival <= slo.deadline
-    if first is not None:
-        met &= slo.ttft is None or first - arrival <= slo.ttft
-        met &= slo.tpot is None or now - first <= slo.tpot * (output - 1)
-    return MET if met else MISSED
-
 
 SCHEMA = 1
 
@@ -308,25 +131,27 @@ class Outcome:
 
     @property
     def throughput_tokens_s(self) -> float | None:
-        """Output tokens of finished requests a second; None if no time passed."""
+        """Output tokens of finished requests a second; None if none asks for any."""
         output, rejected = self.log.output, self.log.reasons
+        if not any(output):
+            return None
         generated = sum(output) - sum(output[row] for row in rejected)
         return generated / self.simulated_s if self.simulated_s else None
 
     @property
     def goodput(self) -> float | None:
-        """Requests a second that met their SLO; None if none has one, or no time passed."""
+        """Requests a second that met their SLO; None if none can be judged."""
         met = self.log.verdict.count(MET)
         return met / self.simulated_s if self.simulated_s and self._judged else None
 
     @property
     def slo_attainment(self) -> float | None:
-        """Share of the requests with an SLO that met it; None if none has one."""
+        """Share of the requests judged by an SLO that met it; None without any."""
         return self.log.verdict.count(MET) / self._judged if self._judged else None
 
     @property
     def _judged(self) -> int:
-        """Requests with an SLO."""
+        """Requests that have a sample of something that their SLO states."""
         return len(self.log.verdict) - self.log.verdict.count(UNJUDGED)
 
     @cached_property
@@ -371,6 +196,11 @@ class Result(Outcome):
         return offered_load(self.log, self.batching, self.latency, tokens)
 
     @cached_property
+    def saturation(self) -> Saturation | None:
+        """Whether the queue grew for as long as requests came; None if that cannot be told."""
+        return saturation_of(self.log, self.batching.max_seqs, self.offered_load)
+
+    @cached_property
     def requests(self) -> dict[str, list[Any]]:
         """The requests by column, in the order in which they ended.
 
@@ -413,6 +243,7 @@ class Result(Outcome):
             "completed": len(log.ids) - len(log.reasons),
             "rejected": len(log.reasons),
             "offered_load": self.offered_load,
+            "saturation": None if self.saturation is None else self.saturation.as_dict(),
             "simulated_s": self.simulated_s,
             "wall_s": self.wall_s,
             "steps": log.steps,
@@ -428,6 +259,7 @@ class Result(Outcome):
                 "tpot_s": _slo_seconds(slo.tpot),
                 "deadline_s": _slo_seconds(slo.deadline),
                 "own": log.own_slos,
+                "judged": self._judged,
                 "met": self.slo_attainment,
             },
             "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},

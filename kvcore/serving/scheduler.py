@@ -224,9 +224,10 @@ class Scheduler(Plugin):
 
     @abstractmethod
     def priority(self, job: Job, now: int) -> Any:
-        """Return the sort key of `job`, any comparable value: the lowest goes first.
+        """Return the sort key of `job`: the lowest goes first.
 
-        Ties go to the job that arrived first.
+        Any values that can be compared with one another will do, but None and NaN. Ties go
+        to the job that arrived first.
         """
 
     def changes_at(self, job: Job, now: int) -> int | None:

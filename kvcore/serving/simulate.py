@@ -20,6 +20,7 @@ from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import AllocatorFactory, ServingLoop
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.scheduler import Scheduler
+from kvcore.workloads import check_keys
 
 Allocation = Literal["paged", "contiguous"]
 """How memory is allocated: in blocks, or in one piece for each request."""
@@ -170,7 +171,7 @@ def serve(
     if allocator is not None or fragmentation:
         loop_type, allocator = MeasuredLoop, allocator or MeasuredAllocator
     loop = loop_type(
-        Arrivals(workload, rate_scale),
+        Arrivals(check_keys(workload), rate_scale),
         cache,
         scheduler,
         executor,

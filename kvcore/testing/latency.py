@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
@@ -15,11 +13,10 @@ import pytest
 
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import qualified
-from kvcore.plugins.options import as_text, instantiate
 from kvcore.serving import LatencyModel, StepWork, Windows
 from kvcore.serving.latency import StepTimes
+from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 
-_PLAIN = (type(None), bool, int, float, str, Path)
 _STEPS = 100
 _seeds = pytest.mark.parametrize("seed", range(4))
 
@@ -45,11 +42,7 @@ class LatencyModelTests:
 
     def test_is_a_named_model(self) -> None:
         """Its class derives from LatencyModel and has a name and a docstring of its own."""
-        model = self.make()
-        assert isinstance(model, LatencyModel), f"{model!r} is no LatencyModel"
-        name = type(model).name
-        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
-        assert type(model).__doc__, f"{qualified(type(model))} has no docstring"
+        check_is_named(self.make(), LatencyModel)
 
     def test_windows_are_told_apart(self) -> None:
         """There is at least one, none twice, each None or at least a token; always the same."""
@@ -107,13 +100,7 @@ class LatencyModelTests:
 
     def test_is_built_from_text(self) -> None:
         """Its own options, written as text, make a model with equal options."""
-        model = self.make()
-        options = model.options().items()
-        strange = [name for name, value in options if not isinstance(value, _PLAIN)]
-        if strange:
-            pytest.skip(f"options without a text form: {', '.join(strange)}")
-        text = {name: as_text(value) for name, value in options}
-        assert instantiate(type(model), text).options() == model.options()
+        check_is_built_from_text(self.make())
 
     def test_coefficients_are_json(self) -> None:
         """What goes into the header of a trace is JSON, and comes back as it went."""

@@ -8,18 +8,23 @@ from pathlib import Path
 import pytest
 
 from kvcore.plugins import Plugin
-from kvcore.plugins.base import qualified
+from kvcore.plugins.base import qualified, uncalled
 from kvcore.plugins.options import as_text, instantiate
 
 _PLAIN = (type(None), bool, int, float, str, Path)
 
 
 def check_is_named(plugin: Plugin, base: type[Plugin]) -> None:
-    """Check that a plugin derives from `base`, and has a name and a docstring of its own."""
+    """Check that a plugin derives from `base`, and has a name and a docstring of its own.
+
+    A method that nothing calls, named almost like one that is, is taken for misspelled.
+    """
     assert isinstance(plugin, base), f"{plugin!r} is no {base.__name__}"
     name = type(plugin).name
     assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
     assert type(plugin).__doc__, f"{qualified(type(plugin))} has no docstring"
+    hint = uncalled(type(plugin))
+    assert hint is None, f"{hint} (a method of your own: begin its name with an underscore)"
 
 
 def check_is_built_from_text(plugin: Plugin) -> None:

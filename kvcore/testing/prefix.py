@@ -12,6 +12,7 @@ from kvcore.cache import KVCache, PrefixIndex, ScoreEviction, Span
 from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore.testing.harness import Driver, Traffic, random_steps, snapshot
+from kvcore.testing.plugin import check_is_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,10 +65,8 @@ class PrefixIndexTests:
         return type(self).prefix()
 
     def test_is_a_named_index(self) -> None:
-        """Its class derives from PrefixIndex and has a name of its own."""
-        prefix = self.make()
-        assert isinstance(prefix, PrefixIndex)
-        assert type(prefix).name
+        """Its class derives from PrefixIndex and has a name and a docstring of its own."""
+        check_is_named(self.make(), PrefixIndex)
 
     def test_serves_one_cache(self) -> None:
         """A second KVCache is refused by name."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import re
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet
@@ -17,8 +15,6 @@ import pytest
 
 from kvcore.cache import KVCache
 from kvcore.plugins import find_override
-from kvcore.plugins.base import qualified
-from kvcore.plugins.options import as_text, instantiate
 from kvcore.request import SLO, Key, Request
 from kvcore.serving import (
     Batching,
@@ -34,6 +30,7 @@ from kvcore.serving import (
 )
 from kvcore.serving.scheduler import DECODE, DONE, PAUSED, PREFILL, WAITING
 from kvcore.testing.harness import Traffic, random_requests
+from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 from kvcore.units import PS_PER_NS
 
 STEP = 10**7
@@ -182,9 +179,12 @@ class ToyServer:
         self._due.pop(job, None)
         if not self._asks:
             return
-        job.rank = self._scheduler.priority(job, self._now)
+        rank = job.rank = self._scheduler.priority(job, self._now)
+        assert rank is not None, f"priority({job!r}, {self._now}) is None: is `return` missing?"
+        assert rank == rank, f"priority({job!r}, {self._now}) is {rank}"  # noqa: PLR0124
         due = self._scheduler.changes_at(job, self._now)
         if due is not None:
+            assert type(due) is int, f"changes_at({job!r}, {self._now}) is {due!r}: no whole ns"
             assert due > self._now, (
                 f"changes_at({job!r}, {self._now}) is {due}: it must be later, or None"
             )
@@ -313,9 +313,6 @@ _MAX_SEQS = 3
 _AMPLE = 10**5
 
 
-_PLAIN = (type(None), bool, int, float, str, Path)
-
-
 _LONG = "long"
 
 
@@ -348,22 +345,11 @@ class SchedulerTests(ABC):
 
     def test_is_a_named_scheduler(self) -> None:
         """Its class derives from Scheduler and has a name and a docstring of its own."""
-        scheduler = self.make()
-        assert isinstance(scheduler, Scheduler), f"{scheduler!r} is no Scheduler"
-        name = type(scheduler).name
-        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
-        assert type(scheduler).__doc__, f"{qualified(type(scheduler))} has no docstring"
+        check_is_named(self.make(), Scheduler)
 
     def test_is_built_from_text(self) -> None:
         """Its own options, written as text, make a scheduler with equal options."""
-        scheduler = self.make()
-        options = scheduler.options().items()
-        strange = [name for name, value in options if not isinstance(value, _PLAIN)]
-        if strange:
-            pytest.skip(f"options without a text form: {', '.join(strange)}")
-        text = {name: as_text(value) for name, value in options}
-        again = instantiate(type(scheduler), text)
-        assert again.options() == scheduler.options(), f"{text} gave other options"
+        check_is_built_from_text(self.make())
 
     @_servers
     @_seeds

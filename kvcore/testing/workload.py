@@ -10,6 +10,7 @@ from weakref import finalize
 import pytest
 
 from kvcore.request import Request
+from kvcore.testing.plugin import check_is_named
 from kvcore.workloads import Workload, checked
 
 _FEW = 4
@@ -35,10 +36,8 @@ class WorkloadTests:
         return type(self).workload()
 
     def test_is_a_named_workload(self) -> None:
-        """Its class derives from Workload and has a name of its own."""
-        workload = self.make()
-        assert isinstance(workload, Workload)
-        assert re.fullmatch(r"[\w.-]+", type(workload).name)
+        """Its class derives from Workload and has a name and a docstring of its own."""
+        check_is_named(self.make(), Workload)
 
     def test_yields_requests(self) -> None:
         """It yields at least one, and nothing but instances of Request."""

@@ -178,6 +178,9 @@ class TraceChecker:
         self._last_sequence = self._last_span = 0
         # The request whose call dropped expired spans last: its MISS may say so.
         self._expired_for: int | str | None = None
+        # How many blocks of a request that returns may hit, least and most: those that it had
+        # computed. What a run without a clock gave up, or shared no more, is not known.
+        self._returning: dict[int | str, tuple[int, int]] = {}
         # Blocks of a COMMIT `same` that the next line must free.
         self._duplicates: Ids = array("i")
         # Owners, besides the one that committed them, of blocks that are cached by now: each
@@ -245,8 +248,10 @@ class TraceChecker:
             prompt, hit, resumed = seq.prompt, seq.hit, seq.resumed
         if (event.request, event.block, bool(event.again)) != (prompt.id, hit, resumed):
             violated(f"sequence {event.seq} is of request {prompt.id!r} and hit {hit} blocks")
-        if hit == prompt.limit:
+        if hit >= self._limits(prompt, resumed=resumed)[0]:
             reasons = ["no keys" if prompt.unkeyed else "partial"]
+            if resumed and hit < prompt.cacheable:
+                reasons.append("absent")
         elif self._expired_for == prompt.id:
             # What expired may have been dropped by an earlier call, which then failed.
             reasons = ["expired", "absent"]
@@ -419,6 +424,12 @@ class TraceChecker:
                 violated(f"sequence {seq.id} has forgotten {told}, as first and count")
             if self._due is None:
                 self.lifecycles.close(seq.prompt.id, seq.id)
+            prompt, end = seq.prompt, seq.span.end
+            least, most = self._limits(prompt, resumed=True)
+            most = max(most, prompt.cacheable if seq.holes else end)
+            if self.state.header.mode != "untimed":
+                least = max(least, end)
+            self._returning[prompt.id] = least, most
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.state.sequence(event.seq)
@@ -452,12 +463,18 @@ class TraceChecker:
         if self._evicting not in (None, prompt.id):
             self._refuse_victims()
         self._order.serve(prompt.id)
-        cached = min(self._cached_keys.match(prompt.keys), prompt.limit)
-        if hit != cached:
-            violated(f"{hit} blocks hit; {cached} are cached and may hit")
+        match = self._cached_keys.match(prompt.keys)
+        least, most = (min(match, end) for end in self._limits(prompt, resumed=resumed))
+        if not least <= hit <= most:
+            violated(f"{hit} blocks hit; {most} are cached and may hit")
         self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
         self._must_open(event.seq)
         return prompt
+
+    def _limits(self, prompt: TracedPrompt, *, resumed: bool) -> tuple[int, int]:
+        """Return how many blocks of an admission may hit: the least and the most."""
+        limits = prompt.limit, prompt.limit
+        return self._returning.get(prompt.id, limits) if resumed else limits
 
     def _must_open(self, seq: int) -> None:
         self._last_sequence += 1

@@ -25,6 +25,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +43,7 @@ from kvcore.files import (
     compressor,
     decompressed,
     line_fault,
+    part_path,
     storage_errors,
     unreadable_reason,
 )
@@ -83,6 +85,9 @@ class BackgroundFile(io.RawIOBase):
         file: the path, or the file object.
         kind: what errors call the file, before its name.
 
+    Attributes:
+        size: bytes written to the file so far.
+
     Raises:
         InputError: the path cannot be opened for writing.
         StorageError: a write failed (from `write`, `hexdigest` and `finish`).
@@ -108,6 +113,7 @@ class BackgroundFile(io.RawIOBase):
         self._worker = ThreadPoolExecutor(1, "kvcore-trace")
         self._job: Future[None] | None = None
         self._discarded = False
+        self.size = 0
 
     def writable(self) -> bool:
         """Return True: `io.BufferedWriter` asks."""
@@ -136,7 +142,7 @@ class BackgroundFile(io.RawIOBase):
         self._worker.shutdown()
         with storage_errors(self._what):
             if self._compressor is not None:
-                _write_all(self._file, self._compressor.finish())
+                self._write_all(self._compressor.finish())
             if isinstance(self._file, AtomicFile):
                 self._file.finish()
             else:
@@ -144,10 +150,21 @@ class BackgroundFile(io.RawIOBase):
 
     def discard(self) -> None:
         """Drop all later writes, and remove the unfinished file. Never raises."""
-        self._discarded = True
-        self._worker.shutdown()
+        self._drop_writes()
         if isinstance(self._file, AtomicFile):
             self._file.discard()
+
+    def keep(self) -> Path:
+        """Drop all later writes, and leave the unfinished file; return its path."""
+        self._drop_writes()
+        if isinstance(self._file, AtomicFile):
+            with suppress(OSError):
+                self._file.close()
+        return part_path(Path(self.name))
+
+    def _drop_writes(self) -> None:
+        self._discarded = True
+        self._worker.shutdown()
 
     def _submit(self, job: Callable[[_T], None], argument: _T) -> None:
         """Give the thread a job, once it is done with the one before."""
@@ -162,14 +179,21 @@ class BackgroundFile(io.RawIOBase):
 
     def _flush_compressor(self, compressor: Compressor) -> None:
         """Write what the compressor holds (in the thread)."""
-        _write_all(self._file, compressor.sync())
+        self._write_all(compressor.sync())
 
     def _put(self, data: bytes) -> None:
         """Digest, compress and write `data` (in the thread)."""
         self._digest.update(data)
         if self._compressor is not None:
             data = self._compressor.compress(data)
-        _write_all(self._file, data)
+        self._write_all(data)
+
+    def _write_all(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            written = self._file.write(view)
+            self.size += written
+            view = view[written:]
 
     def _wait(self) -> None:
         """Wait until the thread is done; raise the error it met."""
@@ -220,7 +244,7 @@ class SealedWriter(ABC):
 
         Raises:
             InputError: there is nothing to keep.
-            StorageError: the disk is full. In both cases no file is left.
+            StorageError: the disk is full. In both cases the file is given up.
         """
         if self._closed:
             return
@@ -228,10 +252,15 @@ class SealedWriter(ABC):
             self._write_end()
             self._buffer.flush()
             self._sink.finish()
-        except BaseException:
-            self.discard()
+        except BaseException as error:
+            self.give_up(error)
             raise
         self._shut()
+
+    def give_up(self, error: BaseException | None) -> None:
+        """End the file without END, since `error` was raised: discard it."""
+        del error
+        self.discard()
 
     def discard(self) -> None:
         """Remove the unfinished file. A second call does nothing."""
@@ -249,11 +278,11 @@ class SealedWriter(ABC):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Close the file, or discard it if the block raised."""
+        """Close the file, or give it up if the block raised."""
         if kind is None:
             self.close()
-        else:
-            self.discard()
+        elif not self._closed:
+            self.give_up(error)
 
     @abstractmethod
     def _write_end(self) -> None:
@@ -432,9 +461,3 @@ def _is_json(raw: bytes) -> bool:
     except orjson.JSONDecodeError:
         return False
     return True
-
-
-def _write_all(file: AtomicFile | BinaryIO, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

@@ -1,6 +1,6 @@
 """Workloads: the contract, the files they read, and workloads made of others."""
 
-from kvcore.workloads.base import Workload, checked, recognise
+from kvcore.workloads.base import Workload, check_keys, checked, json_fields, recognise
 from kvcore.workloads.files import file_digest, lines
 from kvcore.workloads.sample import PromptWorkload, WorkloadSample
 
@@ -8,8 +8,10 @@ __all__ = [
     "PromptWorkload",
     "Workload",
     "WorkloadSample",
+    "check_keys",
     "checked",
     "file_digest",
+    "json_fields",
     "lines",
     "recognise",
 ]

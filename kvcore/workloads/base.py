@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import wraps
+from itertools import islice
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, ClassVar, Self
 
 import orjson
 
-from kvcore.errors import InputError
-from kvcore.plugins.base import Plugin
+from kvcore.errors import InputError, KvcoreError, shorten
+from kvcore.plugins.base import FAILURES, Plugin, policy_error, wrong_answer
 from kvcore.request import Key, Request
 from kvcore.workloads.files import file_digest, lines
+
+CHECKED_REQUESTS = 4_000
+"""Requests at the start of each run whose keys are checked; costs some 50 ns a key."""
 
 
 class Workload(Plugin):
@@ -24,10 +30,24 @@ class Workload(Plugin):
     with the number of requests. Arrivals never decrease, ids are unique, a key never
     occurs under two parents, and equal options give equal requests.
 
-    A workload that reads files also recognises its own format: `recognises`.
+    A workload that reads files also recognises its own format: by `line_fields`, or by a
+    `recognises` of its own.
+
+    Attributes:
+        line_fields: for each kind of first line that its files may have, the field names of
+            the JSON object, or the columns of a CSV header, by which it is told.
     """
 
     kind: ClassVar[str] = "workload"
+    line_fields: ClassVar[Sequence[Sequence[str]]] = ()
+
+    _has_yielded = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let errors of an `__iter__` that `cls` defines name the plugin, the file and line."""
+        super().__init_subclass__(**options)
+        if "__iter__" in vars(cls):
+            cls.__iter__ = _guarded(vars(cls)["__iter__"])  # type: ignore[method-assign]
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
@@ -67,19 +87,67 @@ class Workload(Plugin):
         """The number of requests; None if it is not known without reading them."""
         return None
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a reader of results must know of the requests read last, such as rows left out.
+
+        Each note is one sentence part without a stop. Here: nothing.
+        """
+        return ()
+
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if a file that starts with `first_line` is of this format.
 
-        The line is whole, decompressed, and the first that is not blank.
+        The line is whole, decompressed, and the first that is not blank; of a JSON array it
+        is the first element. Here: it is a JSON object with all of some `line_fields`.
         """
-        del first_line
-        return False
+        found = json_fields(first_line)
+        return any(found >= set(wanted) for wanted in cls.line_fields)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """Build the workload that reads `path`. Called if `recognises` returned True."""
         return cls(path=path)  # type: ignore[call-arg]
+
+
+def _guarded(
+    method: Callable[[Workload], Iterator[Request]],
+) -> Callable[[Workload], Iterator[Request]]:
+    """Return `method`, an `__iter__`, whose failures and wrong items are PolicyErrors."""
+
+    @wraps(method)
+    def requests(workload: Workload) -> Iterator[Request]:
+        request = None
+        try:
+            for request in method(workload):
+                if not isinstance(request, Request):
+                    raise wrong_answer(workload, "__iter__()", _what_it_is(request, method))
+                yield request
+        except FAILURES as error:
+            if isinstance(error, (KvcoreError, OSError)) and not _is_of_request(error):
+                raise
+            raise policy_error(workload, "__iter__", error) from error
+        if request is None and workload._has_yielded:  # noqa: SLF001 - a method in the end
+            why = "nothing, the second time: it must begin anew whenever it is called"
+            raise wrong_answer(workload, "__iter__()", why)
+        # Also where the class is frozen.
+        object.__setattr__(workload, "_has_yielded", request is not None)
+
+    return requests
+
+
+def _is_of_request(error: Exception) -> bool:
+    """Return True if a Request could not be made: a row that the workload should refuse."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    module: str = frame.f_globals["__name__"]
+    return module == Request.__module__
+
+
+def _what_it_is(item: object, method: Callable[..., object]) -> str:
+    code = method.__code__
+    place = f"{Path(code.co_filename).name}:{code.co_firstlineno}, {method.__name__}"
+    return f"{shorten(repr(item))}: yield instances of kvcore.Request ({place})"
 
 
 def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
@@ -90,8 +158,14 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
     """
     with closing(lines(path)) as source:
         first_line = next(source)[1]
-    readers = [cls for cls in candidates if _reads_files(cls)]
-    found = sorted((cls for cls in readers if cls.recognises(first_line)), key=_name)
+    readers = sorted((cls for cls in candidates if _reads_files(cls)), key=_name)
+    found, faults = [], ""
+    for cls in readers:
+        try:
+            if cls.recognises(first_line):
+                found.append(cls)
+        except FAILURES as error:
+            faults += f"; recognises() of {cls.name} raised {error!r}"
     if len(found) == 1:
         return found[0].from_file(path)
     if found:
@@ -100,9 +174,21 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
             f"{path}: {names} all recognise it; say which, as in '{found[0].name}:path={path}'"
         )
         raise InputError(msg)
-    names = ", ".join(sorted(map(_name, readers))) or "none"
-    msg = f"{path}: no known workload format: {_beginning(first_line)}; formats: {names}"
+    known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
+    msg = (
+        f"{path}: no known workload format: {_beginning(first_line)}"
+        f"{_near_misses(first_line, readers)}{faults}; formats:\n{known}"
+    )
     raise InputError(msg)
+
+
+def json_fields(line: bytes) -> set[str]:
+    """Return the field names of a line that is a JSON object; no names if it is not."""
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return set()
+    return set(fields) if isinstance(fields, dict) else set()
 
 
 def checked(workload: Workload) -> Iterator[Request]:
@@ -114,11 +200,9 @@ def checked(workload: Workload) -> Iterator[Request]:
         InputError: an arrival is earlier than the one before it, an id occurs twice, or a
             prompt key follows another parent than before.
     """
-    root = object()
-    parents: dict[Key, Hashable] = {}
     ids: set[int | str] = set()
     now = 0
-    for request in workload:
+    for request in check_keys(workload, every=True):
         where = f"workload {workload.name}: request {request.id!r}"
         if request.arrival < now:
             msg = (
@@ -130,21 +214,86 @@ def checked(workload: Workload) -> Iterator[Request]:
             raise InputError(msg)
         now = request.arrival
         ids.add(request.id)
-        parent: Hashable = root
-        for key in request.keys:
-            known = parents.setdefault(key, parent)
-            if known != parent:
-                here, there = (
-                    "at the start" if place is root else f"after key {_key_text(place)}"
-                    for place in (parent, known)
-                )
-                msg = (
-                    f"{where}: key {_key_text(key)} stands {here}, in an earlier request "
-                    f"{there}: equal keys must mean equal prefixes"
-                )
-                raise InputError(msg)
-            parent = key
         yield request
+
+
+def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[Request]:
+    """Yield the requests, checking that each key has one parent.
+
+    Checks the first `CHECKED_REQUESTS`, or `every` one. Memory grows with the distinct keys
+    of those.
+
+    Raises:
+        InputError: a key follows another one than before: it does not mean a prefix.
+    """
+    requests = iter(workload)
+    root: Hashable = object()
+    checked_requests = None if every else CHECKED_REQUESTS
+    parents: dict[Key, Hashable] = {}
+    for number, request in enumerate(islice(requests, checked_requests), 1):
+        before = [root, *request.keys[:-1]]
+        # In C, since this is part of every run: a key keeps the parent that it had first.
+        try:
+            known = list(map(parents.setdefault, request.keys, before))
+        except TypeError as error:
+            msg = f"{_place(workload, request, number)}: a key cannot be looked up: {error}"
+            raise InputError(msg) from error
+        if known != before[: len(known)]:
+            first = next(n for n, parent in enumerate(known) if parent != before[n])
+            here, there = (
+                "at the start" if parent is root else f"after key {_key_text(parent)}"
+                for parent in (before[first], known[first])
+            )
+            msg = (
+                f"{_place(workload, request, number)}: key {_key_text(request.keys[first])} "
+                f"stands {here}, in an earlier request {there}: {_UNCHAINED}"
+            )
+            if isinstance(workload, Workload) and "chain" in workload.options():
+                msg += ", or give the workload the option chain=true"
+            raise InputError(msg)
+        yield request
+    parents.clear()
+    yield from requests
+
+
+_UNCHAINED = (
+    "equal keys must mean equal prefixes. If each key is the hash of its own block alone, "
+    "chain them by `kvcore.request.chain_keys`"
+)
+
+
+def _place(workload: Iterable[Request], request: Request, number: int) -> str:
+    """Return which request it is, of which workload and file."""
+    where = "requests"
+    if isinstance(workload, Workload):
+        paths = (path for path in workload.options().values() if isinstance(path, Path))
+        where = f"workload {workload.name}" + "".join(f" ({path})" for path in paths)
+    return f"{where}: request {request.id!r}, number {number}"
+
+
+def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
+    """Return the formats of whose fields the line has most but not all, and what it lacks."""
+    found = json_fields(first_line)
+    if not found:
+        found = {cell.strip() for cell in first_line.decode(errors="replace").split(",")}
+    near = []
+    for cls in readers:
+        for wanted in cls.line_fields:
+            lacking = [name for name in wanted if name not in found]
+            if len(lacking) < len(wanted) / 2:
+                near.append((len(lacking) / len(wanted), cls.name, ", ".join(lacking)))
+    hints = [
+        f"nearly {name}: it lacks {lacking}"
+        for rank, name, lacking in near
+        if rank == min(near)[0]
+    ]
+    return f"; {', or '.join(hints)}" if hints else ""
+
+
+def _described(cls: type[Workload]) -> str:
+    """Return the fields by which a format is told, for the list of formats."""
+    kinds = map(", ".join, cls.line_fields)
+    return "; or ".join(kinds) or (cls.__doc__ or "").partition("\n")[0]
 
 
 def _beginning(first_line: bytes) -> str:
@@ -166,7 +315,8 @@ def _key_text(key: Hashable) -> str:
 
 def _reads_files(cls: type[Workload]) -> bool:
     """Return True if `cls` has a format of its own to recognise."""
-    return any("recognises" in vars(base) for base in cls.__mro__ if base is not Workload)
+    own = (base for base in cls.__mro__ if base is not Workload)
+    return bool(cls.line_fields) or any("recognises" in vars(base) for base in own)
 
 
 def _name(cls: type[Workload]) -> str:

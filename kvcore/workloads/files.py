@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
+import re
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +29,15 @@ from kvcore.files import (
 EXPANSION = 100
 """Bytes that a compressed byte of a workload may expand to, past the first 16 MiB."""
 
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
+_BETWEEN = re.compile(r"[\s,]*")
+_HEAD_BYTES = 1 << 10
+
 
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     """Yield the lines of a file that are not blank, with their numbers from 1.
 
+    Of a file that is a JSON array of objects, the elements are its lines.
     Plain, gzip and zstd files are told apart by their first bytes; a UTF-8 byte order mark
     is skipped. Memory: one line and a buffer.
 
@@ -40,7 +49,7 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_split(decompressed(file, EXPANSION)), 1):
+            for number, line in enumerate(_rows(decompressed(file, EXPANSION)), 1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():
@@ -75,6 +84,52 @@ def file_digest(path: Path, **options: Any) -> str:
     if options:
         state.update(orjson.dumps(options, option=orjson.OPT_SORT_KEYS))
     return state.hexdigest()
+
+
+def _rows(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file, or the elements if it is a JSON array of objects."""
+    head = b""
+    for piece in pieces:
+        head += piece
+        if len(head) > _HEAD_BYTES:
+            break
+    start = _ARRAY.match(head)
+    if start is None:
+        return _split(chain([head], pieces))
+    return _elements(chain([head[start.end() :]], pieces))
+
+
+def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the elements of a JSON array whose opening bracket has been read."""
+    texts = codecs.iterdecode(pieces, "utf-8", "surrogateescape")
+    scan = json.JSONDecoder(strict=False).raw_decode
+    text, end = "", 0
+    while True:
+        begin = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # matches nothing
+        with suppress(ValueError):
+            end = scan(text, begin)[1]
+            yield text[begin:end].encode("utf-8", "surrogateescape")
+            continue
+        if text.startswith("]", begin):
+            break
+        rest = [text[begin:]]
+        size = len(rest[0])
+        # As much again as there is: the work stays linear in the length of an element.
+        wanted = 2 * size + 1
+        while size < wanted and (fresh := next(texts, "")):
+            rest.append(fresh)
+            size += len(fresh)
+        if len(rest) == 1 and size == 0:
+            msg = "the JSON array stops early"
+            raise CutError(msg)
+        if len(rest) == 1 or size > LONGEST_LINE:
+            # No JSON, as who reads the line will say.
+            yield rest[0].encode("utf-8", "surrogateescape")
+            return
+        text, end = "".join(rest), 0
+    if text[begin + 1 :].strip() or any(piece.strip() for piece in texts):
+        msg = "other text follows the JSON array"
+        raise DamageError(msg)
 
 
 def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -73,6 +73,11 @@ class WorkloadSample(Workload):
         known = self.source.size
         return known if self.limit is None or known is None else min(known, self.limit)
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """The notes of the source."""
+        return self.source.notes
+
     def options(self) -> dict[str, Any]:
         """Return the name and options of the source, `limit`, and `scale` as `shrink`."""
         own = {"limit": self.limit, "shrink": self.scale}

@@ -57,35 +57,44 @@ def test_json_is_alone_on_stdout_and_says_its_schema(steps):
     """The whole of stdout is one JSON document of schema 1, with the model and its fit."""
     document = json.loads(run(steps, "--json"))
     assert (document["schema"], document["steps"], document["rows"]) == (1, "steps.csv", 16)
-    assert document["held_at_zero"] == []
+    assert document["at_bound"] == []
     model = Plugins().build("latency", document["latency"])
-    assert model.options() == document["coefficients"]
+    assert model.options() == document["fitted"]
     row = document["worst"][0]
     batch = StepWork(
         row["prefill_tokens"], (0,), row["decode_sequences"], (row["context_tokens"],)
     )
     assert model.duration(batch) / 1e12 == row["fitted_seconds"]
-    assert document["residuals"]["max_relative"] == abs(row["relative"])
+    errors = document["errors"][-1]
+    assert (errors["steps"], errors["rows"]) == ("all", 16)
+    assert errors["median"] < errors["held_out_median"] < abs(row["relative"])
 
 
-def test_a_coefficient_at_its_bound_is_told(steps):
+def test_an_option_at_its_bound_is_told(steps):
     """In the table and as JSON."""
     rows = steps.read_text().splitlines()
     faster = [
         f"{','.join(row.split(',')[:3])},{0.9 - i / 100}" for i, row in enumerate(rows[1:])
     ]
     steps.write_text("\n".join([rows[0], *faster]))
-    assert "prefill" in json.loads(run(steps, "--json"))["held_at_zero"]
-    assert "held at 0: anything above fits worse" in run(steps)
+    assert "prefill" in json.loads(run(steps, "--json"))["at_bound"]
+    assert "at its bound: other values fit worse" in run(steps)
 
 
-def test_equal_times_have_no_r2(steps):
-    """It is null as JSON, and not in the sentence."""
-    rows = [row.rpartition(",")[0] for row in steps.read_text().splitlines()[1:]]
-    header = steps.read_text().splitlines()[0]
-    steps.write_text("\n".join([header, *(f"{row},0.01" for row in rows)]))
-    assert json.loads(run(steps, "--json"))["residuals"]["r2"] is None
-    assert "R²" not in run(steps)
+def test_roofline_is_fitted_with_the_options_that_are_given(steps):
+    """They are in the line that `simulate` takes; shares are told in per cent."""
+    printed = run(steps, "--latency", "roofline:model=llama-3-8b,device=h200")
+    first, *rest = printed.splitlines()
+    options = "model=llama-3-8b,device=h200,tensor_parallel=4,kv_dtype=fp16,compute="
+    assert first.startswith(f"--latency roofline:{options}")
+    assert any(line.split()[0] == "compute" and "%" in line for line in rest if line)
+    assert Plugins().build("latency", first.split()[1]).device == "h200"
+
+
+def test_an_option_that_is_fitted_cannot_be_given(steps):
+    """It would be given in vain."""
+    with pytest.raises(InputError, match=r"roofline:compute=0\.5: compute is what the steps"):
+        run(steps, "--latency", "roofline:compute=0.5")
 
 
 def test_a_row_that_cannot_be_used_is_named(steps):

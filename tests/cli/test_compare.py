@@ -311,8 +311,40 @@ def test_the_workload_is_not_overwritten(refused, tmp_path, option):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_check_finds_a_key_under_two_parents(refused, run, tmp_path):
-    """`--check` refuses keys that contradict one another; policies alone do not look."""
+def test_a_key_under_two_parents_is_refused(refused, tmp_path):
+    """Of every run the first requests are checked: the error says where and what to do."""
+    rows = str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2])))
+    error = refused(rows, "--eviction", "lru")
+    assert f"({rows}): request 1, number 2: key 2 stands after key 3, in an earlier" in error
+    assert "equal keys must mean equal prefixes" in error
+    assert "option chain=true" in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["curve", "--eviction", "lfu", "--sizes", "2"],
+        ["simulate"],
+        ["explain", "--summary", "--blocks", "9"],
+    ],
+)
+def test_every_verb_refuses_keys_under_two_parents(capsys, tmp_path, arguments):
+    """What `compare` checks of keys, other verbs that read a workload check as well."""
+    verb, *options = arguments
+    rows = str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2])))
+    assert frame.run([verb, rows, *options]) == 2
+    assert f"({rows}): request 1, number 2: key 2 stands after key 3" in capsys.readouterr().err
+
+
+def test_chained_hashes_are_compared(run, tmp_path):
+    """Hashes of each block alone can be chained by the option that the error names."""
+    rows = mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2]))
+    assert "infinite" in run(f"mooncake:path={rows},chain=true", "--eviction", "lru")
+
+
+def test_check_looks_at_all_keys(refused, run, tmp_path, monkeypatch):
+    """`--check` also finds what lies after the requests that are checked anyway."""
+    monkeypatch.setattr("kvcore.workloads.base.CHECKED_REQUESTS", 1)
     arguments = [
         str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2]))),
         "--eviction",

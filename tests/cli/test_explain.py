@@ -104,6 +104,21 @@ def test_a_run_with_a_clock_says_what_the_bound_is_of(run, tmp_path, asked):
     assert "This run had a clock; the optimum replays its requests one after another" in told
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"), [("--summary", "The requests have no keys"), ("3", "It has no keys")]
+)
+def test_requests_without_keys_say_so(run, tmp_path, asked, words):
+    """Where no request has a key, nothing is counted, and the report says why."""
+    path = tmp_path / "lengths.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:17:0{second}.0,374,44\n" for second in range(5))
+    )
+    told = " ".join(run(path, asked, "--blocks", 99)[1].split())
+    assert f"{words}: there is nothing to look up. --accounting tokens counts" in told
+    assert "0 hit" not in told
+
+
 def test_requests_that_were_never_admitted_say_so(run, tmp_path):
     """Of a rejected request there is the reason, and no loss."""
     file = serve(tmp_path / "served.jsonl")

@@ -1,12 +1,14 @@
 """`kvcore export` as a user meets it: exit code, stdout, stderr and the file."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from helpers.traces import BLOCK, ask, lines, record, seal, write
 
+from kvcore.cli import export as exporting
 from kvcore.cli.main import run
-from kvcore.kv_events import check_recording
+from kvcore.kv_events import ExportSize, check_recording
 from kvcore.trace import check_trace
 from kvcore_plugins.workload import Mooncake
 
@@ -32,6 +34,35 @@ def test_vllm_events_are_a_recording(trace, tmp_path, capfd):
     assert (code, err) == (0, "")
     assert printed == f"{out}: {report.batches} batches\n"
     assert (report.complete, report.engine) == (True, "kvcore")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+def test_the_size_is_told_beforehand(tmp_path, capfd, monkeypatch, ending):
+    """The notice counts the token ids, and the file is about as long as it says."""
+    monkeypatch.setattr(exporting, "ANNOUNCED", 0)
+    trace, out = tmp_path / "t.jsonl", tmp_path / f"events.{ending}"
+    done = ["compare", "zipf:requests=200,prefixes=40", "--eviction", "lru", "--blocks", "300"]
+    assert run([*done, "--trace", str(trace)]) == 0
+    capfd.readouterr()
+    code, _, err = export(capfd, trace, "--format", "vllm", "--out", out)
+    size = ExportSize.of(trace)
+    assert code == 0
+    assert f" {size.tokens:,} stand-ins for the token ids of {size.blocks:,} blocks" in err
+    told = size.bytes(compressed=ending.endswith("gz"))
+    assert told / 4 < out.stat().st_size < told
+
+
+def test_a_disk_without_room_is_refused_unless_forced(trace, tmp_path, capfd, monkeypatch):
+    """What would not fit is not begun; --force begins it all the same."""
+    monkeypatch.setattr(exporting, "disk_usage", lambda _: SimpleNamespace(free=10))
+    out = tmp_path / "events.jsonl"
+    arguments = trace, "--format", "vllm", "--out", out
+    code, printed, err = export(capfd, *arguments)
+    assert (code, printed, out.exists()) == (3, "", False)
+    assert "stand-ins" in err
+    assert "its disk has 10 B free: name a file that ends in .gz" in err
+    assert export(capfd, *arguments, "--force")[0] == 0
+    assert out.exists()
 
 
 def test_router_events_are_lines(trace, tmp_path, capfd):

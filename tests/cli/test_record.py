@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
 
 import pytest
+from helpers.commands import run_here
 from helpers.engine_wire import Engine
 
 from kvcore.analysis import compare
@@ -20,6 +22,7 @@ from kvcore.kv_events import (
     Lost,
     Received,
     RecordingReader,
+    RecordingWriter,
     Restarted,
     Skipped,
     encode,
@@ -131,22 +134,62 @@ def test_a_restart_is_recorded(engine, tmp_path):
     assert [item.seq for item in items if isinstance(item, Received)] == [0, 0, 1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_with_a_complete_file(engine, tmp_path, number):
-    """Ctrl-C and SIGTERM end the recording: all that was heard is there, and the exit is 0."""
+def test_ctrl_c_ends_with_a_complete_file(engine, tmp_path):
+    """Ctrl-C ends the recording: all that was heard is there, and the exit code is 0."""
     out = tmp_path / "live.jsonl.zst"
     with recording(engine, out) as process:
         engine.publish(stored(0))
         engine.pub.send_multipart([b"heard"])
         while "skipped" not in process.stderr.readline():
             pass
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         printed, told = process.communicate(timeout=PATIENCE)
     assert (process.returncode, told) == (0, "")
     assert "batches" in printed
     items, complete = read(out)
     assert complete
     assert [type(item) for item in items] == [Received, Skipped]
+
+
+def test_sigterm_in_a_flood_leaves_no_hole(engine, tmp_path):
+    """Of large batches that come faster than they are written each is in the file or a gap."""
+    out = tmp_path / "live.jsonl"
+    large = BlockStored(hashes=(1,), tokens=tuple(range(300_000)), block_size=300_000)
+    payload = encode(EventBatch(1.0, (large,)))
+    with recording(engine, out, replay=False) as process:
+        assert "listening" in process.stderr.readline()
+        for _ in range(8):
+            engine.publish(payload)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    items, complete = read(out)
+    assert complete
+    expected = 0
+    for item in items:
+        assert (item.first if isinstance(item, Lost) else item.seq) == expected
+        expected += item.count if isinstance(item, Lost) else 1
+    assert expected
+
+
+def test_a_full_disk_leaves_what_was_written(engine, tmp_path):
+    """When the file cannot grow its `.part` stays; stderr says how much is in it."""
+    out = tmp_path / "live.jsonl"
+    with recording(engine, out, replay=False) as process:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+        for number in range(400):
+            engine.publish(stored(number))
+        _, told = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["live.jsonl.part"]
+    items, complete = read(f"{out}.part")
+    assert [item.seq for item in items] == list(range(len(items)))
+    assert items
+    assert not complete
+    assert f"{len(items)} batches: 'kvcore replay {out}.part' shows them" in told
+    shown = run_here("replay", f"{out}.part")
+    assert (shown.returncode, "incomplete" in shown.stderr) == (1, True)
+    assert f"batches {len(items)}" in " ".join(shown.stdout.split())
 
 
 KILLED = """
@@ -166,7 +209,7 @@ with Subscriber(Server(address=address, replay=replay)) as it, RecordingWriter(o
 
 
 def test_a_killed_recording_is_readable(engine, tmp_path):
-    """SIGKILL leaves a file that can be read up to where it is cut."""
+    """SIGKILL leaves a file that can be read up to where it is cut, also after the next run."""
     out = tmp_path / "live.jsonl"
     for number in range(2000):
         engine.publish(stored(number), heard=False)
@@ -177,7 +220,9 @@ def test_a_killed_recording_is_readable(engine, tmp_path):
     )
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == ["live.jsonl.part"]  # noqa: PTH208 - names are enough
-    items, complete = read(tmp_path / "live.jsonl.part")
+    with RecordingWriter(out):
+        pass
+    items, complete = read(tmp_path / "live.jsonl.part-1")
     assert not complete
     assert [item.seq for item in items] == list(range(len(items)))
     assert len(items) > 1000
@@ -192,23 +237,43 @@ def test_nothing_is_left_of_wrong_input(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_silence_is_told(tmp_path):
-    """Where nothing came, the recording is empty and complete, and stderr says so."""
+@pytest.mark.parametrize("older", [None, "precious"])
+@pytest.mark.parametrize("options", [[], ["--rotate", "1h", "--rotate", "1GiB"]])
+def test_silence_is_told(tmp_path, older, options):
+    """Where nothing came there is no file, an older one stays, and the exit code is 4."""
     out = tmp_path / "none.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "kvcore",
-        "record",
-        "--zmq",
-        "ipc://" + str(tmp_path / "s"),
-    ]
-    done = subprocess.run(
-        [*command, "--for", "0.01", "-o", out], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0
-    assert f"no batch came from ipc://{tmp_path}" in done.stderr
-    assert read(out) == ([], True)
+    if older is not None:
+        out.write_text(older)
+    address = f"ipc://{tmp_path}/s"
+    done = run_here("record", "--zmq", address, "--for", "0.01", "-o", out, "--json", *options)
+    assert done.returncode == 4
+    report = json.loads(done.stdout)
+    assert (report["batches"], report["pieces"]) == (0, 0)
+    then = "nothing is written" if older is None else f"{out} stays as it was"
+    assert f"no batch came from {address}: {then}" in done.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == [older] * (older is not None)
+
+
+@pytest.mark.parametrize("limit", ["0s", "0B", "1", "h", "1 GiX"])
+def test_pieces_have_a_size_or_an_age(limit):
+    """What is neither, or 0, is refused."""
+    given = ("--zmq", "ipc://x", "-o", "x", "--rotate", limit)
+    done = run_here("record", *given)
+    assert done.returncode == 2
+    assert "--rotate" in done.stderr
+
+
+def test_numbers_beyond_64_bits_are_reported(engine, tmp_path):
+    """Gaps of more batches than 64 bits can count are added up, by `replay` too."""
+    out = tmp_path / "live.jsonl"
+    with recording(engine, out, "--batches", "5", "--json", replay=False) as process:
+        for number in (2**63 - 1, 0, 2**63 - 1, 0, 2**63 - 1):
+            engine.next = number
+            engine.publish(stored(number % 7))
+        printed, _ = process.communicate(timeout=PATIENCE)
+    missing = 3 * (2**63 - 1) - 2
+    assert json.loads(printed)["missing"] == missing
+    assert json.loads(run_here("replay", out, "--json").stdout)["missing"] == missing
 
 
 def test_clears_and_unread_events_are_counted(engine, tmp_path):

@@ -142,6 +142,15 @@ def test_a_file_may_set_both_kinds(run, tmp_path):
         (("--prompt", "a", "--limit", 3), "--limit is for a WORKLOAD alone"),
         (("--max-output", 3), "--max-output is for --prompt alone"),
         (("--prompt", " "), "has no tokens"),
+        (("--prompt", "\udcff"), "prompt '\\udcff' is not UTF-8"),
+        (
+            ("--prompt", "a", "--max-output", -1),
+            "error: --max-output must be 0 or more, not -1",
+        ),
+        (("--prompt", "a", "--threads", 0), "error: threads must be 1 to "),
+        (("--generator", "transformer:layers=0"), "error: --generator: ModelSpec: layers must"),
+        (("--generator", "transformer:mlp=0"), "error: --generator: transformer: mlp must"),
+        (("--seed", -1), "error: --generator: transformer: seed must be 0 to 2^63 - 1, not -1"),
         (("--stop-at-eos",), "--stop-at-eos needs --clock wall"),
         (("--step-times", "x.csv"), "--step-times needs --clock wall"),
         (

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kvcore.api import find_capacity
 from kvcore.cli import main as frame
 
 SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
@@ -108,11 +109,22 @@ def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace(run
 
 
 @pytest.mark.slow
-def test_one_device_is_too_few_for_the_bundled_trace(run):
-    """What asks for more than can be done says so before anything else, and what would do."""
-    out = run("--tensor-parallel", 1)
-    assert out.startswith("OVERLOAD: mooncake asks for ")
-    assert "--tensor-parallel 4" in out[: out.index("\n\n")]
+@pytest.mark.parametrize(
+    ("deployment", "saturated"),
+    [
+        (["--rate-scale", 1.8], False),
+        (["--rate-scale", 1.9], True),
+        (["--rate-scale", 2], True),
+        (["--device", "h200", "--tensor-parallel", 2, "--scheduler", "slo"], True),
+        (["--tensor-parallel", 1], True),
+        (["--memory", "10GiB"], True),
+    ],
+)
+def test_what_is_too_much_for_a_server_is_said_first(run, deployment, saturated):
+    """Also where the load is below 1: the queue of the run itself says so."""
+    out = run(*deployment, "--slo", "ttft=5,tpot=0.05", "--no-search")
+    assert out.startswith("SATURATED: mooncake asks for ") is saturated
+    assert "told below" not in out
 
 
 def test_the_report_names_what_was_run(run):
@@ -134,21 +146,34 @@ def test_the_report_names_what_was_run(run):
 
 
 @pytest.mark.parametrize(
-    ("rate", "given", "option"),
+    ("rate", "given", "options"),
     [
-        (50, ["--blocks", 300], "--blocks"),
-        (300, [], "--tensor-parallel"),
-        (300, [], "--rate-scale"),
+        (50, ["--blocks", 300], {"rate_scale", "blocks"}),
+        (300, [], {"rate_scale", "tensor_parallel"}),
     ],
 )
-def test_what_would_carry_an_overload_does(run, report, rate, given, option):
-    """Each option that the warning offers brings the load to 1 at most."""
+def test_what_holds_does(run, report, rate, given, options):
+    """Each option that is found brings a queue that does not grow; the report has the same."""
     crowd = f"zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate={rate}"
-    warning, _, _ = run(crowd, *given).partition("\n\n")
-    assert warning.startswith("OVERLOAD: ")
-    words = warning.rstrip(".").split()
-    advised = words[words.index(option) + 1]
-    assert report(crowd, option, advised)["offered_load"] <= 1
+    first = report(crowd, *given)["saturation"]
+    assert first["saturated"]
+    assert options <= set(first["holds"])
+    told = " ".join(run(crowd, *given).rpartition("\n\n")[2].split())
+    for name, value in first["holds"].items():
+        option = f"--{name.replace('_', '-')}", f"{value:g}"
+        assert " ".join(option) in told
+        others = [] if name == "blocks" else given
+        assert not report(crowd, *others, *option)["saturation"]["saturated"]
+    assert (
+        find_capacity(crowd, **dict(zip(["blocks"], given[1:], strict=False))) == first["holds"]
+    )
+
+
+def test_what_holds_is_not_searched_for_unasked(report, run):
+    """With --no-search, and where nothing is too much."""
+    crowd = "zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate=300"
+    assert report(crowd, "--no-search")["saturation"]["holds"] is None
+    assert "It would hold" not in run(SMALL)
 
 
 def test_a_rejected_request_is_counted_and_explained(run):

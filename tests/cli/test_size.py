@@ -267,6 +267,7 @@ def test_counts_below_one_are_usage_errors(option):
         ("deepseek-v3", "MLA (128 heads, 576 numbers a token)"),
         ("mistral-7b-v0.1", "32 layers, 32 with a window of 4,096"),
         ("mixtral-8x7b", "46.7 B parameters (12.9 B active)"),
+        ("gpt2", "124 M parameters"),
     ],
 )
 def test_the_head_says_what_the_model_is(model, label):

@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 import pytest
-from helpers.sweeps import SMALL, command, install_mortal, run, wait_for
+from helpers.sweeps import SMALL, command, finished, install_mortal, run, wait_for
 
 from kvcore.analysis.sweep import axes_of
 from kvcore.analysis.sweep.grid import sweep_keys
@@ -182,6 +182,29 @@ def test_a_killed_sweep_gives_the_same_table(tmp_path, whole, kills):
         line.split('"')[3] for line in journal.read_text().splitlines() if '"cell"' in line
     ]
     assert len(cells) == len(set(cells)) == 12
+
+
+def test_a_damaged_line_of_the_journal_is_told_and_its_cell_run_again(sweep, tmp_path):
+    """The table is the one that it was."""
+    two = """mode = "compare"
+workload = "zipf:requests=9"
+eviction = ["lru", "lfu"]
+blocks = 50
+jobs = 1
+"""
+    journal = tmp_path / "all.csv.journal"
+    sweep(two, "--out", "all.csv")
+    table = (tmp_path / "all.csv").read_bytes()
+    lines = journal.read_text().splitlines(keepends=True)
+    lines[1] = lines[1].replace('"hit_blocks":', '"hit_blocks":1')
+    journal.write_text("".join(lines))
+    code, _, err = sweep(two, "--out", "all.csv")
+    assert (code, (tmp_path / "all.csv").read_bytes()) == (0, table)
+    assert err == (
+        "kvcore: all.csv.journal:2: does not match its digest: its cell is run again, "
+        "unless a later line has it\n"
+    )
+    assert finished(journal) == 3
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path):

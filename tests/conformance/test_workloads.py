@@ -1,6 +1,8 @@
 """The built-in workloads pass the tests that every workload must pass."""
 
+import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from helpers.kv_events import batch, record, stored
@@ -9,6 +11,7 @@ from kvcore.analysis import compare
 from kvcore.testing.workload import WorkloadTests
 from kvcore_plugins.workload import (
     Azure,
+    Chat,
     Jsonl,
     KvEvents,
     Lengths,
@@ -123,6 +126,78 @@ class TestLMCache(WorkloadTests):
     def make(self):
         """Return what reads it."""
         return LMCache(self.path)
+
+
+CHATS = [
+    {"messages": [{"role": role, "content": text * (n % 5 + 1)} for role, text in turns]}
+    for n, turns in enumerate(
+        [[("system", "Be kind. "), ("user", "Why? "), ("assistant", "So. "), ("user", "Oh. "),
+          ("assistant", "Yes, since all ships are. "), ("user", "And boats? ")][:1 + n % 6]
+         for n in range(40)]
+    )
+]  # fmt: skip
+
+
+class TestChat(WorkloadTests):
+    """Conversations that overlap, of equal beginnings, and requests of one turn."""
+
+    options: ClassVar = {"rate": 2, "think": 0.7, "key_tokens": 2}
+
+    @pytest.fixture(autouse=True)
+    def chats(self, tmp_path):
+        """Write them."""
+        self.path = tmp_path / "chats.jsonl"
+        self.path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+
+    def make(self):
+        """Return what reads them."""
+        return Chat(self.path, **self.options)
+
+
+class TestChatArray(TestChat):
+    """The same as a JSON array, all at once, a token a byte."""
+
+    options: ClassVar = {"tokens": "bytes", "key_tokens": 16}
+
+    @pytest.fixture(autouse=True)
+    def chats(self, tmp_path):
+        """Write them."""
+        self.path = tmp_path / "chats.json"
+        self.path.write_text(json.dumps(CHATS))
+
+
+class TestLengthsWithoutTimes(WorkloadTests):
+    """A table of lengths, with arrivals drawn."""
+
+    @pytest.fixture(autouse=True)
+    def table(self, tmp_path):
+        """Write it."""
+        self.path = tmp_path / "lengths.csv"
+        self.path.write_text("input,output\n" + "".join(f"{n + 1},{n}\n" for n in range(60)))
+
+    def make(self):
+        """Return what reads it."""
+        return Lengths(self.path, rate=3)
+
+
+class TestBenchmark(WorkloadTests):
+    """A benchmark's result of vLLM, some requests failed."""
+
+    @pytest.fixture(autouse=True)
+    def result(self, tmp_path):
+        """Write it."""
+        self.path = tmp_path / "result.json"
+        columns = {
+            "input_lens": [*range(1, 61)],
+            "output_lens": [n % 7 for n in range(60)],
+            "start_times": [n + n % 3 for n in range(60)],
+            "errors": ["" if n % 9 else "gone" for n in range(60)],
+        }
+        self.path.write_text(json.dumps({"backend": "vllm", "duration": 60.0, **columns}))
+
+    def make(self):
+        """Return what reads it."""
+        return Lengths(self.path)
 
 
 class TestLengths(WorkloadTests):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,13 @@ OWN = {"kvcore.toml"}
 
 UNLISTED = {"__pycache__", "__main__.py", "py.typed"}
 """Of the core, what the map for contributors leaves out."""
+
+
+def test_readme_names_every_extra():
+    """Each optional dependency of the package has its row in README's table."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| `(\w+)` \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(project["optional-dependencies"])
 
 
 def resolves(name):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcore.cli.main import run
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -83,8 +85,9 @@ def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", WITH_KVCORE, ids=name)
-def test_kvcore_commands_run(page, tmp_path):
+def test_kvcore_commands_run(page, tmp_path, monkeypatch, capsys):
     """The `kvcore` commands of a page succeed, and print what the page says they print."""
+    monkeypatch.chdir(tmp_path)
     with gzip.open(ROOT / "kvcore/data/mooncake_conversation.jsonl.gz") as trace:
         (tmp_path / "my_requests.jsonl").write_bytes(b"".join(islice(trace, 200)))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -94,14 +97,9 @@ def test_kvcore_commands_run(page, tmp_path):
         words = shlex.split(command)
         if words[0] != "kvcore":
             continue
-        done = subprocess.run(
-            [sys.executable, "-m", "kvcore", *words[1:]],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-        printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+        code = run(words[1:])
+        done = capsys.readouterr()
+        assert code == 0, f"{command}\n{done.err}"
+        printed = {" ".join(line.split()) for line in done.out.splitlines()}
         for line in output.splitlines():
             assert " ".join(line.split()) in printed, f"{command} does not print {line!r}"

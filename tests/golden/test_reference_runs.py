@@ -38,9 +38,9 @@ GOLDEN = {
     "slo": ("c2ca6f34f076f4195cb4534f65e9bfc9", "ca7f5301dcce744e50ee0a7e5ea4d722"),
     "preemptions": ("deb5857e5b93572d695a927d5d25abf8", "e086db724115da818c07958344f1aab5"),
     "sessions": ("25cbc50050bd614acea9bfe16b24cac0", "039cf1813e49f347aedeeb9f10533fc9"),
-    "hints": ("9b3dcc34d27fa94bc0539a4ef5954447", "38e451434ea6714e2f805366d537228f"),
+    "hints": ("4af7bca28e6ca969513ee7c5fdf53901", "369fcefcbd33dea3ae5fea98cd2b108c"),
     "expiry": ("2a65078ba7dedbb9118092e2b5b68efb", "8f9a0f4773a5a84a867e3e8abf9d8bdc"),
-    "tensors": ("088185de2e12240e734a72c8eb0a7bfe", "74f383396111f322235d3f02ff73c35f"),
+    "tensors": ("707eb6bdb3d3427d67d09baecf0e1ba9", "f50a429601f820f96bcbfbe6a0cdece8"),
     "forks": ("63098e176ed449797134257a5f154e38", "e089ef9c39a2dc0778e9118b8ee35a77"),
 }
 

@@ -139,9 +139,9 @@ def serve(path):
         cache.commit(silent, 4, 5)
         trace.finish(5, request="silent", seq=3, output=0)
         cache.close(silent, 5)
-        seq = cache.open(long, None, 5, resumed=True)
-        cache.extend(seq, 5, 5)
-        cache.commit(seq, 9, 6)
+        seq = cache.open(long, None, 5, resumed=True, target=15)
+        cache.extend(seq, 2, 5)
+        cache.commit(seq, 5, 6)
         trace.finish(9, request="long", seq=4, output=6)
         cache.close(seq, 9)
     return path

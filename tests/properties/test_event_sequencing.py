@@ -1,11 +1,11 @@
 """Whatever is lost, replayed or restarted, each batch is heard at most once, and in order."""
 
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.kv_events.subscriber import BatchSequencer, Delivery, Gap, ReplayFailed, Restart
+from kvcore.kv_events.sequencer import BatchSequencer, Delivery, Gap, ReplayFailed, Restart
 
 STEPS = st.lists(
     st.sampled_from(["heard", "heard", "heard", "lost", "lost", "restart", "catch up"]),
@@ -119,6 +119,50 @@ def named(item):
         return -1, -1
     life, number = item.payload.split(b"/")
     return int(life), int(number)
+
+
+def test_a_replay_without_end_takes_no_more_memory(monkeypatch):
+    """Of a replay only the last batches are known again, should they come live too."""
+    monkeypatch.setattr("kvcore.kv_events.sequencer.MOST_REPLAYED", 5)
+    publisher = Publisher(keeps=20)
+    batches = [publisher.publish() for _ in range(20)]
+    sequencer = BatchSequencer(0, publisher.replay)
+    assert len(list(sequencer.catch_up())) == 20
+    assert len(sequencer._replayed) == 5
+    assert [item for batch in batches[-5:] for item in sequencer.receive(*batch)] == []
+
+
+@given(steps=STEPS, read=st.integers(0, 60))
+def test_what_is_not_read_any_more_is_in_gaps(steps, read):
+    """Wherever reading ends, batches and gaps make up all numbers up to the last received."""
+    publisher = Publisher(keeps=3)
+    sequencer = BatchSequencer(0, publisher.replay)
+    items = list(islice(_partly(sequencer, publisher, steps, read), None))
+    for life in lives(items):
+        expected = 0
+        for item in life:
+            assert (item.first if isinstance(item, Gap) else item.sequence) == expected
+            expected = (item.last if isinstance(item, Gap) else item.sequence) + 1
+
+
+def _partly(sequencer, publisher, steps, read):
+    """Yield what a listener is told that gives up reading after so many items."""
+    waiting = []
+    for step in steps:
+        if step == "restart":
+            publisher.restart()
+        elif (batch := publisher.publish()) and step == "heard":
+            waiting.append(batch)
+            items = sequencer.receive(*batch)
+            while read > 0 and (item := next(items, None)) is not None:
+                read -= 1
+                yield item
+                if not read:
+                    break
+            if read > 0:
+                waiting.clear()
+    for sequence, payload in waiting:
+        yield from sequencer.skip(sequence, payload, "no time")
 
 
 def test_a_hole_behind_the_last_batch_had_is_asked_for_again():

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 
+import attrs
 import pytest
 
-from kvcore import InputError, PluginError, Plugins, StorageError
+from kvcore import InputError, PluginError, Plugins, StorageError, host
 from kvcore.engine import RaggedBatch, TensorLayout
-from kvcore_plugins.backend import TorchCPU, TorchCUDA, torch_backend, torch_cpu, torch_cuda
+from kvcore.models.catalogue import MODELS
+from kvcore_plugins.backend import TorchCPU, TorchCUDA, torch_backend, torch_cuda
 
 torch = pytest.importorskip("torch", reason="these keep K/V in torch tensors")
 
@@ -160,7 +162,7 @@ def test_attention_has_to_be_known():
 def test_too_little_memory_says_what_would_fit(monkeypatch, tmp_path):
     """The error has what was asked for, what is free, and how many blocks that is."""
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  4 kB\n")
-    monkeypatch.setattr(torch_cpu, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
     with pytest.raises(StorageError) as caught:
         TorchCPU().allocate(layout(blocks=100))
     assert str(caught.value) == (
@@ -170,11 +172,43 @@ def test_too_little_memory_says_what_would_fit(monkeypatch, tmp_path):
 
 def test_memory_nobody_knows_of(monkeypatch, tmp_path):
     """Where the system does not say what is free, torch is what refuses."""
-    monkeypatch.setattr(torch_cpu, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "none")
     backend = TorchCPU()
     assert backend.memory().free is None
     with pytest.raises(StorageError, match="cpu does not have: ask for fewer"):
         backend.allocate(layout(blocks=2**50))
+
+
+@pytest.mark.parametrize(
+    ("asked", "parameters", "cpus", "expected"),
+    [
+        (None, 10**6, 8, 1),  # a tiny model
+        (None, 10**9, 8, 4),  # what torch is set to
+        (None, 10**9, 2, 2),  # what this process may use
+        (3, 10**6, 8, 3),
+    ],
+)
+def test_threads_fit_the_model_and_the_process(monkeypatch, asked, parameters, cpus, expected):
+    """One thread for a tiny model, else as torch is set and the process may; then as before."""
+    found = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(torch_backend, "cpus", lambda: cpus)
+    model = attrs.evolve(
+        MODELS["llama-3-8b"], parameters=parameters, active_parameters=parameters
+    )
+    with pytest.raises(KeyError), TorchCPU().limit_threads(asked, model):
+        raise KeyError
+    assert found == [expected, 4]
+
+
+@pytest.mark.parametrize("asked", [0, -1, 9])
+def test_threads_without_a_cpu_are_refused(monkeypatch, asked):
+    """More threads than CPUs wait for one another; the error says how many there may be."""
+    monkeypatch.setattr(torch_backend, "cpus", lambda: 8)
+    context = TorchCPU().limit_threads(asked, MODELS["llama-3-8b"])
+    with pytest.raises(InputError, match=rf"threads must be 1 to 8, .* not {asked}"), context:
+        pass
 
 
 def test_together_a_block_is_one_run(backend):

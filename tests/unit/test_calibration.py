@@ -1,9 +1,9 @@
-"""Fitting `linear`: what comes out of steps it made, of noise, and of too little."""
+"""Fitting latency models: what comes out of steps they made, of noise, and of too little."""
 
 from __future__ import annotations
 
 import sys
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 from hypothesis import given
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvcore import Plugins
 from kvcore.errors import InputError
 from kvcore.serving import StepWork
-from kvcore.serving.calibration import fit_linear
-from kvcore_plugins.latency import Linear
+from kvcore.serving.calibration import MeasuredStep, fit_latency
+from kvcore_plugins.latency import Linear, Roofline, TokenRate
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
 GRID = list(product((0, 512, 4096), (1, 16, 64), (1000, 90_000)))
@@ -33,21 +33,26 @@ def measured(model, grid=GRID):
 
 @pytest.fixture
 def fit(tmp_path):
-    """Return a function that fits rows."""
-    return lambda rows: fit_linear(write(tmp_path / "steps.csv", rows))
+    """Return a function that fits a model to rows."""
+
+    def fit(rows, model=TRUTH, header=HEADER):
+        path = tmp_path / "steps.csv"
+        path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]))
+        return fit_latency(path, model)
+
+    return fit
 
 
 def test_finds_the_model_that_made_the_steps(fit):
-    """Exactly, to the picosecond, with no residual."""
-    found = fit(measured(TRUTH))
-    assert found.coefficients == {
-        "step": 4 * 10**9,
-        "prefill": 15_000_000,
-        "decode": 30_000_000,
-        "context": 20_000,
-    }
-    assert (found.rms, found.largest, found.largest_relative, found.r2) == (0, 0, 0, 1)
+    """Exactly, to the picosecond, with no residual, whatever the model began with."""
+    found = fit(measured(TRUTH), Linear())
+    assert found.fitted == TRUTH.options()
+    assert found.model.options() == TRUTH.options()
     assert found.held == ()
+    assert {residual.relative for residual in found.residuals} == {0}
+    for errors in found.errors:
+        assert (errors.median, errors.p90) == (0, 0)
+        assert errors.held_out_p90 < 1e-12
 
 
 @given(st.tuples(*[st.integers(0, 10**9)] * 3))
@@ -56,19 +61,25 @@ def test_finds_any_model(tmp_path_factory, coefficients):
     prefill, decode, context = (ps / 10**12 for ps in coefficients)
     model = Linear(step=0.001, prefill=prefill, decode=decode, context=context)
     path = write(tmp_path_factory.mktemp("fit") / "steps.csv", measured(model))
-    assert tuple(fit_linear(path).coefficients.values()) == (10**9, *coefficients)
+    assert fit_latency(path, TRUTH).fitted == model.options()
+
+
+def noisy(model, grid=GRID):
+    """Return the rows of a model that is off by up to a fifth."""
+    factors = cycle((0.8, 1.1, 0.95, 1.2, 1.0))
+    return [(*counts, s * next(factors)) for *counts, s in measured(model, grid) * 4]
 
 
 def test_the_spec_builds_the_fitted_model(fit):
-    """The text gives back each coefficient, to the picosecond."""
-    found = fit([(p, d, c, s * (1 + d / 1000)) for p, d, c, s in measured(TRUTH)])
-    built = Plugins().build("latency", found.spec).coefficients()
-    assert built == {f"{name}_ps": ps for name, ps in found.coefficients.items()}
+    """The text gives back each option, to the picosecond."""
+    found = fit(noisy(TRUTH))
+    built = Plugins().build("latency", found.spec)
+    assert built.options() == found.model.options() == found.fitted
 
 
 def test_the_residuals_are_those_of_the_spec(fit):
     """What the built model says of each row is what is reported as fitted."""
-    found = fit([(p, d, c, s * (1 + d / 1000)) for p, d, c, s in measured(TRUTH)])
+    found = fit(noisy(TRUTH))
     model = Plugins().build("latency", found.spec)
     for residual in found.residuals:
         prefill, decode, context = residual.step.counts
@@ -76,48 +87,105 @@ def test_the_residuals_are_those_of_the_spec(fit):
 
 
 def test_the_errors_of_a_fit_by_hand(fit):
-    """Four coefficients, five rows of which two differ: each is off by half the difference."""
+    """Rows that differ by a factor of 3 are met where the squared relative errors are least.
+
+    That is at 1.2 for 1 and 3: the mean weighted with 1 and 1/9.
+    """
     rows = [(0, 0, 0, 1), (0, 0, 0, 3), (1, 0, 0, 4), (0, 1, 0, 4), (0, 0, 1, 5)]
     found = fit(rows)
-    assert list(found.coefficients.values()) == [2 * 10**12, *[2 * 10**12] * 2, 3 * 10**12]
-    assert [residual.error for residual in found.residuals] == [10**12, -(10**12), 0, 0, 0]
-    assert found.rms == pytest.approx((2 / 5) ** 0.5)
-    assert (found.mean, found.largest) == (0.4, 1)
-    assert found.mean_relative == pytest.approx((1 + 1 / 3) / 5)
-    assert found.largest_relative == 1
-    assert found.r2 == pytest.approx(1 - 2 / 9.2)
-    assert [residual.step.line for residual in found.worst(2)] == [2, 3]
+    assert found.fitted == pytest.approx(
+        {"step": 1.2, "prefill": 2.8, "decode": 2.8, "context": 3.8}
+    )
+    relative = [residual.relative for residual in found.residuals]
+    assert relative == pytest.approx([0.2, -0.6, 0, 0, 0])
+    prefill, decode, whole = found.errors
+    assert [each.steps for each in found.errors] == ["prefill", "decode", "all"]
+    assert (prefill.rows, prefill.p90) == (1, pytest.approx(0))
+    assert (decode.rows, decode.median, whole.median) == pytest.approx((4, 0.1, 0))
+    assert whole.p90 == pytest.approx(0.44)
+    assert [residual.step.line for residual in found.worst(2)] == [3, 2]
+
+
+def test_short_steps_count_as_much_as_long_ones(fit):
+    """Prefill steps whose noise is longer than a decode step do not rule the fit."""
+    decode = [(0, d, c) for d in (1, 16, 64) for c in (1000, 30_000, 90_000)]
+    prefill = [(p, 1, 1000) for p in (2048, 4096, 8192)]
+    wrong = [(p, d, c, s * 1.3) for p, d, c, s in measured(TRUTH, prefill)]
+    found = fit([*measured(TRUTH, decode), *wrong])
+    off = {errors.steps: errors.median for errors in found.errors}
+    assert off["decode"] < 0.01
+
+
+def test_held_out_errors_are_of_steps_that_the_fit_has_not_seen(fit):
+    """A step that is unlike all others is fitted well only by a fit that has seen it."""
+    rows = [(*counts[:2], 0, s) for *counts, s in measured(Linear(context=0))]
+    found = fit([*rows, (0, 1, 90_000, 3.0)])
+    *_, lone = found.residuals
+    assert abs(lone.relative) < 1e-6
+    assert lone.held_out < -0.9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute": 0.6, "bandwidth": 0.7, "overhead": 0.004},
+        {"compute": 0.3, "bandwidth": 1.0, "overhead": 0.0},
+        {"model": "qwen3-30b-a3b", "tensor_parallel": 2, "compute": 0.4, "bandwidth": 0.7},
+        {"model": "gpt-oss-20b", "tensor_parallel": 1, "device": "a100-80g"},
+    ],
+)
+def test_finds_the_shares_of_a_roofline(fit, options):
+    """From its own steps, also of experts and of layers with windows."""
+    truth = Roofline(**options)
+    grid = [(p, d, d * c) for p, d, c in product((0, 512, 8192), (1, 16, 64), (100, 9000))]
+    steps = [MeasuredStep(0, *counts, 1).work(truth.windows) for counts in grid]
+    rows = [
+        (*counts, truth.duration(step) / 1e12) for counts, step in zip(grid, steps, strict=True)
+    ]
+    found = fit(rows, Roofline(**options | {"compute": 0.5, "bandwidth": 0.5}))
+    # The model itself rounds what a token of context takes to picoseconds.
+    expected = {name: getattr(truth, name) for name in found.fitted}
+    assert found.fitted == pytest.approx(expected, rel=2e-3, abs=1e-6)
+    assert max(errors.held_out_p90 for errors in found.errors) < 1e-3
+
+
+def test_pairs_tell_chunks_apart(fit):
+    """A chunk behind a long context takes longer, and the column says so."""
+    truth = Roofline(compute=0.4)
+    rows = []
+    for prefill, pairs, decode, context in [
+        *((2048, 2048 * before, 0, 0) for before in (2000, 9000, 60_000, 100_000)),
+        *((0, 0, decode, 9000 * decode) for decode in (1, 9, 40)),
+    ]:
+        work = StepWork(prefill, (pairs,), decode, (context,))
+        rows.append((prefill, decode, context, pairs, truth.duration(work) / 1e12))
+    found = fit(rows, Roofline(), HEADER.replace(",seconds", ",attended_pairs,seconds"))
+    assert found.fitted == pytest.approx(
+        {"compute": 0.4, "bandwidth": 0.8, "overhead": 0.002}, rel=1e-3
+    )
 
 
 def test_no_coefficient_is_negative(fit):
     """Where contexts seem to save time, they cost nothing, and the others fit without them."""
-    rows = [(p, d, c, 0.005 + p * 1e-5 + d * 1e-5 - c * 1e-8) for p, d, c in GRID]
-    found = fit(rows)
-    assert found.coefficients["context"] == 0
+    found = fit([(p, d, c, 0.005 + p * 1e-5 + d * 1e-5 - c * 1e-8) for p, d, c in GRID])
+    assert found.fitted["context"] == 0
     assert found.held == ("context",)
-    without = Linear(
-        context=0, **{n: ps / 10**12 for n, ps in found.coefficients.items() if ps}
-    )
-    best = sum(residual.error**2 for residual in found.residuals)
+
+    def squares(model):
+        return sum(
+            (model.duration(residual.step.work()) / residual.step.time - 1) ** 2
+            for residual in found.residuals
+        )
+
+    best = squares(found.model)
     for name in ("step", "prefill", "decode"):
         for change in (0.999, 1.001):
-            other = Linear(**without.options() | {name: getattr(without, name) * change})
-            off = [
-                other.duration(StepWork(r.step.prefill, (0,), r.step.decode, (0,)))
-                - r.step.time
-                for r in found.residuals
-            ]
-            assert sum(error**2 for error in off) >= best
-
-
-def test_equal_times_have_no_variance_to_explain(fit):
-    """R² is then unknown."""
-    assert fit([(*counts, 0.005) for counts in GRID]).r2 is None
+            assert squares(Linear(**found.fitted | {name: found.fitted[name] * change})) > best
 
 
 def test_too_few_rows_are_refused(fit):
     """Four rows would be fitted without any residual."""
-    with pytest.raises(InputError, match=r"4 rows for 4 coefficients; measure at least 5"):
+    with pytest.raises(InputError, match=r"4 rows for 4 options of linear; measure at least 5"):
         fit(measured(TRUTH, GRID[:4]))
 
 
@@ -126,29 +194,36 @@ def test_too_few_rows_are_refused(fit):
     [
         (
             [(0, d, c) for _, d, c in GRID],
-            "prefill cannot be known: prefill_tokens is 0 in every row",
+            "prefill cannot be known: no step takes longer by it",
         ),
-        (
-            [(p, 8, c) for p, _, c in GRID],
-            "step and decode cannot be told apart: decode_sequences is 8 in every row",
-        ),
-        (
-            [(p, d, 2000 * d) for p, d, _ in GRID],
-            "decode and context cannot be told apart: context_tokens follows from",
-        ),
+        ([(p, 8, c) for p, _, c in GRID], "step and decode cannot be told apart"),
+        ([(p, d, 2000 * d) for p, d, _ in GRID], "decode and context cannot be told apart"),
         (
             [(p, d, p + 2 * d) for p, d, _ in GRID],
-            "prefill, decode and context cannot be told apart: context_tokens follows from",
+            "prefill, decode and context cannot be told apart",
         ),
     ],
 )
 def test_columns_that_say_too_little_are_refused(fit, grid, problem):
-    """The error names the coefficients, and what to measure."""
+    """The error names the options, and what to measure."""
     with pytest.raises(InputError) as caught:
         fit(measured(TRUTH, grid))
     message = str(caught.value)
     assert f"steps.csv: {problem}" in message
-    assert message.endswith("in every row; measure steps in which it varies by itself")
+    assert "; measure more kinds of steps: without and with" in message
+
+
+def test_a_share_that_no_step_depends_on_is_refused(fit):
+    """Decode steps say nothing of computing."""
+    rows = [(0, d, d * c, 0.002 + d * c / 1e8) for d in (1, 2, 3) for c in (1000, 9000)]
+    with pytest.raises(InputError, match="compute cannot be known: no step takes longer by it"):
+        fit(rows, Roofline())
+
+
+def test_a_model_that_cannot_be_fitted_is_named(fit):
+    """The error says which can."""
+    with pytest.raises(InputError, match="'token-rate' cannot be fitted; linear and roofline"):
+        fit(measured(TRUTH), TokenRate())
 
 
 def test_without_scipy_the_extra_is_named(fit, monkeypatch):

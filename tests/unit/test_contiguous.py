@@ -31,7 +31,7 @@ def memory(blocks=5, max_output=4):
 def opened(allocator, request):
     """Return a job for `request` that has a piece, or none if there is no hole for it."""
     job = Job(request, 1, 0, DecodeSteps(), request.prompt_tokens)
-    job.seq = allocator.open(job, None, 0, 0)
+    job.seq = allocator.open(job, 0, 0)
     return job
 
 

@@ -180,7 +180,7 @@ def test_a_key_after_two_others_is_refused(prompts, place, key):
         for n, keys in enumerate(prompts)
     ]
     with pytest.raises(InputError, match=f"request at place {place} .*: key {key} does not"):
-        curve(Prompts(served), "lru")
+        Reuse.read(served, BlockLayout("keys", 1))
 
 
 def test_more_keys_than_the_loops_can_count_are_refused(monkeypatch):

@@ -258,6 +258,8 @@ def test_the_wall_clock_measures(tmp_path):
     assert sum(step.prefill for step in steps) == 10 + 7 - 4
     assert sum(step.decode for step in steps) == 4
     assert sum(step.context for step in steps) == 11 + 12 + 13 + 8
+    assert [step.pairs for step in steps] == [step.pairs for step in ran.result.steps]
+    assert sum(step.pairs for step in steps) == sum(range(1, 11)) + 5 + 6 + 7
     assert [step.time // 1000 for step in steps] == [s.time // 1000 for s in ran.result.steps]
     assert ran.result.log.busy_ps == sum(step.time for step in ran.result.steps)
     assert orjson.loads(ran.trace.splitlines()[0])["mode"] == "wall"

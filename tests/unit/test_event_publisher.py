@@ -7,7 +7,8 @@ import zmq
 
 from kvcore.errors import InputError
 from kvcore.kv_events.publisher import Publisher
-from kvcore.kv_events.subscriber import Delivery, Gap, Server, Subscriber
+from kvcore.kv_events.sequencer import Delivery, Gap
+from kvcore.kv_events.subscriber import Server, Subscriber
 
 PATIENCE = 20
 FREE = "tcp://127.0.0.1:*"
@@ -79,7 +80,7 @@ def test_without_a_replay_address_nothing_can_be_had_again():
 def test_a_slow_listener_loses_nothing():
     """Far more batches than all queues hold arrive, none of them as a replay."""
     with Publisher(FREE) as publisher:
-        listener = Listener(publisher, 5_000, queue=1)
+        listener = Listener(publisher, 5_000, queue_bytes=1)
         assert publisher.wait_for(1, PATIENCE)
         deque(map(publisher.publish, [b"x" * 1000] * 5_000), maxlen=0)
         heard = listener.heard(publisher)

@@ -1,21 +1,15 @@
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import zmq
 from helpers.engine_wire import END, Engine, number
 
 from kvcore.errors import InputError, PluginError
-from kvcore.kv_events.subscriber import (
-    Delivery,
-    Gap,
-    InvalidMessage,
-    Restart,
-    Server,
-    Subscriber,
-)
+from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart
+from kvcore.kv_events.subscriber import Server, Subscriber
 
 PATIENCE = 20
 
@@ -300,6 +294,106 @@ def test_listening_can_be_stopped(engine, listen):
         thread.start()
         assert list(subscriber.items()) == []
         thread.join()
+
+
+@pytest.fixture
+def local():
+    """Return an engine and a subscriber of one context: what is published is there at once."""
+    with (
+        zmq.Context() as context,
+        Engine("inproc://kv", "inproc://again", context=context) as it,
+    ):
+        server = Server(address="inproc://kv", queue_bytes=10_000)
+        with Subscriber(server, context) as subscriber:
+            it.wait()
+            yield it, subscriber
+
+
+def test_what_was_received_is_drained(local):
+    """At the end all that has come is yielded, and nothing that comes later."""
+    engine, subscriber = local
+    for _ in range(50):
+        engine.publish(b"x" * 1000)
+    assert [item.sequence for item in subscriber.drain()] == list(range(50))
+    assert subscriber.stopped
+
+
+def test_what_there_is_no_time_for_is_a_gap(local):
+    """What was received and cannot be read in time is told as one gap."""
+    engine, subscriber = local
+    for _ in range(50):
+        engine.publish(b"x" * 1000)
+    assert list(subscriber.drain(0)) == [
+        Delivery(0, 0, b"x" * 1000),
+        Gap(0, 1, 49, "the recording ended before they were read"),
+    ]
+
+
+def test_no_more_bytes_are_held_than_asked_for(local):
+    """While the reader is busy a few batches are received; the others are not lost."""
+    engine, subscriber = local
+    for _ in range(50):
+        engine.publish(b"x" * 1000)
+    items = subscriber.items(PATIENCE)
+    assert next(items).sequence == 0
+    assert len(subscriber._streams[0].queue) < 10
+    assert [item.sequence for item in islice(items, 49)] == list(range(1, 50))
+
+
+@pytest.fixture
+def endless():
+    """Return the address of a replay that never ends."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger, socket.sndhwm, socket.router_mandatory = 0, 10, 1
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        ended = Event()
+
+        def answer():
+            who, count = socket.recv_multipart()[0], 0
+            while not ended.is_set():
+                if socket.poll(10, zmq.POLLOUT):
+                    with suppress(zmq.ZMQError):
+                        batch = [who, b"", b"", number(count), b"x"]
+                        socket.send_multipart(batch, zmq.NOBLOCK)
+                        count += 1
+
+        thread = Thread(target=answer)
+        thread.start()
+        yield f"tcp://127.0.0.1:{port}"
+        ended.set()
+        thread.join()
+
+
+def test_a_replay_without_end_ends_in_time(engine, listen, endless):
+    """The deadline counts during a replay, too; another call goes on where it was."""
+    subscriber = listen(engine, replay=endless)
+    items = [item for _ in range(4) for item in subscriber.items(0.1)]
+    items += subscriber.drain(0.1)
+    expected = 0
+    for item in items:
+        assert (item.first if isinstance(item, Gap) else item.sequence) == expected
+        expected = (item.last if isinstance(item, Gap) else item.sequence) + 1
+    assert expected
+
+
+def test_a_host_that_is_none_is_told(monkeypatch):
+    """A name that nobody knows is an error: ZMQ would look for it forever."""
+
+    def unknown(*_):
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    complaint = "'tcp://nowhere:5557': the host 'nowhere' cannot be found: Name or service"
+    with pytest.raises(InputError, match=complaint):
+        Subscriber(Server(address="tcp://nowhere:5557"))
+
+
+def test_ranks_beyond_what_can_be_opened_are_refused():
+    """More ranks than there can be sockets are an error with the first that is too many."""
+    with pytest.raises(
+        InputError, match=r"cannot listen to rank \d+ at ipc://x_dp\d+: Too many"
+    ):
+        Subscriber(Server(address="ipc://x", ranks=99_999))
 
 
 @pytest.mark.parametrize(

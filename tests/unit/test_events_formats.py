@@ -24,6 +24,36 @@ def read(*events):
     return decode(pack([1.0, list(events)])).events
 
 
+def test_millions_of_tiny_values_are_refused():
+    """A payload that would take a hundred times its size in memory is refused before that."""
+    many = (8 << 20) + 1
+    events = (1 << 18) + 1
+    with pytest.raises(TraceError, match=r"batch\.events: 262,145; more than 262,144 are not"):
+        decode(b"\x92\x00\xdd" + events.to_bytes(4) + b"\x90" * events)
+    for payload in (b"\x92\x00\xdd" + many.to_bytes(4) + b"\x90" * many, b"[" * many):
+        with pytest.raises(TraceError, match=r"too many values; more than 8,388,608 texts"):
+            decode(payload)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        (
+            "\x1b]0;x\x07",
+            msgspec.msgpack.Ext(5, b""),
+            r"\\x1b\]0;x\\x07 must be plain .* not Ext$",
+        ),
+        ("x" * 1000, msgspec.msgpack.Ext(5, b""), r"x{100,}\.\.\.$"),
+    ],
+)
+def test_reasons_are_safe_to_print(field, value, reason):
+    """Names out of a payload are escaped and cut in a reason; it is equal in each process."""
+    with pytest.raises(TraceError, match=reason) as error:
+        decode(pack([1.0, [{"type": "AllBlocksCleared", field: value}]]))
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 400
+
+
 def test_vllm_events_are_read_by_name():
     """The batch captured from vLLM has its fields where the model has them."""
     found = decode(pack(VLLM))

@@ -1,16 +1,47 @@
 """From a subscriber to a file, with a stand-in for the subscriber."""
 
+import gc
+import sys
+
 import pytest
 from helpers.kv_events import batch, stored
 
 from kvcore.kv_events import (
     Delivery,
+    Lost,
     Received,
     RecordingReader,
     RecordingWriter,
     encode,
     record,
 )
+from kvcore.kv_events.sequencer import BatchSequencer
+
+PAYLOAD = encode(batch(stored(1, 2)))
+
+
+class Played:
+    """Hears what it is given, a turn after another, and is stopped then."""
+
+    stopped = False
+
+    def __init__(self, *turns, left=()):
+        self.turns, self.left = list(turns), left
+
+    def items(self, _):
+        """Yield what the next turn brings."""
+        yield from self.turns.pop(0)
+        self.stopped = not self.turns
+
+    def drain(self):
+        """Yield what was received and not read."""
+        yield from self.left
+
+
+def heard(path):
+    """Return the numbers in a recording, and whether it is whole."""
+    reader = RecordingReader(path)
+    return [item.seq for item in reader], reader.complete
 
 
 class Quiet:
@@ -31,6 +62,10 @@ class Quiet:
             self.seen = list(RecordingReader(self.part))
             self.stopped = True
 
+    def drain(self):
+        """Have nothing left."""
+        return iter(())
+
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_quiet_stream_is_in_the_file(tmp_path, suffix):
@@ -41,3 +76,87 @@ def test_a_quiet_stream_is_in_the_file(tmp_path, suffix):
         tally = record(quiet, writer)
     assert quiet.seen == [Received(batch(stored(1, 2)), 0, 0)]
     assert (tally.batches, tally.stored) == (1, 2)
+
+
+def test_what_was_received_is_written_at_the_end(tmp_path):
+    """What waits to be read when the recording is stopped is in the file."""
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        record(Played([Delivery(0, 0, PAYLOAD)], left=[Delivery(0, 1, PAYLOAD)]), writer)
+    assert heard(tmp_path / "r.jsonl") == ([0, 1], True)
+
+
+def test_pieces_are_whole_and_continue_after_a_kill(tmp_path):
+    """Each piece is a recording; the next run goes on behind all pieces and what was left."""
+    part = tmp_path / "a.b-000004.jsonl.gz.part"
+    for run in range(2):
+        turns = ([Delivery(0, number, PAYLOAD)] for number in range(2))
+        with RecordingWriter(tmp_path / "a.b.jsonl.gz", rotate_seconds=1e-9) as writer:
+            record(Played(*turns), writer)
+        assert writer.pieces == 2
+        if not run:
+            part.write_bytes(b"left by a kill")
+    names = [f"a.b-00000{number}.jsonl.gz" for number in (1, 2, 5, 6)]
+    assert sorted(tmp_path.iterdir()) == sorted([part, *map(tmp_path.joinpath, names)])
+    assert [heard(tmp_path / name) for name in names] == [([0], True), ([1], True)] * 2
+
+
+def test_a_piece_ends_at_its_size(tmp_path):
+    """A piece of which enough is written is followed by the next; one without batch is not."""
+    with RecordingWriter(tmp_path / "r.jsonl", rotate_bytes=1) as writer:
+        writer.flush()
+        writer._sink.hexdigest()
+        writer.rotate()
+        writer.batch(batch(stored(1)), 0)
+        writer.rotate()
+    assert [path.name for path in tmp_path.iterdir()] == ["r-000001.jsonl"]
+
+
+def test_an_exception_keeps_what_came(tmp_path):
+    """Whatever ends a recording, a batch that came is not lost."""
+    writer = RecordingWriter(tmp_path / "r.jsonl.gz")
+    writer.batch(batch(stored(1)), 0)
+    with pytest.raises(RuntimeError), writer:
+        raise RuntimeError
+    assert heard(tmp_path / "r.jsonl.gz.part") == ([0], False)
+
+
+def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
+    """A batch whose line would be too long to be read again is told as lost."""
+    limits = {"_LONG_LINE": 0, "LONGEST_LINE": 300}
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"kvcore.files.{name}", limit)
+    large = encode(batch(stored(*range(100))))
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        record(Played([Delivery(0, 0, large), Delivery(0, 1, PAYLOAD)]), writer)
+    lost, received = RecordingReader(tmp_path / "r.jsonl")
+    assert isinstance(lost, Lost)
+    assert "the line is longer than 300 bytes" in lost.why
+    assert received.seq == 1
+
+
+def test_many_reasons_are_counted(tmp_path):
+    """Of many events that cannot be read in a batch a few are told, and how many more."""
+    told = []
+    odd = encode(batch(*[stored(1)] * 20)).replace(b"BlockStored", b"BlockStowed")
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        record(Played([Delivery(0, 0, odd)]), writer, warn=told.append)
+    assert len(told) == 6
+    assert told[-1].endswith("an event cannot be read: and 15 others of the batch")
+
+
+def test_memory_does_not_grow_with_time(tmp_path):
+    """However many batches come, restarts and gaps among them, no more is held."""
+    sequencer, held = BatchSequencer(0), []
+
+    def stream():
+        for number in range(4000):
+            yield from sequencer.receive(number % 700 + number % 7, PAYLOAD + b"")
+            if number in (2000, 3999):
+                gc.collect()
+                held.append(sys.getallocatedblocks())
+
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        tally = record(Played(stream()), writer)
+    assert tally.gaps > 100
+    assert tally.restarts > 100
+    assert held[1] - held[0] < 1000

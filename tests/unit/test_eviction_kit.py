@@ -140,6 +140,21 @@ class Numberless(Mine):
         return float("nan")
 
 
+class Forgetful(Mine):
+    """Computes a score and forgets to return it."""
+
+    def score(self, span, now):
+        """Return nothing."""
+        self.last = now - span.last_access
+
+
+class Misspelled(Mine):
+    """Overrides a method that does not exist."""
+
+    def relased(self, span, now):
+        """Keep the time."""
+
+
 @attrs.define(slots=False, eq=False)
 class Mangled(Mine):
     """Has an option that it does not keep as given."""
@@ -153,12 +168,14 @@ class Mangled(Mine):
         (Hasty, "victims_are_unpinned_leaves", PolicyError),
         (Careless, "victims_are_unpinned_leaves", PolicyError),
         (Numberless, "victims_are_unpinned_leaves", PolicyError),
+        (Forgetful, "victims_are_unpinned_leaves", PolicyError),
         (Fickle, "decides_alike_when_run_again", AssertionError),
         (Fickle, "a_copy_decides_alike", AssertionError),
         (Shared, "a_copy_decides_alike", AssertionError),
         (Sized, "block_size_does_not_matter", AssertionError),
         (Hoarder, "forgets_what_has_left", AssertionError),
         (Mangled, "is_built_from_text", AssertionError),
+        (Misspelled, "is_a_named_policy", AssertionError),
         (Drawing, "many_leaves", PolicyError),
         (Deadly, "declares_that_spans_expire", PolicyError),
     ],

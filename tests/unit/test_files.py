@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -83,16 +84,42 @@ def test_two_runs_do_not_share_a_part(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
 
-def test_what_a_killed_run_has_left_is_kept(tmp_path):
-    """A `.part` may be all there is of a run: it stays, and the error says what to do."""
+def test_what_a_killed_run_has_left_is_kept(tmp_path, caplog):
+    """A `.part` that no process holds stays under another name, which is told."""
     part = tmp_path / "rows.csv.part"
-    part.write_text("all there is")
-    with pytest.raises(InputError, match=r"left by one that was killed: remove it, or name"):
+    for left in ("all there is", "of two runs"):
+        part.write_text(left)
+        with atomic_file(tmp_path / "rows.csv") as file:
+            file.write("new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "rows.csv": "new",
+        "rows.csv.part-1": "all there is",
+        "rows.csv.part-2": "of two runs",
+    }
+    assert f"{part} was left by a run that was killed: it is kept as {part}-1" in caplog.text
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    """A `.part` that is a link may lead to anybody's file: it is refused."""
+    (tmp_path / "precious").write_text("old")
+    (tmp_path / "rows.csv.part").symlink_to(tmp_path / "precious")
+    with pytest.raises(InputError, match="cannot write"):
         atomic_file(tmp_path / "rows.csv").__enter__()
-    assert part.read_text() == "all there is"
-    part.unlink()
+    assert (tmp_path / "precious").read_text() == "old"
+
+
+def test_without_locks_a_part_is_anybodys(tmp_path, monkeypatch):
+    """On a file system without locks nobody can tell who writes a `.part`: it is refused."""
+
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
     with atomic_file(tmp_path / "rows.csv") as file:
         file.write("new")
+    (tmp_path / "rows.csv.part").write_text("whose?")
+    with pytest.raises(InputError, match=r"rows.csv.part is being written by another run"):
+        atomic_file(tmp_path / "rows.csv").__enter__()
 
 
 def test_giving_up_twice_spares_the_next_run(tmp_path):

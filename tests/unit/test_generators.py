@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="generators compute on torch")
 
-from kvcore import InputError, Plugins, StorageError  # noqa: E402
+from kvcore import InputError, KVCache, Plugins, StorageError, run  # noqa: E402
 from kvcore.engine import DeviceMemory  # noqa: E402
 from kvcore.models.catalogue import MODELS  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
@@ -21,6 +21,7 @@ from kvcore.testing.dense import (  # noqa: E402
     loaded,
     next_batch,
 )
+from kvcore_plugins.backend import TorchCPU  # noqa: E402
 from kvcore_plugins.generator import SinCos, Transformer  # noqa: E402
 from kvcore_plugins.generator._decoder import rotated  # noqa: E402
 from kvcore_plugins.generator.sampling import sample  # noqa: E402
@@ -174,6 +175,12 @@ def test_greedy_takes_the_likeliest():
     assert drawn == [int(logits_of(generator, [3, 1, 4]).argmax())]
 
 
+def test_a_temperature_near_none_takes_the_likeliest():
+    """No quotient of logits by the smallest numbers makes a sample that is no token."""
+    logits = torch.tensor([[1.0, 3.0, -2.0], [0.0, -1.0, -1.0]])
+    assert sample(logits, [(1, 0), (2, 0)], 1e-320, None) == [1, 0]
+
+
 def test_samples_come_as_often_as_they_are_likely():
     """Over many places of one sequence, each token has its share."""
     chances = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
@@ -243,11 +250,35 @@ def test_refuses(build, options, message):
 
 
 def test_weights_that_do_not_fit_are_refused():
-    """Before a single weight is drawn: what they take, what is free, and what to do."""
+    """Before a weight is drawn, with the pool: what is asked for, what is free, what helps."""
 
-    class Small(HostTensors):
+    class Small(TorchCPU):
         def memory(self):
-            return DeviceMemory(0, 10**9, 10**9)
+            return DeviceMemory(0, 10**6, 10**6)
 
-    with pytest.raises(StorageError, match=r"llama-3-8b take .* GiB in fp32, and 954 MiB are"):
-        Transformer(model="llama-3-8b").load(Small(), "fp32")
+    generator = Transformer(layers=3)
+    assert generator.weight_bytes("fp32") < 10**6
+    cache = KVCache(100, 16, ids=True)
+    with pytest.raises(StorageError) as caught:
+        run([], cache=cache, generator=generator, backend=Small())
+    assert generator._decoder is None
+    assert str(caught.value) == (
+        "the weights of tiny take 798 KiB in fp32, the pool of K/V 1.17 MiB, and torch-cpu "
+        "has 977 KiB free: take fewer layers, as in generator transformer:layers=2, a smaller "
+        "dtype or model, or fewer blocks"
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate\nat ..."), MemoryError()])
+def test_weights_that_cannot_be_allocated_are_refused(monkeypatch, error):
+    """Where memory was thought to be free, the allocator's refusal is an error of kvcore."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "randn", fail)
+    reason = "can't allocate" if isinstance(error, RuntimeError) else "too little memory"
+    with pytest.raises(
+        StorageError, match=rf"cannot be made: give fewer layers.*\({reason}\)$"
+    ):
+        Transformer().load(HostTensors(), "fp32")

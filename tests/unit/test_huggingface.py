@@ -1,5 +1,6 @@
 """The `huggingface` generator: what it reads, what it generates, what it refuses."""
 
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (  # noqa: E402
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.utils import logging  # noqa: E402
 
 from kvcore import InputError, Plugins  # noqa: E402
 from kvcore.models.spec import ModelSpec  # noqa: E402
@@ -60,6 +62,71 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     """An empty folder is an InputError that names it."""
     with pytest.raises(InputError, match=str(tmp_path)):
         _ = HuggingFace(tmp_path).spec
+
+
+@pytest.mark.parametrize(
+    ("files", "config"),
+    [
+        ("model", {"model_type": "strange", "auto_map": {"AutoConfig": "run.Config"}}),
+        ("tokenizer", {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["run.T", None]}}),
+    ],
+)
+def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch, files, config):
+    """Whatever its files ask for, and whatever a user would answer."""
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    tiny("llama").save_pretrained(tmp_path)
+    (tmp_path / "run.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    name = "config.json" if files == "model" else "tokenizer_config.json"
+    (tmp_path / name).write_text(json.dumps(config))
+    generator = HuggingFace(tmp_path)
+    with pytest.raises(
+        InputError, match=f"no {files} .* code of its own, and kvcore runs none"
+    ):
+        _ = generator.spec if files == "model" else generator.encode("a")
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_a_kernel_that_a_folder_names_is_not_fetched(tmp_path):
+    """Its attention is exchanged; what config.json asks for is not looked at."""
+    tiny("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"_attn_implementation": "some/kernel"}
+    path.write_text(json.dumps(config))
+    assert HuggingFace(tmp_path).spec.layers == SIZES["num_hidden_layers"]
+
+
+def test_pickled_weights_that_are_no_tensors_are_refused(tmp_path):
+    """Without a traceback, and without running what they hold."""
+    model = tiny("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save({"call": print, **model.state_dict()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match="its weights are a pickle of more than tensors"):
+        _ = HuggingFace(tmp_path).spec
+
+
+@pytest.mark.parametrize(
+    "name", ["nofolder", "./no/folder", "~/nofolder", "models/no", "a/b/c"]
+)
+@pytest.mark.parametrize("option", ["model", "tokenizer"])
+def test_a_folder_that_is_not_there_is_told_at_once(tmp_path, monkeypatch, name, option):
+    """Before anything is read: what is no name org/name is not looked for on the hub."""
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = name if option == "model" else "org/model"
+    with pytest.raises(
+        InputError, match=r"there is no such folder.*names of the form org/name"
+    ):
+        HuggingFace(model, tokenizer=name if option == "tokenizer" else None)
+    assert HuggingFace("org/model").model == "org/model"
+
+
+def test_reading_shows_no_progress_in_a_pipe(tmp_path, capfd):
+    """Bars are for terminals; the setting of transformers is as it was afterwards."""
+    tiny("llama").save_pretrained(tmp_path)
+    capfd.readouterr()
+    _ = HuggingFace(tmp_path).network
+    assert "Loading weights" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()
 
 
 def test_what_is_no_model_is_refused():

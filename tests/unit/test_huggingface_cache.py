@@ -263,6 +263,16 @@ def test_a_model_elsewhere_is_refused():
         pass
 
 
+def test_what_is_no_transformers_model_is_refused():
+    """A module without a config has no K/V to page."""
+    paged = paged_cache()
+    with (
+        pytest.raises(InputError, match="Linear is no transformers model"),
+        paged.attached(torch.nn.Linear(2, 2)),
+    ):
+        pass
+
+
 def test_attached_twice_is_refused():
     """A second attachment inside the first is an error."""
     model, paged = tiny("llama"), paged_cache()

@@ -27,7 +27,7 @@ HEAVY = [
 LAYERS = [
     {"errors"},
     {"units"},
-    {"extras", "files", "histogram", "progress"},
+    {"extras", "files", "histogram", "host", "progress"},
     {"request"},
     {"plugins"},
     {"models", "workloads"},

@@ -16,8 +16,8 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import OutOfBlocks
-from kvcore.testing.harness import snapshot
+from kvcore import KVCache, OutOfBlocks
+from kvcore.testing.harness import EVEN, FORKS, Driver, Traffic, random_steps, snapshot
 from kvcore_plugins.eviction import TTL
 
 
@@ -245,3 +245,40 @@ def test_without_an_expiring_policy_nothing_expires():
     cache = make(12)
     serve(cache, "ab", now=0)
     assert cache.probe(ask("abc"), now=10**18) == 2
+
+
+class PerTenant(Mortal):
+    """Spans of tenant a live for 1000 ns, all others for 10, from a hit and from a release."""
+
+    name = "per-tenant"
+
+    def on_insert(self, span, now):
+        """Start its time."""
+        super().on_insert(span, now)
+        span.expires = now + (1000 if span.tenant == "a" else 10)
+
+    on_access = on_insert
+
+    def on_release(self, span, now):
+        """Start its time again."""
+        super().on_release(span, now)
+        span.expires = now + (1000 if span.tenant == "a" else 10)
+
+
+def test_a_span_lives_as_long_as_each_of_its_children():
+    """Also where a hit on the span alone would let it end sooner."""
+    cache = make(12, PerTenant())
+    serve(cache, "ab", now=0)
+    serve(cache, "abcd", now=1, tenant="a")
+    serve(cache, "abx", now=5)
+    assert expiries(cache) == {"|ab": 1001, "ab|cd": 1001, "ab|x": 15}
+    assert cache.probe(ask("abcde"), now=100) == 4
+
+
+@pytest.mark.parametrize("mix", [EVEN, FORKS])
+@pytest.mark.parametrize("seed", range(3))
+def test_lifetimes_that_differ_by_tenant(seed, mix):
+    """No span ends before its children, whatever happens: the driver checks after each step."""
+    cache = KVCache(30, 6, eviction=PerTenant(), key_tokens=6, ids=True)
+    Driver(cache).run(random_steps(seed, 150, Traffic(mix=mix)))
+    assert cache.tree.expired_blocks, "nothing expired"

@@ -7,6 +7,7 @@ import gzip
 import pytest
 
 from kvcore.errors import InputError
+from kvcore.serving import StepWork
 from kvcore.serving.calibration import MeasuredStep, read_steps
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
@@ -36,6 +37,21 @@ def test_reads_columns_by_name(read):
     """In any order, among others, quoted or not."""
     text = 'seconds,"note",context_tokens,prefill_tokens,decode_sequences\n1,"a, b",4,2,3\n'
     assert read(text) == [MeasuredStep(2, 2, 3, 4, 10**12)]
+
+
+def test_reads_pairs_where_they_are_known(read):
+    """Otherwise the prompt tokens are one chunk at the start of a prompt."""
+    (known,) = read("attended_pairs," + HEADER + "\n50,4,2,3,1\n")
+    (unknown,) = read(f"{HEADER}\n4,2,3,1\n")
+    assert (known.pairs, unknown.pairs) == (50, 1 + 2 + 3 + 4)
+
+
+def test_the_work_of_a_step_counts_in_windows():
+    """As if the chunk were as far behind its prompt's start as its pairs say."""
+    step = MeasuredStep(2, 10, 4, 400, 1, pairs=55 + 10 * 100)
+    assert step.work((None, 8, 103)) == StepWork(
+        10, (1055, 80, 101 + 102 + 8 * 103), 4, (400, 32, 400)
+    )
 
 
 def test_reads_compressed_files(tmp_path):

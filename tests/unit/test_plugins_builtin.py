@@ -87,7 +87,7 @@ def test_no_hook_is_called_while_a_cache_works(monkeypatch):
     eviction, prefix = plugins.build("eviction", "lru"), plugins.build("prefix", "radix")
     calls = []
     plugins._manager.add_hookcall_monitoring(lambda *_: calls.append("pluggy"), lambda *_: None)
-    monkeypatch.setattr(Plugins, "_results", lambda *_: calls.append("kvcore"))
+    monkeypatch.setattr(Plugins, "_collect", lambda *_: calls.append("kvcore"))
     cache = KVCache(blocks=100, block_size=16, eviction=eviction, prefix=prefix)
     for number in range(500):
         keys = [(number % 40, block) for block in range(20)]

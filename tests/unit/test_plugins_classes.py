@@ -12,7 +12,7 @@ import pytest
 from kvcore import KVCache, Plugins, Request, ScoreEviction, hookimpl
 from kvcore.errors import InputError, PluginError
 from kvcore.plugins import describe, options_of, resolve
-from kvcore.plugins.base import COMPUTED, REQUIRED, Plugin
+from kvcore.plugins.base import COMPUTED, REQUIRED, Plugin, uncalled
 from kvcore.plugins.manager import KINDS, base_of
 from kvcore.plugins.options import instantiate, summary
 
@@ -271,3 +271,28 @@ def test_a_policy_of_any_style_works(cls):
     cache.check_integrity()
     assert cache.tree.evicted_blocks == 16
     assert policy.options() == {"width": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("relased", "on_release"), ("on_relase", "on_release"), ("inserted", "on_insert")],
+)
+def test_a_method_that_nothing_calls_is_told_when_the_plugin_is_used(name, meant):
+    """A misspelled callback would never be called, and nobody would notice."""
+    cls = type("Mine", (PlainNewest,), {name: lambda *_: None})
+    with pytest.warns(UserWarning, match=rf"has a method {name}\(\), which .*: {meant}\(\) is"):
+        KVCache(blocks=8, eviction=cls)
+
+
+@pytest.mark.parametrize("names", [["helper"], ["_relased"], ["relased", "on_release"]])
+def test_methods_of_ones_own_are_not_taken_for_misspelled(names):
+    """Nor private ones, nor what is like a callback that is there as well."""
+    cls = type("Mine", (PlainNewest,), {name: lambda *_: None for name in names})
+    assert KVCache(blocks=8, eviction=cls).eviction.name == "newest"
+
+
+def test_no_built_in_has_a_method_that_seems_to_be_misspelled():
+    """So that the hint does not cry wolf."""
+    plugins = Plugins()
+    found = {kind: [plugins.get(kind, name) for name in plugins.names(kind)] for kind in KINDS}
+    assert [hint for classes in found.values() for hint in map(uncalled, classes) if hint] == []

@@ -1,5 +1,8 @@
 """A policy that fails: the error names it, and the cache cannot be used any more."""
 
+import sys
+from copy import copy
+
 import attrs
 import pytest
 from helpers.caches import BLOCK, ask, compute, make, serve, spans, start
@@ -164,6 +167,62 @@ def test_only_the_first_error_counts():
     assert_poisoned(cache, caught.value)
 
 
+def test_leaving_is_a_failure():
+    """`sys.exit()` of a policy ends the use of the cache, not the program."""
+    cache = full()
+    cache.eviction.fails = lambda _method: sys.exit(0)
+    with pytest.raises(PolicyError, match=rf"{NAME} raised SystemExit in on_split") as caught:
+        cache.open(ask("abc!"))
+    assert_poisoned(cache, caught.value)
+
+
+@pytest.mark.parametrize("method", ["on_miss", "victim", "on_pin"])
+def test_an_interrupt_in_a_policy_ends_the_use_of_the_cache(method):
+    """It passes as it is; whoever goes on all the same is told that a call is half done."""
+
+    def interrupted(called):
+        if called == method:
+            raise KeyboardInterrupt
+
+    cache = full()
+    cache.eviction.fails = interrupted
+    with pytest.raises(KeyboardInterrupt) as caught:
+        cache.open(ask("abcd!"))
+    assert caught.value.__cause__ is None
+    cache.eviction.fails = fail_in()
+    with pytest.raises(PolicyError, match=rf"{NAME} raised KeyboardInterrupt in {method}"):
+        cache.check_integrity()
+
+
+def test_an_attachment_that_fails():
+    """The cache cannot be made, and the policy is named."""
+
+    class Loose(Failing):
+        def attach(self, blocks, block_size):
+            raise KeyError(blocks, block_size)
+
+    with pytest.raises(PolicyError, match=r"'failing' .* raised KeyError in attach\(\)"):
+        make(8, Loose())
+
+
+def test_a_score_without_a_value_is_refused():
+    """A `score` that forgets its `return` is not the least recently used in disguise."""
+
+    class Forgetful(ScoreEviction):
+        name = "forgetful"
+
+        def score(self, span, now):
+            span.hit_count + now
+
+    cache = make(8, Forgetful())
+    with pytest.raises(
+        PolicyError,
+        match=r"'forgetful' .* in on_release\(\): score\(\) of .* is None.*`return`",
+    ) as caught:
+        serve(cache, "ab")
+    assert_poisoned(cache, caught.value)
+
+
 def pinned(cache):
     """Return a span that an open sequence holds."""
     cache.open(ask("xyz"))
@@ -217,6 +276,17 @@ def test_wrong_victims(answer, fault, call):
         PolicyError, match=rf"{NAME} answered victim\(\) with .*{fault}"
     ) as caught:
         cache.open(ask("!!!")) if call == "open" else cache.extend(seq, 3 * BLOCK)
+    assert_poisoned(cache, caught.value)
+
+
+def test_a_copy_of_a_span_is_no_victim():
+    """It would look like a leaf, and leave in the place of the span."""
+    cache = full()
+    cache.eviction.answer = lambda: copy(spans(cache)["ab|cd"])
+    with pytest.raises(
+        PolicyError, match=r"in victim\(\): <Span .* cannot be copied"
+    ) as caught:
+        cache.open(ask("!!!"))
     assert_poisoned(cache, caught.value)
 
 

@@ -27,6 +27,8 @@ CONFIG = {
     "rate_scale": 1.0,
 }
 
+SATURATION = {"saturated": True, "why": "3 requests/s come and 2/s are served"}
+
 
 def summary(**changes):
     """Return the numbers of a run, some of them changed."""
@@ -36,13 +38,21 @@ def summary(**changes):
         "completed": 3,
         "rejected": 0,
         "offered_load": 0.5,
+        "saturation": None,
         "simulated_s": 10.0,
         "wall_s": 0.002,
         "steps": 1,
         **dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s"), SPREAD),
         "throughput_tokens_s": 12.0,
         "goodput": 0.25,
-        "slo": {"ttft_s": 30.0, "tpot_s": None, "deadline_s": 60.0, "own": 0, "met": 0.75},
+        "slo": {
+            "ttft_s": 30.0,
+            "tpot_s": None,
+            "deadline_s": 60.0,
+            "own": 0,
+            "judged": 3,
+            "met": 0.75,
+        },
         "preemptions": {"pause": 1, "recompute": 2},
         "forgotten_blocks": 0,
         "evicted_blocks": 1,
@@ -70,18 +80,54 @@ def amounts(**changes):
     return {name: amount for name, amount in report.amounts if name}
 
 
-@pytest.mark.parametrize("load", [None, 0.5, 1.0])
-def test_there_is_no_warning_up_to_a_load_of_one(load):
-    """Nor where no load is known."""
-    assert SimulationReport(summary(offered_load=load), CONFIG).warning == ""
+@pytest.mark.parametrize("found", [None, SATURATION | {"saturated": False}])
+def test_there_is_no_warning_of_a_queue_that_does_not_grow(found):
+    """Nor where nothing is known of it, whatever the load."""
+    report = SimulationReport(summary(offered_load=2.0, saturation=found), CONFIG)
+    assert report.warning == ""
 
 
-def test_a_load_above_one_is_warned_of():
-    """With how much is asked for, and what would carry it."""
-    remedies = ["--tensor-parallel 4", "--rate-scale 0.6"]
-    warning = SimulationReport(summary(offered_load=1.6), CONFIG, remedies=remedies).warning
-    assert warning.startswith("OVERLOAD: mine asks for 1.60 times what 2 x h100 can do.")
-    assert warning.endswith("--tensor-parallel 4 or --rate-scale 0.6.")
+@pytest.mark.parametrize(
+    ("load", "much"),
+    [(1.6, "at least 1.60 times what"), (0.97, "more than"), (None, "more than")],
+)
+def test_a_queue_that_grows_is_warned_of(load, much):
+    """With the figures; how much is asked for is said where it is known."""
+    report = SimulationReport(summary(offered_load=load, saturation=SATURATION), CONFIG)
+    first, _, rest = report.warning.partition(": ")
+    assert first == "SATURATED"
+    assert rest.startswith(f"mine asks for {much} 2 x h100 can do: {SATURATION['why']}. The ")
+
+
+def test_it_is_told_if_most_miss_the_slo():
+    """And that what would hold comes later, if it does."""
+    slo = summary()["slo"] | {"met": 0.0}
+    told = summary(saturation=SATURATION, slo=slo)
+    warning = SimulationReport(told, CONFIG, searching=True).warning
+    assert "; 100% of the requests miss the SLO." in warning
+    assert warning.endswith("What would hold is searched for, and told below.")
+
+
+def test_what_holds_is_said_in_options():
+    """Each that was found, or that none was."""
+    report = SimulationReport(summary(), CONFIG)
+    told = report.holding({"rate_scale": 0.47, "tensor_parallel": 4})
+    assert "with --rate-scale 0.47 or --tensor-parallel 4:" in told
+    assert report.holding({}).startswith("Neither")
+
+
+def test_unknown_outputs_are_told():
+    """Where no request has a first token, that is said, and nothing of what is not known."""
+    unknown = dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "throughput_tokens_s", "goodput"))
+    report = SimulationReport(summary(**unknown), CONFIG)
+    assert "Lengths of outputs are unknown: no request asks for any." in report.headline
+    assert not {"throughput", "goodput", "within the SLO"} & {row[0] for row in report.amounts}
+
+
+def test_requests_that_are_not_judged_are_not_counted():
+    """The share is of those of which something can be said."""
+    slo = summary()["slo"] | {"judged": 2}
+    assert amounts(slo=slo)["within the SLO"] == "75.0% of 2 judged (TTFT 30 s, E2E 60 s)"
 
 
 def test_the_headline_says_what_was_run():
@@ -151,7 +197,14 @@ def test_own_blocks_are_told_apart():
 
 def test_an_slo_of_the_requests_own_is_named():
     """Where the run expects nothing, they do."""
-    slo = {"ttft_s": None, "tpot_s": None, "deadline_s": None, "own": 2, "met": 0.5}
+    slo = {
+        "ttft_s": None,
+        "tpot_s": None,
+        "deadline_s": None,
+        "own": 2,
+        "judged": 3,
+        "met": 0.5,
+    }
     assert amounts(slo=slo)["within the SLO"] == "50.0% (their own)"
 
 
@@ -160,7 +213,14 @@ def test_an_slo_of_the_requests_own_is_named():
 )
 def test_requests_that_bring_an_slo_are_not_judged_by_that_of_the_run(own, label):
     """How many of the three do is said beside it; if all do, it judges none."""
-    slo = {"ttft_s": 5.0, "tpot_s": None, "deadline_s": None, "own": own, "met": 0.5}
+    slo = {
+        "ttft_s": 5.0,
+        "tpot_s": None,
+        "deadline_s": None,
+        "own": own,
+        "judged": 3,
+        "met": 0.5,
+    }
     assert amounts(slo=slo)["within the SLO"] == f"50.0% ({label})"
 
 

@@ -81,7 +81,7 @@ def test_a_simulation_has_a_best_by_each_measure():
         )
     )
     assert report.rows == [["fcfs", "3", "srpt", "250 ms", "srpt", "20.0%"]]
-    assert report.headline == "2 cells (2 x scheduler), simulated. 1 were there already."
+    assert report.headline == "2 cells (2 x scheduler), simulated. 1 was there already."
 
 
 def test_overload_is_told():

@@ -142,6 +142,22 @@ class Hoarder(Mine):
         self.__dict__.setdefault("kept", []).append(job)
 
 
+class Forgetful(Mine):
+    """Computes a priority and forgets to return it."""
+
+    def priority(self, job, now):
+        """Return nothing."""
+        self.last = now - job.arrival
+
+
+class Vague(LeastSlack):
+    """Names no whole nanosecond."""
+
+    def changes_at(self, job, now):
+        """Return half of one."""
+        return now + 0.5
+
+
 @attrs.define(slots=False, eq=False)
 class Mangled(Mine):
     """Has an option that it does not keep as given."""
@@ -156,6 +172,8 @@ class Mangled(Mine):
         (Drifting, "serves_everyone_once", "another order"),
         (Silent, "serves_everyone_once", "another order"),
         (Late, "serves_everyone_once", "must be later, or None"),
+        (Vague, "serves_everyone_once", "no whole ns"),
+        (Forgetful, "serves_everyone_once", "is None: is `return` missing"),
         (Swapping, "serves_everyone_once", "went before"),
         (Thieving, "serves_everyone_once", "preemptive is false"),
         (Confused, "serves_everyone_once", "was paused, and is not running"),
@@ -179,6 +197,7 @@ def test_catches(scheduler, test, message):
         (Fickle, "decides_alike_when_run_again", AssertionError),
         (Seated, "serves_everyone_once", PolicyError),
         (Confused, "serves_everyone_once", PolicyError),
+        (Forgetful, "serves_everyone_once", PolicyError),
         (Idle, "serves_everyone_once", PolicyError),
         (SRPT, "starves_nobody", AssertionError),
         (Hoarder, "forgets_who_is_done", AssertionError),

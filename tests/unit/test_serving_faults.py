@@ -1,5 +1,6 @@
 """Schedulers that fail, let nobody in, or go round in circles: the error says which and how."""
 
+import sys
 from typing import ClassVar
 
 import attrs
@@ -9,7 +10,7 @@ from helpers.serving import Even, ask, serve
 
 from kvcore import InputError, PolicyError, Scheduler
 from kvcore.serving import StepPlan
-from kvcore_plugins.scheduler import FCFS
+from kvcore_plugins.scheduler import FCFS, SRPT
 
 REQUESTS = [ask(number, number, output=9) for number in range(6)]
 
@@ -102,8 +103,9 @@ def test_a_scheduler_that_raises(method):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def _answering(answer):
-    return type("Answering", (Even,), {"name": "answering", "pieces": lambda *_: answer()})()
+def _answering(answer, *, jumps=True):
+    names = {"name": "answering", "jumps": jumps, "pieces": lambda *_: answer()}
+    return type("Answering", (Even,), names)()
 
 
 @pytest.mark.parametrize(
@@ -113,14 +115,29 @@ def _answering(answer):
         (list, r"raised ValueError in pieces\(\)"),
         (lambda: [(1e4, 0)], r"'answering': StepWork\(.*\) takes 10000\.0 ps; give whole pico"),
         (lambda: [(10_000, 0.5)], r"'answering': StepWork\(.*\) takes 10000\.0 ps"),
-        (lambda: [(10_000, -5)], r"the lines of 1 decoding sequences are \[\(10000, -5\)\]"),
-        (lambda: [(-10_000, 5)], r"the lines of 1 decoding sequences are \[\(-10000, 5\)\]"),
+        (lambda: [(9, -5)], r"the lines of 1 decoding sequences are \[\(9, -5\)\]"),
+        (lambda: [(-10_000, 5)], r"'answering': StepWork\(.*\) takes -10000 ps; give whole"),
+        (lambda: [(float("nan"), 0)], r"'answering': StepWork\(.*\) takes nan ps"),
+        (lambda: [(5, 0), (float("nan"), 0)], r"'answering': StepWork\(.*\) takes nan ps"),
+        (lambda: [(None, 0)], r"'answering' .* raised TypeError in pieces\(\)"),
+        (lambda: [(10**40, 0)], "1 steps take 1e[+]28 s by latency model 'answering'"),
+        (sys.exit, r"'answering' .* raised SystemExit in pieces\(\)"),
     ],
 )
-def test_a_latency_model_that_gives_no_time(answer, message):
-    """The error names the plugin, and what it answered or raised."""
-    with pytest.raises(PolicyError, match=message):
-        serve(REQUESTS, latency=_answering(answer), max_seqs=1)
+@pytest.mark.parametrize("jumps", [True, False])
+def test_a_latency_model_that_gives_no_time(answer, message, jumps):
+    """The error names the plugin, and what it answered or raised, at whatever step."""
+    if not jumps:
+        message = message.replace("the lines of 1 decoding", r"takes -\d+ ps; give|decoding")
+    with pytest.raises((PolicyError, InputError), match=message):
+        serve(REQUESTS, latency=_answering(answer, jumps=jumps), max_seqs=1)
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+def test_a_decode_step_that_takes_too_long(jumps):
+    """The clock has an end, and the latency model that passes it is named."""
+    with pytest.raises(InputError, match=r"s by latency model 'answering', to .* 2\^63 ns"):
+        serve(REQUESTS, latency=_answering(lambda: [(0, 10**40)], jumps=jumps), max_seqs=1)
 
 
 def test_a_plan_that_raises_midway():
@@ -222,16 +239,51 @@ def test_priority_is_all_a_scheduler_needs():
 
 @attrs.define(slots=False, eq=False)
 class Undecided(FCFS):
-    """Gives every second job no priority."""
+    """Gives every second job a priority of another type, or when it runs."""
 
     name: ClassVar[str] = "undecided"
+    preemptive: bool = False
 
     def priority(self, job, now):
         """Return what cannot be compared."""
-        return None if job.serial % 2 else job.serial
+        if self.preemptive:
+            return -job.serial if job.stage == "waiting" else (job.serial,)
+        return "first" if job.serial % 2 else job.serial
 
 
-def test_priorities_that_have_no_order():
+@pytest.mark.parametrize("preemptive", [False, True])
+def test_priorities_that_have_no_order(preemptive):
     """Priorities that cannot be compared are the scheduler's fault, and the error says so."""
+    scheduler = Undecided(preemptive=preemptive)
     with pytest.raises(PolicyError, match=r"'undecided' .* raised TypeError in priority\(\)"):
-        serve([ask(number, 0, output=9) for number in range(6)], scheduler=Undecided())
+        serve([ask(n, n, output=9) for n in range(6)], scheduler=scheduler, max_seqs=2)
+
+
+def _giving(**answers):
+    methods = {name: lambda *_, answer=answer: answer for name, answer in answers.items()}
+    return type("Giving", (FCFS,), {"name": "giving"} | methods)()
+
+
+@pytest.mark.parametrize("priority", [None, float("nan")])
+def test_a_priority_without_a_place_is_refused(priority):
+    """None, of a `priority` that forgets its `return`, is not first come, first served."""
+    message = rf"'giving' .* answered priority\(\) of <Job 1: .* with {priority}, which has no"
+    with pytest.raises(PolicyError, match=message):
+        serve(REQUESTS, scheduler=_giving(priority=priority))
+
+
+@pytest.mark.parametrize("due", ["soon", 0, -1, 0.5, float("inf"), float("nan"), True])
+def test_a_change_at_no_time_is_refused(due):
+    """A time that is no whole number, or has passed, is no time to ask again."""
+    message = (
+        rf"'giving' .* answered changes_at\(\) of <Job 1: .* with {due!r} at 0 ns: give wh"
+    )
+    with pytest.raises(PolicyError, match=message):
+        serve(REQUESTS, scheduler=_giving(changes_at=due))
+
+
+def test_a_latency_model_that_fails_a_scheduler_is_named():
+    """A scheduler that asks for times of service is not blamed for them."""
+    latency = _answering(lambda: 1 // 0)
+    with pytest.raises(PolicyError, match=r"^latency plugin 'answering' .* in pieces\(\)"):
+        serve(REQUESTS, scheduler=SRPT(), latency=latency)

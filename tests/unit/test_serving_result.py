@@ -163,17 +163,22 @@ def test_a_run_without_requests():
     [
         (SLO(ttft=15), [False, True, True]),
         (SLO(ttft=14), [False, False, True]),
-        (SLO(tpot=10), [False, True, True]),
-        (SLO(tpot=9), [False, True, False]),
+        (SLO(tpot=10), [False, None, True]),
+        (SLO(tpot=9), [False, None, False]),
         (SLO(deadline=29), [False, True, False]),
         (SLO(ttft=14, deadline=30), [False, False, True]),
     ],
 )
 def test_who_meets_the_slo(slo, met):
-    """All that it says has to hold; one token has no TPOT; rejected is not met."""
+    """All has to hold that it says, and of which there is a sample; rejected is not met.
+
+    One token has no TPOT: by that alone nothing is said of the request.
+    """
     result = three(slo=slo)
     assert result.requests["met_slo"] == met
-    assert result.summary()["slo"]["met"] == sum(met) / 3
+    judged = [verdict for verdict in met if verdict is not None]
+    found = result.summary()["slo"]
+    assert (found["judged"], found["met"]) == (len(judged), sum(judged) / len(judged))
 
 
 def test_goodput_is_what_met_its_slo_over_time():
@@ -185,6 +190,7 @@ def test_goodput_is_what_met_its_slo_over_time():
         "tpot_s": None,
         "deadline_s": None,
         "own": 0,
+        "judged": 3,
         "met": 2 / 3,
     }
 

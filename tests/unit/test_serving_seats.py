@@ -3,6 +3,10 @@
 import pytest
 from helpers.schedulers import Latest, Urgent, scheduler_of
 from helpers.serving import STEP, ask, serve
+from helpers.traces import lines, seal
+
+from kvcore.errors import TraceError
+from kvcore.trace import replay as check_trace
 
 PREEMPTION = ("PREEMPT", "RESUME")
 
@@ -59,6 +63,31 @@ def test_out_of_blocks_the_last_in_order_computes_again():
     ]
     assert [line["how"] for line in run.lines if line["event"] == "PREEMPT"] == ["recompute"]
     assert (run.result.cache.stats.self_hit_blocks, run.sum("hit")) == (1, 0)
+
+
+@pytest.mark.parametrize(("named", "found"), [((), 2), ((5, 6, 7), 4)])
+def test_who_computes_again_hits_all_its_work_that_is_left(named, found, tmp_path):
+    """All full blocks of its prompt, and those of its output that have keys.
+
+    b has five full blocks when each needs a sixth; the last of them leaves for a.
+    """
+    requests = [
+        ask("a", 0, 8, 14, keys=[1, 2]),
+        ask("b", 0, 8, 14, keys=[3, 4], output_keys=named),
+    ]
+    run = serve(requests, blocks=10)
+    assert kinds(run) == {"a": (0, 0), "b": (0, 1)}
+    assert run.result.cache.stats.self_hit_blocks == found
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(run.trace)
+    assert check_trace(path).hit["self_hit_blocks"] == found
+    # A block less than there was is a contradiction, too.
+    events = lines(path)
+    again = next(line for line in events if line["event"] == "HIT" and line.get("again"))
+    again["blocks"] -= 1
+    seal(path, events)
+    with pytest.raises(TraceError, match=f"{found - 1} blocks hit; {found} are cached"):
+        check_trace(path)
 
 
 def test_no_token_is_generated_twice():

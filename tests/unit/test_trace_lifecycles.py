@@ -32,7 +32,7 @@ def forged(trace, n, event, **fields):
 def test_a_run_with_a_clock_replays_clean(trace):
     """What a server does to requests contradicts itself nowhere; the report counts it."""
     report = check_trace(trace)
-    assert (report.lines, report.requests, report.finished, report.rejected) == (37, 4, 3, 1)
+    assert (report.lines, report.requests, report.finished, report.rejected) == (34, 4, 3, 1)
     assert report.preemptions == {"pause": 1, "recompute": 1}
 
 

@@ -31,7 +31,17 @@ FULL = Request(
 def test_hook_names_every_built_in():
     """The hook registers all workloads."""
     plugins = Plugins(extra=[hooks], entry_points=[])
-    formats = ["azure", "jsonl", "kv-events", "lengths", "lmcache", "mooncake", "trace", "weka"]
+    formats = [
+        "azure",
+        "chat",
+        "jsonl",
+        "kv-events",
+        "lengths",
+        "lmcache",
+        "mooncake",
+        "trace",
+        "weka",
+    ]
     assert plugins.names("workload") == [*formats, "zipf"]
 
 

@@ -6,6 +6,7 @@ import pytest
 from kvcore import KVCache, simulate
 from kvcore.errors import InputError
 from kvcore.request import SLO, Retention
+from kvcore.workloads import checked
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.workload import Jsonl
@@ -154,3 +155,13 @@ def test_cut_file_yields_what_comes_before_the_cut(tmp_path):
     assert next(workload).id == 1
     with pytest.raises(InputError, match=r"t\.jsonl:3: not JSON"):
         next(workload)
+
+
+def test_chained_keys_go_on_in_the_output(tmp_path):
+    """Hashes of each block alone are chained through the prompt into the output."""
+    first = REQUEST | {"output_keys": [3]}
+    then = REQUEST | {"id": 2, "prompt": 64, "keys": [1, 2, 3, 1]}
+    path = write(tmp_path / "t.jsonl", first, then)
+    one, two = checked(Jsonl(path, chain=True))
+    assert [*one.keys, *one.output_keys] == two.keys[:3]
+    assert Jsonl(path, chain=True).digest != Jsonl(path).digest

@@ -3,7 +3,7 @@ from itertools import count
 import attrs
 import pytest
 
-from kvcore.errors import InputError
+from kvcore.errors import InputError, PolicyError
 from kvcore.request import Request
 from kvcore.testing.workload import WorkloadTests
 from kvcore.workloads import Workload
@@ -110,7 +110,7 @@ def test_kit_notices(test, options, monkeypatch):
     """Each test of the kit fails for a workload that breaks what it tests."""
     tests = kit(**({"workload": Made} | options))
     arguments = {"monkeypatch": monkeypatch} if test == "test_streams" else {}
-    with pytest.raises((AssertionError, ValueError)):
+    with pytest.raises((AssertionError, PolicyError, ValueError)):
         getattr(tests, test)(**arguments)
 
 

@@ -56,6 +56,34 @@ def test_runs_continue_the_request_that_ends_there(full):
     assert one.keys == [0, 1, 3]
 
 
+def test_a_log_by_another_clock_is_told(joined):
+    """A log of which no line lies in the recording is refused, with the times of both."""
+    rows = [{"id": n, "time": 3610.0 + n, "tokens": [1]} for n in range(3)]
+    with pytest.raises(InputError, match=r"all 3 lines of .*log\.jsonl lie outside") as caught:
+        joined(*rows)
+    told = str(caught.value)
+    assert "goes from 3610.000 s (1970-01-01 01:00:10 UTC) to 3612.000 s" in told
+    assert "the recording from 10.000 s (1970-01-01 00:00:10 UTC) to 20.000 s" in told
+    assert "another clock or time zone?" in told
+
+
+def test_lines_outside_the_recording_are_counted(tmp_path):
+    """Lines of a log that are left out are noted after each reading; none: no note."""
+    path = record(tmp_path / "r.jsonl", batch(stored(1, size=4), ts=10.0), batch(ts=20.0))
+    log = tmp_path / "log.jsonl"
+    rows = [b'{"id":%d,"time":%d,"tokens":[1]}\n' % (n, n) for n in (9, 10, 11, 25)]
+    log.write_bytes(b"".join(rows))
+    workload = KvEvents(path, requests=log)
+    assert workload.notes == ()
+    assert len(list(workload)) == 2
+    assert len(list(workload)) == 2
+    (note,) = workload.notes
+    assert note.startswith(f"2 of the 4 lines of {log} lie outside the time of {path}")
+    log.write_bytes(b"".join(rows[1:3]))
+    assert len(list(workload)) == 2
+    assert workload.notes == ()
+
+
 def test_removals_are_no_requests(full):
     """Only what is looked up counts."""
     assert len(full(batch(stored(1)), batch(removed(1)))) == 1

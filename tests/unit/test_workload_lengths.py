@@ -1,4 +1,5 @@
 import gzip
+import json
 
 import pytest
 
@@ -33,6 +34,68 @@ def test_usual_columns_are_found(tmp_path, header, row):
     assert isinstance(workload, Lengths)
     (request,) = workload
     assert (request.prompt_tokens, request.output_tokens) == (10, 3)
+
+
+RESULT = {"model_id": "m", "input_lens": [10, 20], "output_lens": [3, 4]}
+RESULT |= {"ttfts": [0.1, 0.2], "itls": [[0.1], []], "start_times": [7.5, 7.25]}
+
+
+def result(path, **change):
+    """Write the result of a benchmark with some changes."""
+    path.write_text(json.dumps(RESULT | change))
+    return path
+
+
+def test_benchmark_results_of_vllm_are_read(tmp_path):
+    """Its lists are columns, in the order in which requests were sent."""
+    workload = recognise(result(tmp_path / "r.json"), [Azure, Lengths])
+    first, second = workload
+    assert (first.arrival, first.prompt_tokens, first.output_tokens) == (0, 20, 4)
+    assert (second.arrival, second.prompt_tokens) == (250_000_000, 10)
+    assert list(workload.notes) == []
+
+
+def test_failed_requests_of_a_benchmark_are_left_out(tmp_path):
+    """What failed has no length: it is left out, and counted in a note."""
+    workload = Lengths(result(tmp_path / "r.json", errors=["", "refused"]))
+    assert [request.prompt_tokens for request in workload] == [10]
+    assert workload.notes == ["failed requests left out: 1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"output_lens": [1]}, "field 'output_lens': expected 2 values, as 'start_times' has"),
+        ({"input_lens": [0, 1]}, r"field '\[0\].input_lens': expected .* at least 1"),
+        ({"start_times": 7}, "no column that looks like 'time'; .* rate=REQUESTS_PER_SECOND"),
+    ],
+)
+def test_bad_results_of_benchmarks_are_told(tmp_path, change, complaint):
+    """Lists of different lengths, lengths that cannot be, and no times."""
+    with pytest.raises(InputError, match=rf"r\.json:1: {complaint}"):
+        list(Lengths(result(tmp_path / "r.json", **change)))
+
+
+def test_several_results_are_refused(tmp_path):
+    """A file to which results were appended is several workloads."""
+    path = result(tmp_path / "r.json")
+    path.write_text(path.read_text() + "\n" + path.read_text())
+    with pytest.raises(InputError, match=r"r\.json:2: a second result: give a file for each"):
+        list(Lengths(path))
+
+
+def test_a_table_without_times_arrives_at_a_rate(tmp_path):
+    """At random times of that mean, or all at once; a table with times takes no rate."""
+    path = write(tmp_path / "t.csv", "input,output", *["1,1"] * 400)
+    assert isinstance(recognise(path, [Azure, Lengths]), Lengths)
+    times = [request.arrival for request in Lengths(path, rate=20)]
+    assert 16 * 10**9 < times[-1] < 24 * 10**9
+    assert times != [request.arrival for request in Lengths(path, rate=20, seed=1)]
+    everything = Plugins().build("workload", f"lengths:path={path},rate=inf")
+    assert {request.arrival for request in everything} == {0}
+    path = write(tmp_path / "t.csv", SERVEGEN, "0,1.5,10,3")
+    with pytest.raises(InputError, match=r"2: it has times \('timestamp'\): leave out rate=2"):
+        list(Lengths(path, rate=2))
 
 
 def test_columns_can_be_named(tmp_path):

@@ -7,7 +7,7 @@ import zstandard
 
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.request import Request
+from kvcore.request import Request, chain_keys
 from kvcore.workloads import Workload, checked, file_digest, lines, recognise
 from kvcore_plugins.workload import Azure, Jsonl, Mooncake, Weka, Zipf
 
@@ -164,7 +164,9 @@ def test_unknown_format_lists_the_known_ones(tmp_path, line):
     """A file that nobody recognises is refused with the formats there are, and its start."""
     path = tmp_path / "rows"
     path.write_bytes(line)
-    with pytest.raises(InputError, match=r"formats: azure, jsonl, mooncake, weka$") as caught:
+    with pytest.raises(
+        InputError, match=r"(?s)formats:\n  azure      TIMESTAMP, .*\n  weka       id, block"
+    ) as caught:
         recognise(path, BUILT_IN)
     assert repr(line.decode(errors="replace").rstrip()) in str(caught.value)
     assert "is not JSON" not in str(caught.value)
@@ -174,7 +176,7 @@ def test_a_first_line_that_is_almost_json_is_told(tmp_path):
     """A line that begins like an object and is none says so: NaN is no JSON."""
     path = tmp_path / "rows"
     path.write_text('{"id":"a","block_size":64,"requests":[{"t":NaN}]}\n')
-    with pytest.raises(InputError, match=r"is not JSON: .* \(column \d+\); formats: azure"):
+    with pytest.raises(InputError, match=r"is not JSON: .* \(column \d+\); formats:\n  azure"):
         recognise(path, BUILT_IN)
 
 
@@ -242,17 +244,18 @@ def test_checked_streams():
         ([request("a"), request("b"), request("a")], "request 'a': an earlier request has the"),
         (
             [request(1, [7, 8]), request(2, [9, 8])],
-            "request 2: key 8 stands after key 9, in an earlier request after key 7",
+            "request 2, number 2: key 8 stands after key 9, in an earlier request after key 7",
         ),
         (
             [request(1, [7, 8]), request(2, [8])],
-            "request 2: key 8 stands at the start, in an earlier request after key 7",
+            "request 2, number 2: key 8 stands at the start, in an earlier request after key 7",
         ),
         (
             [request(1, [8]), request(2, [7, 8])],
-            "request 2: key 8 stands after key 7, in an earlier request at the start",
+            "request 2, number 2: key 8 stands after key 7, in an earlier request at the start",
         ),
-        ([request(1, [7, 7])], "request 1: key 7 stands after key 7"),
+        ([request(1, [7, 7])], "request 1, number 1: key 7 stands after key 7"),
+        ([request(1, [[7]])], "request 1, number 1: a key cannot be looked up: .*unhashable"),
     ],
 )
 def test_checked_reports_broken_promises(requests, complaint):
@@ -315,3 +318,76 @@ def test_the_digest_is_that_of_the_options(tmp_path):
     assert Generated(path=one).digest == Generated(path=two).digest
     two.write_text("b")
     assert Generated(path=one).digest != Generated(path=two).digest
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (b'{"timestamp":0,"input_length":1,"output_length":1}', "mooncake: it lacks hash_ids;"),
+        (b'{"id":1,"t":0,"prompt":40,"output":8}', "jsonl: it lacks event;"),
+        (b"TIMESTAMP,ContextTokens,Generated", "azure: it lacks GeneratedTokens;"),
+    ],
+)
+def test_a_near_miss_is_told(tmp_path, line, hint):
+    """A file with most of the fields of a format is told which it lacks."""
+    path = tmp_path / "rows"
+    path.write_bytes(line)
+    with pytest.raises(InputError, match=f"; nearly {hint} formats:"):
+        recognise(path, BUILT_IN)
+
+
+def test_a_line_unlike_all_formats_is_no_near_miss(tmp_path):
+    """A field that happens to have the name of a format's makes no hint."""
+    path = tmp_path / "rows"
+    path.write_bytes(b'{"event":"start","name":"x"}')
+    with pytest.raises(InputError) as caught:
+        recognise(path, BUILT_IN)
+    assert "nearly" not in str(caught.value)
+
+
+ELEMENTS = [b'{"a": "]}, {\\" \xc3\xa9"}', b"{}", b'{\n  "b": [[1], {"c": null}]\n}']
+ARRAY = b" [\n" + b" ,\n".join(ELEMENTS) + b"\n]\n"
+
+
+@pytest.mark.parametrize("pack", PACK)
+@pytest.mark.parametrize("chunk", [5, 1 << 16])
+def test_elements_of_a_json_array_are_lines(tmp_path, monkeypatch, pack, chunk):
+    """A file that is one JSON array is read an element at a time, wherever buffers end."""
+    monkeypatch.setattr("kvcore.files.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("kvcore.workloads.files.CHUNK_BYTES", chunk)
+    path = tmp_path / "rows"
+    path.write_bytes(PACK[pack](ARRAY))
+    assert list(lines(path)) == [*enumerate(ELEMENTS, 1)]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b'[{"a":1},', "rows:2: the JSON array stops early"),
+        (b'[{"a":1}]\n{"b":2}', "rows:2: other text follows the JSON array"),
+    ],
+)
+def test_a_damaged_array_is_told(tmp_path, content, complaint):
+    """An array without an end, or with something after it, is an error after its elements."""
+    path = tmp_path / "rows"
+    path.write_bytes(content)
+    source = lines(path)
+    assert next(source) == (1, b'{"a":1}')
+    with pytest.raises(InputError, match=complaint):
+        next(source)
+
+
+def test_an_element_that_is_cut_is_a_line(tmp_path):
+    """What is no JSON is passed on as it is, for the reader of lines to report."""
+    path = tmp_path / "rows"
+    path.write_bytes(b'[{"a":1}, {"b": nope]')
+    assert list(lines(path)) == [(1, b'{"a":1}'), (2, b'{"b": nope]')]
+
+
+def test_chained_keys_mean_prefixes():
+    """Hashes are chained so that a key stands for all before it; text is no number."""
+    assert chain_keys([7, 8])[1] == chain_keys([7, 8, 9])[1] != chain_keys([6, 8])[1]
+    assert chain_keys([1]) != chain_keys(["1"])
+    hashes = [[1, 2], [3, 2], [2, 2]]
+    chained = (request(n, chain_keys(each)) for n, each in enumerate(hashes))
+    assert len(list(checked(Listed(*chained)))) == 3

@@ -16,9 +16,10 @@ from uuid import uuid4
 import attrs
 
 from kvcore.analysis.sweep.runner import CellRunner, Outcome, Task
-from kvcore.analysis.workers import ATTEMPTS, WorkerDied, cpus, work_all
+from kvcore.analysis.workers import ATTEMPTS, WorkerDied, work_all
 from kvcore.errors import InputError, PluginError
 from kvcore.extras import import_extra
+from kvcore.host import cpus
 
 CONNECT_SECONDS = 10.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,30 +13,38 @@ import orjson
 from kvcore.errors import InputError
 from kvcore.files import storage_errors, unreadable_reason
 
-SCHEMA = 1
+SCHEMA = 2
+
+DIGEST_BYTES = 8
+
+HEAD = b'{"schema":'
+"""How the first line of a journal begins, of any schema."""
 
 
 class Journal:
     """The results of finished cells, in a file that only grows.
 
     A line is written in one piece and synced, so that a sweep that is killed loses at most
-    the cells it was at. A last line that was torn is cut off when the journal is opened. A
-    lock of the kernel's keeps it to one sweep at a time; it dies with its process, so that
-    none is ever stale. Use it as a context manager.
+    the cells it was at. A last line that was torn is cut off when the journal is opened.
+    Each line ends with a digest of itself; one that does not match is skipped, so that its
+    cell is missing and run again. A lock of the kernel's keeps the journal to one sweep at a
+    time; it dies with its process, so that none is ever stale. Use it as a context manager.
 
     Attributes:
         path: the file, made if need be.
         results: of the finished cells, by digest.
+        damaged: numbers of the lines that were skipped.
 
     Raises:
-        InputError: another process has it, naming which; the file cannot be used, or is no
-            journal, naming the line.
+        InputError: another process has it, naming which; the file cannot be used, is no
+            journal, or is one of another schema.
         StorageError: the disk refused a line (from `add`).
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.results: dict[str, dict[str, Any]] = {}
+        self.damaged: list[int] = []
         self._file = -1
 
     def __enter__(self) -> Self:
@@ -66,7 +75,8 @@ class Journal:
         self.results[digest] = result
 
     def _write(self, entry: dict[str, Any]) -> None:
-        line = orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
+        content = orjson.dumps(entry)[:-1]
+        line = content + _seal(content)
         with storage_errors(f"the journal {self.path}"):
             while line:
                 line = line[os.write(self._file, line) :]
@@ -84,49 +94,45 @@ class Journal:
 
     def _holder(self) -> str:
         """Return the name of the process that has the journal: the last that wrote its id."""
-        for line in reversed(self.path.read_bytes().splitlines()):
+        for line in reversed(self.path.read_bytes().splitlines(keepends=True)):
             entry = _entry(line)
             if entry is not None and "run" in entry:
-                return f"process {entry['run'].get('pid')}"
+                return f"process {entry['run']['pid']}"
         return "another process"
 
     def _read(self) -> None:
-        """Store the finished cells, and cut off a torn last line."""
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        lines = data[:whole].splitlines(keepends=True)
-        if lines and _entry(lines[-1]) is None:
-            whole -= len(lines.pop())
-        for number, line in enumerate(lines, 1):
-            entry = _entry(line)
-            if entry is None or (number == 1 and entry.get("schema") != SCHEMA):
-                msg = (
-                    f"{self.path}:{number}: is no line of a sweep's journal (schema {SCHEMA}): "
-                    "remove the line, whose cell is then run again, or the file to begin "
-                    "anew, or give another --out"
-                )
-                raise InputError(msg)
-            if "cell" in entry:
+        """Store the finished cells, note damaged lines, and cut off a torn last one."""
+        *lines, torn = self.path.read_bytes().split(b"\n")
+        entries = [_entry(line + b"\n") for line in lines]
+        if not any(entries) and (lines or not HEAD.startswith(torn[: len(HEAD)])):
+            msg = (
+                f"{self.path}:1: no line has its digest: this is no journal of a sweep, or one "
+                "of an older kvcore: remove the file to begin anew, or give another --out"
+            )
+            raise InputError(msg)
+        for number, entry in enumerate(entries, 1):
+            if entry is None:
+                self.damaged.append(number)
+            elif "cell" in entry:
                 self.results[entry["cell"]] = entry["result"]
-        if whole < len(data):
-            os.ftruncate(self._file, whole)
+        if torn:
+            os.ftruncate(self._file, os.fstat(self._file).st_size - len(torn))
+
+
+def _seal(content: bytes) -> bytes:
+    """Return the end of the line that begins with `content`, which has its digest.
+
+    Lines are not chained, since any may be skipped; nor do they name their sweep, since a
+    cell's own name stands for all that its result depends on.
+    """
+    digest = blake2b(content, digest_size=DIGEST_BYTES, person=b"kvcore.sweep.%d" % SCHEMA)
+    return b',"digest":"%s"}\n' % digest.hexdigest().encode()
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """Return the entry of a line; None if it is not one that a journal writes."""
-    try:
-        entry = orjson.loads(line)
-    except orjson.JSONDecodeError:
+    """Return the entry of a line; None if it is not one that a journal wrote."""
+    content = line[: -len(_seal(b""))]
+    if line != content + _seal(content):
         return None
-    return entry if isinstance(entry, dict) and _known(entry) else None
-
-
-def _known(entry: dict[str, Any]) -> bool:
-    if "cell" not in entry:
-        return isinstance(entry.get("run"), dict)
-    cell, result = entry["cell"], entry.get("result")
-    return (
-        isinstance(cell, str)
-        and isinstance(result, dict)
-        and all(isinstance(each, int | float | None) for each in result.values())
-    )
+    entry: dict[str, Any] = orjson.loads(line)
+    return entry

@@ -21,7 +21,7 @@ from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
 from kvcore.errors import InputError, KvcoreError
-from kvcore.plugins import Plugin, Plugins
+from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
@@ -46,6 +46,7 @@ SPREAD = ("mean", "p50", "p90", "p95", "p99")
 
 TIMED = {
     **{name: name for name in ("requests", "completed", "rejected", "offered_load")},
+    "saturated": "saturation.saturated",
     "simulated_s": "simulated_s",
     # `steps` is what they may hold.
     "step_count": "steps",
@@ -282,7 +283,7 @@ class CellRunner:
         begin = perf_counter()
         try:
             result = self._run(task)
-        except Exception as error:  # noqa: BLE001 - reported, and the sweep fails in the end
+        except FAILURES as error:  # reported, and the sweep fails in the end
             return Outcome(task.digest, None, _reason(error))
         return Outcome(task.digest, result, wall_s=round(perf_counter() - begin, 6))
 
@@ -328,7 +329,7 @@ def _at(document: Any, path: str) -> Any:
     return document
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception | SystemExit) -> str:
     """Return why a cell failed; for an error that is not of kvcore's making, also where."""
     if isinstance(error, KvcoreError):
         return str(error)

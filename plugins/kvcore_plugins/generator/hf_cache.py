@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvcore import Backend, InputError, KVCache, Request
 from kvcore.cache import BlockPool, Sequence
@@ -27,7 +28,6 @@ from kvcore_plugins.generator._hf_model import (
 
 if TYPE_CHECKING:
     from torch.nn import Module
-    from transformers import PreTrainedModel
 
 
 @attrs.define(eq=False)
@@ -122,6 +122,9 @@ class PagedCache:
             raise InputError(msg)
         if self._model is model:
             return
+        if not isinstance(model, PreTrainedModel):
+            msg = f"{type(model).__name__} is no transformers model: give one to attach"
+            raise InputError(msg)
         place = self.backend.tensor([0]).device
         if place.type != model.device.type:
             msg = (

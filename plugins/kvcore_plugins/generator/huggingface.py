@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os.path
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -30,16 +33,17 @@ class HuggingFace(Generator):
     head in every layer. Soft-capped scores and learned sinks are refused.
 
     Options:
-        model: a folder as `save_pretrained` writes it, or a name that transformers finds;
-            in code also a model, which is converted in place and stays switched over.
+        model: a folder as `save_pretrained` writes it, or a name `org/name` that transformers
+            finds, none of whose code is run; in code also a model, which is converted in
+            place and stays switched over.
         tokenizer: the tokenizer's folder, name or object, where it is not in the model's
             folder. With none at all, each word of a text becomes a hashed token.
         temperature: divides the logits before sampling, by the sequences' seeds; 0: greedy.
         top_k: number of the likeliest tokens to sample from; None: all.
 
     Raises:
-        InputError: when first used: the model cannot be read, or cannot attend through
-            blocks.
+        InputError: there is no such folder; when first used: the model cannot be read, or
+            cannot attend through blocks.
     """
 
     name: ClassVar[str] = "huggingface"
@@ -50,6 +54,12 @@ class HuggingFace(Generator):
     top_k: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
     )
+
+    def __attrs_post_init__(self) -> None:
+        """Check that what is to be read is there, or on the hub."""
+        for source in (self.model, self.tokenizer):
+            if isinstance(source, str | Path):
+                _place(source)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -82,11 +92,12 @@ class HuggingFace(Generator):
     @cached_property
     def network(self) -> PreTrainedModel:
         """The transformers model itself, read at the first access."""
-        from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: PLC0415
+        network = self.model
+        if isinstance(network, str | Path):
+            network = _read("AutoModelForCausalLM", network, "model")
 
-        given = self.model
-        is_path = isinstance(given, str | Path)
-        network = _read(AutoModelForCausalLM, given, "model") if is_path else given
+        from transformers import PreTrainedModel  # noqa: PLC0415
+
         if not isinstance(network, PreTrainedModel):
             msg = f"model={network!r} is no transformers model: give one, or its folder"
             raise InputError(msg)
@@ -98,15 +109,13 @@ class HuggingFace(Generator):
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase | None:
-        from transformers import AutoTokenizer  # noqa: PLC0415
-
         source = self.tokenizer
         if source is None and isinstance(self.model, str | Path):
-            folder = Path(self.model)
+            folder = Path(os.path.expanduser(self.model))  # noqa: PTH111 - as in _read
             if not folder.is_dir() or any(folder.glob("tokenizer*")):
                 source = folder
         if isinstance(source, str | Path):
-            source = _read(AutoTokenizer, source, "tokenizer")
+            source = _read("AutoTokenizer", source, "tokenizer")
         return source  # type: ignore[no-any-return]
 
     def load(self, backend: Backend, dtype: str) -> None:
@@ -164,20 +173,61 @@ class HuggingFace(Generator):
         return str(self._tokenizer.decode(list(tokens)))
 
 
-def _read(auto: Any, source: str | Path, what: str) -> Any:
-    """Return a pretrained model or tokenizer, read from a folder or by name.
+def _read(auto: str, source: str | Path, what: str) -> Any:
+    """Return what a class of transformers called `auto` reads from a folder or by name.
+
+    No code that comes with a model is run, whatever its files ask for.
 
     Raises:
-        InputError: transformers cannot read it.
+        InputError: transformers cannot read it, or not without running code.
     """
+    place, is_folder = _place(source)
+
+    import transformers  # noqa: PLC0415
+
+    logging = transformers.utils.logging
+    shows_progress = logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        return auto.from_pretrained(str(source))
-    except (OSError, ValueError) as error:
-        reason, _, _ = str(error).partition("\n")
-        if not Path(source).exists():
-            reason = f"there is no such folder, and transformers finds no such name: {reason}"
+        # None of the code that files name: classes, and kernels to be fetched for attention,
+        # which is exchanged anyhow.
+        safely: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_folder}
+        if what == "model":
+            config = transformers.AutoConfig.from_pretrained(place, **safely)
+            config._attn_implementation = "eager"  # noqa: SLF001 - it has no other name
+            safely["config"] = config
+        return getattr(transformers, auto).from_pretrained(place, **safely)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if "trust_remote_code" in str(error):
+            reason = "it comes with code of its own, and kvcore runs none"
+        elif isinstance(error, UnpicklingError):
+            reason = "its weights are a pickle of more than tensors: use safetensors"
         msg = f"{source}: no {what} that transformers can read: {reason}"
         raise InputError(msg) from error
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _place(source: str | Path) -> tuple[str, bool]:
+    """Return what transformers is to read, and whether it is a folder or a name of the hub.
+
+    Raises:
+        InputError: neither: a name has the form org/name, where no folder is called org.
+    """
+    text = os.path.expanduser(source)  # noqa: PTH111 - Path's raises for unknown users
+    org, slash, name = text.partition("/")
+    is_path = text.startswith((".", "~")) or "/" in name or Path(org).is_dir()
+    is_folder = Path(text).is_dir()
+    if not is_folder and (is_path or not (org and slash and name)):
+        msg = (
+            f"{source}: there is no such folder, and models and tokenizers of the Hugging Face "
+            "hub have names of the form org/name, such as Qwen/Qwen3-0.6B"
+        )
+        raise InputError(msg)
+    return text, is_folder
 
 
 def _named(value: Any) -> Any:

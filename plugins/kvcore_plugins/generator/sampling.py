@@ -45,7 +45,9 @@ def sample(
     if not temperature:
         likeliest: list[int] = logits.argmax(dim=-1).tolist()
         return likeliest
-    scores = logits.double() / temperature
+    scores = logits.double()
+    # The likeliest token has 0, so that no quotient is infinite but where nothing is drawn.
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < scores.shape[-1]:
         least = scores.topk(top_k).values[:, -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))

@@ -126,32 +126,37 @@ class Transformer(Generator):
         """Number of token ids."""
         return self.vocab_size
 
+    def weight_bytes(self, dtype: str) -> int:
+        """Return the bytes of all weights."""
+        return self._spec.parameters * BYTES_PER_NUMBER[dtype]
+
     def load(self, backend: Backend, dtype: str) -> None:
         """Draw the weights and put them on the backend's device.
 
         Raises:
             InputError: no tensor has this dtype.
-            StorageError: the weights do not fit; says what they take and what is free.
+            StorageError: the weights do not fit; says what they take.
         """
         from kvcore_plugins.generator._decoder import Decoder  # noqa: PLC0415 - torch
 
         super().load(backend, checked_dtype(self, dtype))
-        need, free = self._spec.parameters * BYTES_PER_NUMBER[dtype], backend.memory().free
-        if free is not None and need > free:
-            msg = (
-                f"the weights of {self._spec.name} take {format_bytes(need)} in {dtype}, and "
-                f"{format_bytes(free)} are free: give fewer layers, as in layers=2, a smaller "
-                "dtype, or another model"
+        try:
+            self._decoder = Decoder(
+                self._spec,
+                mlp=self._width,
+                vocabulary=self.vocab_size,
+                theta=self.rope_theta,
+                seed=self.seed,
+                place=lambda weights: backend.tensor(weights, dtype),
             )
-            raise StorageError(msg)
-        self._decoder = Decoder(
-            self._spec,
-            mlp=self._width,
-            vocabulary=self.vocab_size,
-            theta=self.rope_theta,
-            seed=self.seed,
-            place=lambda weights: backend.tensor(weights, dtype),
-        )
+        except (RuntimeError, MemoryError) as error:
+            size, (reason, *_) = self.weight_bytes(dtype), str(error).split("\n")
+            msg = (
+                f"the weights of {self._spec.name}, {format_bytes(size)} in {dtype}, cannot be "
+                "made: give fewer layers, as in layers=2, a smaller dtype, or another model "
+                f"({reason or 'too little memory'})"
+            )
+            raise StorageError(msg) from error
 
     def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
         """Run a step; return the logits of the sequences that sample, before temperature.

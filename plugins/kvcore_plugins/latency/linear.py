@@ -28,6 +28,8 @@ class Linear(LatencyModel):
     """
 
     name: ClassVar[str] = "linear"
+    fitted_times: ClassVar[tuple[str, ...]] = ("step", "prefill", "decode", "context")
+    fitted_shares: ClassVar[tuple[str, ...]] = ()
 
     step: float = attrs.field(default=0.0035)
     prefill: float = attrs.field(default=1e-5)
@@ -45,6 +47,10 @@ class Linear(LatencyModel):
         """Return the one line."""
         a = self._step + self._prefill * work.prefill + self._decode * work.decode
         return ((a, self._context),)
+
+    def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
+        """Return the counts of each of `works`, for a fit of the options."""
+        return [[[1, work.prefill, work.decode, work.context[0]]] for work in works]
 
     def coefficients(self) -> dict[str, Any]:
         """Return the four, in picoseconds."""

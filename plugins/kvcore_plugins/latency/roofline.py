@@ -63,6 +63,8 @@ class Roofline(LatencyModel):
     """
 
     name: ClassVar[str] = "roofline"
+    fitted_times: ClassVar[tuple[str, ...]] = ("overhead",)
+    fitted_shares: ClassVar[tuple[str, ...]] = ("compute", "bandwidth")
 
     model: str | ModelSpec = attrs.field(default="llama-3-8b")
     device: str | DeviceSpec = attrs.field(default="h100")
@@ -117,6 +119,18 @@ class Roofline(LatencyModel):
             (self._overhead + (computing >> SHIFT), *self._computed),
             (self._overhead + (traffic >> SHIFT), *self._read),
         )
+
+    def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
+        """Return the seconds of computing and of reading at full rates, for a fit."""
+        ideal = attrs.evolve(self, compute=1.0, bandwidth=1.0, overhead=0.0)
+        found = []
+        for work in works:
+            computing, reading = (
+                (a + sum(map(mul, slopes, work.context))) / PS_PER_S
+                for a, *slopes in ideal.pieces(work)
+            )
+            found.append([[1.0, computing, 0.0], [1.0, 0.0, reading]])
+        return found
 
     def coefficients(self) -> dict[str, Any]:
         """Return what a token, a pair and a step take on either line, in picoseconds."""

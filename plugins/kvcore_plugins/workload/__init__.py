@@ -1,6 +1,7 @@
 """The built-in workloads: recorded traces of several formats, and synthetic requests."""
 
 from kvcore_plugins.workload.azure import Azure
+from kvcore_plugins.workload.chat import Chat
 from kvcore_plugins.workload.jsonl import Jsonl
 from kvcore_plugins.workload.kv_events import KvEvents
 from kvcore_plugins.workload.lengths import Lengths
@@ -12,6 +13,7 @@ from kvcore_plugins.workload.zipf import Zipf
 
 __all__ = [
     "Azure",
+    "Chat",
     "Jsonl",
     "KvEvents",
     "LMCache",

@@ -39,6 +39,7 @@ class Azure(FileWorkload):
     """
 
     name: ClassVar[str] = "azure"
+    line_fields = (_COLUMNS,)
 
     key_tokens: int = attrs.field(default=16, validator=ge(1))
 

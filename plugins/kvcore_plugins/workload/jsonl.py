@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import SLO, InputError, Request
-from kvcore.request import Retention
+from kvcore.request import Retention, chain_keys
 from kvcore.trace import SCHEMA
 from kvcore.units import INT64_LIMIT
-from kvcore_plugins.workload.rows import FileWorkload, Row, field_names, rows
+from kvcore.workloads import file_digest
+from kvcore_plugins.workload.rows import FileWorkload, Row, rows
 
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
@@ -28,9 +29,13 @@ class Jsonl(FileWorkload):
 
     Attributes:
         path: path of the file.
+        chain: whether `keys` are hashes of each block alone, to be chained here.
     """
 
     name: ClassVar[str] = "jsonl"
+    line_fields = (("event", "schema"), ("event", "id", "prompt"))
+
+    chain: bool = False
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each REQUEST line. Keeps one line in memory.
@@ -48,6 +53,10 @@ class Jsonl(FileWorkload):
             key_tokens = key_tokens or request.key_tokens
             if request.key_tokens != key_tokens:
                 raise row.error(field="key_tokens", expected=f"{key_tokens}, as before")
+            if self.chain:
+                whole = request.prompt_tokens // key_tokens
+                chained = chain_keys([*request.keys[:whole], *request.output_keys])
+                request.keys, request.output_keys = chain_keys(request.keys), chained[whole:]
             yield request
 
     @property
@@ -56,11 +65,10 @@ class Jsonl(FileWorkload):
         with closing(self._requests()) as requests:
             return next(requests).natural("key_tokens", 1)
 
-    @classmethod
-    def recognises(cls, first_line: bytes) -> bool:
-        """Return True if the line is a trace's header or a REQUEST."""
-        found = field_names(first_line)
-        return found >= {"event", "schema"} or found >= {"event", "id", "prompt"}
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes, and of `chain` if it is set."""
+        return file_digest(self.path, **({"chain": True} if self.chain else {}))
 
     def _recorded_keys(self) -> dict[int | str, list[Any]]:
         """Return the keys of generated blocks that the FINISH lines have, by request."""

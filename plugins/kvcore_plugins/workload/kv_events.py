@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +18,7 @@ from kvcore import InputError, Request, Workload
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest
-from kvcore_plugins.workload.rows import Row, field_names, rows
+from kvcore_plugins.workload.rows import Row, rows
 
 if TYPE_CHECKING:
     from kvcore.kv_events import BlockStored, Lost, PagesStored, Received, Restarted, Skipped
@@ -51,7 +52,7 @@ class KvEvents(Workload):
     With `requests` each line of a log is a request: `id`, `time` (seconds by the clock of
     the events), `tokens` (ids of the prompt) or `hashes` (the engine's, of its full blocks)
     with `prompt` (tokens), and `output` (tokens; 0). The recording says the block size and
-    the period: what lies outside is left out.
+    the period: what lies outside is left out, and counted in `notes`.
 
     Times count from the first batch; a batch earlier than the one before it counts as
     simultaneous. A recording that is cut is read up to the cut.
@@ -65,12 +66,15 @@ class KvEvents(Workload):
     """
 
     name: ClassVar[str] = "kv-events"
+    # The first line of a recording, and of events of TensorRT-LLM and Dynamo.
+    line_fields = (("kind", "schema", "format"), ("event_id", "data"), ("worker_id", "event"))
 
     file: Path = attrs.field(converter=Path)
     lookups: str | None = attrs.field(default=None)
     requests: Path | None = attrs.field(default=None, converter=optional(Path))
     block_size: int | None = attrs.field(default=None, validator=if_given(ge(1)))
     group: int = attrs.field(default=0, validator=ge(0))
+    _outside: str = attrs.field(default="", init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Raise InputError unless either `lookups` or `requests` is given."""
@@ -109,18 +113,16 @@ class KvEvents(Workload):
         raise InputError(msg)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """How many lines of the log lie outside the recording."""
+        return (self._outside,) if self._outside else ()
+
+    @property
     def digest(self) -> str:
         """The digest of the file's bytes, the options, and the log's."""
         log = None if self.requests is None else file_digest(self.requests)
         options = {"lookups": self.lookups, "block_size": self.block_size, "group": self.group}
         return file_digest(self.file, requests=log, **options)
-
-    @classmethod
-    def recognises(cls, first_line: bytes) -> bool:
-        """Return True if the line is a recording's, or an event of TensorRT-LLM or Dynamo."""
-        found = field_names(first_line)
-        kinds = ({"kind", "schema", "format"}, {"event_id", "data"}, {"worker_id", "event"})
-        return any(kind <= found for kind in kinds)
 
     @classmethod
     def from_file(cls, path: Path) -> KvEvents:
@@ -220,12 +222,32 @@ class KvEvents(Workload):
             msg = f"{self.file}: its events have no times: no log can be joined to it"
             raise InputError(msg)
         first, last = min(times), max(times)
-        earliest = 0
+        begin, latest, total, inside = None, 0, 0, 0
         for row in rows(log):
             time = row.nanoseconds("time")
-            earliest = row.in_order("time", time, earliest)
+            latest = row.in_order("time", time, latest)
+            begin = time if begin is None else begin
+            total += 1
             if first <= time <= last:
+                inside += 1
                 yield _request(row, time - first, size)
+        self._outside = ""
+        if inside < total:
+            many = f"{total - inside} of the {total} lines" if inside else f"all {total} lines"
+            self._outside = (
+                f"{many} of {log} lie outside the time of {self.file}: the log goes from "
+                f"{_moment(begin or 0)} to {_moment(latest)}, the recording from "
+                f"{_moment(first)} to {_moment(last)}"
+            )
+        if not inside:
+            msg = f"{self._outside}. Is the log by another clock or time zone?"
+            raise InputError(msg)
+
+
+def _moment(time: int) -> str:
+    """Return a time in ns as seconds, and as the date that it is if it counts from 1970."""
+    date = datetime.fromtimestamp(time // NS_PER_S, UTC)
+    return f"{time / NS_PER_S:.3f} s ({date:%Y-%m-%d %H:%M:%S} UTC)"
 
 
 def _request(row: Row, arrival: int, size: int) -> Request:

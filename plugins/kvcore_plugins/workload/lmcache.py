@@ -15,7 +15,7 @@ from attrs.validators import ge
 from kvcore import InputError, Request
 from kvcore.request import KEY_BYTES
 from kvcore.units import NS_PER_S
-from kvcore_plugins.workload.rows import FileWorkload, Row, field_names, rows
+from kvcore_plugins.workload.rows import FileWorkload, Row, rows
 
 _HASH = re.compile(r"-?0x[0-9a-fA-F]{1,128}")
 
@@ -44,6 +44,7 @@ class LMCache(FileWorkload):
     """
 
     name: ClassVar[str] = "lmcache"
+    line_fields = (("chunk_size", "seq_len", "chunk_hashes"),)
 
     model: str | None = None
     output_tokens: int = attrs.field(default=0, validator=ge(0))
@@ -79,11 +80,6 @@ class LMCache(FileWorkload):
         """Tokens of a chunk, read from the first row."""
         with closing(self._rows()) as found:
             return next(found).natural("chunk_size", 1)
-
-    @classmethod
-    def recognises(cls, first_line: bytes) -> bool:
-        """Return True if the line is an object with a lookup's fields."""
-        return field_names(first_line) >= {"chunk_size", "seq_len", "chunk_hashes"}
 
     def _rows(self) -> Generator[Row, None, None]:
         empty = True

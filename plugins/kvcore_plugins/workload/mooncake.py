@@ -11,9 +11,10 @@ import attrs
 from attrs.converters import optional
 
 from kvcore import Request, Workload
+from kvcore.request import chain_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest
-from kvcore_plugins.workload.rows import field_names, rows
+from kvcore_plugins.workload.rows import rows
 
 BUNDLED_REQUESTS = 12_031
 _MILLISECOND = NS_PER_S // 1000
@@ -30,12 +31,15 @@ class Mooncake(Workload):
 
     Attributes:
         path: the file; None is the conversation trace that comes with kvcore.
+        chain: whether `hash_ids` are hashes of each block alone, to be chained here.
     """
 
     name: ClassVar[str] = "mooncake"
     key_tokens: ClassVar[int] = 512
+    line_fields = (("timestamp", "input_length", "hash_ids"),)
 
     path: Path | None = attrs.field(default=None, converter=optional(Path))
+    chain: bool = False
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps one row in memory."""
@@ -45,29 +49,25 @@ class Mooncake(Workload):
             expected = f"{earliest} or later (sorted rows)"
             earliest = row.in_order("timestamp", arrival, earliest, expected)
             prompt = row.natural("input_length", 1)
+            keys = row.prompt_keys("hash_ids", prompt, self.key_tokens)
             yield Request(
                 id=row.line - 1,
                 arrival=arrival * _MILLISECOND,
                 prompt_tokens=prompt,
                 output_tokens=row.natural("output_length"),
-                keys=row.prompt_keys("hash_ids", prompt, self.key_tokens),
+                keys=chain_keys(keys) if self.chain else keys,
                 key_tokens=self.key_tokens,
             )
 
     @property
     def digest(self) -> str:
-        """The digest of the file's bytes."""
-        return file_digest(self._file)
+        """The digest of the file's bytes, and of `chain` if it is set."""
+        return file_digest(self._file, **({"chain": True} if self.chain else {}))
 
     @property
     def size(self) -> int | None:
         """The number of requests, known for the trace that comes with kvcore."""
         return BUNDLED_REQUESTS if self.path is None else None
-
-    @classmethod
-    def recognises(cls, first_line: bytes) -> bool:
-        """Return True if the line is an object with Mooncake's fields."""
-        return field_names(first_line) >= {"timestamp", "input_length", "hash_ids"}
 
     @property
     def _file(self) -> Path:

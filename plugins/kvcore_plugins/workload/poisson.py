@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from kvcore.units import NS_PER_S
+
+
+def poisson_arrivals(draw: Callable[[], float], rate: float, burst: int = 1) -> Iterator[int]:
+    """Yield times in ns, from 0, of Poisson arrivals at `rate` a second, `burst` at once.
+
+    `draw` returns uniform variates in [0, 1). An infinite rate gives zeros.
+    """
+    now = 0
+    while True:
+        for _ in range(burst):
+            yield now
+        now += round(exponential(draw) * burst / rate * NS_PER_S)
 
 
 def exponential(draw: Callable[[], float]) -> float:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from heapq import heappop, heappush, heapreplace
 from pathlib import Path
-from typing import Any, TypeVar
+from random import Random
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import orjson
+from attrs.validators import gt, in_
+from attrs.validators import optional as if_given
 
-from kvcore import InputError, Workload
+from kvcore import InputError, Request, Workload
 from kvcore.errors import shorten
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest, lines
+from kvcore_plugins.workload.poisson import poisson_arrivals
+
+UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
 _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
+_NUMBER = re.compile(r"\d{1,18}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,2})?", re.ASCII)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
@@ -37,6 +51,37 @@ class FileWorkload(Workload):
         """The digest of the file's bytes and of the other options."""
         options = self.options()
         return file_digest(options.pop("path"), **options)
+
+
+@attrs.define(eq=False)
+class TimedFile(FileWorkload):
+    """A workload in one file whose rows have times, or are given some.
+
+    Attributes:
+        path: path of the file.
+        unit: unit of times that are numbers: s, ms, us, ns.
+        rate: where rows have no times, requests a second, at random times (Poisson); `inf`:
+            all at once.
+        seed: seed of the random times.
+    """
+
+    unit: str = attrs.field(default="s", validator=in_(UNITS), kw_only=True)
+    rate: float | None = attrs.field(default=None, validator=if_given(gt(0)), kw_only=True)
+    seed: int = attrs.field(default=0, kw_only=True)
+
+    def drawn_arrivals(self) -> Iterator[int]:
+        """Yield the times in ns of rows without times."""
+        draw = Random(f"{self.seed}/arrivals").random  # noqa: S311 - a workload, no secret
+        return poisson_arrivals(draw, math.inf if self.rate is None else self.rate)
+
+    def refuse_rate(self, row: Row, field: str) -> None:
+        """Raise InputError if a rate is given though `row` has a time in `field`."""
+        if self.rate is not None:
+            msg = (
+                f"{row.path}:{row.line}: it has times ({field!r}): leave out rate={self.rate}; "
+                "--rate-scale of `kvcore simulate` makes them faster"
+            )
+            raise InputError(msg)
 
 
 @attrs.define(eq=False)
@@ -69,6 +114,22 @@ class Row:
         if type(value) in (int, float) and 0 <= value < _SECONDS_LIMIT:
             return round(float(value) * NS_PER_S)
         expected = f"a number of seconds, from 0 and below {_SECONDS_LIMIT}"
+        raise self.error(field=name, expected=expected)
+
+    def time(self, name: str, unit: str) -> int:
+        """Return a time in ns: a number in `unit`, or a date and time of ISO 8601."""
+        value = self.fields.get(name, "")
+        text = str(value)
+        if _NUMBER.fullmatch(text):
+            time = int((Decimal(text) * UNITS[unit]).to_integral_value())
+            if time < INT64_LIMIT:
+                return time
+        else:
+            with suppress(ValueError):
+                moment = datetime.fromisoformat(text)
+                moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+                return (moment - _EPOCH) // _MICROSECOND * UNITS["us"]
+        expected = "a number, or a time such as 2024-05-10 18:15:46.680"
         raise self.error(field=name, expected=expected)
 
     def text(self, name: str) -> str:
@@ -154,6 +215,36 @@ class Row:
         return InputError(f"{where}: expected {expected}, got {found}")
 
 
+Turn: TypeAlias = tuple[int, Callable[[], Request]]
+"""When a request arrives (ns), and what builds it then."""
+
+
+def merged(sessions: Iterable[tuple[int, Callable[[], list[Turn]]]]) -> Iterator[Request]:
+    """Yield the requests of sessions in order of arrival, those of one time by session.
+
+    Args:
+        sessions: in order, when each starts (ns), and what reads its turns then: at least
+            one, the last one first. Sessions that have started are kept in memory.
+    """
+    running: list[tuple[int, int, list[Turn]]] = []
+    for number, (start, read) in enumerate(sessions):
+        yield from _before(start, running)
+        turns = read()
+        heappush(running, (turns[-1][0], number, turns))
+    yield from _before(math.inf, running)
+
+
+def _before(time: float, running: list[tuple[int, int, list[Turn]]]) -> Iterator[Request]:
+    """Yield what the running sessions send until `time`."""
+    while running and running[0][0] <= time:
+        _, number, turns = running[0]
+        yield turns.pop()[1]()
+        if turns:
+            heapreplace(running, (turns[-1][0], number, turns))
+        else:
+            heappop(running)
+
+
 def rows(path: Path) -> Generator[Row, None, None]:
     """Yield each line of a file of JSON objects.
 
@@ -179,15 +270,6 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
         msg = f"{path}:{number}: expected a JSON object, got {as_json(fields)}"
         raise InputError(msg)
     return Row(path, number, fields)
-
-
-def field_names(line: bytes) -> set[str]:
-    """Return the field names of a line that is a JSON object; no names if it is not."""
-    try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return set()
-    return set(fields) if type(fields) is dict else set()
 
 
 def as_json(value: Any) -> str:

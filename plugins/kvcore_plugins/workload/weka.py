@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from heapq import heappop, heappush, heapreplace
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from operator import attrgetter
+from pathlib import Path
 from random import Random
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from kvcore import Request
 from kvcore.units import NS_PER_S
 from kvcore.workloads import lines
 from kvcore_plugins.workload.poisson import exponential
-from kvcore_plugins.workload.rows import FileWorkload, Row, field_names, parse_row
+from kvcore_plugins.workload.rows import FileWorkload, Row, Turn, merged, parse_row
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32
@@ -49,27 +50,22 @@ class Weka(FileWorkload):
 
     name: ClassVar[str] = "weka"
     key_tokens: ClassVar[int] = _KEY_TOKENS
+    line_fields = (("id", "block_size", "requests"),)
 
     stagger: float = attrs.field(default=60.0, converter=float, validator=[ge(0), lt(inf)])
     seed: int = 0
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each turn. Keeps the running sessions in memory."""
+        return merged(self._sessions())
+
+    def _sessions(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
         draw = Random(self.seed).random  # noqa: S311 - a workload, not a secret
         start = 0
         ids: set[str] = set()
-        running: list[tuple[int, int, _Session]] = []
         for number, line in lines(self.path):
-            yield from _before(start, running)
-            session = _session(parse_row(self.path, number, line), start, ids)
-            heappush(running, (session.next_arrival, number, session))
+            yield start, partial(_session, self.path, number, line, start, ids)
             start += round(exponential(draw) * self.stagger * NS_PER_S)
-        yield from _before(inf, running)
-
-    @classmethod
-    def recognises(cls, first_line: bytes) -> bool:
-        """Return True if the line is an object with a session's fields."""
-        return field_names(first_line) >= {"id", "block_size", "requests"}
 
 
 @attrs.frozen(eq=False)
@@ -86,45 +82,22 @@ class _Turn:
     keys: array[int]
 
 
-@attrs.define(eq=False)
-class _Session:
-    """A running session; `turns` are those to come, the next one last."""
-
-    id: str
-    start: int
-    namespace: int
-    turns: list[_Turn]
-
-    @property
-    def next_arrival(self) -> int:
-        return self.start + self.turns[-1].at
-
-    def pop(self) -> Request:
-        turn, namespace = self.turns.pop(), self.namespace
-        return Request(
-            id=turn.id,
-            arrival=self.start + turn.at,
-            prompt_tokens=turn.prompt,
-            output_tokens=turn.output,
-            keys=[namespace | key for key in turn.keys],
-            key_tokens=_KEY_TOKENS,
-            session=self.id,
-            after=turn.after,
-            think_time=turn.think,
-        )
+def _request(turn: _Turn, session: str, start: int, namespace: int) -> Request:
+    return Request(
+        id=turn.id,
+        arrival=start + turn.at,
+        prompt_tokens=turn.prompt,
+        output_tokens=turn.output,
+        keys=[namespace | key for key in turn.keys],
+        key_tokens=_KEY_TOKENS,
+        session=session,
+        after=turn.after,
+        think_time=turn.think,
+    )
 
 
-def _before(time: float, running: list[tuple[int, int, _Session]]) -> Iterator[Request]:
-    while running and running[0][0] < time:
-        _, number, session = running[0]
-        yield session.pop()
-        if session.turns:
-            heapreplace(running, (session.next_arrival, number, session))
-        else:
-            heappop(running)
-
-
-def _session(row: Row, start: int, ids: set[str]) -> _Session:
+def _session(path: Path, number: int, line: bytes, start: int, ids: set[str]) -> list[Turn]:
+    row = parse_row(path, number, line)
     name = row.text("id")
     if name in ids:
         raise row.error(field="id", expected="a session that is not on an earlier line")
@@ -137,9 +110,11 @@ def _session(row: Row, start: int, ids: set[str]) -> _Session:
     turns = sorted(_turns(row, name, 0, None), key=attrgetter("at"))
     if not turns:
         raise row.error(field="requests", expected="at least one request")
-    turns.reverse()
     namespace = row.line << _KEY_BITS if scope == "local" else 0
-    return _Session(name, start, namespace, turns)
+    return [
+        (start + turn.at, partial(_request, turn, name, start, namespace))
+        for turn in reversed(turns)
+    ]
 
 
 def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[_Turn]:

@@ -14,7 +14,7 @@ from attrs.validators import ge, in_, le
 
 from kvcore import InputError, Request, Workload
 from kvcore.units import NS_PER_S
-from kvcore_plugins.workload.poisson import exponential
+from kvcore_plugins.workload.poisson import poisson_arrivals
 
 ARRIVALS = ("poisson", "bursty", "uniform")
 _DRAW_BITS = 53
@@ -124,11 +124,8 @@ class Zipf(Workload):
         if self.arrivals == "uniform":
             yield from (round(serial * NS_PER_S / self.rate) for serial in count())
         draw = self._generator("arrivals").random
-        size = self.burst if self.arrivals == "bursty" else 1
-        now = 0
-        while True:
-            yield from (now for _ in range(size))
-            now += round(exponential(draw) * size / self.rate * NS_PER_S)
+        burst = self.burst if self.arrivals == "bursty" else 1
+        yield from poisson_arrivals(draw, self.rate, burst)
 
     def _generator(self, purpose: str) -> Random:
         return Random(f"{self.seed}/{purpose}")  # noqa: S311 - a workload, not a secret

@@ -119,11 +119,15 @@ class BlockCache:
         full = self.length(request) // self.block_size
         return sum(self.key(request, position) is not None for position in range(full))
 
-    def limit(self, request):
-        """Return how many blocks may hit; in `tokens` counting the last token may not."""
+    def limit(self, request, target):
+        """Return how many blocks may hit; in `tokens` counting the last token may not.
+
+        `target` is how many tokens are to be computed; None: those of the prompt.
+        """
         if self.accounting == "keys":
             return self.cacheable(request)
-        return min(self.cacheable(request), (request.prompt_tokens - 1) // self.block_size)
+        last = (request.prompt_tokens if target is None else target) - 1
+        return min(self.cacheable(request), last // self.block_size)
 
     def hint(self, request, position):
         """Return the best (priority, duration) that the hints give the block at `position`."""
@@ -141,10 +145,10 @@ class BlockCache:
         """Return how many blocks would hit."""
         return len(self._match(request, now)[0])
 
-    def open(self, request, first_tokens=None, now=0, *, resumed=False):
+    def open(self, request, first_tokens=None, now=0, *, resumed=False, target=None):
         """Admit a request, if what it needs is free or can be evicted."""
-        hit, expired = self._match(request, now)
-        tokens = self.length(request)
+        hit, expired = self._match(request, now, target)
+        tokens = self.length(request) if target is None else target
         if first_tokens is not None:
             tokens = len(hit) * self.block_size + first_tokens
         need = self._blocks_for(tokens) - len(hit)
@@ -275,10 +279,10 @@ class BlockCache:
     def _blocks_for(self, tokens):
         return -(-tokens // self.block_size)
 
-    def _match(self, request, now):
+    def _match(self, request, now, target=None):
         """Return the cached blocks the prompt begins with, and the expired one it stops at."""
         hit, block = [], self.root
-        for position in range(self.limit(request)):
+        for position in range(self.limit(request, target)):
             block = block.children.get((self.key(request, position), position))
             if block is None:
                 break

@@ -1,0 +1,74 @@
+"""What this process may use of its host: CPUs and memory, less what its cgroups withhold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def cpus() -> int:
+    """Return how many CPUs this process may use, by its affinity and its cgroups' quotas."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        count = os.cpu_count() or 1
+    for group in _cgroups("cpu"):
+        # The files of cgroup version 2, and of version 1.
+        quota = _words(group / "cpu.max") or [
+            *_words(group / "cpu.cfs_quota_us"),
+            *_words(group / "cpu.cfs_period_us"),
+        ]
+        match quota:
+            case [time, period] if time.isdigit():  # not "max", nor -1
+                count = min(count, int(time) // int(period))
+    return max(count, 1)
+
+
+def memory() -> tuple[int | None, int | None]:
+    """Return the bytes that this process may still use, and all it may; None where unknown."""
+    sizes = _table(MEMINFO, unit=1024)
+    free, total = sizes.get("MemAvailable:"), sizes.get("MemTotal:")
+    for group in _cgroups("memory"):
+        limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
+        used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
+        # Version 1 has numbers beyond all memory where there is no limit.
+        if limit and used and limit[0].isdigit() and int(limit[0]) < (total or 0):
+            stat = _table(group / "memory.stat")
+            # Pages of files count as used, and give way.
+            files = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            total = int(limit[0])
+            free = max(0, min(free or total, total - int(used[0]) + files))
+    return free, total
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of those above it, as far as visible."""
+    for line in _lines(OWN_CGROUPS):
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(",") or not controllers:
+            own = PurePosixPath(path).relative_to("/")
+            for part in (own, *own.parents):
+                # A container sees its own cgroup as the root of all.
+                yield CGROUPS / controllers / part
+
+
+def _table(path: Path, unit: int = 1) -> dict[str, int]:
+    """Return the numbers of a file of lines that begin with a name and a number."""
+    rows = (line.split() for line in _lines(path))
+    return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,263 @@
+"""The batches of one publisher of KV events: each once, in order, with gaps and restarts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from hashlib import blake2b
+from typing import TypeAlias
+
+import attrs
+
+NOT_KEPT = "the publisher does not have them any more"
+
+NO_REPLAY = "there is no replay address to ask for them"
+
+NOT_READ = "the recording ended before they were read"
+
+
+@attrs.frozen
+class Delivery:
+    """A batch as it came over the wire.
+
+    Attributes:
+        rank: of its publisher.
+        sequence: its number since its publisher started, from 0.
+        payload: its bytes.
+        replayed: whether it came from a replay, not live.
+    """
+
+    rank: int
+    sequence: int
+    payload: bytes
+    replayed: bool = False
+
+
+@attrs.frozen
+class Gap:
+    """The batches `first` to `last` of a publisher, both included, are lost, for a reason."""
+
+    rank: int
+    first: int
+    last: int
+    reason: str
+
+    @property
+    def batches(self) -> int:
+        """Return how many are lost."""
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        """Return a sentence for people."""
+        which = (
+            f"batch {self.first} is"
+            if self.batches == 1
+            else f"batches {self.first} to {self.last} are"
+        )
+        return f"rank {self.rank}: {which} lost: {self.reason}"
+
+
+@attrs.frozen
+class Restart:
+    """A publisher whose next batch was `expected` counts from 0 again, and is at `sequence`."""
+
+    rank: int
+    expected: int
+    sequence: int
+
+    def __str__(self) -> str:
+        """Return a sentence for people."""
+        return (
+            f"rank {self.rank}: the publisher started again: batch {self.sequence} came "
+            f"where {self.expected} was next"
+        )
+
+
+@attrs.frozen
+class InvalidMessage:
+    """A message that is no batch was skipped, for a reason."""
+
+    rank: int
+    reason: str
+
+    def __str__(self) -> str:
+        """Return a sentence for people."""
+        return f"rank {self.rank}: a message was skipped: {self.reason}"
+
+
+StreamItem: TypeAlias = Delivery | Gap | Restart | InvalidMessage
+"""An item that a subscriber yields."""
+
+Replay: TypeAlias = Callable[[int], Generator[tuple[int, bytes | None] | None, None, None]]
+"""Yields (number, payload) of the batches that a publisher keeps, from a number on.
+
+The payload is None for topics that were not subscribed to. While an answer is waited for, None
+is yielded now and then. Raises `ReplayFailed` if the answer breaks off."""
+
+MOST_REPLAYED = 100_000
+"""Batches of a replay of which one that comes live as well is known again."""
+
+
+class ReplayFailed(Exception):
+    """A replay did not come to its end; the message says who did not answer."""
+
+
+class BatchSequencer:
+    """The batches of one publisher in order and once, with its gaps and restarts.
+
+    A live batch whose number is too high shows that some are missing: the publisher is asked
+    for a replay from the last batch received on, whose bytes tell whether it has restarted. A
+    number that was received already is that of a publisher that has restarted, unless a replay
+    brought the same bytes a moment before. Without a replay, a publisher that restarted and has
+    passed its old numbers before its first batch is received looks as if there were a gap.
+
+    Memory: 200 bytes for each of the last 100,000 batches of a replay, until one that is later
+    than they comes live.
+
+    Args:
+        rank: of the publisher, for the items.
+        replay: asks the publisher for batches; None: it cannot be asked.
+    """
+
+    def __init__(self, rank: int, replay: Replay | None = None) -> None:
+        """Expect batch 0."""
+        self._rank = rank
+        self._replay = replay
+        self._begin()
+
+    def mark_disconnected(self) -> None:
+        """Record that the connection was lost: the publisher may have restarted."""
+        self._disconnected = True
+
+    def receive(self, sequence: int, payload: bytes) -> Iterator[StreamItem | None]:
+        """Yield what a live batch shows: gaps, replayed batches, a restart, and itself.
+
+        Yields None now and then while a replay is waited for.
+        """
+        if sequence < self._expected:
+            if self._replayed.pop(sequence, None) == _digest(payload):
+                return
+            yield self._restart(sequence)
+        reason = NO_REPLAY
+        if self._replay is not None and (sequence > self._expected or self._disconnected):
+            # Only now: a restarted publisher that is behind its old numbers has no batch to
+            # compare with the last one received.
+            self._disconnected = False
+            reason = yield from self.catch_up()
+            if sequence < self._expected:
+                self._replayed.pop(sequence, None)
+                return
+        if sequence > self._expected:
+            yield self._gap(sequence - 1, reason)
+        self._replayed.clear()
+        self._advance(sequence, _digest(payload))
+        yield Delivery(self._rank, sequence, payload)
+
+    def skip(self, sequence: int, payload: bytes, reason: str) -> Iterator[StreamItem]:
+        """Yield what a batch shows that was received and will not be read: a gap up to it."""
+        digest = _digest(payload)
+        if sequence < self._expected:
+            known = self._last if sequence == self._expected - 1 else None
+            if digest in (known, self._replayed.get(sequence)):
+                return
+            yield self._restart(sequence)
+        yield self._gap(sequence, reason)
+        self._advance(sequence, digest)
+        self._remember(sequence, digest)
+
+    def catch_up(self) -> Generator[StreamItem | None, None, str]:
+        """Ask for all batches that the publisher keeps from here on; yield what comes.
+
+        Yields None now and then while an answer is waited for. Returns why batches that are
+        missing afterwards are. An answer that has a hole in its middle, or breaks off, since it
+        came faster than it could be queued, is asked for again as long as batches come.
+        """
+        if self._replay is None:
+            return NO_REPLAY
+        start, again = max(0, self._expected - 1), True
+        while again:
+            before = self._expected
+            try:
+                again = yield from self._ask(self._replay, start)
+            except ReplayFailed as error:
+                if self._expected <= before:
+                    return str(error)
+            start = self._expected
+        return NOT_KEPT
+
+    def _ask(self, replay: Replay, start: int) -> Generator[StreamItem | None, None, bool]:
+        """Ask once; return whether to ask again, which is so only if a batch came."""
+        first = True
+        with closing(replay(start)) as answer:
+            for answered in answer:
+                if answered is None:
+                    yield None
+                    continue
+                sequence, payload = answered
+                digest = None if payload is None else _digest(payload)
+                if sequence < self._expected:
+                    if digest != self._last and sequence == start:
+                        yield self._restart(sequence)
+                        return True
+                    first = first and sequence != start
+                    continue
+                if sequence > self._expected:
+                    if not first:
+                        return True
+                    yield self._gap(sequence - 1, NOT_KEPT)
+                first = False
+                self._advance(sequence, digest)
+                if payload is not None and digest is not None:
+                    self._remember(sequence, digest)
+                    yield Delivery(self._rank, sequence, payload, replayed=True)
+        return False
+
+    def _remember(self, sequence: int, digest: bytes) -> None:
+        """Know a batch again that may also come live."""
+        self._replayed[sequence] = digest
+        if len(self._replayed) > MOST_REPLAYED:
+            self._replayed.popitem(last=False)
+
+    def _begin(self) -> None:
+        self._expected = 0
+        self._disconnected = False
+        self._last: bytes | None = None
+        self._replayed: OrderedDict[int, bytes] = OrderedDict()
+
+    def _advance(self, sequence: int, digest: bytes | None) -> None:
+        self._expected, self._last = sequence + 1, digest
+
+    def _gap(self, last: int, reason: str) -> Gap:
+        """Expect the batch after `last`; return the item that reports those up to it lost."""
+        gap = Gap(self._rank, self._expected, last, reason)
+        self._expected = last + 1
+        return gap
+
+    def _restart(self, sequence: int) -> Restart:
+        """Expect batch 0 again; return the item that reports it."""
+        restart = Restart(self._rank, self._expected, sequence)
+        self._begin()
+        return restart
+
+
+def _digest(payload: bytes) -> bytes:
+    return blake2b(payload, digest_size=16).digest()
+
+
+def join_gaps(items: Iterable[StreamItem]) -> Iterator[StreamItem]:
+    """Yield items, gaps that follow each other for one reason as one."""
+    last: StreamItem | None = None
+    for item in items:
+        if (
+            isinstance(last, Gap)
+            and isinstance(item, Gap)
+            and (last.rank, last.last + 1, last.reason) == (item.rank, item.first, item.reason)
+        ):
+            last = attrs.evolve(last, last=item.last)
+            continue
+        if last is not None:
+            yield last
+        last = item
+    if last is not None:
+        yield last

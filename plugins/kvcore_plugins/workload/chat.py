@@ -1,0 +1,395 @@
+"""Texts as requests: prompts, chats and logs of an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import attrs
+import orjson
+from attrs.converters import optional
+from attrs.validators import ge, in_, lt
+
+from kvcore import InputError, Request
+from kvcore.extras import import_extra
+from kvcore.request import block_keys
+from kvcore.units import NS_PER_S
+from kvcore.workloads import file_digest
+from kvcore_plugins.workload.rows import Row, TimedFile, Turn, merged, rows
+
+TIMES = ("timestamp", "time", "created", "created_at", "start_time", "arrival_time", "arrival")
+"""Fields of a row, or of the response in it, that may say when the request was sent."""
+
+ANSWER = "assistant"
+"""The role whose messages are generated."""
+
+_ROLES = {"human": "user", "gpt": ANSWER, "chatgpt": ANSWER, "bot": ANSWER, "model": ANSWER}
+_ANSWERS = ("completion", "response", "output", "answer")
+_PIECES = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|\n+|[^\sA-Za-z0-9]")
+_MODES = ("words", "bytes")
+_ESTIMATES = {
+    "words": "tokens are pieces of words, which only estimates what a model's tokenizer makes",
+    "bytes": "tokens are bytes, some four times as many as a model's tokenizer makes",
+}
+
+Message: TypeAlias = dict[str, Any]
+"""A message as chat templates take it: `role`, `content`, and whatever else it has."""
+
+
+@attrs.define(eq=False)
+class Chat(TimedFile):
+    """Prompts and chats as texts, whose keys are the hashes of their tokens.
+
+    A row is a JSON object, of a file with one a line or of one JSON array:
+
+    - `prompt`: a text, perhaps with its `completion`;
+    - `messages`, each of `role` and `content`. If the last one is the assistant's, this is a
+      recorded conversation, and each answer in it a request; else one request;
+    - `conversations`, each of `from` and `value` (ShareGPT): a recorded conversation;
+    - a logged request: an object with one of these under `request` or `body`, and what a
+      server answered (`choices`, `usage`) beside it, or under `response`.
+
+    A turn's prompt is all before its answer, so it starts with the prompt and the answer of
+    the turn before, whose blocks it hits: the keys of answers are known. The output is as
+    long as the answer, or as `output_tokens` of the row or `usage` says, or as the option.
+
+    A row arrives at its `timestamp`, `created` or whatever else its time is called, or
+    without any at `rate`. Rows are sorted by time. The turns of a conversation follow one
+    another: each is sent `think` seconds after the answer before it.
+
+    The id of a request is its row, from 0, and in a conversation its turn, as in `17/2`.
+
+    Attributes:
+        path: path of the file.
+        tokenizer: folder of a Hugging Face tokenizer, which counts exactly; its chat template
+            is applied if it has one. Nothing is downloaded, and no code of the folder run.
+        tokens: without a tokenizer, what counts as a token: `words` (pieces of up to seven
+            letters or three digits, signs, line ends) or `bytes`.
+        time: the field of the time, where it has another name than `TIMES`.
+        output_tokens: tokens that a request generates whose answer is not known.
+        think: seconds from an answer to the next message of its conversation.
+        key_tokens: tokens of a key.
+        unit, rate, seed: of times, as every `TimedFile` has them; without `rate` all rows
+            without times arrive at once.
+    """
+
+    name: ClassVar[str] = "chat"
+    line_fields = (("messages",), ("conversations",), ("prompt",))
+
+    tokenizer: Path | None = attrs.field(default=None, converter=optional(Path))
+    tokens: str = attrs.field(default="words", validator=in_(_MODES))
+    time: str | None = None
+    output_tokens: int = attrs.field(default=0, validator=ge(0))
+    think: float = attrs.field(default=0.0, converter=float, validator=[ge(0), lt(1e9)])
+    key_tokens: int = attrs.field(default=16, validator=ge(1))
+    _notes: list[str] = attrs.field(factory=list, init=False, repr=False)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests. Keeps the conversations in memory that have begun."""
+        return merged(self._rows())
+
+    @classmethod
+    def recognises(cls, first_line: bytes) -> bool:
+        """Return True if the line is an object with texts where they are looked for."""
+        try:
+            fields = orjson.loads(first_line)
+        except orjson.JSONDecodeError:
+            return False
+        if type(fields) is not dict:
+            return False
+        body = _part(Row(Path(), 1, fields), "request", "body").fields
+        lists = type(body.get("messages")), type(body.get("conversations"))
+        return list in lists or type(body.get("prompt")) is str
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes, the options, and the tokenizer's files."""
+        options = self.options()
+        if self.tokenizer is not None:
+            options["tokenizer"] = _digests(self.tokenizer)
+        return file_digest(options.pop("path"), **options)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was assumed of the rows that were read last."""
+        return self._notes
+
+    def _rows(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
+        """Yield when each row's first request arrives, and what reads its turns."""
+        encoder = self._encoder()
+        drawn, unknown = self.drawn_arrivals(), list[int]()
+        names = TIMES if self.time is None else (self.time,)
+        first = latest = 0
+        timed: bool | None = None
+        for row in rows(self.path):
+            holder, name = _time_of(row, names)
+            if timed is None:
+                timed = name is not None
+                if name is not None:
+                    self.refuse_rate(row, name)
+                    first = latest = holder.time(name, self.unit)
+            if timed is not (name is not None):
+                expected = (
+                    "a time, as the first row has" if timed else "none, as in the first row"
+                )
+                raise holder.error(field=name or names[0], expected=expected)
+            if name is None:
+                start = next(drawn)
+            else:
+                expected = "no earlier time than before (sort the rows by time)"
+                latest = holder.in_order(name, holder.time(name, self.unit), latest, expected)
+                start = latest - first
+            yield start, partial(self._turns, row, start, encoder, unknown)
+        self._notes = [] if self.tokenizer else [_ESTIMATES[self.tokens]]
+        if not timed and self.rate is None:
+            self._notes.append(
+                "the file has no times: all arrives at once, a conversation's turns in a row; "
+                "rate=PER_SECOND and think=SECONDS spread them"
+            )
+        if unknown:
+            self._notes.append(
+                f"requests without an answer: {len(unknown)}; each is said to generate "
+                f"output_tokens={self.output_tokens}"
+            )
+
+    def _encoder(self) -> _Encoder:
+        if self.tokenizer is not None:
+            return _Tokenizer(_pretrained(self.tokenizer, _digests(self.tokenizer)))
+        return _Words() if self.tokens == "words" else _Bytes()
+
+    def _turns(self, row: Row, start: int, encoder: _Encoder, unknown: list[int]) -> list[Turn]:
+        """Return the turns of a row, the last one first."""
+        body, response = _part(row, "request", "body"), _part(row, "response", "body")
+        answer, count = _answer(response), _output_count(body, response)
+        serial, think = row.line - 1, round(self.think * NS_PER_S)
+        if "messages" not in body.fields and "conversations" not in body.fields:
+            prompts = [encoder.encode(body.text("prompt"), begins=True)]
+            answers = [answer]
+        else:
+            messages = _messages(body)
+            single = answer is not None or (
+                "messages" in body.fields and messages[-1]["role"] != ANSWER
+            )
+            places = [len(messages)] if single else _answer_places(messages)
+            prompts = list(encoder.prompts(messages, places, body))
+            answers = [
+                _text(messages[place]) if place < len(messages) else answer for place in places
+            ]
+        alone = len(prompts) == 1
+        turns: list[Turn] = []
+        for turn, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
+            generated = encoder.encode(text) if text else []
+            output = len(generated) or count
+            if output is None:
+                unknown.append(serial)
+                output = self.output_tokens
+            if not prompt:
+                raise body.error(field="prompt", expected="at least one token")
+            whole = len(prompt) // self.key_tokens
+            keys = block_keys([*prompt, *generated], self.key_tokens)
+            arrival = start + turn * think
+            build = partial(
+                Request,
+                id=serial if alone else f"{serial}/{turn}",
+                arrival=arrival,
+                prompt_tokens=len(prompt),
+                output_tokens=output,
+                keys=keys[:whole],
+                key_tokens=self.key_tokens,
+                session=None if alone else str(serial),
+                after=f"{serial}/{turn - 1}" if turn else None,
+                think_time=think if turn else 0,
+                output_keys=keys[whole:] or (),
+            )
+            turns.append((arrival, build))
+        turns.reverse()
+        return turns
+
+
+class _Encoder:
+    """Turns texts into tokens; this one by a template that has roles and line ends only."""
+
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """Return the tokens of a text, with those that begin a prompt if it `begins` one."""
+        raise NotImplementedError
+
+    def prompts(
+        self, messages: list[Message], places: list[int], body: Row
+    ) -> Iterator[list[int]]:
+        """Yield the tokens of all before the message at each of `places`, which ascend."""
+        tokens: list[int] = []
+        tools = body.fields.get("tools")
+        if tools:
+            tokens += self.encode(orjson.dumps(tools).decode())
+        done = 0
+        for place in places:
+            for message in messages[done:place]:
+                # Pieces apart, so that a prompt starts with the prompt and answer before it.
+                for text in (f"{message['role']}\n", _text(message), "\n"):
+                    tokens += self.encode(text)
+            done = place
+            yield [*tokens, *self.encode(f"{ANSWER}\n")]
+
+
+class _Words(_Encoder):
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        del begins
+        return list(map(_piece_id, _PIECES.findall(text)))
+
+
+class _Bytes(_Encoder):
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        del begins
+        return list(text.encode())
+
+
+class _Tokenizer(_Encoder):
+    """The tokenizer of a model, and its chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=begins)
+        return tokens
+
+    def prompts(
+        self, messages: list[Message], places: list[int], body: Row
+    ) -> Iterator[list[int]]:
+        if self._tokenizer.chat_template is None:
+            yield from super().prompts(messages, places, body)
+            return
+        for place in places:
+            try:
+                yield self._tokenizer.apply_chat_template(
+                    messages[:place],
+                    tools=body.fields.get("tools"),
+                    add_generation_prompt=True,
+                    return_dict=False,
+                )
+            except Exception as error:
+                msg = f"{body.path}:{body.line}: the tokenizer's chat template fails: {error}"
+                raise InputError(msg) from error
+
+
+def _digests(folder: Path) -> tuple[str, ...]:
+    """Return the digests of the files that determine what a tokenizer makes."""
+    kinds = ("*.json", "*.jinja", "*.txt", "*.model")
+    return tuple(file_digest(file) for kind in kinds for file in sorted(folder.glob(kind)))
+
+
+@lru_cache(maxsize=1)
+def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
+    """Return the tokenizer in a folder, whose files have these digests."""
+    del digests
+    if not folder.is_dir():
+        msg = f"tokenizer={folder}: there is no such folder"
+        raise InputError(msg)
+    needed = "tokenizer=FOLDER needs transformers"
+    auto = import_extra("transformers", needed, "hf", ", or leave it out").AutoTokenizer
+    try:
+        tokenizer = auto.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        reason, _, _ = str(error).partition("\n")
+        msg = f"tokenizer={folder}: transformers cannot read it: {reason}"
+        raise InputError(msg) from error
+    # Else a long prompt is a warning.
+    tokenizer.model_max_length = 1 << 62
+    return tokenizer
+
+
+@lru_cache(maxsize=1 << 18)
+def _piece_id(piece: str) -> int:
+    return int.from_bytes(blake2b(piece.encode(), digest_size=8).digest(), "little")
+
+
+def _part(row: Row, *names: str) -> Row:
+    """Return the object nested in `row` under the first of `names` it has, or `row`."""
+    for name in names:
+        fields = row.fields.get(name)
+        if type(fields) is dict:
+            return _part(Row(row.path, row.line, fields, f"{row.prefix}{name}."), *names)
+    return row
+
+
+def _time_of(row: Row, names: Sequence[str]) -> tuple[Row, str | None]:
+    """Return which object of a row has its time, and in which field."""
+    for holder in (row, _part(row, "response", "body")):
+        for name in names:
+            if holder.fields.get(name) is not None:
+                return holder, name
+    return row, None
+
+
+def _messages(body: Row) -> list[Message]:
+    """Return the messages of a chat, with their contents as texts.
+
+    Raises:
+        InputError: there are none, or one cannot be read, such as an image.
+    """
+    name = "messages" if "messages" in body.fields else "conversations"
+    found = body.inner(name)
+    if not found:
+        raise body.error(field=name, expected="at least one message")
+    if name == "messages":
+        return [_message(row) for row in found]
+    return [
+        {"role": _ROLES.get(row.text("from"), row.text("from")), "content": row.text("value")}
+        for row in found
+    ]
+
+
+def _message(row: Row) -> Message:
+    content = row.fields.get("content")
+    if type(content) is list:
+        parts = row.inner("content")
+        for place, part in enumerate(parts):
+            if type(part.fields.get("text")) is not str:
+                expected = "a part with a text: how many tokens others have is not known here"
+                raise row.error(field=f"content[{place}]", expected=expected, got=part.fields)
+        content = "".join(part.fields["text"] for part in parts)
+    elif content is not None:
+        content = row.text("content")
+    return row.fields | {"role": row.text("role"), "content": content or ""}
+
+
+def _text(message: Message) -> str:
+    """Return what a message says, tool calls included."""
+    calls = message.get("tool_calls")
+    text: str = message["content"]
+    return text + orjson.dumps(calls).decode() if calls else text
+
+
+def _answer_places(messages: list[Message]) -> list[int]:
+    """Return the places of the answers in a recorded conversation, and of one to come."""
+    last = len(messages) - 1
+    places = [n for n, message in enumerate(messages) if n and message["role"] == ANSWER]
+    return places if places and places[-1] == last else [*places, last + 1]
+
+
+def _answer(response: Row) -> str | None:
+    """Return the text that a server answered, if it is recorded."""
+    if type(response.fields.get("choices")) is list:
+        choice, *_ = [*response.inner("choices"), None]
+        if choice is None:
+            return None
+        message = choice.fields.get("message")
+        if type(message) is not dict:
+            return choice.optional(choice.text, "text", None)
+        return _text(_message(Row(choice.path, choice.line, {"role": ANSWER} | message)))
+    found = (response.fields.get(name) for name in _ANSWERS)
+    return next((text for text in found if type(text) is str), None)
+
+
+def _output_count(body: Row, response: Row) -> int | None:
+    """Return the number of tokens that were generated, if it is recorded."""
+    usage = _part(response, "usage")
+    if usage is not response and usage.fields.get("completion_tokens") is not None:
+        return usage.natural("completion_tokens")
+    return body.optional(body.natural, "output_tokens", None)

@@ -1,0 +1,342 @@
+import json
+
+import pytest
+
+from kvcore import KVCache, simulate
+from kvcore.analysis import compare
+from kvcore.cli import main
+from kvcore.errors import InputError
+from kvcore.plugins.manager import Plugins
+from kvcore.request import block_keys
+from kvcore.workloads import checked, recognise
+from kvcore_plugins.latency import Linear
+from kvcore_plugins.workload import Chat, Jsonl, Lengths, Mooncake, Recording
+
+SECOND = 10**9
+CHAT = [
+    {"role": "system", "content": "You know all about ships."},
+    {"role": "user", "content": "What is a yawl?"},
+    {"role": "assistant", "content": "A boat with two masts, the smaller one far aft."},
+    {"role": "user", "content": "And a ketch?"},
+    {"role": "assistant", "content": "Likewise, but its mizzen stands before the rudder."},
+]
+
+
+def write(path, *rows):
+    """Write `rows` to `path`, one a line, and return it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Return what reads rows as a chat workload, in keys of one token."""
+
+    def read(*rows, **options):
+        path = write(tmp_path / "chats.jsonl", *rows)
+        return list(checked(Chat(path, **{"key_tokens": 1} | options)))
+
+    return read
+
+
+def test_a_conversation_is_a_request_for_each_answer(read):
+    """A turn starts with the prompt and the answer before it, and waits for that answer."""
+    first, second = read({"messages": CHAT}, think=2.5)
+    begun = [*first.keys, *first.output_keys]
+    assert second.keys[: len(begun)] == begun
+    assert len(second.keys) == second.prompt_tokens > len(begun)
+    assert (first.id, second.id, second.after, second.session) == ("0/0", "0/1", "0/0", "0")
+    assert (second.think_time, second.arrival) == (5 * SECOND // 2, 5 * SECOND // 2)
+    assert first.output_tokens == len(first.output_keys) == 12
+
+
+def test_a_chat_without_the_last_answer_is_one_request(read):
+    """Messages that end with the user's are what was sent, the answers in them included."""
+    (alone,) = read({"messages": CHAT[:4]}, output_tokens=7)
+    _, second = read({"messages": CHAT})
+    assert (alone.id, alone.session, alone.after, alone.output_tokens) == (0, None, None, 7)
+    assert alone.keys == second.keys
+
+
+def test_sharegpt_is_read(tmp_path):
+    """A JSON array of conversations, whose roles have other names, the last one open."""
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names.get(m["role"], "system"), "value": m["content"]} for m in CHAT]
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps([{"id": "a", "conversations": turns[:4]}], indent=2))
+    workload = recognise(path, [Chat, Lengths, Mooncake])
+    workload.key_tokens = 1
+    first, last = workload
+    chat = list(Chat(write(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1))
+    assert [first.keys, last.keys] == [request.keys for request in chat]
+    assert (last.id, last.output_tokens, last.output_keys) == ("0/1", 0, ())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT[:4], "choices": [{"message": CHAT[4]}], "created": 30},
+        {
+            "body": {"messages": CHAT[:4]},
+            "response": {"body": {"choices": [{"message": CHAT[4]}]}},
+        },
+        {"request": {"messages": CHAT[:4]}, "response": {"choices": [{"message": CHAT[4]}]}},
+        {"request": {"body": {"messages": CHAT[:4]}}, "response": CHAT[4]["content"]},
+    ],
+)
+def test_logged_requests_are_read(read, row):
+    """A request and what a server answered, however a log nests them."""
+    (request,) = read(row)
+    *_, turn = read({"messages": CHAT})
+    assert (request.keys, request.output_keys) == (turn.keys, turn.output_keys)
+
+
+@pytest.mark.parametrize(
+    ("row", "output"),
+    [
+        ({"prompt": "one two"}, 5),
+        ({"prompt": "one two", "output_tokens": 9}, 9),
+        ({"prompt": "one two", "completion": "three four"}, 2),
+        ({"prompt": "one two", "choices": [{"text": "three"}]}, 1),
+        ({"prompt": "one two", "choices": [], "usage": {"completion_tokens": 8}}, 8),
+        ({"prompt": "one two", "choices": [{"message": {"content": None}}]}, 5),
+    ],
+)
+def test_prompts_are_read(read, row, output):
+    """A prompt's output is as long as its answer, or as recorded, or as the option says."""
+    (request,) = read(row, output_tokens=5)
+    assert (request.prompt_tokens, request.output_tokens, request.id) == (2, output, 0)
+
+
+def test_keys_are_those_of_the_tokens(read):
+    """Keys are chained as everywhere in kvcore; a partial last block has none."""
+    (request,) = read({"prompt": "abcde"}, tokens="bytes", key_tokens=2)
+    assert request.keys == block_keys(b"abcde", 2)
+    assert request.prompt_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("", 0), ("caching", 1), ("cacheable", 2), ("12345", 2), ("a b,c\n\n", 5), ("日本", 2)],
+)
+def test_words_are_estimated(read, text, count):
+    """Words count by seven letters, numbers by three digits, signs and line ends as one."""
+    (request,) = read({"prompt": f"x {text}"})
+    assert request.prompt_tokens == 1 + count
+
+
+def test_parts_and_tool_calls_are_text(read):
+    """Text parts are joined, and what an assistant calls is part of what it generated."""
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a yawl?"}]
+    calls = [{"function": {"name": "look", "arguments": "{}"}}]
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    (request,) = read({"messages": [{"role": "user", "content": parts}, answer]})
+    (plain,) = read({"messages": [CHAT[1], CHAT[2]]})
+    assert request.keys == plain.keys
+    assert request.output_tokens == len(request.output_keys) > 10
+    (tools,) = read({"messages": [CHAT[1]], "tools": [{"name": "look"}]})
+    assert tools.prompt_tokens > request.prompt_tokens
+
+
+def test_times_are_read(read):
+    """Rows come when they say, counted from the first, whatever the time is called."""
+    rows = [{"prompt": "a", "created": 1000}, {"prompt": "b", "created": 1001}]
+    assert [request.arrival for request in read(*rows)] == [0, SECOND]
+    rows = [
+        {"body": {"prompt": "a"}, "response": {"created": t, "choices": []}} for t in (5, 9)
+    ]
+    assert [request.arrival for request in read(*rows, unit="ms")] == [0, 4 * 10**6]
+    rows = [{"prompt": "a", "timestamp": f"2024-05-10T00:00:0{n}Z"} for n in range(2)]
+    assert [request.arrival for request in read(*rows)] == [0, SECOND]
+    rows = [{"prompt": "a", "at": 3}, {"prompt": "b", "at": 5}]
+    assert [request.arrival for request in read(*rows, time="at")] == [0, 2 * SECOND]
+
+
+def test_rows_without_times_arrive_at_a_rate(read):
+    """At random times of that mean, equal for equal seeds; without a rate all at once."""
+    rows = [{"prompt": str(n)} for n in range(400)]
+    times = [request.arrival for request in read(*rows, rate=4)]
+    assert 80 < times[-1] / SECOND < 120
+    assert times == [request.arrival for request in read(*rows, rate=4)]
+    assert times != [request.arrival for request in read(*rows, rate=4, seed=1)]
+    assert {request.arrival for request in read(*rows)} == {0}
+
+
+def test_conversations_run_side_by_side(read):
+    """Turns of conversations that overlap are merged by their times."""
+    rows = [{"messages": CHAT, "time": start} for start in (0, 3)]
+    requests = read(*rows, think=5)
+    assert [request.id for request in requests] == ["0/0", "1/0", "0/1", "1/1"]
+    assert [request.arrival // SECOND for request in requests] == [0, 3, 5, 8]
+
+
+def test_notes_say_what_was_assumed(tmp_path):
+    """After reading, a workload notes what is an estimate, and what was not known."""
+    workload = Chat(
+        write(tmp_path / "c.jsonl", {"prompt": "a"}, {"prompt": "b"}), tokens="bytes"
+    )
+    assert list(workload.notes) == []
+    assert len(list(workload)) == 2
+    estimate, times, outputs = workload.notes
+    assert "tokens are bytes" in estimate
+    assert "rate=PER_SECOND" in times
+    assert "without an answer: 2; each is said to generate output_tokens=0" in outputs
+
+
+def test_notes_are_printed(tmp_path, capsys):
+    """A verb prints the notes on stderr, and JSON alone on stdout."""
+    path = write(tmp_path / "c.jsonl", {"messages": CHAT})
+    assert main.run(["compare", str(path), "--eviction", "lru", "--blocks", "9", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["workload"]["name"] == "chat"
+    assert "kvcore: chat: tokens are pieces of words" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": 5}, r"field 'prompt': expected a text, got 5"),
+        ({"prompt": " "}, r"field 'prompt': expected at least one token"),
+        ({"messages": []}, r"field 'messages': expected at least one message"),
+        ({"messages": ["hi"]}, r"field 'messages\[0\]': expected an object"),
+        ({"messages": [{"content": ""}]}, r"field 'messages\[0\].role': expected a text"),
+        (
+            {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}},
+            r"field 'body.messages\[0\].content\[0\]': expected a part with a text",
+        ),
+        ({"conversations": [{"from": "gpt"}]}, r"field 'conversations\[0\].value'"),
+        ({"prompt": "a", "output_tokens": -1}, "field 'output_tokens': expected a whole"),
+    ],
+)
+def test_bad_rows_are_named(read, row, complaint):
+    """What cannot be used is reported with file, line and field."""
+    with pytest.raises(InputError, match=rf"chats\.jsonl:1: {complaint}"):
+        read(row)
+
+
+@pytest.mark.parametrize(
+    ("times", "options", "complaint"),
+    [
+        ([2, 1], {}, "2: field 'time': .*sort the rows"),
+        ([2, None], {}, "2: field 'timestamp': expected a time, as the first row has"),
+        ([None, 2], {}, "2: field 'time': expected none, as in the first row, got 2"),
+        ([2], {"rate": 3}, r"1: it has times \('time'\): leave out rate=3"),
+        ([2], {"tokenizer": "gone"}, "tokenizer=gone: there is no such folder"),
+    ],
+)
+def test_times_and_options_that_do_not_fit_are_told(read, times, options, complaint):
+    """Rows out of order, some without a time, a rate beside times, a missing tokenizer."""
+    with pytest.raises(InputError, match=complaint):
+        read(*({"prompt": "a", "time": time} for time in times), **options)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"event":"REQUEST","id":1,"t":0,"prompt":1,"output":1,"keys":[]}',
+        b'{"id":1,"time":0,"prompt":5,"hashes":[]}',
+        b'["prompt"]',
+        b"prompt,output",
+    ],
+)
+def test_other_files_are_no_chats(line):
+    """A field called prompt that is no text is another format's."""
+    assert not Chat.recognises(line)
+
+
+def test_a_traced_chat_can_be_run_again(tmp_path):
+    """The trace of a comparison has the requests: reading it spares the tokenizing."""
+    path = write(tmp_path / "c.jsonl", {"messages": CHAT}, {"prompt": "What is a sloop?"})
+    trace = tmp_path / "t.jsonl"
+    workload = Plugins().build("workload", f"chat:path={path},key_tokens=4")
+    compare(workload, "lru", 64, trace=trace)
+    for again in (Recording(trace), Jsonl(trace)):
+        assert list(again) == list(workload)
+
+
+def test_answers_are_hit_by_the_next_turn(tmp_path):
+    """In a simulated server the blocks of an answer are there when the next turn comes."""
+    workload = Chat(write(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1)
+    cache = KVCache(500, 1, key_tokens=1)
+    simulate(workload, cache=cache, latency=Linear())
+    first, second = workload
+    # The last generated token has no K/V, and so no block, yet.
+    assert cache.stats.hit_blocks == first.prompt_tokens + first.output_tokens - 1
+    assert cache.stats.requests == 2
+    assert second.prompt_tokens > cache.stats.hit_blocks
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} <end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a function that saves a small tokenizer, with a chat template or without."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+
+    def save(template):
+        words = {text for m in CHAT for text in m["content"].split()}
+        marks = ["<unk>", "<s>", "<system>", "<user>", "<assistant>", "<end>"]
+        known = {word: number for number, word in enumerate([*marks, *sorted(words)])}
+        unknown = {"unk_token": marks[0]}
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, **unknown))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        model.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+        fast = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=model, **unknown, additional_special_tokens=marks[2:]
+        )
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path / "tokenizer")
+        return tmp_path / "tokenizer"
+
+    return save
+
+
+def test_a_tokenizer_counts_and_its_template_is_applied(read, folder):
+    """With a tokenizer's folder tokens are the model's, laid out by its chat template."""
+    path = folder(TEMPLATE)
+    first, second = read({"messages": CHAT}, tokenizer=path)
+    assert first.prompt_tokens == sum(len(m["content"].split()) + 2 for m in CHAT[:2]) + 1
+    assert first.output_tokens == 10
+    begun = [*first.keys, *first.output_keys]
+    assert second.keys[: len(begun)] == begun
+    (prompt,) = read({"prompt": "What is a yawl?"}, tokenizer=path)
+    assert prompt.prompt_tokens == 5
+
+
+def test_a_tokenizer_without_a_template_is_enough(read, folder):
+    """Roles are written before the messages then, each text for itself."""
+    first, second = read({"messages": CHAT}, tokenizer=folder(None))
+    begun = [*first.keys, *first.output_keys]
+    assert second.keys[: len(begun)] == begun
+
+
+def test_a_template_that_fails_is_told(read, folder):
+    """What a template refuses is an error of its line."""
+    path = folder("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(
+        InputError, match=r"jsonl:1: the tokenizer's chat template fails: roles"
+    ):
+        read({"messages": CHAT}, tokenizer=path)
+
+
+def test_a_tokenizer_counts_by_content(tmp_path, folder):
+    """The digest is of the tokenizer's files, and no code of its folder is run."""
+    chats = write(tmp_path / "c.jsonl", {"messages": CHAT})
+    path = folder(TEMPLATE)
+    digest = Chat(chats, tokenizer=path).digest
+    assert digest != Chat(chats).digest
+    (path / "chat_template.jinja").write_text("other")
+    assert digest != Chat(chats, tokenizer=path).digest
+    (path / "tok.py").write_text("raise SystemExit('run')\n")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["tok.Mine", None]}, "tokenizer_class": "Mine"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="transformers cannot read it"):
+        list(Chat(chats, tokenizer=path))

@@ -1,0 +1,131 @@
+"""Workload plugins that fail: the error names plugin, method, file and line."""
+
+import sys
+
+import attrs
+import pytest
+
+from kvcore import KVCache, PolicyError, Request, Workload, compare
+from kvcore.errors import InputError
+from kvcore.serving import simulate
+from kvcore.workloads import recognise
+from kvcore_plugins.workload import Jsonl
+
+
+def request(number=1, keys=(1,)):
+    """Return a request of one block or more."""
+    return Request(id=number, prompt_tokens=16 * len(keys), keys=list(keys), key_tokens=16)
+
+
+@attrs.frozen
+class Failing(Workload):
+    """Yields a request, and then what its option returns."""
+
+    name = "failing"
+    key_tokens = 16
+
+    second: object
+
+    def __iter__(self):
+        """Yield the two."""
+        yield request()
+        yield self.second()
+
+
+def fail():
+    """Raise KeyError."""
+    return {}["x"]
+
+
+def read(workload):
+    """Read it in a comparison."""
+    compare(workload, "lru", 10)
+
+
+def serve(workload):
+    """Serve it under a clock."""
+    simulate(workload, cache=KVCache(10))
+
+
+@pytest.mark.parametrize("use", [read, serve])
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        (fail, r"raised KeyError in __iter__\(\): 'x' \(test_workload_errors.py:\d+, fail\)"),
+        (
+            sys.exit,
+            r"raised SystemExit in __iter__\(\).*\(test_workload_errors.py:\d+, __iter__",
+        ),
+        (
+            lambda: request(2, [[1], [2]]),
+            r"raised InputError .*: unhashable.*\(test_workload_errors.py:\d+, request\)",
+        ),
+        (
+            lambda: {"id": 2},
+            r"answered __iter__\(\) with {'id': 2}: yield .*\(test_workload_errors.py:\d+",
+        ),
+    ],
+)
+def test_what_goes_wrong_in_a_workload_is_named(second, error, use):
+    """Whoever reads it: no traceback, and the exit code of a broken plugin."""
+    with pytest.raises(
+        PolicyError, match=rf"^workload plugin 'failing' \(.*\) {error}"
+    ) as caught:
+        use(Failing(second))
+    assert caught.value.exit_code == 3
+
+
+def test_errors_of_files_and_rows_pass():
+    """They say file and line themselves, and are no fault of the plugin."""
+
+    def missing():
+        msg = "some.file:3: no number"
+        raise InputError(msg)
+
+    with pytest.raises(InputError, match=r"^some.file:3: no number$"):
+        read(Failing(missing))
+
+
+@attrs.define(slots=False)
+class Once(Workload):
+    """Returns one and the same iterator whenever it is asked."""
+
+    name = "once"
+    key_tokens = 16
+
+    rest: object = attrs.field(factory=lambda: iter([request()]))
+
+    def __iter__(self):
+        """Return what is left."""
+        return self.rest
+
+
+def test_a_workload_that_can_be_read_once_is_named():
+    """A comparison reads it once a row, and would count nothing in all but the first."""
+    with pytest.raises(
+        PolicyError, match=r"'once' .* answered __iter__\(\) with nothing, the sec"
+    ):
+        read(Once())
+
+
+def test_an_empty_workload_may_be_read_again():
+    """It has nothing to yield the second time because it had nothing the first time."""
+    assert [list(each) for each in [Once(rest=())] * 2] == [[], []]
+
+
+def test_a_format_that_cannot_tell_its_files_is_passed_over(tmp_path):
+    """One broken `recognises` does not keep files from being read, nor itself quiet."""
+
+    class Torn(Failing):
+        name = "torn"
+
+        @classmethod
+        def recognises(cls, first_line):
+            return first_line.nothing
+
+    known, unknown = tmp_path / "known", tmp_path / "unknown"
+    known.write_text('{"event": "REQUEST", "id": 1, "prompt": 1}\n')
+    unknown.write_text("1 2 3\n")
+    assert isinstance(recognise(known, [Torn, Jsonl]), Jsonl)
+    with pytest.raises(InputError, match=r"recognises\(\) of torn raised AttributeError"):
+        recognise(unknown, [Torn, Jsonl])
