@@ -238,8 +238,8 @@ class RecordingWriter(SealedWriter):
         """Write a batch; `seq` and `publisher` are those that the transport knows.
 
         Raises:
-            InputError: its format cannot express what it holds, or its line would be longer
-                than the 16 MiB, or have more than the 2^20 values, that readers take. Nothing is written.
+            InputError: its format cannot express what it holds, or its line would be larger
+                than readers take: 16 MiB and 2^20 values. Nothing is written.
         """
         other = None if batch.format == self._format else batch.format
         value = to_json(write_value(batch))

@@ -91,7 +91,8 @@ def check_trace(file: str | os.PathLike[str], at: int | None = None) -> Report:
         if at is not None and report is None and event.t > at:
             report = _report(reader, checker, counts)
         checker = check_event(reader, checker, event)
-        counts[event.event] = counts.get(event.event, 0) + 1
+        name = event.event
+        counts[name] = counts.get(name, 0) + 1
     report = report or _report(reader, checker, counts)
     return attrs.evolve(report, complete=reader.complete, cut_reason=reader.cut_reason)
 
@@ -274,7 +275,11 @@ class TraceChecker:
         if event.first != seq.blocks:
             violated(f"sequence {seq.id} has {seq.blocks} blocks: {event.first} is not next")
         self.lifecycles.grow(seq.prompt.id, seq.id)
-        self._take(ids, seq.prompt.id)
+        if self._evicting is not None:
+            if self._evicting != seq.prompt.id:
+                self._refuse_victims()
+            self._evicting = None
+        self._order.take(ids, seq.prompt.id)
 
     def _copy(self, event: events.Copy) -> None:
         seq, source = self.state.sequence(event.seq), event.source
@@ -282,16 +287,9 @@ class TraceChecker:
             violated(f"block {source} is not the private tail of sequence {seq.id}")
         if not self._order.pool.unshare(source):
             violated(f"block {source} has one owner, who may write to it")
-        ids = self.state.ids([(event.to, 1)])
-        self._take(ids, seq.prompt.id, copy=True)
-
-    def _take(self, ids: Ids, requester: int | str, *, copy: bool = False) -> None:
-        """Check that a sequence of request `requester` may take free blocks, and victims."""
-        if self._evicting is not None and self._evicting != requester:
+        if self._evicting is not None and self._evicting != seq.prompt.id:
             self._refuse_victims()
-        self._order.take(ids, requester, copy=copy)
-        if not copy:
-            self._evicting = None
+        self._order.take(self.state.ids([(event.to, 1)]), seq.prompt.id, copy=True)
 
     def _commit(self, event: events.Commit) -> None:
         seq, count = self.state.sequence(event.seq), event.blocks
@@ -356,18 +354,19 @@ class TraceChecker:
                 f"expected; the line says by {event.by!r}, age {event.age} ns, "
                 f"{event.hits} hits"
             )
-        self.state.prompt(event.requester)
         self._cached_keys.remove(span.keys, span.end - len(ids), span.end)
         if event.reason == "expired":
             if not self._expires:
                 violated(f"eviction policy {self._eviction!r} expires nothing")
+            self.state.prompt(event.requester)
             self._order.expire(ids)
             self._expired_for = event.requester
         else:
-            if self._evicting not in (None, event.requester):
+            if self._evicting is None:
+                self.lifecycles.want(event.requester)
+                self._evicting = event.requester
+            elif self._evicting != event.requester:
                 self._refuse_victims()
-            self.lifecycles.want(event.requester)
-            self._evicting = event.requester
             self._order.evict(ids, event.requester)
 
     @cached_property

@@ -5,7 +5,7 @@ imports msgspec, which takes as long as a tenth of kvcore: import it where lines
 """
 
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import orjson
@@ -87,15 +87,13 @@ class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
     Attributes:
         n: number of the line, from 0 on.
         t: time in ns, by the clock that HEADER names.
+        event: the name of the event.
     """
+
+    event: ClassVar[str]
 
     n: Count
     t: Count
-
-    @property
-    def event(self) -> str:
-        """The name of the event."""
-        return self.__struct_config__.tag  # type: ignore[return-value]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line as JSON has it. O(its values)."""
@@ -319,6 +317,10 @@ EVENTS: dict[str, type[Event]] = {
     str(struct.__struct_config__.tag): struct for struct in get_args(_TAGGED)
 }
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
+
+# Not as a property: readers ask for it several times a line.
+for _struct in (*EVENTS.values(), Drop):
+    _struct.event = str(_struct.__struct_config__.tag)
 
 _OPTIONAL = {
     struct: [each.name for each in msgspec.structs.fields(struct) if not each.required]

@@ -304,7 +304,7 @@ class CacheState:
         self.cached = self.private = 0
         self.hits = Hits()
         self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
-        self._work = self._copies = 0
+        self._work = self._most_work = self._copies = 0
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
         self._apply: dict[str, Callable[[Any], None]] = {
             "REQUEST": self._request,
@@ -331,10 +331,10 @@ class CacheState:
         Raises:
             ViolationError: it names what is not there, or the trace is beyond a limit.
         """
-        if self._work > WORK + WORK_OF_LINE * event.n:
-            violated(
-                f"{self._work:,} blocks and spans are named in {event.n:,} lines: too many"
-            )
+        if self._work > self._most_work:
+            self._most_work = WORK + WORK_OF_LINE * event.n
+            if self._work > self._most_work:
+                violated(f"{event.n:,} lines name {self._work:,} blocks and spans: too many")
         apply = self._apply.get(event.event)
         if apply is not None:
             try:

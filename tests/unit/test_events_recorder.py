@@ -128,6 +128,7 @@ def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
     large = encode(batch(stored(*range(100))))
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
         record(Played([Delivery(0, 0, large), Delivery(0, 1, PAYLOAD)]), writer)
+    monkeypatch.undo()
     lost, received = RecordingReader(tmp_path / "r.jsonl")
     assert isinstance(lost, Lost)
     assert "the line is longer than 300 bytes" in lost.why
