@@ -319,7 +319,8 @@ EVENTS: dict[str, type[Event]] = {
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
 
 # Not as a property: readers ask for it several times a line.
-for _struct in (*EVENTS.values(), Drop):
+_structs: list[type[Event]] = [*EVENTS.values(), Drop]
+for _struct in _structs:
     _struct.event = str(_struct.__struct_config__.tag)
 
 _OPTIONAL = {
