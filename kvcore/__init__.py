@@ -1,30 +1,44 @@
 """kvcore: a plugin framework and workbench for the KV cache of LLM serving."""
 
-from kvcore.api import compare, run, simulate
-from kvcore.cache import (
-    EvictionPolicy,
-    KVCache,
-    PrefixIndex,
-    RetentionPolicy,
-    ScoreEviction,
-    Span,
+from importlib import import_module
+
+TYPE_CHECKING = False  # without `typing`, whose import takes longer than this one
+if TYPE_CHECKING:
+    from typing import Any
+
+    from kvcore.api import compare, run, simulate
+    from kvcore.cache import (
+        EvictionPolicy,
+        KVCache,
+        PrefixIndex,
+        RetentionPolicy,
+        ScoreEviction,
+        Span,
+    )
+    from kvcore.engine import Backend, Generator
+    from kvcore.errors import (
+        InputError,
+        KvcoreError,
+        OutOfBlocks,
+        PluginError,
+        PolicyError,
+        StorageError,
+        TraceError,
+    )
+    from kvcore.hookspecs import hookimpl
+    from kvcore.plugins import Plugins
+    from kvcore.request import SLO, Request
+    from kvcore.serving import Job, LatencyModel, Scheduler
+    from kvcore.trace import Trace
+    from kvcore.workloads import Workload
+
+_CALLS = ("compare", "run", "simulate")
+
+_ROOMS = (
+    *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
+    "engine",
 )
-from kvcore.engine import Backend, Generator
-from kvcore.errors import (
-    InputError,
-    KvcoreError,
-    OutOfBlocks,
-    PluginError,
-    PolicyError,
-    StorageError,
-    TraceError,
-)
-from kvcore.hookspecs import hookimpl
-from kvcore.plugins import Plugins
-from kvcore.request import SLO, Request
-from kvcore.serving import Job, LatencyModel, Scheduler
-from kvcore.trace import Trace
-from kvcore.workloads import Workload
+"""Where all but the calls are defined, lower rooms first."""
 
 __all__ = [
     "SLO",
@@ -55,3 +69,19 @@ __all__ = [
     "run",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> "Any":
+    """Return a name of the front door, whose room is imported when it is first asked for."""
+    if name in __all__:
+        for room in ("api",) if name in _CALLS else _ROOMS:
+            found = vars(import_module(f"kvcore.{room}"))
+            if name in found:
+                globals()[name] = found[name]
+                return found[name]
+    msg = f"module 'kvcore' has no attribute {name!r}"
+    raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

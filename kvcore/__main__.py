@@ -1,5 +1,23 @@
-"""Run the command line for `python -m kvcore`."""
+"""The program `kvcore`, also `python -m kvcore`: loads the command line and runs it."""
 
-from kvcore.cli.main import main
+import os
+import signal
 
-main()
+
+def quit_at_once(*_: object) -> None:
+    """End the process as for Ctrl-C while modules load, where an exception may get lost."""
+    os.write(2, b"kvcore: interrupted\n")
+    os._exit(130)
+
+
+def main() -> None:
+    """Run the command line and exit. Nothing is open before: Ctrl-C just ends the process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, quit_at_once)
+    from kvcore.cli.main import main as run  # noqa: PLC0415 - what Ctrl-C may interrupt
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -77,6 +77,8 @@ class ServingOptions(PoolOptions, total=False):
     rate_scale: float
     slo: SLO | str | Mapping[str, float] | None
     seed: int | None
+    limit: int | None
+    window: tuple[int, int | None] | str | None
     allocation: Literal["paged", "contiguous"]
 
 
@@ -87,7 +89,6 @@ class EngineOptions(ServingOptions, total=False):
     backend: PluginChoice
     dtype: str
     clock: Literal["model", "wall"]
-    limit: int | None
     shrink: int | None
     stop_at_eos: bool
     threads: int | None
@@ -261,6 +262,8 @@ def compare(
     prefix: PluginChoice = "radix",
     recompute: PrefillCost | None = None,
     seed: int | None = None,
+    limit: int | None = None,
+    window: tuple[int, int | None] | str | None = None,
     trace: str | PathLike[str] | None = None,
     residency: bool = False,
     plugins: Plugins | None = None,
@@ -285,6 +288,8 @@ def compare(
         prefix: the prefix cache.
         recompute: what it costs to compute a block again; None: that of model and device.
         seed: of the named policies that have an option `seed` and do not set it.
+        limit: how many of the first requests are replayed; None: all.
+        window: the times between which these arrive, in seconds as text: `"60:120"`.
         trace: the file to write every decision to; with one policy and one size.
         residency: whether to measure how long blocks rest.
         plugins: where names are looked up; None: what is installed.
@@ -308,6 +313,8 @@ def compare(
         block_size=block_size,
         accounting=accounting,
         seed=seed,
+        limit=limit,
+        window=window,
         blocks=1,  # of no pool here: the sizes are those of the rows
     )
     parts = RunParts(config, plugins)
@@ -355,10 +362,11 @@ def _opened(workload: Source, plugins: Plugins | None) -> Iterable[Request]:
     """Return the requests of a workload, which is opened if it is a name or a path."""
     if not isinstance(workload, str | Spec | PathLike):
         return workload
-    from kvcore.config import find_workload  # noqa: PLC0415 - as above
+    from kvcore.config.lookup import opened  # noqa: PLC0415 - as above
 
-    text = str(Path(workload).absolute()) if isinstance(workload, PathLike) else str(workload)
-    return find_workload(text, plugins or Plugins())
+    named = str(workload) if isinstance(workload, Spec) else workload
+    requests: Iterable[Request] = opened(named, plugins or Plugins())
+    return requests
 
 
 def _flat(options: Mapping[str, Any]) -> dict[str, Any]:

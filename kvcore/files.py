@@ -9,8 +9,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EISDIR
+from functools import cache
 from itertools import count
 from pathlib import Path
+from shutil import copyfileobj
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO, TypeAlias
 
 from kvcore.errors import InputError, StorageError
@@ -37,6 +39,9 @@ MOST_VALUES = 1 << 20
 """Values in a line: each takes up to 64 bytes once it is parsed."""
 
 _LONG_LINE = 1 << 20
+
+STDIN = "-"
+"""The name of standard input, where a file to read is named."""
 
 
 class CutError(Exception):
@@ -114,6 +119,45 @@ def line_fault(line: bytes) -> str | None:
     return None
 
 
+def input_path(name: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to read that can be read again and again.
+
+    `-` is standard input. That and a pipe can be read once: they are copied into a temporary
+    file, which goes with the process.
+
+    Raises:
+        StorageError: the copy cannot be written.
+    """
+    path = Path(name)
+    if os.fspath(name) == STDIN:
+        return _copy(None)
+    with suppress(OSError, ValueError):
+        if path.is_fifo() or path.resolve() == Path("/dev/stdin").resolve():
+            return _copy(path)
+    return path
+
+
+@cache
+def _copy(source: Path | None) -> Path:
+    """Return a temporary copy of a pipe, or (None) of standard input."""
+    from tempfile import TemporaryDirectory  # noqa: PLC0415 - for pipes alone
+
+    folder = TemporaryDirectory(prefix="kvcore-")
+    _folders.append(folder)
+    path = Path(folder.name) / "stdin" if source is None else Path(folder.name) / source.name
+    with storage_errors(str(path)), path.open("wb") as copied:
+        if source is None:
+            copyfileobj(sys.stdin.buffer, copied)
+        else:
+            with source.open("rb") as file:
+                copyfileobj(file, copied)
+    return path
+
+
+_folders: list[object] = []
+"""Temporary folders, each removed when it is forgotten."""
+
+
 def decompressed(file: BinaryIO, expansion: int | None = None) -> Iterator[bytes]:
     """Yield the content of `file`, decompressed if it is gzip or zstd, in pieces of 64 KiB.
 
@@ -128,15 +172,27 @@ def decompressed(file: BinaryIO, expansion: int | None = None) -> Iterator[bytes
     Raises:
         CutError: a compressed stream stops early. All bytes before the cut were yielded.
         DamageError: a compressed stream cannot be decompressed, other bytes follow it, or
-            it expands to more.
+            it expands to more; or the file is of a kind that is not read here, such as xz:
+            says what to do.
     """
     data = file.read(CHUNK_BYTES)
+    for magic, (what, remedy) in FOREIGN.items():
+        if data.startswith(magic):
+            msg = f"it is {what}, which is not read: {remedy}"
+            raise DamageError(msg)
     codec = next((make() for magic, make in _CODECS.items() if data.startswith(magic)), None)
     if codec is None:
         while data:
             yield data
             data = file.read(CHUNK_BYTES)
         return
+    yield from _expanded(file, data, codec, expansion)
+
+
+def _expanded(
+    file: BinaryIO, data: bytes, codec: Codec, expansion: int | None
+) -> Iterator[bytes]:
+    """Yield the content of a compressed `file`, of which `data` has been read."""
     kind, new, failure = codec
     decoder: Decoder | None = None
     read = given = 0
@@ -184,6 +240,21 @@ def compressor(path: Path) -> Compressor | None:
     """
     make = _COMPRESSORS.get(path.suffix)
     return None if make is None else make()
+
+
+_AS_GZIP = "give plain lines, or compress them with gzip or zstd: `{} FILE | gzip > FILE.gz`"
+
+FOREIGN: dict[bytes, tuple[str, str]] = {
+    b"BZh": ("compressed with bzip2", _AS_GZIP.format("bzip2 -dc")),
+    b"\xfd7zXZ\0": ("compressed with xz", _AS_GZIP.format("xz -dc")),
+    b"\x04\x22\x4d\x18": ("compressed with lz4", _AS_GZIP.format("lz4 -dc")),
+    b"PK\x03\x04": ("a zip archive", _AS_GZIP.format("unzip -p")),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _AS_GZIP.format("7z x -so")),
+    b"PAR1": ("a Parquet file", "write its rows as lines of JSON or CSV"),
+    b"\xff\xfe": ("UTF-16 text", "write it as UTF-8: `iconv -f UTF-16 -t UTF-8 FILE`"),
+    b"\xfe\xff": ("UTF-16 text", "write it as UTF-8: `iconv -f UTF-16 -t UTF-8 FILE`"),
+}
+"""Files that are not read, by their first bytes: what they are, and what to do."""
 
 
 def _gzip() -> Codec:

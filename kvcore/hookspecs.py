@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pluggy
 
-from kvcore.plugins.base import Plugin
+if TYPE_CHECKING:
+    from kvcore.plugins.base import Plugin
 
 PROJECT = "kvcore"
 """Name of the pluggy project, and of the entry-point group that plugins are found in."""

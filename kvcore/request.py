@@ -155,24 +155,27 @@ class SLO:
     `SLO.in_seconds` takes the same in seconds.
 
     Attributes:
-        ttft: from arrival to the first token.
-        tpot: from one later token to the next, in the mean.
-        deadline: from arrival to the last token.
+        ttft_ns: from arrival to the first token.
+        tpot_ns: from one later token to the next, in the mean.
+        deadline_ns: from arrival to the last token.
 
     Raises:
         InputError: a time is no whole number above 0.
     """
 
-    ttft: int | None = None
-    tpot: int | None = None
-    deadline: int | None = None
+    ttft_ns: int | None = None
+    tpot_ns: int | None = None
+    deadline_ns: int | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check that every time given is a positive number of nanoseconds."""
-        for name in ("ttft", "tpot", "deadline"):
+        for name in ("ttft_ns", "tpot_ns", "deadline_ns"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value <= 0):
-                msg = f"SLO {name} must be whole nanoseconds above 0, not {value!r}"
+                msg = (
+                    f"SLO {name} must be whole nanoseconds above 0, not {value!r}; in seconds: "
+                    f"SLO.in_seconds({name.removesuffix('_ns')}=...)"
+                )
                 raise InputError(msg)
 
     @classmethod
@@ -195,7 +198,7 @@ class SLO:
             if not 1 <= time * NS_PER_S < INT64_LIMIT:
                 msg = f"SLO {name}={time!r}: give seconds, from 1e-9 to 9.2e9"
                 raise InputError(msg)
-            times[name] = round(time * NS_PER_S)
+            times[f"{name}_ns"] = round(time * NS_PER_S)
         return cls(**times)
 
 

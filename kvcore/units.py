@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 
 NS_PER_S = 10**9
 """Nanoseconds in a second. The clock counts nanoseconds; people and files say seconds."""
@@ -27,6 +27,11 @@ _FACTORS = {unit.lower(): factor for unit, factor in (BINARY | DECIMAL).items()}
 # Bounded, since Python refuses to read thousands of digits.
 _NUMBER = r"\s*([0-9]{0,999}\.?[0-9]{1,999}"
 _SIZE = re.compile(rf"{_NUMBER})\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+_MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_WHOLE = re.compile(
+    rf"{_NUMBER.replace('(', '([+-]?', 1)}(?:e[+-]?[0-9]{{1,3}})?)((?:[kmg]i?)?)\s*",
+    re.ASCII | re.IGNORECASE,
+)
 _SCIENTIFIC = re.compile(rf"{_NUMBER}(?:e[+-]?[0-9]{{1,3}})?)\s*", re.ASCII | re.IGNORECASE)
 
 
@@ -55,18 +60,51 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def parse_count(text: str) -> int:
-    """Read a whole number from 1 to 2^63 - 1, such as `8192` or `1e5`.
+def parse_whole(text: str, least: int = -INT64_LIMIT) -> int:
+    """Read a whole number from `least` to 2^63 - 1, such as `8192`, `1e5`, `8k` or `-1`.
+
+    `k`, `M` and `G` are thousands, millions and billions; `Ki`, `Mi` and `Gi` powers of 1024.
 
     Raises:
         InputError: anything else.
     """
-    match = _SCIENTIFIC.fullmatch(text)
-    number = Fraction(match[1]) if match else Fraction(0)
-    if number.denominator != 1 or not 1 <= number < INT64_LIMIT:
-        msg = f"expected a whole number from 1 to {INT64_LIMIT - 1:,}, such as 8192 or 1e5"
+    match = _WHOLE.fullmatch(text)
+    number = Fraction(match[1]) * _MULTIPLES[match[2].lower()] if match else None
+    if number is None or number.denominator != 1:
+        msg = f"expected a whole number, such as 8192, 8k or 1e5, not {shorten(text)!r}"
         raise InputError(msg)
-    return int(number)
+    return check_whole(int(number), least)
+
+
+def check_whole(number: int, least: int = -INT64_LIMIT) -> int:
+    """Return a whole number from `least` to 2^63 - 1.
+
+    Raises:
+        InputError: any other.
+    """
+    if number >= INT64_LIMIT or number < least:
+        bound = f"at least {least}" if -INT64_LIMIT < least > number else "of less than 64 bits"
+        msg = f"{shorten(str(number), 24)} is out of range: it must be {bound}"
+        raise InputError(msg)
+    return number
+
+
+def parse_window(text: str) -> tuple[int, int | None]:
+    """Read a window of time such as `60:120`, in seconds, as nanoseconds; either may be empty.
+
+    Raises:
+        InputError: no two times, or the second is not after the first.
+    """
+    start, colon, end = text.partition(":")
+    if not colon or ":" in end or not text.strip(": "):
+        msg = f"window {shorten(text)!r}: expected START:END in seconds, such as 60:120 or 60:"
+        raise InputError(msg)
+    first = parse_seconds(start) if start.strip() else 0
+    last = parse_seconds(end) if end.strip() else None
+    if last is not None and last <= first:
+        msg = f"window {shorten(text)!r}: nothing lies in it; END comes after START"
+        raise InputError(msg)
+    return first, last
 
 
 def parse_seconds(text: str) -> int:
@@ -89,6 +127,11 @@ def parse_seconds(text: str) -> int:
     return int(nanoseconds)
 
 
+def window_text(window: tuple[int, int | None]) -> str:
+    """Return a window of nanoseconds in seconds, as `parse_window` reads it."""
+    return ":".join("" if t is None else f"{t / NS_PER_S:.15g}" for t in window)
+
+
 def picoseconds(seconds: float, what: str) -> int:
     """Return `seconds` as whole picoseconds, the nearest, or of two the even one.
 
@@ -106,7 +149,9 @@ def picoseconds(seconds: float, what: str) -> int:
 
 def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:
     """Write a size with about three digits: `2.5 GiB`, with `DECIMAL` units `2.68 GB`."""
-    unit = max((u for u in units if units[u] <= abs(size)), key=units.__getitem__, default="B")
+    least = min(units, key=units.__getitem__)
+    reached = (unit for unit in units if units[unit] <= abs(size))
+    unit = max(reached, key=units.__getitem__, default=least)
     return f"{format_number(size / units[unit])} {unit}"
 
 

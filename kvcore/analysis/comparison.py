@@ -16,6 +16,7 @@ from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
+from kvcore.config.lookup import opened
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import refuse_overwrite
@@ -135,7 +136,7 @@ class Comparison:
 
 
 def compare(
-    workload: Workload,
+    workload: Workload | str | os.PathLike[str],
     policies: Policy | Iterable[Policy],
     blocks: int | Iterable[int] | None = None,
     *,
@@ -155,7 +156,7 @@ def compare(
     given twice are run once.
 
     Args:
-        workload: where the requests come from.
+        workload: where the requests come from; also a plugin's name with options, or a file.
         policies: one or several: names with options (`"lfu:half_life=300"`; one text may
             hold several), policy classes, functions that build a policy, and `Belady` or
             its name.
@@ -181,20 +182,21 @@ def compare(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
+    requested: Workload = opened(workload, plugins)
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
-    bench = Bench.of(workload, accounting, block_size, recompute, make_prefix)
+    bench = Bench.of(requested, accounting, block_size, recompute, make_prefix)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
     if trace is not None:
-        refuse_overwrite(trace, workload.options().values())
-    source = Source.of(workload)
+        refuse_overwrite(trace, requested.options().values())
+    source = Source.of(requested)
     maker = _RowMaker(bench, residency)
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
-    steps = None if workload.size is None else workload.size * replays
-    with (progress or silent)(f"comparing on {workload.name}", steps) as maker.tick:
+    steps = None if requested.size is None else requested.size * replays
+    with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
         requests, infinite = maker.infinite(bounded=has_bound(candidates))
         if sizes is None:
             sizes = default_sizes(infinite.distinct_blocks)

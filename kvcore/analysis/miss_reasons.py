@@ -461,4 +461,5 @@ class Explanation:
         some = ", ".join(ids[:3])
         if len(ids) > len(ids[:3]):
             some += f", ..., {ids[-1]}"
-        return f"{nearest(wanted, ids)}. Its {len(ids):,} ids: {some}"
+        near = "" if wanted.isdigit() else nearest(wanted, ids)  # a number is near to none
+        return f"{near}. Its {len(ids):,} ids: {some}"

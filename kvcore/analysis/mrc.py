@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from array import array
 from bisect import bisect_right
@@ -26,6 +27,7 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy
 from kvcore.cache.residency import CacheStats
+from kvcore.config.lookup import opened
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.plugins import FAILURES
@@ -113,7 +115,7 @@ class Curves:
 
 
 def curve(
-    workload: Workload,
+    workload: Workload | str | os.PathLike[str],
     policies: Policy | Iterable[Policy],
     blocks: Iterable[int] | None = None,
     *,
@@ -135,7 +137,7 @@ def curve(
     what is most recent of a larger one.
 
     Args:
-        workload: where the requests come from.
+        workload: where the requests come from, as for `compare`.
         policies: one or several, as for `compare`.
         blocks: pool sizes; None: `points` of them.
         points: how many sizes, at even ratios from a thousandth of the footprint to all.
@@ -154,7 +156,7 @@ def curve(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    bench = Bench.of(workload, accounting, block_size, recompute)
+    bench = Bench.of(opened(workload, plugins), accounting, block_size, recompute)
     if jobs < 1:
         msg = f"{jobs} jobs were asked for; give 1 or more"
         raise InputError(msg)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvcore.cache import KVCache, Sequence
+from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins import find_override
@@ -55,7 +56,7 @@ def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]
     """Yield `requests`, calling `on_queued` of the policy as far ahead as its lookahead."""
     eviction = cache.eviction
     coming, window, known = iter(requests), deque[Request](), set[int | str]()
-    reach = None if eviction.lookahead is None else eviction.lookahead + 1
+    reach = None if eviction.lookahead is None else min(eviction.lookahead, MOST_BLOCKS) + 1
     now = 0
     while True:
         fresh = list(islice(coming, None if reach is None else reach - len(window)))

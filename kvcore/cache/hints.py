@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvcore.cache.span import Span
@@ -89,36 +88,30 @@ def raise_priority_above(span: Span, now: int) -> None:
         parent = parent.parent
 
 
-def expiries(span: Span) -> list[int | None]:
-    """Return when `span` and each of its ancestors expires, from `span` up. O(path)."""
-    times = []
-    while span.parent is not None:
-        times.append(span.expires)
-        span = span.parent
-    return times
+def raise_expiry(span: Span, before: int | None, below: int | None) -> int | None:
+    """Make `span` expire no earlier than its children do; return when it does.
 
-
-def raise_expiry(span: Span, before: Sequence[int | None]) -> None:
-    """Make `span` and each of its ancestors expire no earlier than what continues it.
-
-    `before` is when they expired when this held, by `expiries`. A time that has become
-    earlier is compared with those of all children. O(path), and O(children) for such a time.
+    `below` is when the child on the path expires, that may have been changed; `before` when
+    the span did when it outlived all of them. O(1), or O(children) if its time was cut.
     """
-    below: int | None = 0
-    for time in before:
-        if _is_earlier(span.expires, time):
-            for child in (span.children or {}).values():
-                _raise_to(span, child.expires)
-        _raise_to(span, below)
-        below = span.expires
-        span = span.parent  # type: ignore[assignment]
+    expires = span.expires
+    if expires is None:
+        return None
+    if span.children and (before is None or expires < before):
+        times = [child.expires for child in span.children.values()]
+        below = None if None in times else max(filter(None, times), default=0)
+    if below is None or expires < below:
+        span.expires = below
+        return below
+    return expires
 
 
-def _raise_to(span: Span, time: int | None) -> None:
-    if _is_earlier(span.expires, time):
-        span.expires = time
-
-
-def _is_earlier(time: int | None, other: int | None) -> bool:
-    """Return True if `time` comes before `other`; None never comes."""
-    return time is not None and (other is None or time < other)
+def raise_expiry_above(span: Span) -> None:
+    """Make every ancestor of `span` expire no earlier than it does. O(ancestors raised)."""
+    below, parent = span.expires, span.parent
+    while parent is not None and parent.parent is not None:
+        expires = parent.expires
+        if expires is None or (below is not None and expires >= below):
+            return
+        parent.expires = below
+        parent = parent.parent

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import (
-    expiries,
     hinted_ranges,
     may_append,
     raise_expiry,
+    raise_expiry_above,
     raise_priority,
     raise_priority_above,
     reset_lapsed_priority,
@@ -233,13 +233,13 @@ class SpanTree:
             span = span.parent  # type: ignore[assignment]
         # The policy hears of an access when the statistics of the whole path are right.
         if self._on_access is not None:
-            span = seq.span
-            before = expiries(span) if self._expires else ()
+            span, below = seq.span, 0
             while span is not root:
+                before = span.expires
                 self._call("on_access", self._on_access, span, now)
+                if self._expires:
+                    below = self._call("on_access", raise_expiry, span, before, below)
                 span = span.parent  # type: ignore[assignment]
-            if before:
-                self._call("on_access", raise_expiry, seq.span, before)
         if seq.priorities is not None:
             self._apply_hints(seq, now)
 
@@ -249,10 +249,12 @@ class SpanTree:
         span = seq.span
         span.creator = None
         root = self.root
-        on_release = self._on_release
-        before = expiries(span) if self._expires else ()
+        on_release, expires = self._on_release, self._expires
+        below: int | None = 0
         try:
             while span is not root:
+                if expires:
+                    before = span.expires
                 span.ref_count -= 1
                 if not span.ref_count:
                     self.unpinned_blocks += span.end - span.start
@@ -260,9 +262,9 @@ class SpanTree:
                     span.released_order = self._released
                     if on_release is not None:
                         on_release(span, now)
+                if expires:
+                    below = raise_expiry(span, before, below)
                 span = span.parent  # type: ignore[assignment]
-            if before:
-                raise_expiry(seq.span, before)
         except BaseException as error:
             raise self.fail(self.eviction, "on_release", error) from error
 
@@ -423,7 +425,6 @@ class SpanTree:
 
     def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
         """Call the index and the policy for the new blocks of `span`, from `first` on."""
-        before = expiries(span) if self._expires else ()
         if self._index_insert is not None:
             self._call_index("insert", self._index_insert, span, first)
         if appended:
@@ -431,8 +432,8 @@ class SpanTree:
                 self._call("on_extend", self._on_extend, span, span.end - first)
         elif self._on_insert is not None:
             self._call("on_insert", self._on_insert, span, now)
-        if before:
-            self._call("on_extend" if appended else "on_insert", raise_expiry, span, before)
+        if self._expires:
+            self._call("on_extend" if appended else "on_insert", raise_expiry_above, span)
 
     # Forks: sequences that hold the same private blocks when one of them commits these.
 
@@ -727,10 +728,10 @@ class SpanTree:
         self.failure = wrong_answer(plugin, question, why)
         return self.failure
 
-    def _call(self, method: str, hook: Callable[..., None], *args: Any) -> None:
+    def _call(self, method: str, hook: Callable[..., Any], *args: Any) -> Any:
         """Call the eviction policy; its exception becomes a PolicyError that names it."""
         try:
-            hook(*args)
+            return hook(*args)
         except BaseException as error:
             raise self.fail(self.eviction, method, error) from error
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvcore.cli.output import emit_json, file_path, json_option, print_table, print_text
+from kvcore.cli.output import emit_json, input_file, json_option, print_table, print_text
 from kvcore.cli.terminal import echo
+from kvcore.cli.verb import plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     from kvcore.serving.calibration import Calibration
 
 
-@click.command()
-@click.argument("steps", callback=file_path)
+@verb("kvcore calibrate steps.csv", "kvcore calibrate steps.csv --latency roofline")
+@click.argument("steps", callback=input_file)
 @click.option(
     "--latency",
     default="linear",
-    show_default=True,
     metavar="PLUGIN",
     help="Latency model to fit: linear, or roofline with the options that are not fitted, such "
     "as roofline:model=llama-3-8b,device=h100,tensor_parallel=1.",
+    **plugin_completion("latency"),
 )
 @json_option
 def calibrate(*, steps: Path, latency: str, as_json: bool) -> None:

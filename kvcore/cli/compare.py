@@ -16,9 +16,11 @@ from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.options import (
     accounting_option,
     block_size_option,
+    part_options,
     policies_option,
     shared,
     tokens_of,
+    workload_argument,
 )
 from kvcore.cli.output import (
     STDOUT,
@@ -33,6 +35,7 @@ from kvcore.cli.output import (
     prometheus_option,
 )
 from kvcore.cli.terminal import echo
+from kvcore.cli.verb import plugin_completion, verb
 from kvcore.config import find_workload, load_model
 from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
@@ -49,16 +52,20 @@ from kvcore.report import (
     write_csv,
 )
 from kvcore.report.tables import block_bytes, memory_fields
-from kvcore.units import format_bytes, parse_bytes
-from kvcore.workloads import Workload, checked
+from kvcore.units import format_bytes, parse_bytes, parse_whole
+from kvcore.workloads import Workload, checked, part_of
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
-LONGEST = len(str(MOST_BLOCKS))
 MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
 
 
-@click.command(context_settings={"show_default": True})
-@click.argument("workload", required=False)
+@verb(
+    "kvcore compare",
+    "kvcore compare requests.jsonl.gz --memory 40GiB,80GiB --model llama-3-70b",
+    "zcat requests.gz | kvcore compare - --eviction lru,lfu:half_life=300 --blocks 5000",
+)
+@workload_argument
+@part_options
 @policies_option(POLICIES)
 @click.option(
     "--blocks", metavar="LIST", help="Numbers of KV blocks in the pool, such as 1000,3000."
@@ -80,6 +87,7 @@ MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
     "--prefix",
     metavar="PLUGIN",
     help=f"Prefix cache: which cached blocks a prompt can reuse.  [default: {SHARING}]",
+    **plugin_completion("prefix"),
 )
 @shared("seed", default=None)
 @click.option(
@@ -103,13 +111,14 @@ def compare(workload: str | None, **given: Any) -> None:
     """Compare eviction policies on WORKLOAD, by pool size.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format. Without it, it is the trace that comes with kvcore.
+    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
+    kvcore.
 
     Requests are replayed one after another, without a clock. The optimum is the most that
     any eviction can hit; it is known in `keys` counting, for prefixes shared as `radix` does.
     """
     plugins = Plugins()
-    source = find_workload(workload, plugins)
+    source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
     _refuse(source, given)
     spec = load_model(MODEL if given["model"] is None else given["model"])
     recompute = PrefillCost.of(spec, find_device(DEVICE))
@@ -237,18 +246,20 @@ def _candidates(accounting: str, prefix: str) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    digits = [number.strip() for number in text.split(",")]
     msg = ""
-    if not all(re.fullmatch(r"[0-9]+", number) for number in digits):
-        msg = "expected numbers of blocks, such as 1000,3000"
-    elif any(len(number) > LONGEST for number in digits):
+    try:
+        numbers = [parse_whole(number, 0) for number in text.split(",")]
+    except InputError as error:
+        msg = f"{error}; several are a list, such as 1000,3000"
+        numbers = []
+    if max(numbers, default=0) > MOST_BLOCKS:
         msg = f"a pool has at most {MOST_BLOCKS} blocks"
-    elif len(digits) > 1 and not all(map(int, digits)):
-        listed = [str(int(number)) for number in digits]
+    elif len(numbers) > 1 and not all(numbers):
+        listed = list(map(str, numbers))
         msg = f"{text} is a list of {', '.join(listed[:-1])} and {listed[-1]}: write "
         grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", text)
         msg += text.replace(",", "") if grouped else "numbers without commas, above 0"
     if msg:
         msg = f"--blocks {text!r:.60}: {msg}"
         raise InputError(msg)
-    return [int(number) for number in digits]
+    return numbers

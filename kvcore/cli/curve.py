@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,9 +15,11 @@ from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
 from kvcore.cli.options import (
     accounting_option,
     block_size_option,
+    part_options,
     policies_option,
     shared,
     tokens_of,
+    workload_argument,
 )
 from kvcore.cli.output import (
     emit_json,
@@ -29,6 +30,7 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
+from kvcore.cli.verb import Count, verb
 from kvcore.config import find_workload, load_model
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
@@ -39,6 +41,8 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.report import CurvesReport
 from kvcore.report.mrc import FORMS, matplotlib, plot
+from kvcore.units import parse_whole
+from kvcore.workloads import part_of
 
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000
@@ -46,8 +50,12 @@ KINDS = (*FORMS, "csv", "json")
 """What `--out` can write, by the end of the file's name."""
 
 
-@click.command(context_settings={"show_default": True})
-@click.argument("workload", required=False)
+@verb(
+    "kvcore curve --out curve.svg",
+    "kvcore curve requests.jsonl --eviction lru,s3fifo --sizes 1000,2000,4000",
+)
+@workload_argument
+@part_options
 @policies_option(POLICIES)
 @click.option(
     "--sizes",
@@ -64,7 +72,9 @@ KINDS = (*FORMS, "csv", "json")
     text=f"Number format in which that K/V is kept.  [default: {KV_DTYPE}]",
 )
 @shared("seed", default=None)
-@click.option("--jobs", type=int, help="Number of processes that replay.  [default: one a CPU]")
+@click.option(
+    "--jobs", type=Count(), help="Number of processes that replay.  [default: one a CPU]"
+)
 @click.option(
     "--out",
     callback=file_path,
@@ -76,14 +86,15 @@ def curve(workload: str | None, **given: Any) -> None:
     """Show what policies hit on WORKLOAD, by pool size up to one that holds everything.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format. Without it, it is the trace that comes with kvcore.
+    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
+    kvcore.
 
     Requests are replayed one after another, without a clock. In `keys` counting LRU takes
     one pass for all sizes and the optimum next to nothing for each; other policies are
     replayed once a size.
     """
     plugins = Plugins()
-    source = find_workload(workload, plugins)
+    source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
     out, model = given["out"], given["model"]
     kind = _kind(out)
     if out is not None:
@@ -150,13 +161,14 @@ def _kind(out: Path | None) -> str:
 
 def _sizes(text: str) -> tuple[int, list[int] | None]:
     """Read how many sizes, or which: (number, None) or (any number, sizes)."""
-    if not re.fullmatch(r"\s*[0-9]{1,10}\s*(,\s*[0-9]{1,10}\s*)*", text):
+    try:
+        numbers = [parse_whole(number, 0) for number in text.split(",")]
+    except InputError as error:
         msg = (
-            f"--sizes {text!r:.60}: expected a number of sizes, such as {POINTS}, or sizes in "
-            "blocks, such as 1000,3000"
+            f"--sizes {text!r:.60}: {error}; expected a number of sizes, such as {POINTS}, or "
+            "sizes in blocks, such as 1000,3000"
         )
-        raise InputError(msg)
-    numbers = [int(number) for number in text.split(",")]
+        raise InputError(msg) from None
     if len(numbers) > 1:
         return POINTS, numbers
     if numbers[0] > MOST_POINTS:

@@ -6,6 +6,7 @@ import click
 
 from kvcore.cli.options import shared
 from kvcore.cli.output import emit_json, json_option, print_sections, progress
+from kvcore.cli.verb import Count, Verb
 from kvcore.demo import (
     WORKED_EXAMPLE,
     CachingReport,
@@ -14,6 +15,7 @@ from kvcore.demo import (
 )
 from kvcore.plugins import Plugins, describe
 from kvcore.trace.fields import plain
+from kvcore.units import INT64_LIMIT
 
 GENERATIONS = 3
 
@@ -26,11 +28,15 @@ def demo(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-@demo.command(context_settings={"show_default": True})
-@click.option("--prompt-tokens", type=int, default=10, help="Number of tokens of the prompt.")
-@click.option("--output", type=int, default=100, help="Number of tokens to generate.")
-@click.option("--block-size", type=int, default=16, help="Number of tokens in a KV block.")
-@click.option("--seed", type=int, default=0, help="Seed of the weights and the prompt.")
+@demo.command(cls=Verb, context_settings={"show_default": True})
+@click.option(
+    "--prompt-tokens", type=Count(), default=10, help="Number of tokens of the prompt."
+)
+@click.option("--output", type=Count(), default=100, help="Number of tokens to generate.")
+@click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
+@click.option(
+    "--seed", type=Count(-INT64_LIMIT), default=0, help="Seed of the weights and the prompt."
+)
 @shared("threads")
 @json_option
 def cache(

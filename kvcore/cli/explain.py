@@ -13,7 +13,7 @@ import orjson
 
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
-from kvcore.cli.options import accounting_option, shared
+from kvcore.cli.options import accounting_option, part_options, shared
 from kvcore.cli.output import (
     emit_json,
     json_option,
@@ -22,33 +22,51 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
+from kvcore.cli.verb import Count, complete_workload, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
+from kvcore.files import input_path
 from kvcore.plugins.manager import Plugins
 from kvcore.report import setup
 from kvcore.report.misses import RequestReport, SummaryReport
+from kvcore.workloads import part_of
 from kvcore.workloads.files import lines
 
 EVICTION = "lru"
 ACCOUNTING = "keys"
-OF_WORKLOADS = ["--blocks", "--eviction", "--block-size", "--accounting", "--prefix", "--seed"]
+OF_WORKLOADS = [
+    "--limit",
+    "--window",
+    "--blocks",
+    "--eviction",
+    "--block-size",
+    "--accounting",
+    "--prefix",
+    "--seed",
+]
 """Options that a trace has answered already."""
 
 
-@click.command()
-@click.argument("source")
+@verb(
+    "kvcore explain run.jsonl.gz --summary",
+    "kvcore explain run.jsonl.gz 7",
+    "kvcore explain mooncake 7 --blocks 5000 --eviction lfu",
+)
+@click.argument("source", shell_complete=complete_workload)
 @click.argument("request", required=False)
 @click.option("--summary", is_flag=True, help="Explain all requests together.")
 @click.option(
     "--top",
-    type=click.IntRange(1),
+    type=Count(),
     default=5,
     help="Number of rows in the rankings of a summary.",
 )
+@part_options
 @shared("blocks", text="Number of KV blocks in the pool that a workload is replayed in.")
 @click.option(
     "--eviction",
     metavar="PLUGIN",
+    **plugin_completion("eviction"),
     help=f"Eviction policy that a workload is replayed under.  [default: {EVICTION}]",
 )
 @shared(
@@ -61,6 +79,7 @@ OF_WORKLOADS = ["--blocks", "--eviction", "--block-size", "--accounting", "--pre
 @click.option(
     "--prefix",
     metavar="PLUGIN",
+    **plugin_completion("prefix"),
     help=f"Prefix cache that a workload is replayed with.  [default: {SHARING}]",
 )
 @shared("seed", default=None, text="Seed of policies that draw random numbers, of a workload.")
@@ -87,7 +106,7 @@ def explain(
     if _is_trace(source, plugins):
         _refuse(source, given)
         with progress("explaining", None) as tick:
-            explanation = explain_trace(source, tick=tick)
+            explanation = explain_trace(input_path(source), tick=tick)
     else:
         explanation = _replayed(source, plugins, given)
     if summary:
@@ -123,7 +142,7 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
 
 def _is_trace(source: str, plugins: Plugins) -> bool:
     """Return True if `source` is a file that begins as a trace, and names no plugin."""
-    path = Path(source)
+    path = input_path(source)
     name = source.partition(":")[0].strip()
     if name in plugins.names("workload") or not path.is_file():
         return False
@@ -149,7 +168,8 @@ def _refuse(source: str, given: Mapping[str, object]) -> None:
 
 def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explanation:
     """Replay a workload into a trace that is gone afterwards, and explain that."""
-    workload = find_workload(source, plugins, given["seed"])
+    found = find_workload(source, plugins, given["seed"])
+    workload = part_of(found, given["limit"], given["window"])
     if given["blocks"] is None:
         msg = f"{source} is a workload: say how large the pool is, such as --blocks 1000"
         raise InputError(msg)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import emit_json, file_path, json_option, progress
+from kvcore.cli.output import emit_json, file_path, input_file, json_option, progress
 from kvcore.cli.terminal import echo
+from kvcore.cli.verb import verb
 from kvcore.errors import StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite
 from kvcore.progress import Tick
@@ -99,8 +100,11 @@ FORMATS: dict[str, Callable[[Path, Path, Tick], dict[str, Any]]] = {
 """By format: the function that writes a trace in it, and returns the counts to report."""
 
 
-@click.command()
-@click.argument("trace", callback=file_path)
+@verb(
+    "kvcore export run.jsonl.gz --format mooncake --out requests.jsonl",
+    "kvcore export run.jsonl.gz --format vllm --zmq tcp://127.0.0.1:5557",
+)
+@click.argument("trace", callback=input_file)
 @click.option(
     "--format",
     "kind",

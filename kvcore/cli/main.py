@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import gc
 import os
 import signal
 import sys
+import warnings
 from contextlib import suppress
+from difflib import get_close_matches
 from errno import ENOSPC
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
@@ -19,6 +22,8 @@ from kvcore.plugins.options import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from click.shell_completion import CompletionItem
 
 VERBS = {
     "calibrate": "kvcore.cli.calibrate",
@@ -41,6 +46,26 @@ USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
 """Exit codes besides an error's own; the last three are those a shell gives for the signal."""
 
 
+COMPLETE = "_KVCORE_COMPLETE"
+"""Environment variable by which a shell asks for completions, as click defines it."""
+
+PLAIN = str.maketrans(
+    {
+        "×": "x",
+        "–": "-",
+        "—": "-",
+        "≈": "~",
+        "·": "*",
+        "²": "^2",
+        "³": "^3",
+        "…": "...",
+        "µ": "u",
+    }
+    | dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True))
+)
+"""ASCII for the characters that kvcore itself prints, where a stream cannot encode them."""
+
+
 class Terminated(KeyboardInterrupt):
     """Raised when the process is asked to end (SIGTERM): files are dropped as for Ctrl-C."""
 
@@ -55,10 +80,20 @@ class Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         """Return the command of a verb, or fail with the nearest one."""
+        if cmd_name == help_page.name:
+            return help_page
         if cmd_name not in VERBS:
             ctx.fail(f"there is no verb {cmd_name!r}{nearest(cmd_name, VERBS)}")
         command: click.Command = getattr(import_module(VERBS[cmd_name]), cmd_name)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the verbs that begin so, none of them imported."""
+        from click.shell_completion import CompletionItem  # noqa: PLC0415 - for shells alone
+
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        verbs = [verb for verb in self.list_commands(ctx) if verb.startswith(incomplete)]
+        return [*map(CompletionItem, verbs), *options]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs with the whole of their first sentences."""
@@ -86,7 +121,27 @@ def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     ctx.exit()
 
 
-@click.group(cls=Verbs, invoke_without_command=True)
+@click.command("help")
+@click.argument("words", nargs=-1, metavar="[VERB]")
+@click.pass_context
+def help_page(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Show the help page of VERB, or of all."""
+    assert ctx.parent is not None
+    shown, command = ctx.parent, ctx.parent.command
+    for word in words:
+        found = command.get_command(shown, word) if isinstance(command, click.Group) else None
+        if found is None:
+            ctx.fail(f"{shown.command_path} has no {word!r}")
+        command, shown = found, click.Context(found, info_name=word, parent=shown)
+    click.echo(command.get_help(shown))
+
+
+@click.group(
+    cls=Verbs,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`kvcore help VERB` shows the options of a verb, with examples.",
+)
 @click.option(
     "--version",
     is_flag=True,
@@ -103,11 +158,21 @@ def kvcore(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: the `kvcore` program."""
-    _replace_missing_streams()
+    """Run the command line and exit: what the program `kvcore` calls.
+
+    Once the verb is loaded, Ctrl-C raises; before and afterwards it does what it did before.
+    """
+    _prepare_streams()
+    warnings.showwarning = _tell  # type: ignore[assignment]
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
+    for verb in VERBS.keys() & sys.argv[1:2]:
+        import_module(VERBS[verb])
+    before = signal.getsignal(signal.SIGINT)
+    if callable(before):  # not ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     code = run(sys.argv[1:])
+    signal.signal(signal.SIGINT, before)
     # What is left goes with the process: looking through it for cycles takes 20 ms.
     gc.freeze()
     sys.exit(code)
@@ -139,12 +204,19 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _invoke(arguments: Sequence[str]) -> int:
+    if COMPLETE in os.environ:
+        kvcore.main(list(arguments), "kvcore", COMPLETE)
     try:
         with kvcore.make_context("kvcore", list(arguments)) as context:
             kvcore.invoke(context)
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
     return 0
+
+
+def _tell(message: Warning | str, *_: object) -> None:
+    """Print a warning as one line, without the place in the code."""
+    echo(f"kvcore: {message}", err=True)
 
 
 def _terminate(*_: object) -> NoReturn:
@@ -154,7 +226,29 @@ def _terminate(*_: object) -> NoReturn:
 def _usage(error: click.ClickException) -> str:
     context: click.Context | None = getattr(error, "ctx", None)
     hint = f"; try `{context.command_path} --help`" if context else ""
+    if isinstance(error, click.NoSuchOption) and context is not None:
+        return f"error: {_no_such_option(error.option_name, context)}{hint}"
     return f"error: {error.format_message().rstrip('.')}{hint}"
+
+
+def _no_such_option(flag: str, context: click.Context) -> str:
+    """Return a sentence with the option of this verb that is nearest, or who else has it."""
+    own = _flags(context.command, context)
+    asked = f"{context.command_path} has no option {flag!r}"
+    others = []
+    if context.parent is not None and not get_close_matches(flag, own, cutoff=0.8):
+        verbs = [verb for verb in VERBS if verb != context.command.name]
+        commands = [(verb, kvcore.get_command(context.parent, verb)) for verb in verbs]
+        others = [verb for verb, command in commands if flag in _flags(command, context)]
+    if others:
+        verbs_named = ", ".join(f"`kvcore {verb}`" for verb in others)
+        return f"{asked}; {verbs_named} {'has' if len(others) == 1 else 'have'} it"
+    return f"{asked}{nearest(flag, own)}"
+
+
+def _flags(command: click.Command, context: click.Context) -> list[str]:
+    params = command.get_params(context)
+    return [flag for each in params for flag in (*each.opts, *each.secondary_opts)]
 
 
 def _reason(error: OSError) -> str:
@@ -178,11 +272,40 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _replace_missing_streams() -> None:
-    """Open the null device for a closed stdout or stderr, lest a file takes its number."""
+def _prepare_streams() -> None:
+    """Make stdout and stderr take any text, also where they are closed or know few letters."""
+    codecs.register_error("kvcore", _plain)
+    # click takes "ascii" for a mistake, and writes UTF-8 there.
+    codecs.register({"kvcore_ascii": _ascii()}.get)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:  # closed; else a file would take its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
+        elif stream.errors in ("strict", "backslashreplace"):
+            ascii_only = codecs.lookup(stream.encoding).name == "ascii"
+            stream.reconfigure(
+                encoding="kvcore_ascii" if ascii_only else stream.encoding, errors="kvcore"
+            )
+
+
+def _ascii() -> codecs.CodecInfo:
+    """Return the ASCII codec under another name."""
+    made = codecs.lookup("ascii")
+    return codecs.CodecInfo(
+        made.encode,
+        made.decode,
+        incrementalencoder=made.incrementalencoder,
+        incrementaldecoder=made.incrementaldecoder,
+        name="kvcore_ascii",
+    )
+
+
+def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Return ASCII for characters that cannot be encoded: something like them, or escapes."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(PLAIN)
+    return text.encode("ascii", "backslashreplace").decode(), error.end
 
 
 def _discard_unwritable() -> None:

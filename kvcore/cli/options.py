@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from click.core import ParameterSource
 
-from kvcore.cli.output import file_path, prometheus_option
+from kvcore.cli.output import file_path, input_file, prometheus_option
+from kvcore.cli.verb import Count, complete_workload, plugin_completion
 from kvcore.config import Mode, RunConfig, read_toml
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.run_config import (
@@ -26,7 +27,7 @@ from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
 from kvcore.trace.fields import slo_field
-from kvcore.units import NS_PER_S
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import Workload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -35,7 +36,13 @@ Decorator = Callable[[Command], Command]
 
 WHAT_IF = "What if: "
 
-METAVARS = {"memory": "SIZE", "slo": "SLO", **dict.fromkeys(KINDS, "PLUGIN")}
+METAVARS = {
+    "memory": "SIZE",
+    "slo": "SLO",
+    "limit": "INTEGER",
+    "window": "START:END",
+    **dict.fromkeys(KINDS, "PLUGIN"),
+}
 
 TEXT = ("model", "device", *METAVARS)
 """Options that are more than a number or a choice: their text is read as in TOML."""
@@ -50,6 +57,12 @@ def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> 
     except InputError as error:
         reason = str(error).removeprefix(f"{name}: ")
         raise click.BadParameter(reason, ctx, param) from None
+
+
+workload_argument = click.argument(
+    "workload", required=False, type=click.UNPROCESSED, shell_complete=complete_workload
+)
+"""The workload that a verb reads; without it, the trace that comes with kvcore."""
 
 
 def _shown(default: Any) -> Any:
@@ -88,10 +101,11 @@ def shared(
     if name in TEXT:
         more |= {"metavar": METAVARS.get(name, "TEXT"), "type": click.UNPROCESSED}
         more |= {"callback": partial(_read, name)}
+        more |= plugin_completion(name) if name in KINDS else {}
     elif choices or literal is not None:
         more |= {"type": click.Choice(choices or get_args(literal))}
     else:
-        more |= {"type": float if kind is float else int}
+        more |= {"type": float if kind is float else Count(-INT64_LIMIT)}
     return click.option(flag, **more)
 
 
@@ -136,6 +150,7 @@ def policies_option(policies: str) -> Callable[[Command], Command]:
         metavar="LIST",
         help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
         f"[default: {policies},optimum]",
+        **plugin_completion("eviction"),
     )
 
 
@@ -165,7 +180,7 @@ batching_options = all_of(
 
 def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
     """Make what the file at `value` gives the defaults of the command's other options."""
-    path = file_path(ctx, param, value)
+    path = file_path(ctx, param, value)  # no pipe: paths in it are relative to the file
     if path is not None:
         options = toml_types(ctx.command)
         found = read_toml(path, {key: kind for key, (_, kind) in options.items()})
@@ -190,6 +205,11 @@ config_option = click.option(
     help="TOML file with options; those on the command line win.",
 )
 """The `--config` option. Further options of the command need no mention of it."""
+
+part_options = all_of(
+    shared("limit", text=f"{option_help('limit')}  [default: all]"), shared("window")
+)
+"""The options of the part of a workload that is read."""
 
 traffic_options = all_of(*map(shared, ("rate_scale", "slo", "seed")), config_option)
 
@@ -260,7 +280,8 @@ def one_of(given: dict[str, Any], one: str, other: str, why: str, from_file: set
         return
     weaker = {one, other} & from_file
     if len(weaker) != 1:
-        msg = f"--{one} and --{other} {why}: give one of them"
+        both = f"{given['config']}: {one} and {other}" if weaker else f"--{one} and --{other}"
+        msg = f"{both} {why}: give one of them"
         raise InputError(msg)
     given[weaker.pop()] = None
 
@@ -269,9 +290,8 @@ def _type(option: click.Parameter) -> Any:
     """Return the type that a value of an option has in TOML."""
     if option.name in option_names():
         return option_type(str(option.name))
-    if option.callback is file_path:
+    if option.callback in (file_path, input_file):
         return Path
     if isinstance(option.type, click.Choice):
         return Literal[tuple(option.type.choices)]
-    kinds: dict[object, type] = {click.INT: int, click.FLOAT: float, click.BOOL: bool}
-    return kinds.get(option.type, str)
+    return {"integer": int, "float": float, "boolean": bool}.get(option.type.name, str)

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from kvcore.cli.terminal import echo, escaped, escaped_json
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.files import STDIN, atomic_file, input_path, refuse_overwrite
 from kvcore.progress import unseen
 from kvcore.workloads import Workload
 
@@ -40,11 +40,24 @@ json_option = click.option(
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Return the path, which may not be empty: `Path("")` is the working directory."""
+    """Return the path, which may not be empty: `Path("")` is the working directory.
+
+    `-` is refused, but for metrics: reports and JSON are what a verb prints.
+    """
     if value == "":
         msg = "empty path; name a file"
         raise click.BadParameter(msg, ctx=ctx, param=param)
+    if value == STDIN and param.name != "prometheus":
+        msg = "a file is needed, not '-' (write './-' for a file of that name)"
+        raise click.BadParameter(msg, ctx=ctx, param=param)
     return None if value is None else Path(value)
+
+
+def input_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """Return the path of a file to read; `-` is standard input, copied into a file."""
+    if value is None or ctx.resilient_parsing:
+        return None
+    return input_path(value) if value else file_path(ctx, param, value)
 
 
 def terminal_width() -> int | None:

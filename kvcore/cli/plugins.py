@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import attrs
-import click
 
 from kvcore.cli.output import emit_json, json_option, print_table, terminal_width
+from kvcore.cli.verb import verb
 from kvcore.plugins.manager import Plugins
 
 ROOMY = 100
 """Columns of a terminal that has room for the names of modules."""
 
 
-@click.command()
+@verb("kvcore plugins", "kvcore plugins --json")
 @json_option
 def plugins(*, as_json: bool) -> None:
     """List the plugins, where each is from, and whether it works here.

@@ -15,6 +15,7 @@ import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table
 from kvcore.cli.terminal import echo, escaped
+from kvcore.cli.verb import Count, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
 
@@ -66,7 +67,10 @@ def rotation(
     return limits
 
 
-@click.command(context_settings={"show_default": True})
+@verb(
+    "kvcore record --zmq tcp://127.0.0.1:5557 -o live.jsonl.gz",
+    "kvcore record --zmq tcp://host:5557 --replay tcp://host:5558 --for 600 -o live.jsonl.gz",
+)
 @click.option(
     "--zmq",
     "address",
@@ -88,7 +92,7 @@ def rotation(
 )
 @click.option(
     "--ranks",
-    type=click.IntRange(min=1),
+    type=Count(),
     default=1,
     help="Number of data-parallel ranks, which publish at consecutive ports.",
 )
@@ -101,7 +105,7 @@ def rotation(
 )
 @click.option(
     "--batches",
-    type=click.IntRange(min=1),
+    type=Count(),
     help="Number of batches after which the recording ends.",
 )
 @click.option(

@@ -11,11 +11,14 @@ from kvcore.cli.options import what_if
 from kvcore.cli.output import (
     emit_json,
     file_path,
+    input_file,
     json_option,
     print_sections,
     progress,
 )
+from kvcore.cli.verb import verb
 from kvcore.errors import InputError, TraceError
+from kvcore.report.tables import share
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
 from kvcore.units import parse_seconds
@@ -23,8 +26,11 @@ from kvcore.units import parse_seconds
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
 
-@click.command()
-@click.argument("file", callback=file_path)
+@verb(
+    "kvcore replay run.jsonl.gz --at 60",
+    "kvcore replay run.jsonl.gz --eviction lfu --blocks 20k",
+)
+@click.argument("file", callback=input_file)
 @click.option(
     "--at",
     metavar="SECONDS",
@@ -71,7 +77,7 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
             msg = (
                 f"{file} is a recording of KV events: it is checked and shown, without "
                 "options. `kvcore compare` and `curve` run its requests as "
-                f"kv-events:file={file},lookups=full, if the engine reported every use"
+                f"kv-events:path={file},lookups=full, if the engine reported every use"
             )
             raise InputError(msg)
         _show_recording(file, as_json=as_json)
@@ -146,8 +152,7 @@ def _print(report: Report) -> None:
         ("own blocks found again", report.hit["self_hit_blocks"]),
     ]
     ratios = [
-        (f"hit ratio by {unit}", "none" if ratio is None else f"{ratio:.4f}")
-        for unit, ratio in report.hit["ratio"].items()
+        (f"hit ratio by {unit}", share(ratio)) for unit, ratio in report.hit["ratio"].items()
     ]
     rows = [*((what, f"{count:,}") for what, count in counts), *ratios]
     from kvcore.report.tables import setup  # noqa: PLC0415 - JSON does without it

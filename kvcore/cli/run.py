@@ -18,6 +18,7 @@ from kvcore.cli.options import (
     policy_options,
     shared,
     traffic_options,
+    workload_argument,
 )
 from kvcore.cli.output import (
     STDOUT,
@@ -30,7 +31,9 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.serving import outputs, print_report, report_of
 from kvcore.cli.terminal import echo
+from kvcore.cli.verb import Count, verb
 from kvcore.config import EngineParts
+from kvcore.config.run_config import option_help
 from kvcore.engine.engine import RunResult
 from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
@@ -41,7 +44,7 @@ from kvcore.serving.calibration import write_steps
 from kvcore.trace import Trace
 from kvcore.units import format_bytes, format_seconds
 
-OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "shrink")
+OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")
 """Options that mean something for these alone."""
 
@@ -49,8 +52,11 @@ ANNOUNCED = 1 << 30
 """Bytes of weights from which on they are told before they are drawn."""
 
 
-@click.command(context_settings={"show_default": True})
-@click.argument("workload", required=False, type=click.UNPROCESSED)
+@verb(
+    "kvcore run --prompt 'the cat sat on the' --max-output 8",
+    "kvcore run mooncake --limit 50 --clock wall --step-times steps.csv",
+)
+@workload_argument
 @click.option(
     "--prompt",
     "prompts",
@@ -66,13 +72,16 @@ ANNOUNCED = 1 << 30
     text="Model of the generator.  [default: the generator's own, a tiny one]",
 )
 @shared("dtype")
-@shared("limit", text="Number of first requests to serve; 0 serves all.  [default: 20]")
+@shared("limit", text=f"{option_help('limit')}  [default: 20]")
+@shared("window")
 @shared(
     "shrink",
     text="Divisor of all lengths of the workload.  [default: what makes a key a block]",
 )
 @click.option(
-    "--max-output", type=int, help="Number of tokens to generate for a prompt.  [default: 16]"
+    "--max-output",
+    type=Count(),
+    help="Number of tokens to generate for a prompt.  [default: 16]",
 )
 @shared("clock")
 @click.option(
@@ -136,7 +145,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
             write_steps(times, result.steps)
         document = _document(engine, given["prompts"], result)
         if write_metrics is not None:
-            write_metrics(_metrics(engine, result, document))
+            write_metrics(_metrics(result, document))
         if out is not None:
             names = ("config", "outputs")
             result.write(out, **{n: document[n] for n in names if n in document})
@@ -211,17 +220,10 @@ def _document(engine: EngineParts, prompts: Sequence[str], result: RunResult) ->
     return document
 
 
-def _metrics(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> str:
+def _metrics(result: RunResult, document: dict[str, Any]) -> str:
     from kvcore.report import run_metrics  # noqa: PLC0415 - no other verb needs it
 
-    return run_metrics(document | {"config": _named(engine, document)}, result.requests)
-
-
-def _named(engine: EngineParts, document: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the name of the workload that was sampled."""
-    name = engine.workload.options().get("workload", engine.workload.name)
-    config: dict[str, Any] = document["config"]
-    return config | {"workload": config["workload"] | {"name": name}}
+    return run_metrics(document, result.requests)
 
 
 def _print_texts(document: dict[str, Any]) -> None:
@@ -238,8 +240,8 @@ def _print_texts(document: dict[str, Any]) -> None:
 
 def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
     clock = "measured" if engine.config.clock == "wall" else "simulated"
-    named = _named(engine, document)
-    report = report_of(result, document, named, clock=clock, done="computed")
+    config = document["config"]
+    report = report_of(result, document, config, clock=clock, done="computed")
     print_report(report, _computed(engine, engine.workload.options(), document["requests"]))
 
 
@@ -248,7 +250,8 @@ def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:
     limit, shrink = part["limit"], part["shrink"]
     lengths = f"lengths divided by {shrink}" if shrink > 1 else "in full length"
     whole = limit is None or requests < limit
-    which = "all requests" if whole else f"the first {counted(limit, 'request')}"
+    first = "the first request" if limit == 1 else f"the first {limit:,} requests"
+    which = "all requests" if whole else first
     return (
         f"Computed: {engine.generator.name} on {engine.backend.name} in "
         f"{engine.config.dtype}; {which}, {lengths}."

@@ -40,6 +40,8 @@ _MARKED: Mapping[str, Any] = {
     "device": {"type": "string"},
     "bytes": {"type": "string"},
     "slo": {"$ref": "#/$defs/slo"},
+    "natural": {"type": "integer", "minimum": 0},
+    "window": {"type": "string", "pattern": "^[^:]*:[^:]*$"},
 }
 
 _DEFINITIONS: Mapping[str, Any] = {

@@ -13,9 +13,11 @@ from kvcore.cli.options import (
     naming,
     one_of,
     output_options,
+    part_options,
     policy_options,
     shared,
     traffic_options,
+    workload_argument,
 )
 from kvcore.cli.output import (
     STDOUT,
@@ -27,6 +29,7 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.serving import outputs, print_report, report_of
+from kvcore.cli.verb import verb
 from kvcore.config import RunParts
 from kvcore.progress import ticked
 from kvcore.serving import Result
@@ -39,8 +42,13 @@ if TYPE_CHECKING:
     from kvcore.report import SimulationReport
 
 
-@click.command(context_settings={"show_default": True})
-@click.argument("workload", required=False, type=click.UNPROCESSED)
+@verb(
+    "kvcore simulate",
+    "kvcore simulate zipf:requests=1000 --device h200 --scheduler slo",
+    "kvcore simulate requests.jsonl --window 0:600 --trace run.jsonl.gz",
+)
+@workload_argument
+@part_options
 @policy_options
 @shared("model")
 @shared("device")
@@ -63,7 +71,8 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     """Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format. Without it, it is the trace that comes with kvcore. Other
+    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
+    kvcore. Other
     plugins take options in the same way: --scheduler srpt:preemptive=false.
 
     The defaults are Llama 3 8B on four H100, which can carry that trace; one cannot.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from fractions import Fraction
-from functools import partial
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import click
 
 from kvcore.cli.output import emit_json, json_option, print_table
 from kvcore.cli.terminal import echo
+from kvcore.cli.verb import Count, verb
 from kvcore.config.lookup import load_model
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device
@@ -26,7 +26,6 @@ from kvcore.units import (
     format_number,
     format_seconds,
     parse_bytes,
-    parse_count,
 )
 
 if TYPE_CHECKING:
@@ -38,30 +37,21 @@ RESERVE = "10%"
 WIDTH = 80
 
 
-def _count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Read a whole number above 0, or fail with the option's name."""
-    try:
-        return None if value is None else parse_count(value)
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-
-
-count_option = partial(click.option, metavar="INTEGER", callback=_count)
-
-
 def _listed(what: str, names: Iterable[str]) -> str:
     """Return a paragraph of a help page that lists `names`, none of them broken."""
     return "\b\n" + fill(f"{what}: {', '.join(names)}.", WIDTH - 4, break_on_hyphens=False)
 
 
-@click.command(
-    context_settings={"show_default": True},
-    epilog=f"{_listed('Models', MODELS)}\n\n{_listed('Devices', DEVICES)}",
+@verb(
+    "kvcore size llama-3-70b --device h200 --tokens 32k --batch 8",
+    more=f"{_listed('Models', MODELS)}\n\n{_listed('Devices', DEVICES)}",
 )
 @click.argument("model")
 @click.option("--device", help="GPU that the model is to fit on, such as h200.")
-@count_option("--tokens", default="8192", help="Number of tokens of a request.")
-@count_option("--batch", default="1", help="Number of requests that are decoded together.")
+@click.option("--tokens", type=Count(), default=8192, help="Number of tokens of a request.")
+@click.option(
+    "--batch", type=Count(), default=1, help="Number of requests that are decoded together."
+)
 @click.option(
     "--dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Number format of K/V."
 )
@@ -70,12 +60,12 @@ def _listed(what: str, names: Iterable[str]) -> str:
     type=click.Choice(WEIGHT_DTYPES),
     help="Number format of the weights, if not as released.",
 )
-@count_option("--block-size", default="16", help="Number of tokens in a KV block.")
+@click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
 @click.option(
     "--reserve",
     help=f"Bytes or share of the memory to keep free, such as 8GiB.  [default: {RESERVE}]",
 )
-@count_option("--window", help="Largest number of tokens that a layer keeps.")
+@click.option("--window", type=Count(), help="Largest number of tokens that a layer keeps.")
 @json_option
 def size(
     *,

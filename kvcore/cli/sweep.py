@@ -18,6 +18,7 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.terminal import echo
+from kvcore.cli.verb import Count, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
@@ -34,7 +35,7 @@ SHOWN = 10
 """How many failed cells are named."""
 
 
-@click.command
+@verb("kvcore sweep grid.toml --out results.csv --jobs 4")
 @click.argument("file", callback=file_path, metavar="NAME.TOML")
 @click.option(
     "--out",
@@ -44,7 +45,7 @@ SHOWN = 10
     "[default: NAME-results]",
 )
 @click.option(
-    "--jobs", type=int, help="Number of cells that run at a time.  [default: one a CPU]"
+    "--jobs", type=Count(), help="Number of cells that run at a time.  [default: one a CPU]"
 )
 @click.option(
     "--executor",

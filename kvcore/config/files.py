@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import attrs
 
+from kvcore.config.lookup import with_path
 from kvcore.config.run_config import option_names, option_type, read_option
 from kvcore.config.values import EXPECTATIONS, convert, read_plugin, shown
 from kvcore.errors import InputError
@@ -124,10 +125,8 @@ class _ConfigFile:
         if isinstance(value, str):  # a workload: a plugin, or else a file
             if value.partition(":")[0].strip() not in plugins.names(kind):
                 return str(self.path.parent / value) if value else value
-            if "=" not in value and ":" in value:
-                name, _, path = value.partition(":")
-                return f"{name}:{self.path.parent / path.strip()}"
-            value = read_plugin(value)
+            cls = plugins.get(kind, value.partition(":")[0].strip())
+            value = read_plugin(with_path(value, cls) if kind == "workload" else value)
         if not isinstance(value, Spec) or value.name not in plugins.names(kind):
             return value
         cls = plugins.get(kind, value.name)

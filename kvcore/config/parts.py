@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import attrs
 
@@ -24,18 +24,21 @@ from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
-from kvcore.serving import LatencyModel, Scheduler
+from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.arrivals import Arrivals
 from kvcore.trace.fields import plain
 from kvcore.trace.writer import version
 from kvcore.units import format_bytes
-from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
+from kvcore.workloads import PromptWorkload, Workload, WorkloadSample, part_of
 
 BLOCK_SIZE = 16
 """Tokens of a block under a clock, where no block size is given: what most servers have."""
 
 LIMIT, MAX_OUTPUT = 20, 16
 """Requests of a workload, and tokens for a text, where a run on tensors is not told."""
+
+
+Window: TypeAlias = tuple[int, int | None] | None
 
 
 class RunParts:
@@ -79,12 +82,14 @@ class RunParts:
         self.recompute = self._recompute()
         with self._about("workload"):
             self.workload = self._source() if workload is None else workload
-        with self._about("block_size", f"workload {config.workload}: "):
+        with self._about("block_size", more=f"workload {config.workload}: "):
             self.geometry = self._geometry()
         self._check_deployment()
         self.blocks = self._blocks()
-        self.batching = config.batching
-        Arrivals((), config.rate_scale)
+        with self._about(*attrs.fields_dict(Batching)):
+            self.batching = config.batching
+        with self._about("rate_scale"):
+            Arrivals((), config.rate_scale)
         self.slo = None if config.slo == SLO() else cast("SLO", config.slo)
 
     @cached_property
@@ -216,6 +221,12 @@ class RunParts:
             return given if isinstance(given, ModelSpec) else load_model(given)
 
     def _source(self) -> Workload:
+        """Return the part of the workload that was asked for."""
+        source = self._whole_source()
+        with self._about("limit"):
+            return part_of(source, self.config.limit, cast("Window", self.config.window))
+
+    def _whole_source(self) -> Workload:
         given = self.config.workload
         if isinstance(given, Workload):
             return given
@@ -284,13 +295,17 @@ class RunParts:
         }
 
     @contextmanager
-    def _about(self, option: str, more: str = "") -> Iterator[None]:
-        """Prefix errors of the body with the name of the option that they are about."""
+    def _about(self, *options: str, more: str = "") -> Iterator[None]:
+        """Prefix errors of the body with the name of the option that they are about.
+
+        Of several options that is the one whose value the error names alone.
+        """
         try:
             yield
         except (InputError, PluginError) as error:
-            about = self._naming(option)
-            if not about:
+            named = [each for each in options if f"{each}=" in str(error)] or options
+            about = self._naming(named[0])
+            if not about or len(named) > 1:
                 raise
             msg = f"{about}{more}{error}"
             raise type(error)(msg) from error
@@ -387,12 +402,13 @@ class EngineParts(RunParts):
         ]
         if self.texts:
             return PromptWorkload(self.texts, size)
-        source = super()._source()
+        source = self._whole_source()
         limit, shrink = self.config.limit, self.config.shrink
         if shrink is None:
             ratio, rest = divmod(source.key_tokens, size)
             shrink = 1 if rest else ratio
-        return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink)
+        window = cast("Window", self.config.window)
+        return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink, window)
 
     def _text(self, number: int, text: str, block_size: int) -> TextRequest:
         try:

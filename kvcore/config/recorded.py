@@ -20,7 +20,7 @@ from kvcore.plugins import Plugin, Plugins, describe
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel
-from kvcore.trace.fields import plain, slo_field
+from kvcore.trace.fields import plain, slo_field, slo_of
 from kvcore.workloads import Workload
 
 OF_CACHES = ("eviction", "prefix", "retention")
@@ -62,7 +62,7 @@ def recorded_config(
         accounting=header["count"],
         block_size=header["block_size"],
         blocks=header["blocks"],
-        slo=SLO(**header["slo"]) if header.get("slo") else SLO(),
+        slo=slo_of(header["slo"]) if header.get("slo") else SLO(),
         rate_scale=header.get("rate_scale", 1),
         seed=header["seed"],
         **_deployment(header),
@@ -189,7 +189,7 @@ class RecordedParts(RunParts):
         config = self._changed_config(recorded, changes)
         super().__init__(config, plugins, workload=workload, naming=lambda _: "")
         if "slo" in header and "slo" not in changes:
-            self.slo = SLO(**header["slo"])
+            self.slo = slo_of(header["slo"])
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
         """Build the cache, with the plugins that were recorded or are given.

@@ -16,8 +16,10 @@ from kvcore.config.values import (
     ByteSize,
     DeviceChoice,
     ModelChoice,
+    Natural,
     PluginChoice,
     SLOChoice,
+    WindowChoice,
     WorkloadChoice,
     convert,
 )
@@ -40,7 +42,7 @@ MODES: tuple[Mode, ...] = ("simulate", "compare", "run")
 BUNDLED = "mooncake"
 """The workload that comes with kvcore."""
 
-EXPECTED = SLO(ttft=30 * NS_PER_S, tpot=NS_PER_S // 10)
+EXPECTED = SLO(ttft_ns=30 * NS_PER_S, tpot_ns=NS_PER_S // 10)
 """What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a
 KVCache-centric disaggregated architecture for LLM serving", 2024, on real workloads."""
 
@@ -101,8 +103,10 @@ class RunConfig:
         seed: of plugins with an option `seed` that is not set; None: their own default.
         dtype: in which a run on tensors computes and keeps K/V.
         clock: by which a run on tensors is timed: `model` or `wall`.
-        limit, shrink: in mode `run` the number of first requests that are served (0: all),
-            and what their lengths are divided by. None: 20, and what makes a key a block.
+        limit, window: the part of the workload that is taken: its first requests (0: all;
+            None: all, in mode `run` 20), of those that arrive from the start of the window
+            on and before its end.
+        shrink: in mode `run` what lengths are divided by; None: what makes a key a block.
         stop_at_eos: whether a text may end before its output is complete.
         threads: of the host, in a run on tensors; None: what pays for the model.
 
@@ -174,7 +178,14 @@ class RunConfig:
     clock: Literal["model", "wall"] = _option(
         "model", "Time a step by the latency model, or by the wall clock."
     )
-    limit: int | None = _option(None, "Number of first requests to serve; 0 serves all.")
+    limit: Natural | None = _option(
+        None, "Number of first requests of the workload to take; 0 takes all."
+    )
+    window: WindowChoice | None = _option(
+        None,
+        "Seconds of the workload to take, START:END: from START on and before END; either "
+        "may be left out.",
+    )
     shrink: int | None = _option(None, "Divisor of all lengths of the workload.")
     stop_at_eos: bool = _option(
         default=False, text="End a text at its end-of-sequence token; wall clock only."

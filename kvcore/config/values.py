@@ -21,7 +21,7 @@ from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin
 from kvcore.plugins.options import Spec, as_text, nearest, parse
 from kvcore.request import SLO
-from kvcore.units import parse_bytes, parse_seconds
+from kvcore.units import check_whole, parse_bytes, parse_seconds, parse_whole, parse_window
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
@@ -44,6 +44,12 @@ ByteSize: TypeAlias = Annotated[int | str, "bytes"]
 
 SLOChoice: TypeAlias = Annotated[SLO | str | Mapping[str, float], "slo"]
 """What clients expect: an SLO in ns, a text such as `ttft=30,tpot=0.1`, a table of seconds."""
+
+Natural: TypeAlias = Annotated[int, "natural"]
+"""A whole number of 0 or more."""
+
+WindowChoice: TypeAlias = Annotated[tuple[int, int | None] | str, "window"]
+"""A window of time in ns, the end left out (None: open); as text in seconds, `60:120`."""
 
 EXPECTATIONS = ("ttft", "tpot", "deadline")
 """What an SLO may expect, in seconds."""
@@ -123,8 +129,10 @@ def _choice(value: object, kind: Any) -> Any:
 
 
 def _whole(value: object, _: Any = None) -> int:
+    if isinstance(value, str):
+        return parse_whole(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
+        return check_whole(value)
     return _refuse("a whole number", value)
 
 
@@ -158,6 +166,18 @@ def _bytes(value: object) -> int:
     return parse_bytes(value) if isinstance(value, str) else _whole(value)
 
 
+def _natural(value: object) -> int:
+    return check_whole(_whole(value), 0)
+
+
+def _window(value: object) -> Any:
+    if isinstance(value, str):
+        return parse_window(value)
+    if isinstance(value, tuple) and len(value) == len(("start", "end")):
+        return value
+    return _refuse("a window of time in seconds, such as '60:120'", value)
+
+
 def _slo(value: object) -> SLO:
     if value is None:
         return SLO()
@@ -177,7 +197,10 @@ def _slo_of(seconds: Mapping[str, str]) -> SLO:
             known = ", ".join(EXPECTATIONS)
             msg = f"an SLO has no {name!r}{nearest(name, EXPECTATIONS)}; it may have {known}"
             raise InputError(msg)
-        expected[name] = parse_seconds(text)
+        expected[f"{name}_ns"] = parse_seconds(text)
+        if not expected[f"{name}_ns"]:
+            msg = f"{name}={text}: expected a time above 0 seconds"
+            raise InputError(msg)
     return SLO(**expected)
 
 
@@ -246,4 +269,6 @@ _MARKED: dict[str, Callable[[object], Any]] = {
     "device": _device,
     "bytes": _bytes,
     "slo": _slo,
+    "window": _window,
+    "natural": _natural,
 }

@@ -300,8 +300,8 @@ TELLS = (
     "These events tell which blocks were stored and removed, and in which order. They do not "
     "tell who looked up what: a request that found its blocks leaves no event. So they can "
     "be checked and shown, but not run again under another policy, unless the engine "
-    "reported every use (kv-events:file=FILE,lookups=full) or a log of its requests is "
-    "joined (kv-events:file=FILE,requests=LOG)."
+    "reported every use (kv-events:path=FILE,lookups=full) or a log of its requests is "
+    "joined (kv-events:path=FILE,requests=LOG)."
 )
 
 

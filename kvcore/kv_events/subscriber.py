@@ -179,7 +179,8 @@ class Server:
         replay_timeout: seconds to wait for the next batch of a replay.
         reconnect: most seconds between two tries to connect again; the first comes after
             a tenth of a second, each next one after twice as long.
-        heartbeat: seconds between two signs of life; three missed end a connection.
+        heartbeat: seconds between two signs of life of a silent TCP connection; three missed
+            end it.
         queue_bytes: of batches to hold while the reader is busy, of all ranks together;
             further ones stay with the publisher, and are found missing if it drops them.
 
@@ -349,8 +350,11 @@ class Subscriber(Endpoint):
         socket.ipv6 = "[" in address
         most = max(1, int(self._server.reconnect * 1000))
         socket.reconnect_ivl, socket.reconnect_ivl_max = min(_FIRST_RETRY_MS, most), most
-        beat = max(1, int(self._server.heartbeat * 1000))
-        socket.heartbeat_ivl, socket.heartbeat_timeout = beat, 3 * beat
+        # Not ZMQ's own heartbeats: they end a connection that waits for room, upon which libzmq
+        # 4.3.5 may abort the process (its issue 3937).
+        beat = math.ceil(self._server.heartbeat)
+        socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 3
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = beat
 
     def _run(self) -> Generator[StreamItem | None, None, None]:
         """Yield the items without end, and None at least each tenth of a second."""

@@ -38,6 +38,10 @@ def kv_copies(model: ModelSpec, devices: int) -> Fraction:
     return Fraction(devices * -(-model.kv_heads // devices), model.kv_heads)
 
 
+MOST_DEVICES = 65_536
+"""More than share one model anywhere."""
+
+
 @attrs.frozen
 class Deployment:
     """One copy of a model: weights and K/V heads divided by a few equal devices.
@@ -48,7 +52,7 @@ class Deployment:
         devices: number of devices (the degree of tensor parallelism).
 
     Raises:
-        InputError: no device at all.
+        InputError: no device at all, or more than `MOST_DEVICES`.
     """
 
     layout: KVLayout
@@ -57,8 +61,8 @@ class Deployment:
 
     def __attrs_post_init__(self) -> None:
         """Refuse a deployment on no device."""
-        if self.devices < 1:
-            msg = f"{self.layout.model.name} on {self}: give at least 1 device"
+        if not 1 <= self.devices <= MOST_DEVICES:
+            msg = f"{self.layout.model.name} on {self}: give 1 to {MOST_DEVICES:,} devices"
             raise InputError(msg)
 
     def __str__(self) -> str:

@@ -45,11 +45,11 @@ def bytes_of(numbers: int, dtype: str) -> int:
     return -(-numbers * _BYTES_OF_32[dtype] // 32)
 
 
-def _in_range(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
+def _in_range(_: object, attribute: attrs.Attribute[int], value: int) -> None:
     most = attribute.metadata["most"]
     if not 1 <= value <= most:
         bound = f"at most {most:,}" if value > most else "at least 1"
-        msg = f"{type(instance).__name__}: {attribute.name} must be {bound}, not {value}"
+        msg = f"{attribute.name} must be {bound}, not {value}"
         raise InputError(msg)
 
 

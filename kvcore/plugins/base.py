@@ -6,7 +6,7 @@ import inspect
 import sys
 import warnings
 from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import extract_tb
@@ -30,10 +30,13 @@ class Plugin(ABC):
     Attributes:
         kind: what the plugin decides, such as `eviction`; set by the kind's base class.
         name: the name of the plugin in text; unique within its kind.
+        renamed_options: what options of an earlier release are called now; text with the
+            old name works, with a FutureWarning.
     """
 
     kind: ClassVar[str]
     name: ClassVar[str]
+    renamed_options: ClassVar[Mapping[str, str]] = {}
 
     _bound = False
 

@@ -368,7 +368,8 @@ def base_of(kind: str) -> type[Plugin]:
 
     It is looked up late, for messages: the contracts lie in rooms above this one.
     """
-    names = vars(import_module(PROJECT)).values()
+    front = import_module(PROJECT)
+    names = (getattr(front, name) for name in front.__all__)
     return next(v for v in names if isinstance(v, type) and vars(v).get("kind") == kind)
 
 

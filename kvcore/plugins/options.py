@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -25,7 +26,8 @@ from typing import (
 
 import attrs
 
-from kvcore.errors import InputError, KvcoreError, PluginError
+from kvcore.errors import InputError, KvcoreError, PluginError, shorten
+from kvcore.files import input_path
 from kvcore.plugins.base import (
     COMPUTED,
     FAILURES,
@@ -35,6 +37,7 @@ from kvcore.plugins.base import (
     options_of,
     qualified,
 )
+from kvcore.units import parse_whole
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -104,6 +107,11 @@ def instantiate(
     """
     label = f"{cls.kind} plugin {cls.name!r}"
     known = {option.name: option for option in options_of(cls)}
+    for old, new in cls.renamed_options.items():
+        if old in options and new not in options:
+            msg = f"option {old!r} of {label} is called {new!r} now; use that"
+            warnings.warn(msg, FutureWarning, stacklevel=2)
+            options = {new if name == old else name: text for name, text in options.items()}
     for name in options:
         if name not in known:
             msg = f"{label} has no option {name!r}{nearest(name, known)}. {summary(cls)}"
@@ -172,8 +180,9 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
         raise InputError(msg) from error
     try:
         return _converter().structure(text, kind)
-    except (ValueError, LookupError) as error:
-        msg = f"{label} takes {expected}, not {text!r}"
+    except (ValueError, LookupError, InputError) as error:
+        why = " below 2^63" if "out of range" in str(error) else ""
+        msg = f"{label} takes {expected}{why}, not {shorten(text)!r}"
         raise InputError(msg) from error
 
 
@@ -260,7 +269,7 @@ def _converter() -> Converter:
 
         def read(text: str, _: object) -> Any:
             for member in members:
-                with suppress(ValueError, LookupError):
+                with suppress(ValueError, LookupError, InputError):
                     return converter.structure(text, member)
             raise ValueError(text)
 
@@ -270,7 +279,8 @@ def _converter() -> Converter:
     converter.register_structure_hook(NoneType, lambda text, _: {"none": None}[text])
     converter.register_structure_hook(bool, lambda text, _: _BOOLS[text])
     converter.register_structure_hook(float, number)
-    converter.register_structure_hook(Path, lambda text, _: Path(text))
+    converter.register_structure_hook(int, lambda text, _: parse_whole(text))
+    converter.register_structure_hook(Path, lambda text, _: input_path(text))
     converter.register_structure_hook_factory(_is_literal, choice)
     converter.register_structure_hook_factory(_is_union, first)
     return converter

@@ -321,7 +321,8 @@ def _new(loss: MissSegment) -> str:
 
 
 def _moment(ns: int) -> str:
-    return f"{ns / NS_PER_S:.12g} s"
+    seconds = ns / NS_PER_S
+    return f"{round(seconds, 3):.12g} s" if seconds >= 1 else format_seconds(seconds)
 
 
 def _spaced(name: str) -> str:

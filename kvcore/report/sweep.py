@@ -105,11 +105,11 @@ class SweepReport:
         if self._competing:
             by = " and ".join(self._competing)
             lines.append(f"Each row: the best by {by}, all else being equal.")
-        overloaded = sum((row.get("offered_load") or 0) > 1 for row in self.sweep.rows)
-        if overloaded:
+        saturated = sum(row.get("saturated") is True for row in self.sweep.rows)
+        if saturated:
             lines.append(
-                f"Overloaded: {counted(overloaded, 'cell')}, with an offered load above 1; "
-                "their times tell how long the workload is."
+                f"Saturated: {counted(saturated, 'cell')}, whose queue grows for as long as "
+                "requests arrive; their times tell how long the workload is."
             )
         return "\n".join(lines)
 

@@ -211,7 +211,7 @@ def setup(header: Mapping[str, Any]) -> str:
     served, device, cost = (_fields(header.get(n)) for n in ("model", "device", "recompute"))
     parts = [f"kvcore {header['kvcore']} {CLOCKS.get(header['mode'], 'without a clock')}"]
     if workload := header.get("workload"):
-        parts.append(f"workload {plugin_text(workload['name'], workload['options'])}")
+        parts.append(f"workload {_wrappable(workload['name'], workload['options'])}")
     if served:
         dtype = f" in {served['kv_dtype']}" if "kv_dtype" in served else ""
         where = f" on {device.get('count', 1)} x {device.get('name')}" if device else ""
@@ -233,15 +233,20 @@ def setup(header: Mapping[str, Any]) -> str:
         options = {n: v.get("name", v) if isinstance(v, Mapping) else v for n, v in given}
         if kind == "latency":
             options = {n: v for n, v in options.items() if v != deployment.get(n)}
-        parts.append(f"{kind} {plugin_text(plugin['name'], options)}")
+        parts.append(f"{kind} {_wrappable(plugin['name'], options)}")
     parts += [f"{name} {as_text(value)}" for name, value in header.get("batching", {}).items()]
     for name in SETTINGS:
         value = header.get(name)
         if name == "slo" and value:
-            value = ",".join(f"{part}={time / NS_PER_S:g}" for part, time in value.items())
+            value = ", ".join(f"{part}={time / NS_PER_S:g}" for part, time in value.items())
         if value is not None:
             parts.append(f"{name} {as_text(value)}")
     return f"Setup: {'; '.join(parts)}."
+
+
+def _wrappable(name: str, options: Mapping[str, Any]) -> str:
+    """Return a plugin with spaces between its options, which commands take as well."""
+    return plugin_text(name, options).replace(",", ", ")
 
 
 def _fields(value: Any) -> Mapping[str, Any]:

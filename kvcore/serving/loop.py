@@ -15,6 +15,7 @@ The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from typing import TypeAlias
 
 from kvcore.cache import KVCache
@@ -264,9 +265,10 @@ class ServingLoop:
         self.log.busy_ps += took_ps
         now = self.clock_ps // PS_PER_NS
         if took_ps >= INT64_LIMIT or now >= INT64_LIMIT:
+            took, end = Decimal(took_ps).scaleb(-12), Decimal(now).scaleb(-9)  # of any size
             msg = (
-                f"{steps} steps take {took_ps / 1e12:.3g} s by latency model "
-                f"{self._executor.latency.name!r}, to {now / 1e9:.3g} s from the start: a step "
+                f"{steps} steps take {took:.3g} s by latency model "
+                f"{self._executor.latency.name!r}, to {end:.3g} s from the start: a step "
                 "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
             )
             raise InputError(msg)

@@ -255,9 +255,9 @@ class Result(Outcome):
             "throughput_tokens_s": self.throughput_tokens_s,
             "goodput": self.goodput,
             "slo": {
-                "ttft_s": _slo_seconds(slo.ttft),
-                "tpot_s": _slo_seconds(slo.tpot),
-                "deadline_s": _slo_seconds(slo.deadline),
+                "ttft_s": _slo_seconds(slo.ttft_ns),
+                "tpot_s": _slo_seconds(slo.tpot_ns),
+                "deadline_s": _slo_seconds(slo.deadline_ns),
                 "own": log.own_slos,
                 "judged": self._judged,
                 "met": self.slo_attainment,

@@ -80,11 +80,11 @@ def _verdict(job: Job, slo: SLO, now: int) -> int:
     """Judge a job that finished at `now` by what it has samples of."""
     arrival, first, output = job.arrival, job.first_token, job.output_tokens
     verdict = UNJUDGED
-    if slo.deadline is not None:
-        verdict = MET if now - arrival <= slo.deadline else MISSED
+    if slo.deadline_ns is not None:
+        verdict = MET if now - arrival <= slo.deadline_ns else MISSED
     if first is not None and verdict != MISSED:
-        if slo.ttft is not None:
-            verdict = MET if first - arrival <= slo.ttft else MISSED
-        if slo.tpot is not None and output > 1 and verdict != MISSED:
-            verdict = MET if now - first <= slo.tpot * (output - 1) else MISSED
+        if slo.ttft_ns is not None:
+            verdict = MET if first - arrival <= slo.ttft_ns else MISSED
+        if slo.tpot_ns is not None and output > 1 and verdict != MISSED:
+            verdict = MET if now - first <= slo.tpot_ns * (output - 1) else MISSED
     return verdict

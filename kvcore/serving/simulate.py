@@ -130,7 +130,7 @@ def _check_types(batching: object, slo: object) -> None:
         msg = f"batching={batching!r:.60}: give a Batching, such as Batching(max_seqs=64)"
         raise InputError(msg)
     if slo is not None and not isinstance(slo, SLO):
-        msg = f"slo={slo!r:.60}: give an SLO in ns, such as SLO(ttft=500_000_000), or None"
+        msg = f"slo={slo!r:.60}: give an SLO in ns, such as SLO(ttft_ns=500_000_000), or None"
         raise InputError(msg)
 
 

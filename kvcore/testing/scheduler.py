@@ -516,9 +516,9 @@ def _requests(seed: int) -> list[Request]:
 
 _SLOS = (
     None,
-    SLO(deadline=10 * STEP),
-    SLO(deadline=100 * STEP),
-    SLO(ttft=20 * STEP),
-    SLO(ttft=5 * STEP, tpot=2 * STEP),
-    SLO(ttft=5 * STEP, deadline=50 * STEP),
+    SLO(deadline_ns=10 * STEP),
+    SLO(deadline_ns=100 * STEP),
+    SLO(ttft_ns=20 * STEP),
+    SLO(ttft_ns=5 * STEP, tpot_ns=2 * STEP),
+    SLO(ttft_ns=5 * STEP, deadline_ns=50 * STEP),
 )

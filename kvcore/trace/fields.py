@@ -68,7 +68,13 @@ def request_fields(request: Request) -> dict[str, Any]:
 
 def slo_field(slo: SLO) -> dict[str, int]:
     """Return the times of `slo` in ns, by name; those it does not set are left out."""
-    return {name: ns for name in EXPECTATIONS if (ns := getattr(slo, name)) is not None}
+    times = ((name, getattr(slo, f"{name}_ns")) for name in EXPECTATIONS)
+    return {name: ns for name, ns in times if ns is not None}
+
+
+def slo_of(times: Mapping[Any, Any]) -> SLO:
+    """Return the SLO of times in ns, by name as `slo_field` has them."""
+    return SLO(**{f"{name}_ns": ns for name, ns in times.items()})
 
 
 def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
@@ -266,7 +272,7 @@ def read_request(event: events.Request, arrival: int | None = None) -> Request:
         if value is not UNSET:
             fields[name] = value
     if event.slo is not UNSET:
-        fields["slo"] = SLO(**event.slo)
+        fields["slo"] = slo_of(event.slo)
     if event.retention is not UNSET:
         fields["retention"] = tuple(Retention(*hint) for hint in event.retention)
     if event.output_keys is not UNSET:

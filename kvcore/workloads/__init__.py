@@ -2,7 +2,7 @@
 
 from kvcore.workloads.base import Workload, check_keys, checked, json_fields, recognise
 from kvcore.workloads.files import file_digest, lines
-from kvcore.workloads.sample import PromptWorkload, WorkloadSample
+from kvcore.workloads.sample import PromptWorkload, WorkloadSample, part_of
 
 __all__ = [
     "PromptWorkload",
@@ -13,5 +13,6 @@ __all__ = [
     "file_digest",
     "json_fields",
     "lines",
+    "part_of",
     "recognise",
 ]

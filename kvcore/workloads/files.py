@@ -106,7 +106,7 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
     text, end = "", 0
     while True:
         begin = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # matches nothing
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             end = scan(text, begin)[1]
             yield text[begin:end].encode("utf-8", "surrogateescape")
             continue

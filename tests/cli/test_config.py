@@ -127,7 +127,7 @@ def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
         ("max_tokens = true", "max_tokens: expected a whole number, not true"),
         ("steps = 'mixt'", "steps: 'mixt' is not one of"),
         ("memory = 40", "memory: size '40': expected a number followed by"),
-        ("slo = 'ttft=0'", "slo: SLO ttft must be"),
+        ("slo = 'ttft=0'", "slo: ttft=0: expected a time above 0 seconds"),
         ("model = ['a', 'b']", "model: expected text, not a list"),
         ("seed = 2024-01-01", "seed: expected a whole number, not 2024-01-01"),
         ("max_seqs = 3\n[batching]\nmax-seqs = 3", "'max_seqs' is given twice"),

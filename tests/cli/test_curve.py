@@ -119,7 +119,7 @@ def test_out_writes_the_numbers(run, tmp_path):
     ("arguments", "message"),
     [
         (["--sizes", "1"], "give 2 or more"),
-        (["--sizes", "some"], "--sizes 'some': expected a number of sizes"),
+        (["--sizes", "some"], "expected a number of sizes"),
         (["--sizes", "5,0"], "a pool of 0 blocks"),
         (["--sizes", "100001"], "too many"),
         (["--eviction", ""], "has an empty name"),
@@ -127,7 +127,7 @@ def test_out_writes_the_numbers(run, tmp_path):
         (["--accounting", "tokens", "--eviction", "optimum"], "`keys` accounting alone"),
         (["--kv-dtype", "fp8"], "give that too"),
         (["--model", "no-model"], "no-model"),
-        (["--jobs", "0"], "0 jobs"),
+        (["--jobs", "0"], "0 is out of range: it must be at least 1"),
         (["--out", "c.pdf"], "end it with .png, .svg, .csv, .json"),
         (["--out", "no/such/c.png"], "cannot write"),
     ],

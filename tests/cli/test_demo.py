@@ -103,10 +103,10 @@ def test_lines_fit_80_columns(capsys):
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("--output", "0", "give at least 1 of each"),
-        ("--prompt-tokens", "0", "give at least 1 of each"),
-        ("--block-size", "0", "block_size must be 1 or more, not 0"),
-        ("--output", "many", "'many' is not a valid integer"),
+        ("--output", "0", "it must be at least 1"),
+        ("--prompt-tokens", "0", "it must be at least 1"),
+        ("--block-size", "0", "it must be at least 1"),
+        ("--output", "many", "expected a whole number, such as 8192, 8k or 1e5, not 'many'"),
     ],
 )
 def test_bad_numbers_are_refused(capsys, option, value, problem):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from importlib import metadata
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +79,99 @@ def test_verb_runs(verb, capsys):
     assert capsys.readouterr() == ("donedone\n", "")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "cp437", "utf-8"])
+@pytest.mark.parametrize("words", [["simulate", "zipf:requests=50"], ["sweep", "--help"]])
+def test_output_fits_any_encoding(monkeypatch, encoding, words):
+    """What an encoding lacks is written in ASCII that looks alike, and nothing is raised."""
+    stream = TextIOWrapper(BytesIO(), encoding, write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    frame._prepare_streams()
+    assert frame.run(words) == 0
+    text = stream.buffer.getvalue().decode(encoding)
+    assert "\\u" not in text
+    assert ("over time" in text) is (words[0] == "simulate")
+
+
+def test_names_that_cannot_be_encoded_are_escaped(monkeypatch):
+    """A letter that nothing looks like is told by its number."""
+    stream = TextIOWrapper(BytesIO(), "ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    frame._prepare_streams()
+    click.echo("ü × ▁")
+    assert stream.buffer.getvalue() == b"\\xfc x _\n"
+
+
+@pytest.mark.parametrize("words", [["-h"], ["help"], ["help", "demo", "cache"], ["size", "-h"]])
+def test_help_is_there_by_its_usual_names(words, capsys):
+    """`-h` and `help` show what `--help` does."""
+    assert frame.run(words) == 0
+    wanted = [word for word in words if word not in ("-h", "help")]
+    assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['kvcore', *wanted])} ")
+
+
+@pytest.mark.parametrize("verb_name", frame.VERBS)
+def test_help_pages_end_with_examples_that_can_be_read(verb_name, capsys):
+    """Each verb shows how it is called, with options that it has."""
+    assert frame.run([verb_name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 96
+    if verb_name == "demo":
+        return
+    _, _, examples = page.partition("Examples:\n")
+    lines = [line.split("| ")[-1] for line in examples.splitlines() if " kvcore " in f" {line}"]
+    assert lines
+    for line in lines:
+        words = shlex.split(line)
+        assert words[:2] == ["kvcore", verb_name]
+        assert all(word in page for word in words if word.startswith("--"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("kvcore si", ["simulate", "size"]),
+        ("kvcore simulate --tens", ["--tensor-parallel"]),
+        ("kvcore simulate --scheduler s", ["sjf", "slo", "srpt"]),
+        ("kvcore compare --eviction lru,lf", ["lru,lfu"]),
+        ("kvcore compare zi", ["zipf", "zi"]),
+        ("kvcore run --backend torch-cp", ["torch-cpu"]),
+    ],
+)
+def test_a_shell_completes_verbs_options_and_plugins(monkeypatch, capsys, words, expected):
+    """As click's script for bash asks for it."""
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    monkeypatch.setenv(frame.COMPLETE, "bash_complete")
+    with pytest.raises(SystemExit):
+        frame.run([])
+    found = capsys.readouterr().out.split()
+    assert [line.partition(",")[2] for line in found] == expected
+
+
+def test_the_script_for_a_shell_is_printed(monkeypatch, capsys):
+    """`_KVCORE_COMPLETE=zsh_source kvcore` is what the shell reads at its start."""
+    monkeypatch.setenv(frame.COMPLETE, "zsh_source")
+    with pytest.raises(SystemExit):
+        frame.run([])
+    assert "#compdef kvcore" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_modules_load_exits_130(tmp_path):
+    """No traceback: nothing has begun that would have to be ended."""
+    (tmp_path / "orjson.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    )
+    program = "from kvcore.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "simulate"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (130, "kvcore: interrupted\n")
+
+
 def test_no_verb_prints_help(verb, capsys):
     """Without a verb there is help on stdout, with each verb's first line."""
     verb("done")
@@ -114,10 +209,14 @@ def test_own_errors_are_one_message(verb, capsys, error, code):
 @pytest.mark.parametrize(
     ("arguments", "message", "command"),
     [
-        (["act", "--tmies", "2"], "No such option", "kvcore act"),
+        (
+            ["act", "--tmies", "2"],
+            "no option '--tmies' (did you mean '--times'?)",
+            "kvcore act",
+        ),
         (["act", "--times", "x"], "'x' is not a valid integer", "kvcore act"),
         (["acts"], "there is no verb 'acts' (did you mean 'act'?)", "kvcore"),
-        (["--verison"], "No such option", "kvcore"),
+        (["--verison"], "did you mean '--version'?", "kvcore"),
     ],
 )
 def test_usage_errors_exit_2(verb, capsys, arguments, message, command):

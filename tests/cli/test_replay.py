@@ -48,7 +48,7 @@ def test_a_table_for_people(trace):
     assert "eviction lru; prefix radix" in " ".join(setup.split())
     assert done.returncode == 0
     assert (rows["lines"], rows["blocks cached"], rows["  EVICT"]) == ("49", "5", "5")
-    assert rows["hit ratio by block"] == "0.2941"
+    assert rows["hit ratio by block"] == "29.4%"
 
 
 def test_preemptions_are_told_by_kind(tmp_path):

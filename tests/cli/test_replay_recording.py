@@ -78,7 +78,7 @@ def test_what_needs_lookups_is_refused(recording, tmp_path, options):
     assert (
         "is a recording of KV events: it is checked and shown, without options" in done.stderr
     )
-    assert f"kv-events:file={recording},lookups=full" in done.stderr
+    assert f"kv-events:path={recording},lookups=full" in done.stderr
     assert os.listdir(tmp_path) == [recording.name]  # noqa: PTH208 - names are enough
 
 

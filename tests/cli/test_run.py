@@ -60,8 +60,8 @@ def test_the_bundled_trace():
     document = json.loads(done.stdout)
     assert (document["schema"], document["completed"]) == (1, 5)
     assert document["config"]["workload"]["options"] == {
-        "workload": "mooncake",
         "path": None,
+        "chain": False,
         "limit": 5,
         "shrink": 32,
     }

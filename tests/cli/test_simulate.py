@@ -136,11 +136,11 @@ def test_the_report_names_what_was_run(run):
     _, _, setup = " ".join(lines).partition("Setup: kvcore ")
     for told in (
         "llama-3-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
-        "concurrency=32,preemptive=true,length=true; eviction lfu:half_life=60.0,unit=s",
-        "retention window:tokens=32,sinks=0",
-        "latency roofline:compute=0.5,bandwidth=0.8,overhead=0.002",
+        "concurrency=32, preemptive=true, length=true; eviction lfu:half_life=60.0, unit=s",
+        "retention window:tokens=32, sinks=0",
+        "latency roofline:compute=0.5, bandwidth=0.8, overhead=0.002",
         "max_tokens 8192",
-        "slo ttft=30,tpot=0.1; seed 0.",
+        "slo ttft=30, tpot=0.1; seed 0.",
     ):
         assert told in setup
 
@@ -180,6 +180,16 @@ def test_a_rejected_request_is_counted_and_explained(run):
     """What no pool of that size can hold is rejected, with the reason."""
     out = run(SMALL, "--blocks", 5)
     assert "0 completed, 40 rejected; the first: it needs 7 blocks; the pool has 5." in out
+
+
+def test_outputs_that_are_unknown_are_told(run, tmp_path):
+    """A workload of prompts alone has no speed and no SLO, and the report says why."""
+    row = {"timestamp": 0, "input_length": 50, "output_length": 0, "hash_ids": [1]}
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(f"{json.dumps(row | {'timestamp': t})}\n" for t in range(3)))
+    out = run(path)
+    assert "Lengths of outputs are unknown: no request asks for any." in out
+    assert not [name for name in ("within the SLO", "goodput", "tokens/s") if name in out]
 
 
 def test_without_an_slo_there_is_no_goodput(report):
@@ -359,7 +369,7 @@ def test_a_failed_run_leaves_the_one_before(refused, report, tmp_path):
         (["--scheduler", "fcfx"], "(did you mean 'fcfs'?)"),
         (["--eviction", "optimum"], "it is no policy but a bound"),
         (["--device", "l4", "--model", "llama-3-70b"], "It fits on 7 x l4, 4 x a40"),
-        (["--tensor-parallel", 0], "give at least 1 device"),
+        (["--tensor-parallel", 0], "give 1 to 65,536 devices"),
         (["--block-size", 24], "one must divide the other"),
         (["--rate-scale", "nan"], "above 0"),
         (["--config", "none.toml"], "none.toml: cannot be read: No such file"),

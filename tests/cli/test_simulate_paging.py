@@ -25,10 +25,10 @@ def run(capsys):
 
 def test_both_are_run(run, capsys):
     """JSON has the contiguous run, and the paged one as it is alone, but measured."""
-    code, out, err = run("--json")
+    code, out, err = run("--json", "--no-search")
     assert (code, err) == (0, "")
     contiguous = json.loads(out)
-    frame.run(["simulate", SMALL, "--blocks", "20", "--json"])
+    frame.run(["simulate", SMALL, "--blocks", "20", "--no-search", "--json"])
     paged = json.loads(capsys.readouterr().out)
     config = paged.pop("config")
     beside = contiguous["paged"]

@@ -227,7 +227,8 @@ def test_counts_past_63_bits_are_usage_errors(option, device):
     """The error names the option and its bounds."""
     result = CliRunner().invoke(size, ["llama-3-8b", *device, option, "9" * 400])
     assert result.exit_code == 2
-    assert f"'{option}': expected a whole number from 1 to 9,223,372,036," in result.stderr
+    assert f"'{option}': 99999" in result.stderr
+    assert "it must be of less than 64 bits" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])

@@ -285,7 +285,10 @@ def test_a_sweep_that_runs_is_left_alone(tmp_path):
         ("jobs = [1, 2]", "sweep.toml: jobs: 2 values were given where one is needed"),
         ("mode = 'compare'", "sweep.toml: blocks: a sweep in mode 'compare' needs pools"),
         ("blocks = []", "sweep.toml: blocks: the list is empty"),
-        ("blocks = [10, 'many']", "sweep.toml: blocks: expected a whole number, not 'many'"),
+        (
+            "blocks = [10, 'many']",
+            "sweep.toml: blocks: expected a whole number, such as 8192, 8k or 1e5, not 'many'",
+        ),
         ("blocks = 3\nmemory = '1GiB'", "both say how large the pool is"),
         ("block_size = [16, 48]", "sweep.toml: block_size: workload mooncake: block size 48"),
         ("eviction = ['lru', 'lfu:half=3']", "sweep.toml: eviction: eviction plugin 'lfu' has"),

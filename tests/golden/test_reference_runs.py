@@ -30,16 +30,16 @@ BLOCK = 16
 
 # `whole` and `events`, by run.
 GOLDEN = {
-    "lru": ("31dc35f7560bf7014b0b40faf4623036", "a325ccaec3f0e0b1cfa3e315225ad06e"),
+    "lru": ("ba88458ef5d4a841e4bd4651f4fae74d", "a325ccaec3f0e0b1cfa3e315225ad06e"),
     "lfu": ("ac30cc577cc244b4c0716f2d5d136a4a", "4aab5874881b94258dd15293aa2f8cbb"),
     "fcfs": ("6cdb238cf6b2b69ccecfe596ba932907", "013ab5e8153564ea1be8bdf650a631d8"),
     "bursts": ("3deab258a9685d670c47cf30d242288e", "152e4ecc98bd2c4cc27c6be942e10bc0"),
-    "srpt": ("bf298ab8fe162aa64dc94b8d0763d147", "d0a3eb3911a3acf7b9081cb9d7359ffc"),
-    "slo": ("c2ca6f34f076f4195cb4534f65e9bfc9", "ca7f5301dcce744e50ee0a7e5ea4d722"),
-    "preemptions": ("deb5857e5b93572d695a927d5d25abf8", "e086db724115da818c07958344f1aab5"),
+    "srpt": ("e33b8f318747e557af6be415f40c21e2", "d0a3eb3911a3acf7b9081cb9d7359ffc"),
+    "slo": ("25015b08948a5afa520355f9fcff6df8", "ca7f5301dcce744e50ee0a7e5ea4d722"),
+    "preemptions": ("3c7903f4733f23a64f07d761047b2819", "e086db724115da818c07958344f1aab5"),
     "sessions": ("25cbc50050bd614acea9bfe16b24cac0", "039cf1813e49f347aedeeb9f10533fc9"),
-    "hints": ("4af7bca28e6ca969513ee7c5fdf53901", "369fcefcbd33dea3ae5fea98cd2b108c"),
-    "expiry": ("2a65078ba7dedbb9118092e2b5b68efb", "8f9a0f4773a5a84a867e3e8abf9d8bdc"),
+    "hints": ("13c5ad1e903dd2df4182f689c0cba286", "369fcefcbd33dea3ae5fea98cd2b108c"),
+    "expiry": ("01028ccb25610ce26ac93593709ef91c", "8f9a0f4773a5a84a867e3e8abf9d8bdc"),
     "tensors": ("707eb6bdb3d3427d67d09baecf0e1ba9", "f50a429601f820f96bcbfbe6a0cdece8"),
     "forks": ("63098e176ed449797134257a5f154e38", "e089ef9c39a2dc0778e9118b8ee35a77"),
 }

@@ -263,7 +263,7 @@ def _requests(draw, count, key_tokens, followers):
                 key_tokens=key_tokens,
                 priority=draw(0, 2),
                 predicted_output_tokens=draw(1, 40) if draw(0, 1) else None,
-                slo=SLO(deadline=draw(1, 900)) if draw(0, 1) else None,
+                slo=SLO(deadline_ns=draw(1, 900)) if draw(0, 1) else None,
                 tenant=f"tenant {draw(0, 2)}",
                 session="session" if followers else None,
                 after=draw(0, number - 1) if follows else None,

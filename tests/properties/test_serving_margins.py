@@ -43,7 +43,7 @@ def traffic(load, classes, requests=3000):
     for number in range(requests):
         now += random.expovariate(load * RATE * 1000 / tokens)
         (job,) = random.choices(classes, weights)
-        slo = SLO(deadline=int(job.deadline * SECOND))
+        slo = SLO(deadline_ns=int(job.deadline * SECOND))
         yield ask(number, int(now * SECOND), prompt=10, output=job.output, slo=slo)
 
 
@@ -59,7 +59,7 @@ def outcome(load, classes, scheduler):
         trace=False,
     )
     took = [run.rows[each.id]["finish"] - each.arrival for each in requests]
-    met = [time <= each.slo.deadline for time, each in zip(took, requests, strict=True)]
+    met = [time <= each.slo.deadline_ns for time, each in zip(took, requests, strict=True)]
     return mean(met), mean(took) / SECOND
 
 

@@ -41,7 +41,7 @@ class StandIns:
 
 PLUGINS = Plugins(extra=[StandIns()])
 SCALES = (1.0, 1, 3, 0.3, 1.7, 1e6, 1e-3)
-SLOS = (None, SLO(), SLO(ttft=200), SLO(ttft=90, tpot=30, deadline=900))
+SLOS = (None, SLO(), SLO(ttft_ns=200), SLO(ttft_ns=90, tpot_ns=30, deadline_ns=900))
 
 
 def again(trace, **asked):
@@ -60,7 +60,7 @@ def adorned(requests):
             request,
             salt=(None, "blue", "a\u2028b")[place % 3],
             retention=hints[place % 5 % 3],
-            slo=request.slo or (None, SLO(), SLO(ttft=50))[place % 3],
+            slo=request.slo or (None, SLO(), SLO(ttft_ns=50))[place % 3],
             keys=list(map(name_key, request.keys)),
             output_keys=list(map(name_key, request.output_keys)),
         )

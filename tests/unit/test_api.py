@@ -60,7 +60,7 @@ def test_objects_say_the_same_as_names():
         scheduler=SRPT,
         blocks=60,
         batching=Batching(max_seqs=5),
-        slo=SLO(ttft=10**9),
+        slo=SLO(ttft_ns=10**9),
     )
     assert but_for_wall_time(named) == but_for_wall_time(built)
 

@@ -216,9 +216,9 @@ def test_what_makes_no_curve_is_refused(options, message):
 
 
 def test_what_is_no_workload_is_refused():
-    """A name is none: the error says how to build one."""
-    with pytest.raises(InputError, match="'zipf' is no workload"):
-        curve("zipf", "lru")
+    """A list of requests is none: the error says how to build one."""
+    with pytest.raises(InputError, match=r"\[\] is no workload"):
+        curve([], "lru")
 
 
 def test_progress_is_told_of_loading_reading_and_replaying():

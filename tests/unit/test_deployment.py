@@ -67,5 +67,5 @@ def test_a_block_that_no_device_holds_is_refused():
 
 def test_no_devices_are_refused():
     """There is nothing to run on."""
-    with pytest.raises(InputError, match="on 0 x h200: give at least 1 device"):
+    with pytest.raises(InputError, match="on 0 x h200: give 1 to 65,536 devices"):
         Deployment(KVLayout(LLAMA), H200, 0)

@@ -184,7 +184,7 @@ def test_an_expert_has_data_of_its_own():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("lruk:k=0", "k=0 must be 1 or more"),
+        ("lruk:k=0", "k=0 must be from 1 to 1,000"),
         ("lruk:correlated=-1", "correlated=-1 must be a number of admissions"),
         ("lruk:history=-1", "history=-1.0 must be a share of the pool"),
         ("tail-lru:threshold=-1", "threshold=-1.0 must be 0 or more"),

@@ -191,7 +191,7 @@ def test_cost_ages():
         ("lfu:decay=0.9,unit=s", "unit=accesses or unit=touches"),
         ("slru:protected=2", "protected=2.0 must be a share"),
         ("s3fifo:small=1", "small=1.0 must be a share of the pool, above 0 and below 1"),
-        ("s3fifo:ghost=inf", "ghost=inf must be a share of the pool, 0 or more"),
+        ("s3fifo:ghost=inf", "ghost=inf must be a share of the pool, 0 to 1,000"),
         ("s3fifo:promote=4", "promote=4 must be 1 to 3"),
         ("ttl:ttl=-1", "ttl=-1.0 must be a positive number of seconds"),
         ("ttl:ttl=inf", "ttl=inf must be a positive number of seconds"),

@@ -35,6 +35,7 @@ NAMES = {
     "scheduler": ["fair", "fcfs", "lpm", "priority", "sjf", "slo", "srpt"],
     "workload": [
         "azure",
+        "chat",
         "jsonl",
         "kv-events",
         "lengths",

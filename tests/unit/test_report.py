@@ -241,7 +241,7 @@ def test_the_setup_has_every_option_but_for_those_that_repeat_the_deployment():
     assert setup(header) == (
         "Setup: kvcore 1.2 by the model's clock; workload zipf:requests=3; "
         "mine in fp8 on 2 x h100; 1,000 blocks of 16 tokens (tokens counting); "
-        "eviction lfu:half_life=60.0; latency roofline:device=a40,compute=0.5; "
+        "eviction lfu:half_life=60.0; latency roofline:device=a40, compute=0.5; "
         "chunked true; rate_scale 2.0; slo ttft=1.5; seed 0."
     )
 

@@ -14,7 +14,7 @@ from kvcore.analysis.sweep import Grid, Sweep
 from kvcore.report.sweep import SweepReport, check_table, sweep_document, write_table
 
 COLUMNS = {
-    "offered_load": None,
+    "saturated": None,
     "goodput": None,
     "ttft_s_mean": None,
     "hit_ratio_token": None,
@@ -84,13 +84,13 @@ def test_a_simulation_has_a_best_by_each_measure():
     assert report.headline == "2 cells (2 x scheduler), simulated. 1 was there already."
 
 
-def test_overload_is_told():
+def test_saturation_is_told():
     """Times of a queue that only grows say nothing of a policy."""
     grid = Grid("simulate", seed=[1, 2])
-    report = SweepReport(timed(grid, {"offered_load": 0.9}, {"offered_load": 1.2}))
+    report = SweepReport(timed(grid, {"saturated": False}, {"saturated": True}))
     assert report.reading == (
-        "Overloaded: 1 cell, with an offered load above 1; their times tell how long the "
-        "workload is."
+        "Saturated: 1 cell, whose queue grows for as long as requests arrive; their times "
+        "tell how long the workload is."
     )
 
 

@@ -22,14 +22,14 @@ def test_text_is_read():
     """Sizes, expectations and plugins are what the command line takes."""
     config = RunConfig(memory="1GiB", slo="ttft=3,tpot=0.1", eviction="lfu:half_life=3")
     assert config.memory == 2**30
-    assert config.slo == SLO(ttft=3 * 10**9, tpot=10**8)
+    assert config.slo == SLO(ttft_ns=3 * 10**9, tpot_ns=10**8)
     assert config.eviction == Spec("lfu", {"half_life": "3"})
 
 
 def test_tables_are_read():
     """As TOML has them."""
     config = RunConfig(slo={"ttft": 1.5}, scheduler={"name": "srpt", "preemptive": False})
-    assert config.slo == SLO(ttft=1_500_000_000)
+    assert config.slo == SLO(ttft_ns=1_500_000_000)
     assert config.scheduler == Spec("srpt", {"preemptive": "false"})
 
 
@@ -43,7 +43,10 @@ def test_nothing_may_be_expected(given, slo):
     ("options", "reason"),
     [
         ({"bloks": 3}, "there is no option 'bloks' (did you mean 'blocks'?). There are: "),
-        ({"blocks": "3"}, "blocks: expected a whole number, not '3'"),
+        (
+            {"blocks": "3x"},
+            "blocks: expected a whole number, such as 8192, 8k or 1e5, not '3x'",
+        ),
         ({"seed": True}, "seed: expected a whole number, not true"),
         ({"chunked": 1}, "chunked: expected true or false, not 1"),
         ({"watermark": "0.1"}, "watermark: expected a number, not '0.1'"),
@@ -136,7 +139,7 @@ def test_a_trace_gives_the_configuration_of_its_run(tmp_path):
     options = {"blocks": 60, "max_seqs": 5, "device": "h200", "seed": 3}
     simulate(ZIPF, trace=path, eviction="lfu:half_life=3", slo="ttft=1", **options)
     config = RunConfig.from_trace(path)
-    assert (config.mode, config.slo) == ("simulate", SLO(ttft=10**9))
+    assert (config.mode, config.slo) == ("simulate", SLO(ttft_ns=10**9))
     assert {name: getattr(config, name) for name in options} == options
     parts = RunParts(config)
     assert parts.cache().eviction.half_life == 3

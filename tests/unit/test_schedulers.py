@@ -12,8 +12,8 @@ from kvcore_plugins.scheduler import FCFS, LPM, SJF, SRPT, Fair, LeastSlack, Pri
 
 SECOND = 10**9
 
-LATER = {"slo": SLO(deadline=SECOND)}
-SOONER = {"slo": SLO(deadline=SECOND // 2)}
+LATER = {"slo": SLO(deadline_ns=SECOND)}
+SOONER = {"slo": SLO(deadline_ns=SECOND // 2)}
 
 CONSTRUCTED = {
     "fair": (Fair, [ask("a", tenant="x"), ask("b", tenant="x"), ask("c", tenant="y")], "acb"),
@@ -75,8 +75,8 @@ def test_sjf_goes_by_what_is_predicted():
 
 def test_slo_leaves_the_hopeless_for_last():
     """A job that is late whatever happens does not delay one that can still make it."""
-    b = ask("b", at=1, output=9, slo=SLO(deadline=12 * STEP))
-    c = ask("c", at=1, output=9, slo=SLO(deadline=15 * STEP))
+    b = ask("b", at=1, output=9, slo=SLO(deadline_ns=12 * STEP))
+    c = ask("c", at=1, output=9, slo=SLO(deadline_ns=15 * STEP))
     # To be in time, b must begin by step 4 and c by step 7. The seat is free at 4, or at 5.
     assert serve(LeastSlack(), [ask("a", output=4), b, c]) == "abc"
     assert serve(LeastSlack(), [ask("a", output=5), b, c]) == "acb"
@@ -84,14 +84,14 @@ def test_slo_leaves_the_hopeless_for_last():
 
 def test_slo_may_take_seats():
     """If it is preemptive, a seat goes to who must be started earlier, and comes back."""
-    requests = [ask("a", output=9), ask("b", at=2, output=3, slo=SLO(deadline=4 * STEP))]
+    requests = [ask("a", output=9), ask("b", at=2, output=3, slo=SLO(deadline_ns=4 * STEP))]
     assert serve(LeastSlack(), requests) == "ab"
     assert serve(LeastSlack(preemptive=True), requests) == "aba"
 
 
 def test_slo_does_not_swap_seats_forever():
     """Of two jobs alike the one with the seat keeps it, though the other's slack shrinks."""
-    requests = [ask(name, output=9, slo=SLO(deadline=40 * STEP)) for name in "ab"]
+    requests = [ask(name, output=9, slo=SLO(deadline_ns=40 * STEP)) for name in "ab"]
     assert serve(LeastSlack(preemptive=True), requests) == "ab"
 
 

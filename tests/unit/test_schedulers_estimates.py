@@ -141,19 +141,19 @@ def test_predictions_are_at_least_a_token():
 
 def test_latest_start_by_deadline():
     """The deadline, less all that is still to do."""
-    scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(deadline=SECOND))
+    scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(deadline_ns=SECOND))
     assert scheduler.latest_start(job) == 5 + SECOND - 13 * STEP
 
 
 def test_latest_start_by_ttft():
     """Before the first token only the prefill matters."""
-    scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(ttft=SECOND, tpot=1))
+    scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(ttft_ns=SECOND, tpot_ns=1))
     assert scheduler.latest_start(job) == 5 + SECOND - 4 * STEP
 
 
 def test_latest_start_by_tpot():
     """After the first token each of the nine others has its time from then on."""
-    scheduler, job = make(LeastSlack(), slo=SLO(ttft=1, tpot=3 * STEP))
+    scheduler, job = make(LeastSlack(), slo=SLO(ttft_ns=1, tpot_ns=3 * STEP))
     job.first_token = SECOND
     progress(job, 64, 4)
     assert scheduler.latest_start(job) == SECOND + 9 * 3 * STEP - 6 * STEP
@@ -161,26 +161,26 @@ def test_latest_start_by_tpot():
 
 def test_the_options_speak_for_who_says_nothing():
     """Seconds, in place of a missing TTFT or TPOT, but not beside a deadline."""
-    scheduler, job = make(LeastSlack(ttft=2, tpot=0.5), slo=SLO(tpot=7))
+    scheduler, job = make(LeastSlack(ttft=2, tpot=0.5), slo=SLO(tpot_ns=7))
     assert scheduler.latest_start(job) == 2 * SECOND - 4 * STEP
     scheduler, job = make(LeastSlack(ttft=2, tpot=0.5))
     job.first_token = SECOND
     progress(job, 64, 1)
     assert scheduler.latest_start(job) == SECOND + 9 * SECOND // 2 - 9 * STEP
-    scheduler, job = make(LeastSlack(ttft=0.001), slo=SLO(deadline=SECOND))
+    scheduler, job = make(LeastSlack(ttft=0.001), slo=SLO(deadline_ns=SECOND))
     assert scheduler.latest_start(job) == SECOND - 13 * STEP
 
 
 def test_the_earliest_start_counts():
     """Of a TTFT and a deadline, whichever leaves less time."""
     for ttft, start in ((SECOND, SECOND - 4 * STEP), (9 * SECOND, 5 * SECOND - 13 * STEP)):
-        scheduler, job = make(LeastSlack(), slo=SLO(ttft=ttft, deadline=5 * SECOND))
+        scheduler, job = make(LeastSlack(), slo=SLO(ttft_ns=ttft, deadline_ns=5 * SECOND))
         assert scheduler.latest_start(job) == start
 
 
 def test_a_job_becomes_hopeless_just_after_its_latest_start():
     """The priority changes then, once, and the loop is told when."""
-    scheduler, job = make(LeastSlack(), slo=SLO(deadline=SECOND))
+    scheduler, job = make(LeastSlack(), slo=SLO(deadline_ns=SECOND))
     start = scheduler.latest_start(job)
     assert scheduler.changes_at(job, start) == start + 1
     assert scheduler.changes_at(job, start + 1) is None
@@ -191,7 +191,7 @@ def test_a_job_becomes_hopeless_just_after_its_latest_start():
 def test_a_seat_keeps_its_rank():
     """With preemption a running job is ranked as when it waited, without it as it stands."""
     for preemptive in (True, False):
-        scheduler, job = make(LeastSlack(preemptive=preemptive), slo=SLO(deadline=SECOND))
+        scheduler, job = make(LeastSlack(preemptive=preemptive), slo=SLO(deadline_ns=SECOND))
         job.rank = scheduler.priority(job, 0)
         progress(job, 64, 5)
         assert (scheduler.priority(job, 0) == job.rank) is preemptive

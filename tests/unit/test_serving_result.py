@@ -161,12 +161,12 @@ def test_a_run_without_requests():
 @pytest.mark.parametrize(
     ("slo", "met"),
     [
-        (SLO(ttft=15), [False, True, True]),
-        (SLO(ttft=14), [False, False, True]),
-        (SLO(tpot=10), [False, None, True]),
-        (SLO(tpot=9), [False, None, False]),
-        (SLO(deadline=29), [False, True, False]),
-        (SLO(ttft=14, deadline=30), [False, False, True]),
+        (SLO(ttft_ns=15), [False, True, True]),
+        (SLO(ttft_ns=14), [False, False, True]),
+        (SLO(tpot_ns=10), [False, None, True]),
+        (SLO(tpot_ns=9), [False, None, False]),
+        (SLO(deadline_ns=29), [False, True, False]),
+        (SLO(ttft_ns=14, deadline_ns=30), [False, False, True]),
     ],
 )
 def test_who_meets_the_slo(slo, met):
@@ -183,7 +183,7 @@ def test_who_meets_the_slo(slo, met):
 
 def test_goodput_is_what_met_its_slo_over_time():
     """Two requests in 30 ns; what is expected is in the summary."""
-    summary = three(slo=SLO(ttft=15)).summary()
+    summary = three(slo=SLO(ttft_ns=15)).summary()
     assert summary["goodput"] == pytest.approx(2 / (30 / NS))
     assert summary["slo"] == {
         "ttft_s": 15 / NS,
@@ -197,15 +197,15 @@ def test_goodput_is_what_met_its_slo_over_time():
 
 def test_the_slo_of_a_request_goes_first():
     """What the run expects holds for those that bring no SLO of their own."""
-    requests = [ask("patient", slo=SLO(ttft=10)), ask("usual")]
-    met = run(requests, slo=SLO(ttft=9)).requests["met_slo"]
+    requests = [ask("patient", slo=SLO(ttft_ns=10)), ask("usual")]
+    met = run(requests, slo=SLO(ttft_ns=9)).requests["met_slo"]
     assert met == [True, False]
 
 
 def test_requests_with_an_slo_of_their_own_are_counted():
     """So that nobody takes the share for one by the run's SLO."""
-    requests = [ask("own", slo=SLO(ttft=10)), ask("usual")]
-    assert run(requests, slo=SLO(ttft=9)).summary()["slo"]["own"] == 1
+    requests = [ask("own", slo=SLO(ttft_ns=10)), ask("usual")]
+    assert run(requests, slo=SLO(ttft_ns=9)).summary()["slo"]["own"] == 1
 
 
 def test_without_any_slo_there_is_no_goodput():
@@ -391,7 +391,7 @@ def test_the_wall_time_is_measured():
     [
         ({"batching": {"max_seqs": 4}}, r"batching={'max_seqs': 4}: give a Batching, such as"),
         ({"batching": Batching}, "give a Batching"),
-        ({"slo": {"ttft": 5}}, r"slo={'ttft': 5}: give an SLO in ns, such as SLO\(ttft="),
+        ({"slo": {"ttft": 5}}, r"slo={'ttft': 5}: give an SLO in ns, such as SLO\(ttft_ns="),
         ({"slo": 0.5}, r"slo=0\.5: give an SLO"),
     ],
 )

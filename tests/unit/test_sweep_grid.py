@@ -56,7 +56,7 @@ def test_a_run_without_a_clock_has_nothing_that_takes_time():
         ("compare", {"scheduler": "srpt"}, "scheduler: there is no such thing in mode"),
         ("compare", {}, "blocks: a sweep in mode 'compare' needs pools"),
         ("simulate", {"blocks": []}, "blocks: the list is empty"),
-        ("simulate", {"blocks": "3"}, "blocks: expected a whole number, not '3'"),
+        ("simulate", {"blocks": "3x"}, "blocks: expected a whole number, such as 8192"),
         ("simulate", {"seed": True}, "seed: expected a whole number, not true"),
         ("simulate", {"chunked": 1}, "chunked: expected true or false, not 1"),
         ("simulate", {"slo": 3}, "slo: expected an SLO such as ttft=30,tpot=0.1, or none"),
@@ -119,7 +119,7 @@ def test_the_optimum_is_refused_where_it_is_no_bound(axes, reason):
 
 def test_a_row_says_what_was_chosen_for_it():
     """The pool in blocks and bytes, whichever was given; plugins as text."""
-    grid = Grid(workload="zipf", memory="1GiB", slo=[SLO(ttft=10**9), None])
+    grid = Grid(workload="zipf", memory="1GiB", slo=[SLO(ttft_ns=10**9), None])
     first, second = Plan.of(grid).rows
     assert (first["blocks"], first["pool_bytes"]) == (512, 2**30)
     assert (first["slo"], second["slo"]) == ("ttft=1", "none")

@@ -67,7 +67,7 @@ def test_a_run_adds_to_the_header(tmp_path):
         "executor": "simulate",
         "model": "mistral-7b",
     }
-    header = described(tmp_path / "trace.jsonl", mode="model", slo=SLO(ttft=9), **about)
+    header = described(tmp_path / "trace.jsonl", mode="model", slo=SLO(ttft_ns=9), **about)
     about |= {"latency": {"lines": [[1, 2], [3, 4]]}, "slo": {"ttft": 9}, "mode": "model"}
     assert {name: header[name] for name in about} == about
 

@@ -29,7 +29,7 @@ FULL = Request(
     salt="blue",
     tenant="acme",
     priority=-1,
-    slo=SLO(ttft=5),
+    slo=SLO(ttft_ns=5),
     predicted_output_tokens=4,
     retention=(Retention(0, None, 90, 10**9), Retention(16, 32, 1)),
     session="s",

@@ -68,7 +68,7 @@ def test_a_request_is_written_whole(tmp_path):
 
 def test_what_a_client_expects_is_written_in_ns(tmp_path):
     """Of an SLO the times given are written; one that asks for nothing is written as well."""
-    asked = [SLO(deadline=3, ttft=5), SLO(), None]
+    asked = [SLO(deadline_ns=3, ttft_ns=5), SLO(), None]
     path = write(
         tmp_path / "trace.jsonl", *(ask(n, "a", slo=slo) for n, slo in enumerate(asked))
     )

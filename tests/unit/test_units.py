@@ -15,9 +15,11 @@ from kvcore.units import (
     format_number,
     format_seconds,
     parse_bytes,
-    parse_count,
     parse_seconds,
+    parse_whole,
+    parse_window,
     picoseconds,
+    window_text,
 )
 
 
@@ -71,24 +73,45 @@ def test_what_is_wrong_with_a_size_is_hinted_at(text, hint):
     [
         ("1", 1),
         ("8192", 8192),
+        ("8k", 8000),
+        ("8Ki", 8192),
+        ("1.5M", 1_500_000),
         ("1e5", 100_000),
         (" 1.5E3 ", 1500),
         (str(INT64_LIMIT - 1), INT64_LIMIT - 1),
     ],
 )
 def test_counts_are_read(text, count):
-    """Digits, or a power of ten, exactly."""
-    assert parse_count(text) == count
+    """Digits, with a power of ten or a unit, exactly."""
+    assert parse_whole(text, least=1) == count
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "0", "-1", "0.5", "1e-5", "x", "1_000", str(INT64_LIMIT), "9" * 400, "9" * 5000],
 )
-def test_no_count_is_refused_with_its_bounds(text):
+def test_no_count_is_refused(text):
     """Nothing, part of a token, and more than 63 bits hold."""
-    with pytest.raises(InputError, match=r"from 1 to 9,223,372,036,854,775,807, such as 8192"):
-        parse_count(text)
+    with pytest.raises(InputError, match=r"such as 8192, 8k or 1e5|at least 1|than 64 bits"):
+        parse_whole(text, least=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "window"),
+    [("60:120", (60, 120)), (" 0.5 : 1e3 ", (0.5, 1000)), (":9", (0, 9)), ("60:", (60, None))],
+)
+def test_windows_are_read(text, window):
+    """Two times in seconds, of which either may be left out."""
+    start, end = parse_window(text)
+    assert (start / 10**9, end and end / 10**9) == window
+    assert parse_window(window_text((start, end))) == (start, end)
+
+
+@pytest.mark.parametrize("text", ["", ":", "60", "1:2:3", "2:1", "1:1", "a:b", "-1:2"])
+def test_no_window_is_refused(text):
+    """Nothing may lie in it, and both ends are needed."""
+    with pytest.raises(InputError, match=r"window|time"):
+        parse_window(text)
 
 
 def test_a_size_past_64_bits_is_refused():

@@ -165,9 +165,9 @@ class TestUnderAClock:
         """What is expected now is expected of the recorded run as well."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b", 100)])
         assert whatif(path, plugins=PLUGINS).recorded.slo_met is None
-        found = whatif(path, slo=SLO(ttft=9), plugins=PLUGINS)
+        found = whatif(path, slo=SLO(ttft_ns=9), plugins=PLUGINS)
         assert (found.recorded.slo_met, found.rerun.slo_met) == (0, 0)
-        found = whatif(path, slo=SLO(ttft=10), plugins=PLUGINS)
+        found = whatif(path, slo=SLO(ttft_ns=10), plugins=PLUGINS)
         assert (found.recorded.slo_met, found.rerun.slo_met) == (1, 1)
 
     def test_sequences_may_forget_or_not(self, tmp_path):
@@ -183,7 +183,7 @@ class TestUnderAClock:
 
     def test_nothing_may_be_expected(self, tmp_path):
         """An empty SLO takes the recorded one away, in the new header too."""
-        path = timed(tmp_path / "trace.jsonl", [ask("a")], slo=SLO(ttft=9))
+        path = timed(tmp_path / "trace.jsonl", [ask("a")], slo=SLO(ttft_ns=9))
         found = whatif(path, slo=SLO(), export=tmp_path / "new.jsonl", plugins=PLUGINS)
         assert found.rerun.slo_met is None
         assert "slo" not in lines(tmp_path / "new.jsonl")[0]

@@ -30,7 +30,7 @@ class TestRefused:
             {"scheduler": FCFS},
             {"latency": "linear"},
             {"batching": {"max_seqs": 1}},
-            {"slo": SLO(ttft=1)},
+            {"slo": SLO(ttft_ns=1)},
             {"rate_scale": 2.0},
         ],
         ids=lambda asked: next(iter(asked)),

@@ -1,4 +1,5 @@
 import json
+from itertools import islice
 
 import pytest
 
@@ -8,7 +9,7 @@ from kvcore.cli import main
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.request import block_keys
-from kvcore.workloads import checked, recognise
+from kvcore.workloads import WorkloadSample, checked, recognise
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.workload import Chat, Jsonl, Lengths, Mooncake, Recording
 
@@ -176,11 +177,13 @@ def test_notes_say_what_was_assumed(tmp_path):
         write(tmp_path / "c.jsonl", {"prompt": "a"}, {"prompt": "b"}), tokens="bytes"
     )
     assert list(workload.notes) == []
+    assert len([*islice(WorkloadSample(workload, limit=1), 1)]) == 1
+    assert len(workload.notes) == 3
     assert len(list(workload)) == 2
     estimate, times, outputs = workload.notes
     assert "tokens are bytes" in estimate
     assert "rate=PER_SECOND" in times
-    assert "without an answer: 2; each is said to generate output_tokens=0" in outputs
+    assert "without an answer: 2, each of which is said to generate output_tokens=0" in outputs
 
 
 def test_notes_are_printed(tmp_path, capsys):

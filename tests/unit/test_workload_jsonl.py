@@ -44,7 +44,7 @@ def test_what_clients_and_predictors_expect_is_read(tmp_path):
     """An SLO and a predicted length arrive in the request."""
     row = REQUEST | {"slo": {"ttft": 5, "deadline": 9}, "predicted": 3}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
-    assert (request.slo, request.predicted_output_tokens) == (SLO(ttft=5, deadline=9), 3)
+    assert (request.slo, request.predicted_output_tokens) == (SLO(ttft_ns=5, deadline_ns=9), 3)
 
 
 def test_closed_loop_is_read():

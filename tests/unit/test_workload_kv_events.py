@@ -206,7 +206,7 @@ def test_the_log_is_cut_to_the_recording(joined):
             {"id": 1, "time": 10, "hashes": [1]},
             "field 'prompt': expected a whole number from 1",
         ),
-        ({"id": 1, "time": 10, "hashes": [1, 2], "prompt": 4}, "at most 1 keys"),
+        ({"id": 1, "time": 10, "hashes": [1, 2], "prompt": 4}, r"at most 1 key "),
     ],
 )
 def test_wrong_rows_are_told(joined, row, reason):

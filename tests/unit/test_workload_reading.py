@@ -255,7 +255,10 @@ def test_checked_streams():
             "request 2, number 2: key 8 stands after key 7, in an earlier request at the start",
         ),
         ([request(1, [7, 7])], "request 1, number 1: key 7 stands after key 7"),
-        ([request(1, [[7]])], "request 1, number 1: a key cannot be looked up: .*unhashable"),
+        (
+            [request(1, [5, [7], 6])],
+            "request 1, number 1: a key cannot be looked up: .*unhashable",
+        ),
     ],
 )
 def test_checked_reports_broken_promises(requests, complaint):
@@ -382,6 +385,15 @@ def test_an_element_that_is_cut_is_a_line(tmp_path):
     path = tmp_path / "rows"
     path.write_bytes(b'[{"a":1}, {"b": nope]')
     assert list(lines(path)) == [(1, b'{"a":1}'), (2, b'{"b": nope]')]
+
+
+def test_an_element_that_is_nested_too_deep_is_a_line(tmp_path):
+    """It is passed on as it is, too: no reader of lines takes it."""
+    path = tmp_path / "rows"
+    deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    path.write_bytes(b"[" + deep + b"]")
+    with pytest.raises(InputError, match="no known workload format"):
+        recognise(path, BUILT_IN)
 
 
 def test_chained_keys_mean_prefixes():

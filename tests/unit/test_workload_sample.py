@@ -105,8 +105,9 @@ def test_the_digest_depends_on_all():
 
 def test_the_options_are_those_of_the_source():
     """A header tells what to make it of again."""
-    options = WorkloadSample(Mooncake(), limit=5, scale=32).options()
-    assert options == {"workload": "mooncake", "path": None, "limit": 5, "shrink": 32}
+    source = Mooncake()
+    options = WorkloadSample(source, limit=5, scale=32).options()
+    assert options == {**source.options(), "limit": 5, "shrink": 32}
 
 
 @pytest.mark.parametrize(
@@ -121,3 +122,44 @@ def test_what_cannot_be_cut_is_refused(options, message):
     """The error says what would do."""
     with pytest.raises(InputError, match=message):
         WorkloadSample(Given([]), **options)
+
+
+def test_a_window_has_its_start_and_not_its_end():
+    """Requests are kept by their arrival, with the times they had."""
+    source = Given([ask(name, at=at) for name, at in zip("abcd", (0, 5, 9, 10), strict=True)])
+    kept = list(WorkloadSample(source, window=(5, 10)))
+    assert [(request.id, request.arrival) for request in kept] == [("b", 5), ("c", 9)]
+    assert [request.id for request in WorkloadSample(source, window=(5, None))] == [
+        "b",
+        "c",
+        "d",
+    ]
+    assert [request.id for request in WorkloadSample(source, limit=1, window=(5, None))] == [
+        "b"
+    ]
+
+
+def test_a_window_may_begin_within_a_session():
+    """A request whose predecessor is left out begins; the next one still comes after it."""
+    turns = [
+        ask("a", at=0, session="s"),
+        ask("b", at=5, session="s", after="a", think_time=3),
+        ask("c", at=6, session="s", after="b", think_time=3),
+    ]
+    first, second = WorkloadSample(Given(turns), window=(5, None))
+    assert (first.id, first.after, first.think_time) == ("b", None, 0)
+    assert second is turns[2]
+
+
+def test_an_empty_window_is_refused():
+    """It is more likely a slip than a question."""
+    with pytest.raises(InputError, match="window 7:8: no request of given arrives in it"):
+        list(WorkloadSample(Given([ask("a")]), window=(7 * 10**9, 8 * 10**9)))
+
+
+def test_a_window_is_told():
+    """By the options and the digest; the number of requests is unknown."""
+    sample = WorkloadSample(Mooncake(), window=(60 * 10**9, None))
+    assert sample.options()["window"] == "60:"
+    assert (sample.name, sample.size) == ("mooncake", None)
+    assert sample.digest != WorkloadSample(Mooncake()).digest

@@ -25,20 +25,25 @@ MODES: tuple[Mode, ...] = ("simulate", "compare")
 """The modes of a sweep."""
 
 UNTIMED = (
-    *("workload", "model", "device", "kv_dtype", "accounting", "block_size", "blocks"),
-    *("memory", "prefix", "seed", "eviction"),
+    *("workload", "limit", "window", "model", "device", "kv_dtype", "accounting"),
+    *("block_size", "blocks", "memory", "prefix", "seed", "eviction"),
 )
 """The axes of a sweep without a clock. It uses nothing that takes time."""
 
 TIMED = (
-    *("workload", "model", "device", "tensor_parallel", "kv_dtype", "block_size", "blocks"),
-    *("memory", "prefix", "retention", "latency", "max_tokens", "max_seqs", "steps"),
-    *("chunked", "watermark", "rate_scale", "slo", "seed", "scheduler", "eviction"),
+    *("workload", "limit", "window", "model", "device", "tensor_parallel", "kv_dtype"),
+    *("block_size", "blocks", "memory", "prefix", "retention", "latency", "max_tokens"),
+    *("max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
+    *("scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which counts tokens."""
 
 AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 """The options of a run that may have several values in a sweep."""
+
+
+PART = ("limit", "window")
+"""The axes that a table has only where they are given."""
 
 
 class Grid:

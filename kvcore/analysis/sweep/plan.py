@@ -10,7 +10,7 @@ import attrs
 
 from kvcore.analysis.belady import Belady
 from kvcore.analysis.sweep.executors import Processes
-from kvcore.analysis.sweep.grid import Grid, axes_of
+from kvcore.analysis.sweep.grid import PART, Grid, axes_of
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.runner import RESULTS, CellRun, Outcome, Task, WorkloadCache
 from kvcore.progress import Progress, silent
@@ -54,7 +54,8 @@ class Plan:
         for config in grid:
             cell = CellRun(config, known)
             tasks.append(Task(cell.digest, config))
-            rows.append(cell.row)
+            left_out = set(PART) - grid.axes.keys()
+            rows.append({k: value for k, value in cell.row.items() if k not in left_out})
         return cls(grid, tasks, rows)
 
 
@@ -142,7 +143,7 @@ def _add_shares(rows: list[Row]) -> None:
     axes = [name for name in axes_of("compare") if name not in ("eviction", "memory")]
 
     def contest(row: Row) -> tuple[Any, ...]:
-        return tuple(row[name] for name in axes)
+        return tuple(row.get(name) for name in axes)
 
     best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] in Belady.names}
     for row in rows:

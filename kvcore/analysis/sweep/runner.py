@@ -26,7 +26,7 @@ from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
 from kvcore.trace.fields import plain, slo_field
-from kvcore.units import NS_PER_S
+from kvcore.units import NS_PER_S, window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
@@ -108,8 +108,8 @@ class WorkloadCache:
 
     def __init__(self) -> None:
         self.plugins = Plugins()
-        self._workloads: dict[tuple[str, int | None], Workload] = {}
-        self._digests: dict[tuple[str, int | None], str] = {}
+        self._workloads: dict[tuple[object, ...], Workload] = {}
+        self._digests: dict[tuple[object, ...], str] = {}
         self.file = cache(file_digest)
         self._future: tuple[object, Future] | None = None
 
@@ -140,8 +140,8 @@ class WorkloadCache:
         return self._future[1]
 
 
-def _workload_key(cell: RunConfig) -> tuple[str, int | None]:
-    return str(cell.workload), cell.seed
+def _workload_key(cell: RunConfig) -> tuple[object, ...]:
+    return str(cell.workload), cell.seed, cell.limit, cell.window
 
 
 class CellRun:
@@ -177,6 +177,8 @@ class CellRun:
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
         del row["memory"]
+        if cell.window is not None:
+            row["window"] = window_text(cast("Any", cell.window))
         if cell.timed:
             row["slo"] = slo_text(cast("SLO", cell.slo))
         else:

@@ -94,8 +94,8 @@ class Adaptive(EvictionPolicy):
             if not 0 <= share <= 1:
                 msg = f"adaptive: {option}={share} must be 0 to 1"
                 raise InputError(msg)
-        if not 0 <= ghosts < float("inf"):
-            msg = f"adaptive: ghosts={ghosts} must be a share of the pool, 0 or more"
+        if not 0 <= ghosts <= 1000:  # noqa: PLR2004 - more than anybody has
+            msg = f"adaptive: ghosts={ghosts} must be a share of the pool, 0 to 1,000"
             raise InputError(msg)
         self.experts = experts
         self.rate = rate

@@ -44,14 +44,14 @@ class LRUK(ScoreEviction):
 
     def __init__(self, k: int = 2, correlated: int = 0, history: float = 1.0) -> None:
         """Store the options."""
-        if k < 1:
-            msg = f"lruk: k={k} must be 1 or more"
+        if not 1 <= k <= 1000:  # noqa: PLR2004 - more than anybody has
+            msg = f"lruk: k={k} must be from 1 to 1,000"
             raise InputError(msg)
         if correlated < 0:
             msg = f"lruk: correlated={correlated} must be a number of admissions, 0 or more"
             raise InputError(msg)
-        if not 0 <= history < float("inf"):
-            msg = f"lruk: history={history} must be a share of the pool, 0 or more"
+        if not 0 <= history <= 1000:  # noqa: PLR2004 - more than anybody has
+            msg = f"lruk: history={history} must be a share of the pool, 0 to 1,000"
             raise InputError(msg)
         self.k = k
         self.correlated = correlated

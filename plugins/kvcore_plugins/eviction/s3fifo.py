@@ -63,8 +63,8 @@ class S3FIFO(QueuePolicy):
         if not 0 < small < 1:
             msg = f"s3fifo: small={small} must be a share of the pool, above 0 and below 1"
             raise InputError(msg)
-        if not 0 <= ghost < float("inf"):
-            msg = f"s3fifo: ghost={ghost} must be a share of the pool, 0 or more (1: all of it)"
+        if not 0 <= ghost <= 1000:  # noqa: PLR2004 - more than anybody has
+            msg = f"s3fifo: ghost={ghost} must be a share of the pool, 0 to 1,000"
             raise InputError(msg)
         if not 1 <= promote <= MAX_FREQUENCY:
             msg = (

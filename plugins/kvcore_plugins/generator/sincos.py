@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import sin, tau
 from typing import Any, ClassVar
 
@@ -88,7 +89,7 @@ class SinCos(Generator):
         super().load(backend, checked_dtype(self, dtype))
         spec = self._spec
         width = max(spec.query_heads, spec.kv_heads) * max(spec.head_dim, spec.value_dim)
-        self._sines = backend.tensor([sin(tau * i / PERIOD) for i in range(PERIOD)], dtype)
+        self._sines = backend.tensor(_circle(), dtype)
         self._rates = (
             backend.tensor([(2 * d + 1) * TOKEN % PERIOD for d in range(width)]),
             backend.tensor([(d + 1) * PLACE % PERIOD for d in range(width)]),
@@ -125,3 +126,9 @@ class SinCos(Generator):
             else hashed(seed, index, batch.token_ids[row]) % self.vocab_size
             for row, index, seed in sequences
         ]
+
+
+@cache
+def _circle() -> list[float]:
+    """Return the sines of a whole period."""
+    return [sin(tau * i / PERIOD) for i in range(PERIOD)]

@@ -73,14 +73,14 @@ class LeastSlack(Estimating):
         """Return when (ns) `job` must start, never to be paused, to meet its deadline."""
         slo = job.slo or UNSAID
         starts = []
-        if slo.deadline is not None:
-            starts.append(job.arrival + slo.deadline - self.remaining_ns(job))
+        if slo.deadline_ns is not None:
+            starts.append(job.arrival + slo.deadline_ns - self.remaining_ns(job))
         if job.first_token is None:
-            ttft = _or_option(slo, slo.ttft, self.ttft)
+            ttft = _or_option(slo, slo.ttft_ns, self.ttft)
             if ttft is not None:
                 starts.append(job.arrival + ttft - self.remaining_prefill_ns(job))
         else:
-            tpot = _or_option(slo, slo.tpot, self.tpot)
+            tpot = _or_option(slo, slo.tpot_ns, self.tpot)
             if tpot is not None:
                 end = job.first_token + tpot * (self.expected(job) - 1)
                 starts.append(end - self.remaining_ns(job))
@@ -88,6 +88,6 @@ class LeastSlack(Estimating):
 
 
 def _or_option(slo: SLO, given: int | None, seconds: float) -> int | None:
-    if given is None and slo.deadline is None:
+    if given is None and slo.deadline_ns is None:
         return round(seconds * NS_PER_S)
     return given

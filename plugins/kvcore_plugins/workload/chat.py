@@ -86,7 +86,8 @@ class Chat(TimedFile):
     output_tokens: int = attrs.field(default=0, validator=ge(0))
     think: float = attrs.field(default=0.0, converter=float, validator=[ge(0), lt(1e9)])
     key_tokens: int = attrs.field(default=16, validator=ge(1))
-    _notes: list[str] = attrs.field(factory=list, init=False, repr=False)
+    _timed: bool | None = attrs.field(default=None, init=False, repr=False)
+    _unanswered: list[int] = attrs.field(factory=list, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests. Keeps the conversations in memory that have begun."""
@@ -115,20 +116,34 @@ class Chat(TimedFile):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was assumed of the rows that were read last."""
-        return self._notes
+        """What was assumed of the rows that were read last, all of them or some."""
+        if self._timed is None:
+            return ()
+        notes = [] if self.tokenizer else [_ESTIMATES[self.tokens]]
+        if not self._timed and self.rate is None:
+            notes.append(
+                "the file has no times: all arrives at once, a conversation's turns in a row; "
+                "rate=PER_SECOND and think=SECONDS spread them"
+            )
+        if self._unanswered:
+            notes.append(
+                f"requests without an answer: {len(self._unanswered)}, each of which is said "
+                f"to generate output_tokens={self.output_tokens}"
+            )
+        return notes
 
     def _rows(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
         """Yield when each row's first request arrives, and what reads its turns."""
         encoder = self._encoder()
-        drawn, unknown = self.drawn_arrivals(), list[int]()
+        drawn, unanswered = self.drawn_arrivals(), list[int]()
         names = TIMES if self.time is None else (self.time,)
         first = latest = 0
         timed: bool | None = None
         for row in rows(self.path):
             holder, name = _time_of(row, names)
             if timed is None:
-                timed = name is not None
+                self._timed = timed = name is not None
+                self._unanswered = unanswered
                 if name is not None:
                     self.refuse_rate(row, name)
                     first = latest = holder.time(name, self.unit)
@@ -143,25 +158,16 @@ class Chat(TimedFile):
                 expected = "no earlier time than before (sort the rows by time)"
                 latest = holder.in_order(name, holder.time(name, self.unit), latest, expected)
                 start = latest - first
-            yield start, partial(self._turns, row, start, encoder, unknown)
-        self._notes = [] if self.tokenizer else [_ESTIMATES[self.tokens]]
-        if not timed and self.rate is None:
-            self._notes.append(
-                "the file has no times: all arrives at once, a conversation's turns in a row; "
-                "rate=PER_SECOND and think=SECONDS spread them"
-            )
-        if unknown:
-            self._notes.append(
-                f"requests without an answer: {len(unknown)}; each is said to generate "
-                f"output_tokens={self.output_tokens}"
-            )
+            yield start, partial(self._turns, row, start, encoder, unanswered)
 
     def _encoder(self) -> _Encoder:
         if self.tokenizer is not None:
             return _Tokenizer(_pretrained(self.tokenizer, _digests(self.tokenizer)))
         return _Words() if self.tokens == "words" else _Bytes()
 
-    def _turns(self, row: Row, start: int, encoder: _Encoder, unknown: list[int]) -> list[Turn]:
+    def _turns(
+        self, row: Row, start: int, encoder: _Encoder, unanswered: list[int]
+    ) -> list[Turn]:
         """Return the turns of a row, the last one first."""
         body, response = _part(row, "request", "body"), _part(row, "response", "body")
         answer, count = _answer(response), _output_count(body, response)
@@ -185,7 +191,7 @@ class Chat(TimedFile):
             generated = encoder.encode(text) if text else []
             output = len(generated) or count
             if output is None:
-                unknown.append(serial)
+                unanswered.append(serial)
                 output = self.output_tokens
             if not prompt:
                 raise body.error(field="prompt", expected="at least one token")
@@ -310,12 +316,15 @@ def _piece_id(piece: str) -> int:
 
 
 def _part(row: Row, *names: str) -> Row:
-    """Return the object nested in `row` under the first of `names` it has, or `row`."""
-    for name in names:
-        fields = row.fields.get(name)
-        if type(fields) is dict:
-            return _part(Row(row.path, row.line, fields, f"{row.prefix}{name}."), *names)
-    return row
+    """Return the object nested deepest in `row` under any of `names`, or `row` itself."""
+    while True:
+        for name in names:
+            fields = row.fields.get(name)
+            if type(fields) is dict:
+                row = Row(row.path, row.line, fields, f"{row.prefix}{name}.")
+                break
+        else:
+            return row
 
 
 def _time_of(row: Row, names: Sequence[str]) -> tuple[Row, str | None]:

@@ -13,6 +13,7 @@ import attrs
 from kvcore import SLO, InputError, Request
 from kvcore.request import Retention, chain_keys
 from kvcore.trace import SCHEMA
+from kvcore.trace.fields import slo_of
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest
 from kvcore_plugins.workload.rows import FileWorkload, Row, rows
@@ -123,7 +124,7 @@ def _slo(row: Row, name: str) -> SLO:
     times = row.fields[name]
     if type(times) is dict and times.keys() <= SLO_TIMES:
         with suppress(InputError):
-            return SLO(**times)
+            return slo_of(times)
     raise row.error(field=name, expected="an object of ttft, tpot, deadline in ns above 0")
 
 

@@ -58,7 +58,7 @@ class KvEvents(Workload):
     simultaneous. A recording that is cut is read up to the cut.
 
     Attributes:
-        file: the recording.
+        path: the recording.
         lookups: `full` for a recording in full-report mode.
         requests: the log, sorted by time.
         block_size: tokens a block, for recordings that do not say it.
@@ -66,10 +66,11 @@ class KvEvents(Workload):
     """
 
     name: ClassVar[str] = "kv-events"
+    renamed_options: ClassVar[dict[str, str]] = {"file": "path"}
     # The first line of a recording, and of events of TensorRT-LLM and Dynamo.
     line_fields = (("kind", "schema", "format"), ("event_id", "data"), ("worker_id", "event"))
 
-    file: Path = attrs.field(converter=Path)
+    path: Path = attrs.field(converter=Path)
     lookups: str | None = attrs.field(default=None)
     requests: Path | None = attrs.field(default=None, converter=optional(Path))
     block_size: int | None = attrs.field(default=None, validator=if_given(ge(1)))
@@ -83,7 +84,7 @@ class KvEvents(Workload):
             raise InputError(msg)
         if (self.lookups is None) == (self.requests is None):
             both = "'lookups' and 'requests' exclude one another: give one"
-            raise InputError(both if self.lookups else EXPLANATION.format(file=self.file))
+            raise InputError(both if self.lookups else EXPLANATION.format(file=self.path))
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests. Memory: one line; with `lookups=full`, all different blocks."""
@@ -109,7 +110,7 @@ class KvEvents(Workload):
         for event, *_ in self._stored():
             if size := getattr(event, "block_size", None):
                 return int(size)
-        msg = f"{self.file}: nothing in it says how many tokens a block has: give 'block_size'"
+        msg = f"{self.path}: nothing in it says how many tokens a block has: give 'block_size'"
         raise InputError(msg)
 
     @property
@@ -122,12 +123,12 @@ class KvEvents(Workload):
         """The digest of the file's bytes, the options, and the log's."""
         log = None if self.requests is None else file_digest(self.requests)
         options = {"lookups": self.lookups, "block_size": self.block_size, "group": self.group}
-        return file_digest(self.file, requests=log, **options)
+        return file_digest(self.path, requests=log, **options)
 
     @classmethod
     def from_file(cls, path: Path) -> KvEvents:
         """Raise InputError that names the option to add."""
-        return cls(file=path)
+        return cls(path=path)
 
     def _chains(self, size: int) -> tuple[array[int], list[array[int]]]:
         """Return the arrival and the keys of each request; a key numbers a (parent, hash)."""
@@ -149,7 +150,7 @@ class KvEvents(Workload):
             elif open_chains := ends.get((stream, parent)):
                 chain = open_chains.pop()
             elif (stream, gaps, parent) in reported:
-                msg = f"{self.file}: {INCREMENTAL.format(parent=parent)}"
+                msg = f"{self.path}: {INCREMENTAL.format(parent=parent)}"
                 raise InputError(msg)
             else:
                 continue
@@ -185,7 +186,7 @@ class KvEvents(Workload):
         """Yield the items of the recording, with the time from its first batch on, in ns."""
         from kvcore.kv_events import Received, RecordingReader  # noqa: PLC0415 - a slow import
 
-        reader = RecordingReader(self.file)
+        reader = RecordingReader(self.path)
         first, now = None, 0
         for item in reader:
             time = item.batch.time if isinstance(item, Received) else None
@@ -194,7 +195,7 @@ class KvEvents(Workload):
                 now = max(now, time - first)
             if now >= INT64_LIMIT:
                 msg = (
-                    f"{self.file}:{reader.line}: this batch has a time {now // NS_PER_S} s "
+                    f"{self.path}:{reader.line}: this batch has a time {now // NS_PER_S} s "
                     "after the first one's, which is further than nanoseconds of 63 bits reach"
                 )
                 raise InputError(msg)
@@ -204,7 +205,7 @@ class KvEvents(Workload):
         found = getattr(event, "block_size", None)
         if found not in (None, size):
             msg = (
-                f"{self.file}: blocks of {found} tokens, before of {size}: choose a 'group' of "
+                f"{self.path}: blocks of {found} tokens, before of {size}: choose a 'group' of "
                 "layers that has one size"
             )
             raise InputError(msg)
@@ -219,7 +220,7 @@ class KvEvents(Workload):
             if isinstance(item, Received) and item.batch.time is not None
         ]
         if not times:
-            msg = f"{self.file}: its events have no times: no log can be joined to it"
+            msg = f"{self.path}: its events have no times: no log can be joined to it"
             raise InputError(msg)
         first, last = min(times), max(times)
         begin, latest, total, inside = None, 0, 0, 0
@@ -235,7 +236,7 @@ class KvEvents(Workload):
         if inside < total:
             many = f"{total - inside} of the {total} lines" if inside else f"all {total} lines"
             self._outside = (
-                f"{many} of {log} lie outside the time of {self.file}: the log goes from "
+                f"{many} of {log} lie outside the time of {self.path}: the log goes from "
                 f"{_moment(begin or 0)} to {_moment(latest)}, the recording from "
                 f"{_moment(first)} to {_moment(last)}"
             )

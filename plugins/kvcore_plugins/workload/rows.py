@@ -196,7 +196,8 @@ class Row:
         if (len(keys) - 1) * key_tokens < prompt:
             return keys
         most = -(-prompt // key_tokens)
-        expected = f"at most {most} keys ({prompt} tokens, {key_tokens} a key)"
+        keys_at_most = "1 key" if most == 1 else f"{most} keys"
+        expected = f"at most {keys_at_most} ({prompt} tokens, {key_tokens} a key)"
         raise self.error(field=name, expected=expected, got=len(keys))
 
     def in_order(

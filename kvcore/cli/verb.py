@@ -1,0 +1,125 @@
+"""What verbs are made with: help pages under headings, whole numbers, completion by a shell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcore.errors import InputError
+from kvcore.plugins.manager import Plugins
+from kvcore.units import check_whole, parse_whole
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+class Verb(click.Command):
+    """A verb. The help page of one with many options has them under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the options under the headings of `HEADINGS`, in this order."""
+        listed: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
+        params = self.get_params(ctx)
+        few = len(params) < MANY
+        for param in params:
+            record = param.get_help_record(ctx)
+            of = (each for each, names in HEADINGS.items() if param.name in names)
+            if record is not None and isinstance(param, click.Option):
+                listed[REST if few else next(of, REST)].append(record)
+        for heading, records in listed.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def verb(
+    *examples: str, more: str | None = None, **settings: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator that makes a function a verb.
+
+    Args:
+        examples: command lines that the help page ends with.
+        more: what it says below them.
+        settings: as for `click.command`.
+    """
+    lines = "\n".join(f"  {example}" for example in examples)
+    epilog = "\n\n".join(filter(None, (f"\b\nExamples:\n{lines}", more)))
+    shown = {"show_default": True, "max_content_width": WIDTH}
+    return click.command(cls=Verb, context_settings=shown, epilog=epilog, **settings)
+
+
+WIDTH = 96
+"""The most columns that a help page takes."""
+
+MANY = 14
+"""From how many options on a help page has headings."""
+
+REST = "Options"
+
+HEADINGS = {
+    "Requests": (
+        *("limit", "window", "shrink", "prompts", "max_output", "rate_scale", "slo"),
+        *("stop_at_eos", "check"),
+    ),
+    "Model and device": (
+        *("model", "device", "tensor_parallel", "kv_dtype", "generator", "backend", "dtype"),
+        *("clock", "weights_dtype", "threads"),
+    ),
+    "Pool": ("blocks", "memory", "block_size", "accounting", "allocation", "sizes"),
+    "Policies": ("eviction", "scheduler", "prefix", "retention", "latency", "seed"),
+    "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
+    "Output": (
+        *("residency", "trace", "out", "csv", "step_times", "export", "prometheus", "as_json"),
+        "at",
+    ),
+    REST: (),
+}
+"""The headings of long help pages, and the parameters below each."""
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new releases
+    """A whole number of at least `least`, written as everywhere: `8192`, `8k`, `1e5`."""
+
+    name = "integer"
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        """Read the text of a number, or check a number of a file."""
+        try:
+            is_text = isinstance(value, str)
+            read = parse_whole if is_text else check_whole
+            return read(value, self.least)
+        except InputError as error:
+            self.fail(str(error), param, ctx)
+
+
+def complete_workload(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return workload plugins that begin so, and let the shell add files."""
+    from click.shell_completion import CompletionItem  # noqa: PLC0415 - for shells alone
+
+    names = complete_plugin("workload", ctx, param, incomplete)
+    return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+
+
+def complete_plugin(
+    kind: str, ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[str]:
+    """Return the names of plugins that continue what a shell has of an option's value."""
+    del ctx, param
+    before, comma, begun = incomplete.rpartition(",")
+    names = [name for name in Plugins().names(kind) if name.startswith(begun)]
+    return [f"{before}{comma}{name}" for name in names]
+
+
+def plugin_completion(kind: str) -> dict[str, Any]:
+    """Return the settings of an option or argument whose value names plugins of a kind."""
+    return {"shell_complete": partial(complete_plugin, kind)}

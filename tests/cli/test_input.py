@@ -1,0 +1,141 @@
+"""What verbs read: standard input, pipes, and a part of a workload."""
+
+import io
+import json
+import os
+import sys
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+from helpers.commands import run_here
+
+from kvcore import files
+
+LINE = '{"timestamp":%d,"input_length":512,"output_length":1,"hash_ids":[%d]}\n'
+
+ROWS = "".join(LINE % (1000 * n, n % 3) for n in range(8))
+"""A request a second."""
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    """Return a function that makes a text standard input."""
+
+    def give(text):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+
+    files._copy.cache_clear()
+    yield give
+    files._copy.cache_clear()
+
+
+def requests_of(document):
+    """Return the number of requests that a verb's document tells."""
+    found = document.get("requests") or document["workload"]["requests"]
+    return found["admitted"] if isinstance(found, dict) else found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "simulate - --json",
+        "compare - --eviction lru,optimum --blocks 2 --json",
+        "compare mooncake:- --blocks 2 --json",
+        "compare mooncake:path=- --blocks 2 --json",
+        "curve - --sizes 1,2 --eviction fifo --jobs 1 --json",
+        "explain - --summary --blocks 2 --json",
+    ],
+)
+def test_a_workload_is_read_from_stdin(stdin, line):
+    """Though it is read several times."""
+    stdin(ROWS)
+    done = run_here(*line.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    assert requests_of(document) == 8
+
+
+def test_a_trace_is_read_from_stdin(stdin, tmp_path):
+    """Checked, run again, explained and exported."""
+    stdin(ROWS)
+    assert run_here("simulate", "-", "--trace", "t.jsonl", cwd=tmp_path).returncode == 0
+    for line in (
+        "replay -",
+        "replay - --eviction lfu",
+        "explain - --summary",
+        "export - --format mooncake --out requests.jsonl",
+    ):
+        files._copy.cache_clear()
+        stdin((tmp_path / "t.jsonl").read_text())
+        done = run_here(*line.split(), cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.usefixtures("stdin")
+def test_a_pipe_is_read_as_a_file(tmp_path):
+    """As a shell makes one for `kvcore compare <(zcat FILE)`."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = Thread(target=(tmp_path / "pipe").write_text, args=(ROWS,))
+    writer.start()
+    done = run_here("compare", "pipe", "--blocks", "2", "--json", cwd=tmp_path)
+    writer.join()
+    assert json.loads(done.stdout)["workload"]["requests"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "requests"),
+    [
+        (["--limit", "3"], 3),
+        (["--limit", "0"], 8),
+        (["--window", "2:5"], 3),
+        (["--window", "2:", "--limit", "2"], 2),
+    ],
+)
+@pytest.mark.parametrize("verb", ["simulate", "compare", "curve", "explain", "run"])
+def test_a_part_of_a_workload_is_read(tmp_path, verb, options, requests):
+    """The first requests of those that arrive in the window, for every verb."""
+    if verb == "run":
+        pytest.importorskip("torch")
+    (tmp_path / "w.jsonl").write_text(ROWS)
+    more = {
+        "compare": ["--eviction", "lru", "--blocks", "2"],
+        "curve": ["--sizes", "1,2", "--eviction", "fifo", "--jobs", "1"],
+        "explain": ["--summary", "--blocks", "2"],
+        "run": ["--shrink", "512"],
+    }
+    done = run_here(verb, "w.jsonl", *options, *more.get(verb, []), "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert requests_of(json.loads(done.stdout)) == requests
+
+
+def test_a_part_is_an_axis_of_a_sweep(tmp_path):
+    """The table says it, and nothing of it where it is not asked for."""
+    (tmp_path / "w.jsonl").write_text(ROWS)
+    common = "workload = 'w.jsonl'\nblocks = 100\nmode = 'compare'\n"
+    for name, text in (("part", "limit = [2, 5]\nwindow = '1:'\n"), ("whole", "")):
+        (tmp_path / f"{name}.toml").write_text(common + text)
+        done = run_here("sweep", f"{name}.toml", "--jobs", "1", "--json", cwd=tmp_path)
+        rows = json.loads(done.stdout)["rows"]
+        told = [(row.get("limit"), row.get("window"), row["requests"]) for row in rows]
+        assert told == ([(2, "1:", 2), (5, "1:", 5)] if name == "part" else [(None, None, 8)])
+
+
+def test_the_header_of_a_trace_says_which_part(tmp_path):
+    """And what ran it again finds the same requests."""
+    (tmp_path / "w.jsonl").write_text(ROWS)
+    line = "simulate w.jsonl --window 2:5 --trace t.jsonl"
+    assert run_here(*line.split(), cwd=tmp_path).returncode == 0
+    header = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[0])
+    assert header["workload"]["name"] == "mooncake"
+    assert header["workload"]["options"]["window"] == "2:5"
+    done = run_here("replay", "t.jsonl", "--eviction", "lfu", "--json", cwd=tmp_path)
+    assert done.returncode == 0
+
+
+def test_an_option_of_an_earlier_release_is_told_of(tmp_path):
+    """It works, with a notice."""
+    words = ("compare", "kv-events:file=none.jsonl,lookups=full")
+    with pytest.warns(FutureWarning, match="'file' of workload plugin 'kv-events' is called"):
+        done = run_here(*words, cwd=tmp_path)
+    assert "none.jsonl: No such file" in done.stderr
