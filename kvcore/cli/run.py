@@ -80,7 +80,7 @@ ANNOUNCED = 1 << 30
 )
 @click.option(
     "--max-output",
-    type=Count(),
+    type=Count(0),
     help="Number of tokens to generate for a prompt.  [default: 16]",
 )
 @shared("clock")
@@ -175,8 +175,6 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
     for name in others:
         if given[name] is not None:
             msg = f"--{name.replace('_', '-')} is for {needed} alone: leave it out"
-    if texts and (given["max_output"] or 0) < 0:
-        msg = f"--max-output must be 0 or more, not {given['max_output']}"
     for name in OF_WALL:
         if given[name] and given["clock"] != "wall":
             msg = f"--{name.replace('_', '-')} needs --clock wall"

@@ -145,10 +145,10 @@ def test_a_file_may_set_both_kinds(run, tmp_path):
         (("--prompt", "\udcff"), "prompt '\\udcff' is not UTF-8"),
         (
             ("--prompt", "a", "--max-output", -1),
-            "error: --max-output must be 0 or more, not -1",
+            "'--max-output': -1 is out of range: it must be at least 0",
         ),
         (("--prompt", "a", "--threads", 0), "error: threads must be 1 to "),
-        (("--generator", "transformer:layers=0"), "error: --generator: ModelSpec: layers must"),
+        (("--generator", "transformer:layers=0"), "error: --generator: layers must"),
         (("--generator", "transformer:mlp=0"), "error: --generator: transformer: mlp must"),
         (("--seed", -1), "error: --generator: transformer: seed must be 0 to 2^63 - 1, not -1"),
         (("--stop-at-eos",), "--stop-at-eos needs --clock wall"),

@@ -364,7 +364,7 @@ def test_a_failed_run_leaves_the_one_before(refused, report, tmp_path):
         (["--memory", "1MiB"], "1 MiB is less than a block, which takes 2 MiB"),
         (["--slo", "tft=3"], "an SLO has no 'tft' (did you mean 'ttft'?)"),
         (["--slo", "fast"], "'fast' is no SLO; write one such as ttft=30,tpot=0.1, or none"),
-        (["--slo", "ttft=0"], "must be whole nanoseconds above 0"),
+        (["--slo", "ttft=0"], "ttft=0: expected a time above 0 seconds"),
         (["--eviction", "lru,lfu"], "names 2 plugins where one is needed"),
         (["--scheduler", "fcfx"], "(did you mean 'fcfs'?)"),
         (["--eviction", "optimum"], "it is no policy but a bound"),
