@@ -26,7 +26,7 @@ from kvcore.files import (
     unreadable_reason,
 )
 
-EXPANSION = 100
+EXPANSION = 64
 """Bytes that a compressed byte of a workload may expand to, past the first 16 MiB."""
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
