@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvcore.cli.terminal import echo, escaped, escaped_json
+from kvcore.cli.terminal import VerbT, echo, escaped, escaped_json, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import STDIN, atomic_file, input_path, refuse_overwrite
 from kvcore.progress import unseen
@@ -33,10 +33,14 @@ from kvcore.workloads import Workload
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
-)
-"""The `--json` flag of every verb; the function receives it as `as_json`."""
+
+def json_option(verb: VerbT) -> VerbT:
+    """Add the `--json` flag to a verb, which receives it as `as_json` and prints results alone.
+
+    What plugins print is no part of them, with the flag or without.
+    """
+    text = "Print one JSON document instead of a table."
+    return click.option("--json", "as_json", is_flag=True, help=text)(results_alone(verb))
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -62,7 +66,7 @@ def input_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 def terminal_width() -> int | None:
     """Return the columns of the terminal that stdout is; None if it is none."""
-    return get_terminal_size().columns if sys.stdout.isatty() else None
+    return get_terminal_size().columns if results().isatty() else None
 
 
 def emit_json(payload: Mapping[str, Any]) -> None:
@@ -80,7 +84,7 @@ def emit_json(payload: Mapping[str, Any]) -> None:
         import json  # noqa: PLC0415 - for integers beyond 64 bits alone
 
         document = json.dumps(payload, indent=2).encode()
-    click.echo(escaped_json(document))
+    click.echo(escaped_json(document), file=results())
 
 
 def print_text(text: str) -> None:
@@ -225,6 +229,7 @@ def draw_table(
             table.add_row(*row)
         # Without a height too, rich takes a dumb terminal for one of 80 columns.
         console = Console(
+            file=results(),
             width=_fitting(part, width),
             height=len(columns[0]),
             markup=False,

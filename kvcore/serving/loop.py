@@ -265,7 +265,8 @@ class ServingLoop:
         self.log.busy_ps += took_ps
         now = self.clock_ps // PS_PER_NS
         if took_ps >= INT64_LIMIT or now >= INT64_LIMIT:
-            took, end = Decimal(took_ps).scaleb(-12), Decimal(now).scaleb(-9)  # of any size
+            # Integers of any size, which floats divide only up to 1e308.
+            took, end = float(Decimal(took_ps).scaleb(-12)), float(Decimal(now).scaleb(-9))
             msg = (
                 f"{steps} steps take {took:.3g} s by latency model "
                 f"{self._executor.latency.name!r}, to {end:.3g} s from the start: a step "

@@ -10,9 +10,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from helpers.commands import run_here
 
 import kvcore.plugins.manager
 from kvcore.cli import main
+from kvcore_plugins.eviction import LRU
 
 PROGRAM = "from kvcore.cli.main import main; main()"
 HOOKS = """
@@ -130,6 +132,32 @@ def test_import_failures_are_listed(site):
         "entry point 'acme_bad' of acme 1.0 (acme_bad) cannot be imported: "
         "ModuleNotFoundError: No module named 'x_that_is_not_there' ("
     )
+
+
+def test_what_a_plugin_prints_is_no_result(site):
+    """Neither on import nor in a hook: it goes to stderr, and the document is whole."""
+    noisy = HOOKS.format(name="noisy", reason=None).replace(
+        "return [Policy]", "print('in the hook'); return [Policy]"
+    )
+    install(site, "acme", "acme_noisy", "print('on import')\n" + noisy)
+    done = run(site, "plugins", "--json")
+    assert (done.returncode, done.stderr) == (0, "on import\nin the hook\n")
+    assert {each["name"] for each in json.loads(done.stdout)["plugins"]} == {"plain", "noisy"}
+
+
+@pytest.mark.parametrize("arguments", [["--json"], []])
+def test_what_a_method_prints_is_no_result(monkeypatch, arguments):
+    """It goes to stderr while a policy works, with a table as with a document."""
+    victim = LRU.victim
+    monkeypatch.setattr(
+        LRU, "victim", lambda *args: (sys.stdout.write("noise\n"), victim(*args))[1]
+    )
+    command = ["compare", "zipf:requests=20", "--eviction", "lru", "--blocks", "99", *arguments]
+    done = run_here(*command)
+    assert done.returncode == 0
+    assert "noise\n" in done.stderr
+    assert "lru" in done.stdout
+    assert "noise" not in done.stdout
 
 
 def test_outdated_entry_points_are_listed(site):

@@ -40,7 +40,7 @@ GOLDEN = {
     "sessions": ("25cbc50050bd614acea9bfe16b24cac0", "039cf1813e49f347aedeeb9f10533fc9"),
     "hints": ("13c5ad1e903dd2df4182f689c0cba286", "369fcefcbd33dea3ae5fea98cd2b108c"),
     "expiry": ("01028ccb25610ce26ac93593709ef91c", "8f9a0f4773a5a84a867e3e8abf9d8bdc"),
-    "tensors": ("707eb6bdb3d3427d67d09baecf0e1ba9", "f50a429601f820f96bcbfbe6a0cdece8"),
+    "tensors": ("5da08856b154056d5b97636d59f41964", "f50a429601f820f96bcbfbe6a0cdece8"),
     "forks": ("63098e176ed449797134257a5f154e38", "e089ef9c39a2dc0778e9118b8ee35a77"),
 }
 
