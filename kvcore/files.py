@@ -26,6 +26,20 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 16
 
+STEP_BYTES = 256
+"""Compressed bytes that are decompressed at once: zstd makes 8 MiB of them at most."""
+
+EXPANDED_BYTES = 1 << 24
+"""Bytes that any compressed file may expand to, however small it is."""
+
+LONGEST_LINE = 1 << 24
+"""Bytes of a line, which is held in memory as a whole."""
+
+MOST_VALUES = 1 << 20
+"""Values in a line: each takes up to 64 bytes once it is parsed."""
+
+_LONG_LINE = 1 << 20
+
 STDIN = "-"
 """The name of standard input, where a file to read is named."""
 
@@ -93,6 +107,18 @@ Codec: TypeAlias = tuple[str, Callable[[], Decoder], type[Exception]]
 """(name of the format, factory of decoders, exception that a decoder raises at damage)."""
 
 
+def line_fault(line: bytes) -> str | None:
+    """Return why a line is too large to be parsed in bounded memory; None if it is not."""
+    if len(line) <= _LONG_LINE:
+        return None
+    if len(line) > LONGEST_LINE:
+        return f"the line is longer than {LONGEST_LINE:,} bytes, which is the most"
+    values = sum(map(line.count, (b",", b"[", b"{")))
+    if values > MOST_VALUES:
+        return f"the line has {values:,} values; {MOST_VALUES:,} is the most"
+    return None
+
+
 def input_path(name: str | os.PathLike[str]) -> Path:
     """Return the path of a file to read that can be read again and again.
 
@@ -132,15 +158,22 @@ _folders: list[object] = []
 """Temporary folders, each removed when it is forgotten."""
 
 
-def decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of `file` piece by piece, decompressed if it is gzip or zstd.
+def decompressed(file: BinaryIO, expansion: int | None = None) -> Iterator[bytes]:
+    """Yield the content of `file`, decompressed if it is gzip or zstd, in pieces of 64 KiB.
 
-    There may be several gzip members or zstd frames. Memory: 64 KiB, decompressed.
+    There may be several gzip members or zstd frames. Memory: some 20 MiB at most, besides the
+    window that a zstd frame asks for.
+
+    Args:
+        file: open for reading.
+        expansion: bytes that a compressed byte may expand to on average, past the first
+            16 MiB; None: any number.
 
     Raises:
         CutError: a compressed stream stops early. All bytes before the cut were yielded.
-        DamageError: a compressed stream cannot be decompressed, or other bytes follow it; or
-            the file is of a kind that is not read here, such as xz: says what to do.
+        DamageError: a compressed stream cannot be decompressed, other bytes follow it, or
+            it expands to more; or the file is of a kind that is not read here, such as xz:
+            says what to do.
     """
     data = file.read(CHUNK_BYTES)
     for magic, (what, remedy) in FOREIGN.items():
@@ -153,22 +186,51 @@ def decompressed(file: BinaryIO) -> Iterator[bytes]:
             yield data
             data = file.read(CHUNK_BYTES)
         return
+    yield from _expanded(file, data, codec, expansion)
+
+
+def _expanded(
+    file: BinaryIO, data: bytes, codec: Codec, expansion: int | None
+) -> Iterator[bytes]:
+    """Yield the content of a compressed `file`, of which `data` has been read."""
     kind, new, failure = codec
     decoder: Decoder | None = None
+    read = given = 0
     while data:
-        decoder = decoder or new()
-        try:
-            piece = decoder.decompress(data)
-        except failure as error:
-            msg = f"the {kind} stream is damaged: {error}"
-            raise DamageError(msg) from error
-        yield piece
-        data = decoder.unused_data or file.read(CHUNK_BYTES)
-        if decoder.eof:
-            decoder = None
+        read, at = read + len(data), 0
+        content: list[bytes] = []
+        while at < len(data):
+            decoder = decoder or new()
+            step = data[at : at + STEP_BYTES]
+            try:
+                piece = decoder.decompress(step)
+            except failure as error:
+                msg = f"the {kind} stream is damaged: {error}"
+                raise DamageError(msg) from error
+            at, given = at + len(step) - len(decoder.unused_data), given + len(piece)
+            if expansion is not None and given > EXPANDED_BYTES + expansion * read:
+                msg = (
+                    f"the {kind} stream expands to more than {expansion} times its size; if "
+                    "you trust it, decompress it first"
+                )
+                raise DamageError(msg)
+            if decoder.eof:
+                decoder = None
+            content.append(piece)
+            # A chunk at a time if it is not too much: damage shows after the bytes it is in.
+            if decoder is None or at == len(data) or len(piece) > CHUNK_BYTES:
+                yield from _pieces(b"".join(content))
+                content.clear()
+        data = file.read(CHUNK_BYTES)
     if decoder is not None:
         msg = f"the {kind} stream stops early"
         raise CutError(msg)
+
+
+def _pieces(content: bytes) -> Iterator[bytes]:
+    return (
+        content[start : start + CHUNK_BYTES] for start in range(0, len(content), CHUNK_BYTES)
+    )
 
 
 def compressor(path: Path) -> Compressor | None:

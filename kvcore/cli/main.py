@@ -216,7 +216,7 @@ def _invoke(arguments: Sequence[str]) -> int:
 
 def _tell(message: Warning | str, *_: object) -> None:
     """Print a warning as one line, without the place in the code."""
-    click.echo(f"kvcore: {message}", err=True)
+    echo(f"kvcore: {message}", err=True)
 
 
 def _terminate(*_: object) -> NoReturn:

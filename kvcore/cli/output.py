@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvcore.cli.terminal import VerbT, echo, results, results_alone
+from kvcore.cli.terminal import VerbT, echo, escaped, escaped_json, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import STDIN, atomic_file, input_path, refuse_overwrite
 from kvcore.progress import unseen
@@ -79,18 +79,18 @@ def emit_json(payload: Mapping[str, Any]) -> None:
         msg = f"JSON for other programs needs a 'schema'; this has {', '.join(payload)}"
         raise ValueError(msg)
     try:
-        text = orjson.dumps(payload, option=orjson.OPT_INDENT_2)
+        document = orjson.dumps(payload, option=orjson.OPT_INDENT_2)
     except TypeError:
         import json  # noqa: PLC0415 - for integers beyond 64 bits alone
 
-        text = json.dumps(payload, indent=2, ensure_ascii=False).encode()
-    click.echo(text, file=results())
+        document = json.dumps(payload, indent=2).encode()
+    click.echo(escaped_json(document), file=results())
 
 
 def print_text(text: str) -> None:
     """Print sentences on stdout, wrapped to the terminal; a line that ends stays so."""
     width = terminal_width() or TEXT_WIDTH
-    for line in text.splitlines():
+    for line in escaped(text).splitlines():
         echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
 
 
@@ -146,7 +146,7 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
         return
 
     with progress_bar() as bar:
-        task = bar.add_task(description, total=total)
+        task = bar.add_task(escaped(description), total=total)
         yield lambda done: bar.advance(task, done)
 
 
@@ -190,7 +190,7 @@ def metrics_file(
         raise InputError(msg)
     refuse_overwrite(path, source.options().values())
     with atomic_file(path) as file:
-        yield file.write
+        yield lambda text: file.write(escaped(text))
 
 
 Column: TypeAlias = tuple[str, ...]
@@ -210,7 +210,9 @@ def draw_table(
 
     A table wider than `split_at` columns is printed as several.
     """
-    columns: list[Column] = list(zip(headers, *(map(str, row) for row in rows), strict=True))
+    inert = [[escaped(str(cell)) for cell in row] for row in (headers, *rows)]
+    columns: list[Column] = list(zip(*inert, strict=True))
+    flush = set(map(escaped, right))
     parts = [columns] if split_at is None else _parts(columns, split_at)
     for number, part in enumerate(parts):
         if number:
@@ -219,7 +221,7 @@ def draw_table(
         for header, *cells in part:
             table.add_column(
                 header,
-                justify="right" if header in right else "left",
+                justify="right" if header in flush else "left",
                 no_wrap=_width([header, *cells]) <= WHOLE,
                 overflow="fold",
             )
@@ -266,7 +268,7 @@ def _width(column: Iterable[str]) -> int:
 def progress_bar() -> Progress:
     """Return a progress bar for stderr that leaves nothing behind."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

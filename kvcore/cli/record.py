@@ -14,7 +14,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table
-from kvcore.cli.terminal import echo
+from kvcore.cli.terminal import echo, escaped
 from kvcore.cli.verb import Count, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
@@ -205,7 +205,7 @@ def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]
     terminal, shown = sys.stderr.isatty(), 0.0
 
     def warn(sentence: str) -> None:
-        echo(f"{ERASE if terminal else ''}kvcore: {sentence}", err=True)
+        click.echo(f"{ERASE if terminal else ''}kvcore: {escaped(sentence)}", err=True)
 
     def progress(tally: Tally) -> None:
         nonlocal shown

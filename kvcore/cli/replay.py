@@ -14,7 +14,6 @@ from kvcore.cli.output import (
     input_file,
     json_option,
     print_sections,
-    print_table,
     progress,
 )
 from kvcore.cli.verb import verb
@@ -156,4 +155,7 @@ def _print(report: Report) -> None:
         (f"hit ratio by {unit}", share(ratio)) for unit, ratio in report.hit["ratio"].items()
     ]
     rows = [*((what, f"{count:,}") for what, count in counts), *ratios]
-    print_table(["trace", report.file], rows, right=[report.file])
+    from kvcore.report.tables import setup  # noqa: PLC0415 - JSON does without it
+
+    about = setup(report.header) if report.header else ""
+    print_sections((["trace", report.file], rows, [report.file]), about)

@@ -13,10 +13,11 @@ from kvcore.cache import KVCache, Recorder
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError, KvcoreError, PluginError
+from kvcore.models.catalogue import find_model
 from kvcore.models.cost import PrefillCost, read_cost
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe
-from kvcore.plugins.options import Spec
+from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel
 from kvcore.trace.fields import plain, slo_field, slo_of
@@ -37,7 +38,7 @@ def recorded_config(
 
     Args:
         file: the trace, named in errors.
-        header: its first line.
+        header: its first line. No file is opened because it stands there.
         workload: the requests of the trace.
         plugins: where the recorded plugins are looked up, when they are built.
 
@@ -120,7 +121,16 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
             f"--{kind} NAME. There are: {known}"
         )
         raise PluginError(msg)
-    # Text is read as the command line is, which knows paths and infinities.
+    cls = plugins.get(kind, name)
+    for key, value in options.items():
+        if isinstance(value, str) and takes_path(cls, key):
+            msg = (
+                f"{file} was recorded with {kind} plugin {name!r} and its {key}={value!r}: no "
+                f"file is opened because a trace names it. Name it yourself: --{kind} "
+                f"{name}:{key}=FILE"
+            )
+            raise InputError(msg)
+    # Text is read as the command line is, which knows infinities.
     texts = {key: value for key, value in options.items() if isinstance(value, str)}
     others = {key: _value(options[key]) for key in options.keys() - texts}
     try:
@@ -214,7 +224,7 @@ class RecordedParts(RunParts):
         if "latency" not in self._changed and plain(latency.coefficients()) != recorded:
             msg = (
                 f"{self._file}: latency model {latency.name!r} had other coefficients when "
-                "this was recorded: a file that it reads has changed, or its version. Give "
+                "this was recorded, by another version of it. Give "
                 f"one: --latency {latency.name}"
             )
             raise InputError(msg)
@@ -300,6 +310,10 @@ class RecordedParts(RunParts):
         except InputError as error:
             msg = f"{self._file}: {error}"
             raise InputError(msg) from error
+
+    def _served(self) -> ModelSpec:
+        """Return a model of the catalogue: a header has no file opened."""
+        return find_model(str(self.config.model))
 
     def _check_deployment(self) -> None:
         """Nothing is sized by a deployment here, and the header need not name one."""

@@ -19,10 +19,16 @@ import msgspec
 import orjson
 
 from kvcore.errors import InputError, StorageError, TraceError
-from kvcore.files import CutError, DamageError, decompressed, part_path
+from kvcore.files import (
+    LONGEST_LINE,
+    CutError,
+    DamageError,
+    decompressed,
+    line_fault,
+    part_path,
+)
 from kvcore.kv_events.formats import (
     FORMATS,
-    LARGEST_PAYLOAD,
     decode,
     json_format,
     read_value,
@@ -48,9 +54,6 @@ SCHEMA = 1
 """The schema that this version writes, and the only one it reads."""
 
 BUFFER_BYTES = 1 << 16
-
-LARGEST_LINE, MOST_VALUES = 1 << 24, 1 << 20
-"""Most bytes and values of a line that is written: larger ones are no safe input to readers."""
 
 FLUSH_SECONDS = 1.0
 """Seconds between two flushes of a live recording, in case the process is killed."""
@@ -235,8 +238,8 @@ class RecordingWriter(SealedWriter):
         """Write a batch; `seq` and `publisher` are those that the transport knows.
 
         Raises:
-            InputError: its format cannot express what it holds, or its line would have more
-                than 16 MiB or 1,048,576 values. Nothing is written.
+            InputError: its format cannot express what it holds, or its line would be larger
+                than readers take: 16 MiB and 2^20 values. Nothing is written.
         """
         other = None if batch.format == self._format else batch.format
         value = to_json(write_value(batch))
@@ -265,13 +268,8 @@ class RecordingWriter(SealedWriter):
             raise InputError(msg)
         given = {name: value for name, value in fields.items() if value is not None}
         line = orjson.dumps({"n": sum(self.lines.values()), "kind": kind, **given})
-        if len(line) > LARGEST_LINE or (
-            len(line) > MOST_VALUES and sum(map(line.count, (b",", b"[", b"{"))) > MOST_VALUES
-        ):
-            msg = (
-                f"{kind}: a line of {len(line):,} bytes; at most {LARGEST_LINE:,}, with "
-                f"{MOST_VALUES:,} values, are written"
-            )
+        if fault := line_fault(line):
+            msg = f"{kind} cannot be read again: {fault}"
             raise InputError(msg)
         self._buffer.write(line + b"\n")
         self.lines[kind] = self.lines.get(kind, 0) + 1
@@ -359,6 +357,8 @@ class RecordingReader(SealedReader["RecordedItem | None"]):
             self.fail(what if self.header else f"{NO_RECORDING} ({what})")
         if type(line) is not dict:
             self.fail("a line must be a JSON object" if self.header else NO_RECORDING)
+        if self._sealed or line.get("kind") == "RECORDING":
+            self._must_be_as_written(raw, line)
         return self._item(line) if self.header else self._header(line)
 
     def _header(self, line: dict[str, Any]) -> RecordedItem | None:
@@ -423,12 +423,13 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
         with Path(path).open("rb") as file:
             for piece in decompressed(file):
                 head += piece
-                if b"\n" in piece or len(head) > LARGEST_PAYLOAD:
+                if b"\n" in piece or len(head) > LONGEST_LINE:
                     break
     except (OSError, ValueError, CutError, DamageError):
         return False
+    begin = bytes(head.partition(b"\n")[0])
     try:
-        line = orjson.loads(head.partition(b"\n")[0])
+        line = None if line_fault(begin) else orjson.loads(begin)
     except orjson.JSONDecodeError:
         return False
     return _first_line_format(line) is not None

@@ -12,11 +12,14 @@ import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvcore.cache.pool import BlockPool, Ids
+from kvcore.errors import KvcoreError
+from kvcore.plugins.manager import default
 from kvcore.trace.fields import SCHEMA, encode_runs
 from kvcore.trace.lifecycle import Lifecycles
 from kvcore.trace.reader import TraceReader
@@ -47,6 +50,7 @@ class Report:
         preemptions: how often a request was preempted, by kind: `pause` and `recompute`.
         hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
             and by request (null without lookups).
+        header: the first line: what was recorded; empty if there is none.
     """
 
     file: str
@@ -60,6 +64,7 @@ class Report:
     rejected: int
     preemptions: dict[str, int]
     hit: dict[str, Any]
+    header: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON has it, with the schema number."""
@@ -86,7 +91,8 @@ def check_trace(file: str | os.PathLike[str], at: int | None = None) -> Report:
         if at is not None and report is None and event.t > at:
             report = _report(reader, checker, counts)
         checker = check_event(reader, checker, event)
-        counts[event.event] = counts.get(event.event, 0) + 1
+        name = event.event
+        counts[name] = counts.get(name, 0) + 1
     report = report or _report(reader, checker, counts)
     return attrs.evolve(report, complete=reader.complete, cut_reason=reader.cut_reason)
 
@@ -133,6 +139,7 @@ def _report(
         rejected=lifecycles.rejected,
         preemptions=dict(lifecycles.preemptions),
         hit=hits.as_dict(),
+        header={} if checker is None else checker.state.header.as_dict(),
     )
 
 
@@ -180,6 +187,9 @@ class TraceChecker:
         # Owners, besides the one that committed them, of blocks that are cached by now: each
         # must pin them by a COMMIT `shared` before anything else happens.
         self._unpinned = 0
+        # The request for which blocks were evicted that no sequence has taken yet.
+        self._evicting: int | str | None = None
+        self._now = 0
         # Event, sequence and reason that the next line must have; and this one.
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
@@ -199,8 +209,15 @@ class TraceChecker:
             violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
         if self._unpinned and name not in SHARING:
             self._refuse_unpinned()
+        if event.t != self._now:
+            if self._due is not None or self._unpinned or self._evicting is not None:
+                violated(f"it is of one call with the line before, which is at {self._now} ns")
+            self._now = event.t
         if name not in ADMISSION:
             self._expired_for = None
+            # A call that fails, as its policy does, is the last one of a trace.
+            if self._evicting is not None and name != "END":
+                self._refuse_victims()
             self._order.settle()
         self._next = None
         self._checks.get(name, self._lifecycle)(event)
@@ -258,6 +275,10 @@ class TraceChecker:
         if event.first != seq.blocks:
             violated(f"sequence {seq.id} has {seq.blocks} blocks: {event.first} is not next")
         self.lifecycles.grow(seq.prompt.id, seq.id)
+        if self._evicting is not None:
+            if self._evicting != seq.prompt.id:
+                self._refuse_victims()
+            self._evicting = None
         self._order.take(ids, seq.prompt.id)
 
     def _copy(self, event: events.Copy) -> None:
@@ -266,10 +287,13 @@ class TraceChecker:
             violated(f"block {source} is not the private tail of sequence {seq.id}")
         if not self._order.pool.unshare(source):
             violated(f"block {source} has one owner, who may write to it")
-        self._order.take(array("i", [event.to]), seq.prompt.id, copy=True)
+        if self._evicting is not None and self._evicting != seq.prompt.id:
+            self._refuse_victims()
+        self._order.take(self.state.ids([(event.to, 1)]), seq.prompt.id, copy=True)
 
     def _commit(self, event: events.Commit) -> None:
         seq, count = self.state.sequence(event.seq), event.blocks
+        self.lifecycles.grow(seq.prompt.id, seq.id)
         end = event.first + count
         if event.first != seq.span.end or end > seq.blocks:
             violated(
@@ -332,10 +356,26 @@ class TraceChecker:
             )
         self._cached_keys.remove(span.keys, span.end - len(ids), span.end)
         if event.reason == "expired":
+            if not self._expires:
+                violated(f"eviction policy {self._eviction!r} expires nothing")
+            self.state.prompt(event.requester)
             self._order.expire(ids)
             self._expired_for = event.requester
         else:
+            if self._evicting is None:
+                self.lifecycles.want(event.requester)
+                self._evicting = event.requester
+            elif self._evicting != event.requester:
+                self._refuse_victims()
             self._order.evict(ids, event.requester)
+
+    @cached_property
+    def _expires(self) -> bool:
+        """Whether the eviction policy may expire spans; True if it is none of kvcore's own."""
+        try:
+            return bool(default("eviction", str(self._eviction)).expires_spans)
+        except KvcoreError:
+            return True
 
     def _drop(self, event: events.Drop) -> None:
         self._order.settle()
@@ -392,11 +432,12 @@ class TraceChecker:
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.state.sequence(event.seq)
+        self.state.fork_copies(seq)
         self._must_open(event.child)
         self._order.pool.share(seq.private)
 
     def _keys(self, event: events.Keys) -> None:
-        self.state.prompt(event.request)
+        self.lifecycles.generate(event.request)
 
     def _end(self, event: events.End) -> None:
         """Check that nothing is left open; the reader has checked what END says."""
@@ -405,13 +446,21 @@ class TraceChecker:
 
     def _lifecycle(self, event: Any) -> None:
         """Check what a server says of a request; a sequence it names must be open."""
-        seq = self.state.sequence(event.seq).id if hasattr(event, "seq") else 0
-        if self.lifecycles.apply(event):
-            self._next = ("FREE", seq, "close")
+        seq = self.state.sequence(event.seq) if hasattr(event, "seq") else None
+        closes = self.lifecycles.apply(event)
+        if seq is None:
+            self._must_not_fit(self.state.prompt(event.request))
+            return
+        if event.event in ("FIRST_TOKEN", "FINISH"):
+            self._must_have_blocks(seq, getattr(event, "output", 1))
+        if closes:
+            self._next = ("FREE", seq.id, "close")
 
     def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedPrompt:
         """Check the first line of an admission: its hit must be what is cached."""
         prompt, resumed = self.state.prompt(event.request), bool(event.again)
+        if self._evicting not in (None, prompt.id):
+            self._refuse_victims()
         self._order.serve(prompt.id)
         match = self._cached_keys.match(prompt.keys)
         least, most = (min(match, end) for end in self._limits(prompt, resumed=resumed))
@@ -441,10 +490,28 @@ class TraceChecker:
         if span.end != end or span.keys[last] != prompt.keys[last]:
             violated(f"span {span.id} is not what sequence {seq} has up to block {end}")
 
+    def _must_have_blocks(self, seq: TracedSequence, output: int) -> None:
+        """Check that `seq` has, or has dropped, a block for each token that must be cached."""
+        need = self.state.layout.blocks_for(seq.prompt, output)
+        if seq.blocks < need:
+            violated(
+                f"sequence {seq.id} has had {seq.blocks} blocks; its prompt and {output} "
+                f"tokens of output take {need}"
+            )
+
+    def _must_not_fit(self, prompt: TracedPrompt) -> None:
+        """Check that a request which a server rejects is empty, or larger than the pool."""
+        need = self.state.layout.blocks_for(prompt, self.lifecycles.output(prompt.id))
+        if prompt.tokens and need <= self.state.header.blocks:
+            violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
+
     def _must_free(self, seq: TracedSequence, runs: list[tuple[int, int]], freed: Ids) -> None:
         if self.state.ids(runs) != freed:
             told = [list(run) for run in runs]
             violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {told}")
+
+    def _refuse_victims(self) -> None:
+        violated(f"blocks were evicted for request {self._evicting!r}, which takes none")
 
     def _refuse_unpinned(self) -> None:
         violated("forked sequences still hold blocks that are cached now, without a pin")

@@ -5,7 +5,7 @@ imports msgspec, which takes as long as a tenth of kvcore: import it where lines
 """
 
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import orjson
@@ -87,15 +87,13 @@ class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
     Attributes:
         n: number of the line, from 0 on.
         t: time in ns, by the clock that HEADER names.
+        event: the name of the event.
     """
+
+    event: ClassVar[str]
 
     n: Count
     t: Count
-
-    @property
-    def event(self) -> str:
-        """The name of the event."""
-        return self.__struct_config__.tag  # type: ignore[return-value]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line as JSON has it. O(its values)."""
@@ -319,6 +317,31 @@ EVENTS: dict[str, type[Event]] = {
     str(struct.__struct_config__.tag): struct for struct in get_args(_TAGGED)
 }
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
+
+# Not as a property: readers ask for it several times a line.
+_structs: list[type[Event]] = [*EVENTS.values(), Drop]
+for _struct in _structs:
+    _struct.event = str(_struct.__struct_config__.tag)
+
+_OPTIONAL = {
+    struct: [each.name for each in msgspec.structs.fields(struct) if not each.required]
+    for struct in (*get_args(_TAGGED), Drop)
+}
+
+REQUIRED_NAMES: dict[type[Event], int] = {
+    struct: 1 + len(struct.__struct_fields__) - len(optional)
+    for struct, optional in _OPTIONAL.items()
+}
+"""How many names the line of a Struct has if it leaves all optional fields out."""
+
+
+def count_names(event: Event) -> int:
+    """Return how many names the line of an event has, those of SLO times included."""
+    given = [getattr(event, name) for name in _OPTIONAL[type(event)]]
+    given = [value for value in given if value is not UNSET]
+    nested = sum(len(value) for value in given if type(value) is dict)
+    return REQUIRED_NAMES[type(event)] + len(given) + nested
+
 
 _decode_tagged = msgspec.json.Decoder(_TAGGED).decode
 

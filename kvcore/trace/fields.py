@@ -153,6 +153,9 @@ Runs: TypeAlias = list[tuple[int, int]]
 
 _ID_LIMIT = 2**31
 
+MOST_BLOCKS_OF_LINE = 1 << 20
+"""Blocks that the runs of a line may stand for, of which each takes 4 bytes once decoded."""
+
 
 _ascending: Ids = array("i")
 
@@ -196,25 +199,33 @@ def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:
     """Return the ids that `runs` stand for, each at least 0 and below `limit`.
 
     Raises:
-        ValueError: a run is empty or leaves the range, or could have been longer.
+        ValueError: a run is empty or leaves the range, or could have been longer; or the
+            runs stand for more than 2^20 blocks.
     """
     ids: Ids = array("i")
     end = step = -1
     for first, count in runs:
+        gap = first - end
+        if (gap == step if step else gap == 1 or gap == -1) and ids:  # noqa: PLR1714  (hot)
+            msg = f"the run before [{first}, {count}] could be longer: runs are maximal"
+            raise ValueError(msg)
+        if count == 1 and 0 <= first < limit:
+            # A line has at most 2^20 values, so these need no limit.
+            end, step = first, 0
+            ids.append(first)
+            continue
         if not count or count == -1:
             msg = f"run [{first}, {count}]: a single block is [{first}, 1], and none is no run"
             raise ValueError(msg)
-        gap = first - end
-        if ids and (gap == step if step else abs(gap) == 1):
-            msg = f"the run before [{first}, {count}] could be longer: runs are maximal"
-            raise ValueError(msg)
-        way = 1 if count > 0 else -1
-        end = first + count - way
+        step = 1 if count > 0 else -1
+        end = first + count - step
         if not (0 <= first < limit and 0 <= end < limit):
             msg = f"run [{first}, {count}] leaves the block ids, which are 0 to {limit - 1}"
             raise ValueError(msg)
-        step = way if count != 1 else 0
-        ids.extend(range(first, first + count, way))
+        if len(ids) + abs(count) > MOST_BLOCKS_OF_LINE:
+            msg = f"the runs are more than {MOST_BLOCKS_OF_LINE:,} blocks, which is the most"
+            raise ValueError(msg)
+        ids.extend(range(first, first + count, step))
     return ids
 
 

@@ -91,14 +91,34 @@ class Lifecycles:
         life.stage, life.seq = RUNNING, seq
 
     def grow(self, request: int | str, seq: int) -> None:
-        """Check that `seq`, of `request`, may get blocks.
+        """Check that `seq`, of `request`, may get blocks, and commit them.
 
         Raises:
             ViolationError: it is paused.
         """
         life = self._requests[request]
         if life.stage == PAUSED and life.seq == seq:
-            violated(f"sequence {seq} is paused, and gets blocks")
+            violated(f"sequence {seq} is paused: it gets no blocks and commits none")
+
+    def want(self, request: int | str) -> None:
+        """Check that blocks may be evicted for `request`: it runs, or is admitted next.
+
+        Raises:
+            ViolationError: it is over, or paused.
+        """
+        life = self._running(request)
+        if life.stage == PAUSED:
+            violated(f"request {request!r} is paused, and needs no blocks")
+
+    def generate(self, request: int | str) -> None:
+        """Check that `request` may have generated tokens.
+
+        Raises:
+            ViolationError: it does not run.
+        """
+        life = self._running(request)
+        if life.stage != RUNNING:
+            violated(f"request {request!r} is {life.stage}, and generates nothing")
 
     def apply(self, event: events.Event) -> bool:
         """Record a server's event; return True if the next line must close its sequence.
@@ -117,6 +137,10 @@ class Lifecycles:
         """
         if self._complete and self._requests[request].seq == seq:
             violated(f"sequence {seq} closes without FINISH or PREEMPT before it")
+
+    def output(self, request: int | str) -> int:
+        """Return how many tokens `request` asks for."""
+        return self._requests[request].output
 
     def end(self, sequences: int) -> None:
         """Check the end of the trace, with so many `sequences` open.

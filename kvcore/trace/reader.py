@@ -15,7 +15,7 @@ import orjson
 from kvcore.errors import InputError, TraceError
 from kvcore.request import Key, Request
 from kvcore.trace.fields import SCHEMA, read_keys, read_request
-from kvcore.trace.jsonl_file import SealedReader
+from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
@@ -23,6 +23,9 @@ from kvcore.workloads.files import file_digest
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace.events import Event, Header
+
+LONGEST_HEADER = 1 << 20
+"""Bytes of the one line in which any JSON may stand."""
 
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE` runs workloads"
@@ -68,6 +71,7 @@ class TraceReader(SealedReader["Event"]):
 
         super().__init__(file)
         self._decode = events.decode
+        self._required_names, self._count_names = events.REQUIRED_NAMES, events.count_names
         self._time = 0
         self._counts: dict[str, int] = {}
 
@@ -96,12 +100,21 @@ class TraceReader(SealedReader["Event"]):
                 "n": n, "t": now, "event": "END", "lines": n, "events": self._counts,
             })  # fmt: skip
         else:
+            # With as many colons as names, none stands there twice.
+            colons = raw.count(b":")
+            if (
+                colons != self._required_names[type(event)]
+                and colons != self._count_names(event)
+            ) or (self._odd_bytes and ODD_BYTES.search(raw)):
+                self._must_be_as_written(raw, orjson.loads(raw))
             self._counts[name] = self._counts.get(name, 0) + 1
         self._time = now
         return event
 
     def _check_header(self, raw: bytes) -> None:
         """Refuse a file that begins as no trace, or as one of another schema."""
+        if len(raw) > LONGEST_HEADER:
+            self.fail(f"HEADER is longer than {LONGEST_HEADER:,} bytes, which is the most")
         try:
             line = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
@@ -112,6 +125,7 @@ class TraceReader(SealedReader["Event"]):
             self.fail(
                 f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"
             )
+        self._must_be_as_written(raw, line)
 
 
 @attrs.define(slots=False, eq=False)

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from kvcore.trace import events
 
 
+MOST_BLOCKS = 1 << 24
+"""Blocks in use at once, of which each takes 4 bytes here."""
+
+MOST_COPIES = 1 << 18
+"""Blocks in the tables of open forks, of which each takes about 100 bytes."""
+
+WORK, WORK_OF_LINE = 1 << 25, 1 << 10
+"""Steps, each some 50 ns, that a trace may take at all, and more for each of its lines."""
+
+
 class ViolationError(ValueError):
     """A line that cannot follow from the lines before it."""
 
@@ -40,6 +50,7 @@ class TracedPrompt:
 
     Attributes:
         id: of the request.
+        tokens: of the prompt.
         keys: the key of block j is `keys[j // ratio]`, `ratio` being the layout's.
         blocks: that the whole prompt occupies.
         cacheable: how many blocks from the first on may be shared.
@@ -49,6 +60,7 @@ class TracedPrompt:
     """
 
     id: int | str
+    tokens: int
     keys: list[Any]
     blocks: int
     cacheable: int
@@ -98,7 +110,9 @@ class TraceLayout:
         if self.count == "keys":
             blocks = len(keys) * self.ratio
             return TracedPrompt(
-                request.id, keys, blocks, blocks, blocks, blocks, unkeyed=not keys
+                *(request.id, request.prompt, keys, blocks),
+                *(blocks, blocks, blocks),
+                unkeyed=not keys,
             )
         size, length = self.block_size, request.prompt
         full = length // size
@@ -111,6 +125,7 @@ class TraceLayout:
         most = max(0, length - 1) // size
         return TracedPrompt(
             request.id,
+            length,
             keys,
             blocks=-(-length // size),
             cacheable=keyed if output_keys else min(full, keyed),
@@ -118,6 +133,16 @@ class TraceLayout:
             limit=min(most, keyed),
             unkeyed=keyed < most or not keys,
         )
+
+    def blocks_for(self, prompt: TracedPrompt, output: int) -> int:
+        """Return how many blocks a request fills that has so many tokens of output.
+
+        The K/V of its last token is never computed; where keys are counted, only the prompt
+        takes blocks.
+        """
+        if self.count == "keys" or not output:
+            return prompt.blocks
+        return -(-(prompt.tokens + output - 1) // self.block_size)
 
 
 @attrs.define(eq=False)
@@ -159,6 +184,7 @@ class TracedSequence:
         resumed: whether a preempted request was admitted again.
         holes: the blocks it has dropped, as positions `[first, end)` in its table.
         freed: how many of them were private.
+        copies: entries of its table that a fork has copied from another sequence's.
     """
 
     id: int
@@ -169,6 +195,7 @@ class TracedSequence:
     resumed: bool
     holes: tuple[Hole, ...] = ()
     freed: int = 0
+    copies: int = 0
 
     @property
     def blocks(self) -> int:
@@ -251,6 +278,10 @@ class Hits:
 class CacheState:
     """Pool, spans, block tables and pins of a traced cache.
 
+    A few bytes of a trace can name billions of blocks, or the same ones again and again. So
+    there are limits, which no run of a server comes near: blocks in use, blocks that a line
+    names, blocks in forks, and work, which grows with the lines.
+
     Attributes:
         header, layout: the first line, and how it lays prompts out.
         spans, sequences: those cached and those open, by id.
@@ -273,6 +304,7 @@ class CacheState:
         self.cached = self.private = 0
         self.hits = Hits()
         self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
+        self._work = self._most_work = self._copies = 0
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
         self._apply: dict[str, Callable[[Any], None]] = {
             "REQUEST": self._request,
@@ -297,8 +329,12 @@ class CacheState:
         """Apply the next event after HEADER. O(spans touched), and its blocks in C.
 
         Raises:
-            ViolationError: it names what is not there.
+            ViolationError: it names what is not there, or the trace is beyond a limit.
         """
+        if self._work > self._most_work:
+            self._most_work = WORK + WORK_OF_LINE * event.n
+            if self._work > self._most_work:
+                violated(f"{event.n:,} lines name {self._work:,} blocks and spans: too many")
         apply = self._apply.get(event.event)
         if apply is not None:
             try:
@@ -334,18 +370,32 @@ class CacheState:
         prompt = self.requests.get(request)
         return prompt or violated(f"request {request!r} has no REQUEST line before this")
 
+    def fork_copies(self, seq: TracedSequence) -> int:
+        """Return how many entries a fork of `seq` adds to the tables of open forks.
+
+        Raises:
+            ViolationError: there would be too many.
+        """
+        copies = 1 + len(seq.private)
+        if self._copies + copies > MOST_COPIES:
+            violated(f"open forks share more than {MOST_COPIES:,} blocks, which is the most")
+        return copies
+
     def ids(self, runs: list[tuple[int, int]]) -> Ids:
         """Return the block ids that runs stand for, not to be changed.
 
         Raises:
-            ViolationError: a run is empty, could be longer, or leaves the pool.
+            ViolationError: a run is empty, could be longer, or leaves the pool; or the runs
+                stand for too many blocks.
         """
         # A check decodes the runs of a line, and so does the state just after it.
         if runs is not self._decoded[0]:
             try:
-                self._decoded = runs, decode_runs(runs, self.header.blocks)
+                ids = decode_runs(runs, self.header.blocks)
             except ValueError as error:
                 raise ViolationError(*error.args) from error
+            self._work += len(ids)
+            self._decoded = runs, ids
         return self._decoded[1]
 
     def _request(self, event: events.Request) -> None:
@@ -355,6 +405,7 @@ class CacheState:
         seq = self._admit(event, event.blocks)
         seq.span = self.span(event.span)
         for span in path(seq.span):
+            self._work += 1
             span.pins += 1
             span.creator = None
             span.last_access = event.t
@@ -376,6 +427,7 @@ class CacheState:
     def _split(self, event: events.Split) -> None:
         lower = self.span(event.span)
         cut = event.at - lower.start
+        self._work += len(lower.ids) >> 4
         upper = attrs.evolve(
             lower, id=event.upper, ids=lower.ids[:cut], creator=None, children=1
         )
@@ -385,6 +437,8 @@ class CacheState:
     def _alloc(self, event: events.Alloc) -> None:
         ids = self.ids(event.runs)
         self.private += len(ids)
+        if self.private + self.cached > MOST_BLOCKS:
+            violated(f"more than {MOST_BLOCKS:,} blocks are in use, which is the most")
         self.sequence(event.seq).private.extend(ids)
 
     def _copy(self, event: events.Copy) -> None:
@@ -393,6 +447,7 @@ class CacheState:
 
     def _commit(self, event: events.Commit) -> None:
         seq = self.sequence(event.seq)
+        self._work += len(seq.private) >> 4
         ids = seq.private[: event.blocks]
         del seq.private[: event.blocks]
         if event.how in ("same", "shared"):
@@ -416,7 +471,9 @@ class CacheState:
     def _evict(self, event: events.Evict | events.Drop) -> None:
         count = run_blocks(event.runs)
         if event.scope == "sequence":
-            self.sequence(event.seq).drop(event.first, event.first + event.blocks)
+            seq = self.sequence(event.seq)
+            self._work += len(seq.holes) << 4
+            seq.drop(event.first, event.first + event.blocks)
             self.private -= count
             return
         span = self.span(event.span)
@@ -438,13 +495,18 @@ class CacheState:
             seq.span.creator = None
             for span in path(seq.span):
                 span.pins -= 1
+            self._copies -= seq.copies
             del self.sequences[seq.id]
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.sequence(event.seq)
-        child = attrs.evolve(seq, id=event.child, private=seq.private[:])
+        copies = self.fork_copies(seq)
+        self._copies += copies
+        self._work += copies << 3
+        child = attrs.evolve(seq, id=event.child, private=seq.private[:], copies=copies)
         self.sequences[child.id] = child
         for span in path(seq.span):
+            self._work += 1
             span.pins += 1
             span.creator = None
 

@@ -16,12 +16,22 @@ from typing import Any
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.files import CHUNK_BYTES, CutError, DamageError, decompressed, unreadable_reason
+from kvcore.files import (
+    CHUNK_BYTES,
+    LONGEST_LINE,
+    CutError,
+    DamageError,
+    decompressed,
+    line_fault,
+    unreadable_reason,
+)
+
+EXPANSION = 64
+"""Bytes that a compressed byte of a workload may expand to, past the first 16 MiB."""
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
 _BETWEEN = re.compile(r"[\s,]*")
 _HEAD_BYTES = 1 << 10
-_MOST_CHARS = 1 << 26
 
 
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
@@ -32,13 +42,14 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     is skipped. Memory: one line and a buffer.
 
     Raises:
-        InputError: the file cannot be read, has no line, or its compressed data is damaged
-            or cut off; names the line from which on nothing could be read.
+        InputError: the file cannot be read, has no line, one that is too large, or its
+            compressed data is damaged or cut off; names the line from which on nothing
+            could be read.
     """
     number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_rows(decompressed(file)), 1):
+            for number, line in enumerate(_rows(decompressed(file, EXPANSION)), 1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():
@@ -111,7 +122,7 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
         if len(rest) == 1 and size == 0:
             msg = "the JSON array stops early"
             raise CutError(msg)
-        if len(rest) == 1 or size > _MOST_CHARS:
+        if len(rest) == 1 or size > LONGEST_LINE:
             # No JSON, as who reads the line will say.
             yield rest[0].encode("utf-8", "surrogateescape")
             return
@@ -122,16 +133,28 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of the byte strings `pieces`, newlines included."""
+    """Yield the lines of the byte strings `pieces`, newlines included.
+
+    Raises:
+        DamageError: a line is too large.
+    """
     begun: list[bytes] = []
+    length = 0
     for piece in pieces:
         for line in BytesIO(piece):
             begun.append(line)
-            if line.endswith(b"\n"):
-                yield b"".join(begun)
-                begun.clear()
-    if begun:
-        yield b"".join(begun)
+            length += len(line)
+            if line.endswith(b"\n") or length > LONGEST_LINE:
+                whole = b"".join(begun)
+                if fault := line_fault(whole):
+                    raise DamageError(fault)
+                yield whole
+                begun, length = [], 0
+    whole = b"".join(begun)
+    if fault := line_fault(whole):
+        raise DamageError(fault)
+    if whole:
+        yield whole
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:

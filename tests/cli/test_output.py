@@ -7,8 +7,11 @@ import sys
 
 import orjson
 import pytest
+from helpers.commands import run_here
+from helpers.traces import ask, lines, seal, write
 
 from kvcore.cli.output import emit_json, print_table, print_text, progress
+from kvcore.cli.terminal import echo, escaped
 
 
 class Terminal(io.StringIO):
@@ -153,3 +156,70 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
     assert "replaying" in terminal.getvalue()
     assert "3/3" in terminal.getvalue()
     assert capsys.readouterr().out == ""
+
+
+CONTROLS = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\u202e", "\u2066", "\u2028"]
+
+
+def controls(printed):
+    """Return the control characters in what was printed, but for line ends."""
+    return [each for each in CONTROLS if each in printed and each != "\n"]
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_control_characters_are_printed_as_their_numbers(capsys, error):
+    """Tab and newline alone pass; the others are visible, and control nothing."""
+    echo("".join(CONTROLS), err=error)
+    printed = "".join(capsys.readouterr())
+    assert controls(printed) == ["\t"]
+    assert all(text in printed for text in ("<U+0008>\t\n<U+000B>", "<U+001B>", "<U+009B>"))
+    assert printed.endswith("<U+202E><U+2066><U+2028>\n")
+
+
+def test_text_without_control_characters_is_printed_as_it_is():
+    """Letters of any script, signs and emoji are no control characters."""
+    text = "a ü 漢 \u05d0 😀 · ▁▂▃ –"
+    assert escaped(text) == text
+
+
+def test_sentences_and_tables_hold_no_control_characters(capsys):
+    """Neither cells nor headers nor sentences reach the terminal raw."""
+    print_text("a\x1b[31m\x85b")
+    print_table(["x\x9bm", "y"], [["\x1b]0;title\x07", "\r1"]], right=["x\x9bm"])
+    printed = capsys.readouterr().out
+    assert "a<U+001B>[31m<U+0085>b" in printed
+    assert controls(printed) == []
+
+
+def test_json_escapes_what_controls_a_terminal(capsys):
+    """JSON on a terminal is as harmless as a table, and parses to what it was."""
+    payload = {"schema": 1, "text": "".join(CONTROLS) + "ü"}
+    emit_json(payload)
+    printed = capsys.readouterr().out
+    assert orjson.loads(printed) == payload
+    assert controls(printed) == []
+    assert "ü" in printed
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["replay", "FILE"],
+        ["replay", "FILE", "--eviction", "fifo"],
+        ["explain", "FILE", "--summary"],
+        ["explain", "FILE", "a\x1b[31m"],
+        ["explain", "FILE", "nobody\x1b[31m"],
+        ["compare", "trace:FILE", "--blocks", "9", "--prometheus", "-"],
+    ],
+    ids=" ".join,
+)
+def test_the_texts_of_a_trace_control_no_terminal(tmp_path, verb):
+    """Names, ids and reasons that a trace holds are printed without control characters."""
+    path = write(tmp_path / "trace.jsonl", ask("a\x1b[31m", "ab", tenant="t\x1b[31m"))
+    events = lines(path)
+    events[0]["kvcore"] = "0.1.0\x1b[31m"
+    events[0]["workload"] = {"name": "w\x1b[31m", "digest": "d", "options": {"\x1b": "\x9b"}}
+    seal(path, events)
+    done = run_here(*(word.replace("FILE", str(path)) for word in verb))
+    assert done.stdout + done.stderr
+    assert controls(done.stdout + done.stderr) == []

@@ -30,16 +30,22 @@ def test_json_is_alone_on_stdout(trace):
     assert (done.returncode, done.stderr) == (0, "")
     assert list(report) == [
         *("schema", "file", "complete", "lines", "events", "pool"),
-        *("requests", "finished", "rejected", "preemptions", "hit"),
+        *("requests", "finished", "rejected", "preemptions", "hit", "header"),
     ]
     assert (report["schema"], report["file"], report["lines"]) == (1, str(trace), 49)
+    assert report["header"] == lines(trace)[0]
     assert report["pool"] == {"free": 3, "cached": 5, "private": 0, "spans": 2}
 
 
 def test_a_table_for_people(trace):
-    """Without `--json` the same is a table."""
+    """Without `--json` the same is a table, and a sentence says what was run."""
     done = run(trace)
-    rows = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines()[2:])
+    table, _, setup = done.stdout.partition("\n\n")
+    rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines()[2:])
+    assert " ".join(setup.split()).startswith(
+        "Setup: kvcore 0.1.0 without a clock; 8 blocks of"
+    )
+    assert "eviction lru; prefix radix" in " ".join(setup.split())
     assert done.returncode == 0
     assert (rows["lines"], rows["blocks cached"], rows["  EVICT"]) == ("49", "5", "5")
     assert rows["hit ratio by block"] == "29.4%"

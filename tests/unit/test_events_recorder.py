@@ -120,16 +120,18 @@ def test_an_exception_keeps_what_came(tmp_path):
     assert heard(tmp_path / "r.jsonl.gz.part") == ([0], False)
 
 
-@pytest.mark.parametrize("limit", ["LARGEST_LINE", "MOST_VALUES"])
-def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch, limit):
-    """A batch whose line would be too large to be read again is told as lost."""
-    monkeypatch.setattr(f"kvcore.kv_events.recording.{limit}", 300)
-    large = encode(batch(stored(*range(200))))
+def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
+    """A batch whose line would be too long to be read again is told as lost."""
+    limits = {"_LONG_LINE": 0, "LONGEST_LINE": 300}
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"kvcore.files.{name}", limit)
+    large = encode(batch(stored(*range(100))))
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
         record(Played([Delivery(0, 0, large), Delivery(0, 1, PAYLOAD)]), writer)
+    monkeypatch.undo()
     lost, received = RecordingReader(tmp_path / "r.jsonl")
     assert isinstance(lost, Lost)
-    assert "at most" in lost.why
+    assert "the line is longer than 300 bytes" in lost.why
     assert received.seq == 1
 
 

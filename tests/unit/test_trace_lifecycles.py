@@ -54,7 +54,7 @@ def test_a_trace_without_clock_has_no_ends(tmp_path):
     ("n", "fields", "reason"),
     [
         (3, {"request": "nobody"}, "4: REJECT: request 'nobody' has no REQUEST line before"),
-        (3, {"request": "long"}, "5: MISS: request 'long' is rejected: nothing of it follows"),
+        (3, {"request": "long"}, "4: REJECT: request 'long' needs 5 blocks, and the pool has"),
         (7, {"seq": 2}, "8: FIRST_TOKEN: no sequence 2 is open"),
         (7, {"request": "huge"}, "8: FIRST_TOKEN: request 'huge' is rejected: nothing of it"),
         (15, {"seq": 1}, "16: FIRST_TOKEN: sequence 1 is not of request 'short'"),
@@ -89,7 +89,7 @@ def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
         ),
         (
             *(10, "ALLOC", {"seq": 1, "first": 3, "runs": [[3, 1]]}),
-            "sequence 1 is paused, and gets blocks",
+            "sequence 1 is paused: it gets no blocks and commits none",
         ),
         (
             *(8, "RESUME", {"request": "long", "seq": 1}),
@@ -212,6 +212,7 @@ def test_a_model_may_stop_early(tmp_path):
     with serving(path, "wall") as (trace, cache):
         seq = cache.open(ask("r", "a", output_tokens=5))
         trace.first_token(0, request="r", seq=1)
+        cache.extend(seq, 2, 0)
         finish(trace, cache, seq, 3)
         finish(trace, cache, cache.open(ask("silent", "a", output_tokens=5)))
     assert check_trace(path).finished == 2
@@ -223,3 +224,44 @@ def test_a_finish_without_its_close_is_told(trace):
     del events[17]
     reason = "RESUME: FREE of sequence 2 must come before this"
     assert told(seal(trace, events)) == f"18: {reason}"
+
+
+def test_what_is_served_has_blocks_for_its_tokens(trace):
+    """The first token needs the K/V of the prompt, the last that of all tokens before it."""
+    events = lines(trace)
+    events[1]["prompt"] = 13
+    assert told(seal(trace, events)).startswith(
+        "8: FIRST_TOKEN: sequence 1 has had 3 blocks; its prompt and 1 tokens of output take 4"
+    )
+    events[1] |= {"prompt": 12, "output": 10}
+    (at,) = (n for n, event in enumerate(events) if event.get("output") == 6 and n > 1)
+    events[at]["output"] = 10
+    assert told(seal(trace, events)).startswith(
+        f"{at + 1}: FINISH: sequence 4 has had 5 blocks; its prompt and 10 tokens of output"
+    )
+
+
+def test_what_fits_is_not_rejected(trace):
+    """A server rejects an empty prompt, and what the pool is too small for."""
+    events = lines(trace)
+    events[2]["prompt"] = 32
+    reason = "4: REJECT: request 'huge' needs 8 blocks, and the pool has enough"
+    assert told(seal(trace, events)) == reason
+
+
+def test_only_what_runs_generates(trace):
+    """Keys of generated blocks are those of a request that runs."""
+    asked = {"request": "long", "keys": [7]}
+    assert told(forged(trace, 4, "KEYS", **asked)) == (
+        "5: KEYS: request 'long' is waiting, and generates nothing"
+    )
+
+
+def test_what_is_paused_commits_nothing(trace):
+    """Blocks of a paused sequence are as they were."""
+    events = lines(trace)
+    at = next(n for n, event in enumerate(events) if event["event"] == "COMMIT")
+    pause = {"n": 0, "t": 1, "event": "PREEMPT", "request": "long", "seq": 1, "how": "pause"}
+    assert told(seal(trace, [*events[:at], pause, *events[at:]])) == (
+        f"{at + 2}: COMMIT: sequence 1 is paused: it gets no blocks and commits none"
+    )

@@ -93,7 +93,7 @@ def test_the_report_as_json_has_its_schema(trace):
     """As JSON the report has the documented names, in their order."""
     assert list(check_trace(trace).as_dict()) == [
         *("schema", "file", "complete", "lines", "events", "pool"),
-        *("requests", "finished", "rejected", "preemptions", "hit"),
+        *("requests", "finished", "rejected", "preemptions", "hit", "header"),
     ]
 
 
@@ -244,7 +244,10 @@ def test_an_empty_file_has_an_empty_report(tmp_path):
         ),
         (35, {"age": 18}, "EVICT: span 1: by 'lru', age 17 ns, 0 hits expected;"),
         (37, {"hits": 1}, "EVICT: span 2: by 'lru', age 13 ns, 2 hits expected;"),
-        (35, {"reason": "expired"}, "ALLOC: the pool gives"),
+        (35, {"reason": "expired"}, "EVICT: eviction policy 'lru' expires nothing"),
+        (35, {"for": "nobody"}, "EVICT: request 'nobody' has no REQUEST line before this"),
+        (35, {"for": "first"}, "EVICT: blocks were evicted for request 'first', which takes"),
+        (38, {"t": 20}, "EVICT: it is of one call with the line before, which is at 19 ns"),
         (18, {"runs": []}, "FREE: sequence 3 frees [(5, 1)], not []"),
         (18, {"reason": "close"}, "FREE: sequence 3 has no blocks to free with reason 'close'"),
         (19, {"reason": "duplicate"}, "FREE: sequence 1 has no blocks to free with reason"),
@@ -318,12 +321,12 @@ def test_a_block_is_freed_once(trace):
         check_trace(seal(trace, [*events[:20], *events[19:]]))
 
 
-def test_victims_of_a_call_that_failed_are_free(trace):
-    """Where no ALLOC follows, evicted blocks are free, and come after those that were."""
+def test_victims_that_no_sequence_takes_are_told(trace):
+    """Blocks are evicted for the request whose ALLOC follows; a call that fails is the last."""
     events = lines(trace)
     asked = {**events[34], "id": "other", "keys": [1, 2, 3, 4, 5, 6], "prompt": 24}
-    more = dict(events[37], **{"for": "other"})
-    miss = dict(events[39], request="other")
-    alloc = dict(events[40], runs=[[5, 3], [2, 1], [4, 1], [1, 1]])
-    report = check_trace(seal(trace, [*events[:37], asked, more, miss, alloc]))
-    assert report.pool == {"free": 0, "cached": 2, "private": 6, "spans": 2}
+    with pytest.raises(
+        TraceError, match=":38: REQUEST: blocks were evicted for request 'last'"
+    ):
+        check_trace(seal(trace, [*events[:37], asked]))
+    assert check_trace(seal(trace, events[:37])).pool["free"] == 5

@@ -109,18 +109,25 @@ class TestRefused:
         events[0]["plugins"]["eviction"] = {"name": name, "options": options}
         self.refused(seal(path, events), InputError, message)
 
-    def test_a_latency_model_whose_file_changed(self, tmp_path):
-        """Coefficients other than recorded would make another run."""
+    def test_a_file_that_the_trace_names(self, tmp_path):
+        """No file is opened because a header names it; named again by the caller it is."""
         table = tmp_path / "steps.csv"
         head = "prefill_tokens,decode_sequences,context_tokens,seconds\n"
         table.write_text(f"{head}0,0,0,1e-8\n")
-        latency = PLUGINS.build("latency", f"table:path={table}")
+        text = f"table:path={table}"
+        latency = PLUGINS.build("latency", text)
         path = timed(tmp_path / "trace.jsonl", [ask("a")], latency=latency)
-        assert whatif(path).changes == []
-        table.write_text(f"{head}0,0,0,2e-8\n")
-        self.refused(path, InputError, "'table' had other coefficients")
-        table.unlink()
-        self.refused(path, InputError, "'table' cannot be built as recorded: .*steps.csv")
+        assert whatif(path, latency=text).changes == []
+        table.write_text("a secret\n")
+        message = r"no file is opened because a trace names it.*: --latency table:path=FILE$"
+        self.refused(path, InputError, message)
+
+    def test_a_latency_model_that_has_changed(self, tmp_path):
+        """Coefficients other than recorded would make another run."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")])
+        events = lines(path)
+        events[0]["latency"] = {"step_ps": 1}
+        self.refused(seal(path, events), InputError, "had other coefficients when this was")
 
     @pytest.mark.parametrize(
         ("field", "value", "message"),

@@ -1,0 +1,215 @@
+"""What a trace may cost: files of a few kB that ask for gigabytes, or for hours."""
+
+import gzip
+import tracemalloc
+from io import BytesIO
+
+import pytest
+import zstandard
+from helpers.traces import ask, lines, record, seal, write
+
+from kvcore import InputError, TraceError
+from kvcore.analysis import explain
+from kvcore.files import LONGEST_LINE, MOST_VALUES, DamageError, decompressed
+from kvcore.kv_events.recording import RecordingReader
+from kvcore.trace import check_trace, read_events
+from kvcore.trace.fields import MOST_BLOCKS_OF_LINE, decode_runs
+from kvcore.workloads.files import lines as workload_lines
+
+MIB = 1 << 20
+ZEROS = b"0" * MIB
+PACK = {
+    "gzip": lambda data, count: gzip.compress(data * count, 1),
+    "zstd": lambda data, count: zstandard.compress(data * count, 1),
+}
+
+
+@pytest.fixture
+def peak():
+    """Return a function that reads a file, and returns the peak of what Python allocated."""
+
+    def read(reader):
+        tracemalloc.start()
+        try:
+            with pytest.raises((TraceError, InputError)) as caught:
+                for _ in reader:
+                    pass
+            return str(caught.value), tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    return read
+
+
+@pytest.fixture
+def header(tmp_path):
+    """Return the first line of a trace, with its newline."""
+    return write(tmp_path / "header.jsonl").read_bytes().splitlines(keepends=True)[0]
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_stream_that_expands_too_far_is_refused(kind):
+    """A file of kB does not become one of hundreds of MB; the error says what to do."""
+    with pytest.raises(DamageError, match=f"the {kind} stream expands to more than 24 times"):
+        for _ in decompressed(BytesIO(PACK[kind](ZEROS, 64)), 24):
+            pass
+
+
+def test_traces_and_recordings_may_not_expand_without_end(tmp_path, monkeypatch):
+    """Their readers have that limit, and name file and line."""
+    monkeypatch.setattr("kvcore.trace.jsonl_file.EXPANSION", 1)
+    monkeypatch.setattr("kvcore.files.EXPANDED_BYTES", 0)
+    path = tmp_path / "trace.jsonl.gz"
+    record(path)
+    for reader in (read_events, RecordingReader):
+        with pytest.raises(TraceError, match=r":1: the gzip stream expands .* decompress it"):
+            list(reader(path))
+
+
+def test_pieces_are_small_however_dense_the_stream_is():
+    """Decompressed bytes come in pieces of 64 KiB, and not all of them at once."""
+    for pack in PACK.values():
+        packed = pack(ZEROS, 64)
+        tracemalloc.start()
+        assert max(map(len, decompressed(BytesIO(packed)))) <= 1 << 16
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 40 * MIB
+
+
+@pytest.mark.parametrize("reader", [read_events, RecordingReader, workload_lines])
+def test_a_line_has_a_greatest_length(tmp_path, reader, peak):
+    """What has no newline for 16 MiB is refused with file and line, and no longer held."""
+    path = tmp_path / "long"
+    path.write_bytes(ZEROS * 20)
+    told, most = peak(reader(path))
+    assert (
+        f"{path}:1: the line is longer than {LONGEST_LINE:,} bytes, which is the most" in told
+    )
+    assert most < 48 * MIB
+
+
+def test_a_line_has_a_greatest_number_of_values(tmp_path, header, peak):
+    """Short values, each of which takes much memory once parsed, are counted before."""
+    path = tmp_path / "dense"
+    keys = b"1," * MOST_VALUES + b"1"
+    line = b'{"n":1,"t":0,"event":"REQUEST","id":1,"prompt":0,"output":0,"keys":[%s]}\n' % keys
+    path.write_bytes(header + line)
+    told, most = peak(read_events(path))
+    assert f"{path}:2: the line has 1,048,584 values; 1,048,576 is the most" in told
+    assert most < 16 * MIB
+
+
+def test_a_header_has_a_greatest_length(tmp_path, header):
+    """The one line in which anything may stand is a short one."""
+    path = tmp_path / "header"
+    path.write_bytes(header.replace(b'"seed"', b'"model":"%s","seed"' % (b"x" * MIB)))
+    with pytest.raises(TraceError, match=":1: HEADER is longer than 1,048,576 bytes"):
+        lines(path)
+
+
+def test_a_header_that_cannot_be_written_again_is_refused(tmp_path, header):
+    """JSON that is nested too deep to be exported is told where it is read."""
+    path = tmp_path / "deep"
+    deep = b"[" * 900 + b"]" * 900
+    path.write_bytes(header.replace(b"}\n", b',"model":%s}\n' % deep))
+    with pytest.raises(TraceError, match=":1: the line cannot be written again: Recursion"):
+        lines(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"n":4,', b'"n":3,"n":4,'),
+        (b'"event":"COMMIT"', b'"event":"FREE","event":"COMMIT"'),
+        (b'"seq":1,', b'"seq": 1,'),
+        (b'"seq":1,', b'"seq":-0,"seq":1,'),
+        (b'"first"', b'"f\\u0069rst"'),
+        (b"}\n", b"}\r\n"),
+        (b'"again":true', b'"again":false,"again":true'),
+        (b'"blocks":8,', b'"blocks":7,"blocks":8,'),
+    ],
+)
+def test_there_is_one_way_to_write_a_line(tmp_path, old, new):
+    """Names that stand twice, blanks, CRLF and longer spellings are refused: readers differ."""
+    path = record(tmp_path / "trace.jsonl")
+    text = path.read_bytes().splitlines(keepends=True)
+    at = next(n for n, line in enumerate(text) if old in line and (n > 3 or b"HEADER" in line))
+    text[at] = text[at].replace(old, new, 1)
+    path.write_bytes(b"".join(text))
+    with pytest.raises(
+        TraceError, match=rf":{at + 1}: the line is not written as kvcore writes"
+    ):
+        lines(path)
+
+
+def test_texts_may_hold_what_stands_between_values(tmp_path):
+    """Colons, blanks and backslashes in a text are no second way to write a line."""
+    path = write(tmp_path / "trace.jsonl", ask('a:b \\ "c":\t', "a", tenant="x: y"))
+    assert lines(path)[1]["id"] == 'a:b \\ "c":\t'
+
+
+def test_a_recording_is_written_in_one_way_too(tmp_path):
+    """A recording that names a value twice is refused as a trace is."""
+    path = tmp_path / "recording.jsonl"
+    path.write_bytes(b'{"n":0,"kind":"RECORDING","schema":2,"schema":1,"format":"msgpack"}\n')
+    with pytest.raises(TraceError, match=":1: the line is not written as kvcore writes"):
+        list(RecordingReader(path))
+
+
+def test_runs_are_counted_before_they_are_expanded():
+    """Two numbers that stand for two billion blocks are refused at once."""
+    for runs in ([(0, 2**31 - 1)], [(5, 5), (2**30, -MOST_BLOCKS_OF_LINE)]):
+        with pytest.raises(ValueError, match="more than 1,048,576 blocks, which is the most"):
+            decode_runs(runs)
+
+
+def begun(tmp_path, *more):
+    """Write a trace of a huge pool, in which a huge request has been admitted; seal it."""
+    header = lines(write(tmp_path / "begun.jsonl", blocks=2**31 - 1))[0]
+    asked = {"id": "a", "prompt": 2**40, "output": 1, "keys": [], "key_tokens": 4}
+    admitted = {"request": "a", "seq": 1, "block": 0, "why": "no keys"}
+    some = [{"t": 0, "event": "REQUEST", **asked}, {"t": 0, "event": "MISS", **admitted}]
+    events = [{"n": 0, "t": 0, **event} for event in (*some, *more)]
+    return seal(tmp_path / "trace.jsonl", [header, *events])
+
+
+def test_blocks_in_use_have_a_limit(tmp_path, monkeypatch):
+    """Many lines cannot take what one may not."""
+    monkeypatch.setattr("kvcore.trace.state.MOST_BLOCKS", 20)
+    more = [{"event": "ALLOC", "seq": 1, "first": at, "runs": [[at, 10]]} for at in (0, 10, 20)]
+    with pytest.raises(TraceError, match=":6: ALLOC: more than 20 blocks are in use"):
+        check_trace(begun(tmp_path, *more))
+
+
+def test_work_has_a_limit(tmp_path, monkeypatch):
+    """The same blocks, taken and given back, are counted each time they are named."""
+    monkeypatch.setattr("kvcore.trace.state.WORK", 1000)
+    monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
+    more = [
+        {"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 300]]},
+        {"event": "FREE", "seq": 1, "runs": [[299, -300]], "reason": "rollback"},
+    ] * 9
+    for read in (check_trace, explain):
+        with pytest.raises(TraceError, match=r"lines name [0-9,]+ blocks and spans: too many"):
+            read(begun(tmp_path, *more))
+
+
+def test_forks_have_a_limit(tmp_path):
+    """A fork copies the table of its parent, and a line is enough for one."""
+    more = [{"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 1 << 16]]}]
+    more += [{"event": "FORK", "seq": 1, "child": child} for child in range(2, 9)]
+    for read in (check_trace, explain):
+        with pytest.raises(TraceError, match=":8: FORK: open forks share more than 262,144"):
+            read(begun(tmp_path, *more))
+
+
+def test_a_block_to_copy_to_is_in_the_pool(tmp_path):
+    """A copy to a block that no machine integer can name is refused."""
+    more = [
+        {"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 1]]},
+        {"event": "FORK", "seq": 1, "child": 2},
+        {"event": "COPY", "seq": 1, "block": 0, "from": 0, "to": 2**40},
+    ]
+    with pytest.raises(TraceError, match=r":6: COPY: run .* leaves the block ids"):
+        check_trace(begun(tmp_path, *more))
