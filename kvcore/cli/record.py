@@ -211,7 +211,7 @@ def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]
         nonlocal shown
         if terminal and monotonic() - shown > REDRAW_SECONDS:
             shown = monotonic()
-            echo(
+            click.echo(
                 f"{ERASE}{tally.batches:,} batches, {tally.stored:,} blocks stored, "
                 f"{tally.removed:,} removed, {tally.gaps:,} gaps",
                 nl=False,
@@ -220,4 +220,4 @@ def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]
 
     yield warn, progress
     if terminal:
-        echo(ERASE, nl=False, err=True)
+        click.echo(ERASE, nl=False, err=True)
