@@ -58,10 +58,6 @@ DIGEST_BYTES = 16
 
 BUFFER_BYTES = 1 << 20
 
-EXPANSION = 24
-"""Bytes that a compressed byte may expand to, past the first 16 MiB: traces of servers reach 6
-to 9, and 16 at the level 19 of zstd."""
-
 ODD_BYTES = re.compile(rb"[ \\\r\t]")
 """Bytes that stand between values, or in a text that may have another form."""
 
@@ -305,11 +301,13 @@ class SealedReader(ABC, Generic[_Item]):
     Iterating yields an item a line, checked by `_parse`, and at END the digest. A file without
     END is *incomplete*: all items before the cut are yielded, then iteration just ends.
 
-    A line has at most 16 MiB and 2^20 values, and a compressed file expands to at most 24
-    times its size past the first 16 MiB: what a file may cost follows from its size.
+    A line has at most 16 MiB and 2^20 values, and a compressed file expands to at most
+    `expansion` times its size past the first 16 MiB: what a file may cost follows from its
+    size. Traces reach 6 to 9 times, and 16 at the level 19 of zstd.
 
     Attributes:
         kind: what errors call the file, before its name.
+        expansion: bytes that a compressed byte may expand to.
         file: the path, as given.
         line: the file's line number, from 1, of the item yielded last.
         complete: whether END was reached, and nothing is missing or follows.
@@ -321,6 +319,7 @@ class SealedReader(ABC, Generic[_Item]):
     """
 
     kind: ClassVar[str]
+    expansion: ClassVar[int] = 24
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; the file is opened when iteration starts."""
@@ -336,7 +335,7 @@ class SealedReader(ABC, Generic[_Item]):
         """Yield the items."""
         try:
             with self.file.open("rb") as file:
-                yield from self._items(decompressed(file, EXPANSION))
+                yield from self._items(decompressed(file, self.expansion))
         except OSError as error:
             reason = unreadable_reason(self.file, error)
             msg = f"cannot read the {self.kind} {self.file}: {reason}"

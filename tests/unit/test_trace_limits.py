@@ -14,6 +14,7 @@ from kvcore.files import LONGEST_LINE, MOST_VALUES, DamageError, decompressed
 from kvcore.kv_events.recording import RecordingReader
 from kvcore.trace import check_trace, read_events
 from kvcore.trace.fields import MOST_BLOCKS_OF_LINE, decode_runs
+from kvcore.trace.jsonl_file import SealedReader
 from kvcore.workloads.files import lines as workload_lines
 
 MIB = 1 << 20
@@ -57,13 +58,27 @@ def test_a_stream_that_expands_too_far_is_refused(kind):
 
 def test_traces_and_recordings_may_not_expand_without_end(tmp_path, monkeypatch):
     """Their readers have that limit, and name file and line."""
-    monkeypatch.setattr("kvcore.trace.jsonl_file.EXPANSION", 1)
+    for reader in (SealedReader, RecordingReader):
+        monkeypatch.setattr(reader, "expansion", 1)
     monkeypatch.setattr("kvcore.files.EXPANDED_BYTES", 0)
     path = tmp_path / "trace.jsonl.gz"
     record(path)
     for reader in (read_events, RecordingReader):
         with pytest.raises(TraceError, match=r":1: the gzip stream expands .* decompress it"):
             list(reader(path))
+
+
+def test_a_recording_has_no_more_lines_than_its_size_allows(tmp_path, monkeypatch):
+    """Lines that compress to nothing are refused where they begin to cost much time."""
+    monkeypatch.setattr("kvcore.kv_events.recording._FREE_LINES", 10)
+    path = tmp_path / "recording.jsonl.gz"
+    line = b'{"kind":"SKIPPED"}\n'
+    head = b'{"n":0,"kind":"RECORDING","schema":1,"format":"msgpack"}\n'
+    path.write_bytes(gzip.compress(head + line * 1_000, mtime=0))
+    monkeypatch.setattr(RecordingReader, "_item", lambda *_: None)
+    most = 10 + path.stat().st_size // 4
+    with pytest.raises(TraceError, match=rf":{most + 1}: .* at most {most} lines"):
+        list(RecordingReader(path))
 
 
 def test_pieces_are_small_however_dense_the_stream_is():
