@@ -374,6 +374,7 @@ class WhatIf:
 
     Attributes:
         file: the trace.
+        header: its first line.
         kvcore, here: the versions that wrote it and ran it again; two may differ in what
             they decide.
         workload: the name of its workload.
@@ -383,6 +384,7 @@ class WhatIf:
     """
 
     file: str
+    header: Mapping[str, Any]
     kvcore: str
     here: str
     workload: str
@@ -489,6 +491,7 @@ def whatif(
         log = rerun.run(stack.enter_context((progress or silent)(*shown)))
     return WhatIf(
         file=str(workload.file),
+        header=header.as_dict(),
         kvcore=header.kvcore,
         here=version(),
         workload=workload.name,

@@ -137,6 +137,7 @@ def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
         (report.headers, report.rows, report.headers[1:]),
         report.verdict,
         *((headers, rows, headers[1:]) for headers, rows in report.tables),
+        report.setup,
     )
 
 

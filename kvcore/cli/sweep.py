@@ -134,7 +134,7 @@ def _print(result: Sweep, tables: list[Path]) -> None:
     echo()
     if report.reading:
         print_text(report.reading)
-    print_text(f"All rows: {', '.join(map(str, tables))}.")
+    print_text(f"{report.setup}\nAll rows: {', '.join(map(str, tables))}.")
 
 
 def _report_failures(result: Sweep) -> None:

@@ -12,12 +12,13 @@ import attrs
 import orjson
 
 from kvcore.analysis import Belady
-from kvcore.analysis.sweep import Row, Sweep
+from kvcore.analysis.sweep import Row, Sweep, axes_of
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, counted, share
+from kvcore.trace.writer import version
 from kvcore.units import format_bytes, format_number, format_seconds
 
 POLICIES = ("prefix", "retention", "scheduler", "eviction")
@@ -112,6 +113,16 @@ class SweepReport:
                 "requests arrive; their times tell how long the workload is."
             )
         return "\n".join(lines)
+
+    @property
+    def setup(self) -> str:
+        """What all cells have in common, with every option."""
+        grid, row = self.sweep.grid, self.sweep.rows[0]
+        # How many blocks a given memory has, follows from it.
+        known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
+        same = [name for name in axes_of(grid.mode) if name not in known]
+        parts = [f"{n} {_written(n, row)}" for n in same if row.get(n) is not None]
+        return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
 
     @property
     def _competing(self) -> list[str]:

@@ -10,7 +10,7 @@ import attrs
 
 from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, counted, plugin_text, share
+from kvcore.report.tables import NONE, counted, plugin_text, setup, share
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 SAME, ABOUT = "=", "≈"
@@ -49,6 +49,13 @@ class WhatIfReport:
                 "otherwise by itself: run it again as recorded (--export FILE) to see."
             )
         return "\n".join(lines)
+
+    @property
+    def setup(self) -> str:
+        """All that was run again, with every option."""
+        found, config = self.whatif, self.whatif.rerun.config
+        plugins = {n: v for n, v in config.items() if isinstance(v, Mapping) and "options" in v}
+        return setup({**found.header, **config, "kvcore": found.here, "plugins": plugins})
 
     @property
     def headers(self) -> Row:

@@ -53,7 +53,9 @@ def sweep(cluster, tmp_path):
     def invoke(toml, out, executor=f"ray:{address}"):
         (tmp_path / "sweep.toml").write_text(toml)
         done = run("sweep.toml", "--executor", executor, "--out", out, cwd=tmp_path, env=env)
-        assert (done.returncode, done.stderr) == (0, "")
+        # What Ray itself writes of workers that died comes when it likes.
+        told = [line for line in done.stderr.splitlines() if "(raylet)" not in line]
+        assert (done.returncode, told) == (0, [])
         return (tmp_path / out).read_bytes()
 
     return invoke
