@@ -2,8 +2,8 @@
 
     python docs/render_schemas.py
 
-writes `config.schema.json`, for `--config` of `simulate` and `run`, and `sweep.schema.json`, for
-the file of `sweep`, into docs/reference.
+writes `config.schema.json`, for `--config` of `simulate` and `run`, and `sweep.schema.json`,
+for the file of `sweep`, into docs/reference.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_out_writes_the_numbers(run, tmp_path):
     [
         (["--sizes", "1"], "give 2 or more"),
         (["--sizes", "some"], "expected a number of sizes"),
-        (["--sizes", "5,0"], "a pool of 0 blocks"),
+        (["--sizes", "5,0"], "numbers without commas, above 0"),
         (["--sizes", "100001"], "too many"),
         (["--eviction", ""], "has an empty name"),
         (["--eviction", "lrux"], "did you mean 'lru'?"),
