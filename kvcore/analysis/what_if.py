@@ -501,7 +501,6 @@ class _Rerun:
     """Runs the requests of a trace again."""
 
     def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
-        """Build the scheduler and the latency model of the second run, if it has a clock."""
         self._parts, self._cache, self._workload = parts, cache, workload
         self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
 

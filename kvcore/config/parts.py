@@ -75,7 +75,6 @@ class RunParts:
         workload: Workload | None = None,
         naming: Callable[[str], str] | None = None,
     ) -> None:
-        """Build what can be used again, and check the rest."""
         self.config = config
         self.plugins = plugins or Plugins()
         self._naming = naming or "{}: ".format

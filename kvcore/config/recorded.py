@@ -177,7 +177,6 @@ class RecordedParts(RunParts):
         changes: Mapping[str, Any],
         plugins: Plugins | None = None,
     ) -> None:
-        """Put the changes into the recorded configuration."""
         self._file, self._header = file, header
         self.timed = header["mode"] != "untimed"
         changes = {name: value for name, value in changes.items() if value is not None}
