@@ -142,9 +142,8 @@ def _write(report: CurvesReport, kind: str, file: TextIO) -> None:
     if kind == "csv":
         report.write_csv(file)
     elif kind == "json":
-        document = {"schema": 1, **report.document()}
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-        file.buffer.write(orjson.dumps(document, option=option))
+        file.buffer.write(orjson.dumps({"schema": 1, **report.document()}, option=option))
     else:
         file.buffer.write(plot(report, kind))
 

@@ -292,7 +292,7 @@ class RecordedParts(RunParts):
         return find_model(str(self.config.model))
 
     def _check_deployment(self) -> None:
-        """Nothing is sized by a deployment here, and the header need not name one."""
+        """Check nothing: no pool is sized here, and the header need not name a deployment."""
 
     def _defaults(self) -> dict[str, Any]:
         """Return what the run was recorded with, for plugins that leave it out."""
