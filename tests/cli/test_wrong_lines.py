@@ -57,15 +57,17 @@ size llama-3-8b h100 | unexpected extra argument
 replay | 'FILE'
 replay good.jsonl good.jsonl | unexpected extra argument
 explain | 'SOURCE'
-explain good.jsonl | say what to explain
-explain good.jsonl 0 --summary | not both
+explain good.jsonl | say what to explain: a REQUEST, such as `kvcore
+explain good.jsonl 0 --summary | or --summary, not both
 explain good.jsonl 0 1 | unexpected extra argument
 export good.jsonl | '--format'
 export | 'TRACE'
-export good.jsonl --format vllm | --out
+export good.jsonl --format vllm | give --out FILE, or with
+export good.jsonl --format vllm --out x.jsonl --replay tcp://h:1 | give --out FILE, or with
+export good.jsonl --format dynamo --zmq tcp://h:1 | give --out FILE, or with
 export good.jsonl --format nothing --out x | 'nothing'
 export good.jsonl --format mooncake --zmq tcp://h:1 | --out
-export good.jsonl --format vllm --out x.jsonl --zmq tcp://h:1 | --zmq
+export good.jsonl --format vllm --out x.jsonl --zmq tcp://h:1 | give --out FILE, or with
 record --zmq tcp://h:1 | '--out'
 record -o x.jsonl | '--zmq'
 sweep | 'NAME.TOML'
@@ -342,16 +344,18 @@ curve W --eviction optimum --accounting tokens | `keys` accounting alone
 curve W --model no-model | no-model
 curve nowhere | 'nowhere'
 explain none.jsonl 3 | none.jsonl
-explain W 3 | --blocks
-explain W 999 --blocks 30 | '999'
-explain W 3 --blocks 0 | 0
+explain W 3 | zipf:requests=20 is a workload: say how large the pool is
+explain zpif 3 | there is no such file, and no workload plugin is named 'zpif'
+explain W 3 --blocks 30 --eviction lru,lfu | policies given: 2
+explain W 999 --blocks 30 | request '999' is not in zipf
+explain W 3 --blocks 0 | a pool of 0 blocks was asked for
 explain W 3 --blocks x | '--blocks'
 explain W 3 --blocks 30 --eviction nope | 'nope'
-explain W 3 --blocks 30 --eviction optimum | optimum
+explain W 3 --blocks 30 --eviction optimum | there is no trace of it
 explain good.jsonl 99 | '99'
-explain good.jsonl 3 --blocks 30 | --blocks
+explain good.jsonl 3 --blocks 30 | is a trace: what it was recorded with is in it, so --block
 explain good.jsonl 3 --limit 3 | --limit
-explain good.jsonl --summary --top 0 | '--top'
+explain good.jsonl --summary --top 0 | Invalid value for '--top'
 explain good.jsonl --summary --top x | '--top'
 # run
 run W --limit -1 | '--limit': -1 is out of range
@@ -390,7 +394,7 @@ size llama-3-8b --batch 0.5 | '--batch'
 size llama-3-8b --tokens 1e18 --batch 1e18 | --tokens
 size llama-3-8b --block-size 0 | '--block-size'
 size llama-3-8b --window 0 | '--window': 0 is out of range
-size llama-3-8b --reserve 8GiB | --device
+size llama-3-8b --reserve 8GiB | --reserve 8GiB: it is kept free on a device; give --device too
 size llama-3-8b --device h100 --reserve x | 'x'
 size llama-3-8b --device h100 --reserve 100% | '100%'
 size llama-3-8b --device h100 --reserve 900GiB | '900GiB'
@@ -444,6 +448,10 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 0 | '--ranks'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 99999 | rank 65535 would have port 65536
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0B | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 1 | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate h | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | '--rotate'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --reconnect 0 | '--reconnect'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay-timeout x | '--replay-timeout'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay nowhere | nowhere
