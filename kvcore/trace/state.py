@@ -16,7 +16,6 @@ import attrs
 from kvcore.cache import Residency
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Hole, merge_holes
-from kvcore.errors import TraceError
 from kvcore.trace.fields import decode_runs
 from kvcore.trace.reader import TraceReader
 
@@ -543,9 +542,8 @@ def rebuild_residency(file: str | os.PathLike[str]) -> Residency:
                 rebuilt.record(event)
         except ValueError as error:
             reader.fail(f"{event.event}: {error}")
-    if rebuilt is None or not reader.complete:
-        msg = f"{reader.file}: incomplete: {reader.cut_reason}"
-        raise TraceError(msg)
+    reader.require_complete()
+    assert rebuilt is not None  # A complete trace has a HEADER.
     return rebuilt.residency
 
 

@@ -140,21 +140,17 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """
     begun: list[bytes] = []
     length = 0
-    for piece in pieces:
-        for line in BytesIO(piece):
-            begun.append(line)
-            length += len(line)
-            if line.endswith(b"\n") or length > LONGEST_LINE:
-                whole = b"".join(begun)
-                if fault := line_fault(whole):
-                    raise DamageError(fault)
+    # Nothing, in place of a line, ends the last one.
+    for line in chain(chain.from_iterable(map(BytesIO, pieces)), [b""]):
+        begun.append(line)
+        length += len(line)
+        if not line or line.endswith(b"\n") or length > LONGEST_LINE:
+            whole = b"".join(begun)
+            if fault := line_fault(whole):
+                raise DamageError(fault)
+            if whole:
                 yield whole
-                begun, length = [], 0
-    whole = b"".join(begun)
-    if fault := line_fault(whole):
-        raise DamageError(fault)
-    if whole:
-        yield whole
+            begun, length = [], 0
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
