@@ -7,7 +7,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from errno import EISDIR
 from functools import cache
 from itertools import count
@@ -123,12 +123,9 @@ def _copy(source: Path | None) -> Path:
     folder = TemporaryDirectory(prefix="kvcore-")
     _folders.append(folder)
     path = Path(folder.name) / "stdin" if source is None else Path(folder.name) / source.name
-    with storage_errors(str(path)), path.open("wb") as copied:
-        if source is None:
-            copyfileobj(sys.stdin.buffer, copied)
-        else:
-            with source.open("rb") as file:
-                copyfileobj(file, copied)
+    piped = nullcontext(sys.stdin.buffer) if source is None else source.open("rb")
+    with piped as file, storage_errors(str(path)), path.open("wb") as copied:
+        copyfileobj(file, copied)
     return path
 
 
@@ -197,18 +194,15 @@ def _expanded(
             content.append(piece)
             # A chunk at a time if it is not too much: damage shows after the bytes it is in.
             if decoder is None or at == len(data) or len(piece) > CHUNK_BYTES:
-                yield from _pieces(b"".join(content))
+                whole = b"".join(content)
                 content.clear()
+                for start in range(0, len(whole), CHUNK_BYTES):
+                    yield whole[start : start + CHUNK_BYTES]
+                del whole  # Or it would be there while the next is made.
         data = file.read(CHUNK_BYTES)
     if decoder is not None:
         msg = f"the {kind} stream stops early"
         raise CutError(msg)
-
-
-def _pieces(content: bytes) -> Iterator[bytes]:
-    return (
-        content[start : start + CHUNK_BYTES] for start in range(0, len(content), CHUNK_BYTES)
-    )
 
 
 def compressor(path: Path) -> Compressor | None:

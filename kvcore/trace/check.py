@@ -24,6 +24,7 @@ from kvcore.trace.fields import SCHEMA, encode_runs
 from kvcore.trace.lifecycle import Lifecycles
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.state import (
+    APPLIED,
     CacheState,
     Hits,
     TracedPrompt,
@@ -194,7 +195,7 @@ class TraceChecker:
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
         # Plain requests for what a server says have one check: that of their life cycle.
-        checks = {name: getattr(self, f"_{name.lower()}") for name in _CHECKED}
+        checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
         self._checks: dict[str, Callable[[Any], None]] = checks
 
     def apply(self, event: events.Event) -> None:
@@ -515,12 +516,6 @@ class TraceChecker:
 
     def _refuse_unpinned(self) -> None:
         violated("forked sequences still hold blocks that are cached now, without a pin")
-
-
-_CHECKED = (
-    *("REQUEST", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
-    *("FREE", "FORK", "KEYS", "END"),
-)
 
 
 class CachedKeys:

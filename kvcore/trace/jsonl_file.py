@@ -43,7 +43,6 @@ from kvcore.files import (
     compressor,
     decompressed,
     line_fault,
-    part_path,
     storage_errors,
     unreadable_reason,
 )
@@ -150,13 +149,12 @@ class BackgroundFile(io.RawIOBase):
         if isinstance(self._file, AtomicFile):
             self._file.discard()
 
-    def keep(self) -> Path:
-        """Drop all later writes, and leave the unfinished file; return its path."""
+    def keep(self) -> None:
+        """Drop all later writes, and leave the unfinished file."""
         self._drop_writes()
         if isinstance(self._file, AtomicFile):
             with suppress(OSError):
                 self._file.close()
-        return part_path(Path(self.name))
 
     def _drop_writes(self) -> None:
         self._discarded = True

@@ -34,6 +34,16 @@ WORK, WORK_OF_LINE = 1 << 25, 1 << 10
 """Steps, each some 50 ns, that a trace may take at all, and more for each of its lines."""
 
 
+APPLIED = (
+    *("REQUEST", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
+    *("FREE", "FORK", "KEYS"),
+)
+"""Events that change the cache; each is applied by the method of its name."""
+
+TIMED = ("HIT", "SPLIT", "COMMIT", "EVICT")
+"""Events from which the residency of blocks follows."""
+
+
 class ViolationError(ValueError):
     """A line that cannot follow from the lines before it."""
 
@@ -306,17 +316,7 @@ class CacheState:
         self._work = self._most_work = self._copies = 0
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
         self._apply: dict[str, Callable[[Any], None]] = {
-            "REQUEST": self._request,
-            "HIT": self._hit,
-            "MISS": self._miss,
-            "SPLIT": self._split,
-            "ALLOC": self._alloc,
-            "COPY": self._copy,
-            "COMMIT": self._commit,
-            "EVICT": self._evict,
-            "FREE": self._free,
-            "FORK": self._fork,
-            "KEYS": self._keys,
+            name: getattr(self, f"_{name.lower()}") for name in APPLIED
         }
 
     @property
@@ -555,10 +555,7 @@ class _RebuiltResidency:
         self._state = state
         self._stored: dict[int, int] = {}
         self._record: dict[str, Callable[[Any], None]] = {
-            "HIT": self._hit,
-            "SPLIT": self._split,
-            "COMMIT": self._commit,
-            "EVICT": self._evict,
+            name: getattr(self, f"_{name.lower()}") for name in TIMED
         }
 
     def record(self, event: events.Event) -> None:
