@@ -380,11 +380,8 @@ class TraceChecker:
 
     def _drop(self, event: events.Drop) -> None:
         self._order.settle()
-        seq, first, end = (
-            self.state.sequence(event.seq),
-            event.first,
-            event.first + event.blocks,
-        )
+        seq, first = self.state.sequence(event.seq), event.first
+        end = first + event.blocks
         if event.by != self._retention:
             violated(f"by retention policy {self._retention!r}, not {event.by!r}")
         if not self._order.pool.owners.keys().isdisjoint(seq.private):
@@ -396,11 +393,8 @@ class TraceChecker:
         self._order.pool.release(freed)
 
     def _free(self, event: events.Free) -> None:
-        seq, ids, reason = (
-            self.state.sequence(event.seq),
-            self.state.ids(event.runs),
-            event.reason,
-        )
+        seq, reason = self.state.sequence(event.seq), event.reason
+        ids = self.state.ids(event.runs)
         if self._due is not None:
             fits = reason == self._due[2]
         else:

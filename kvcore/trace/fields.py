@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
+from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention
@@ -143,9 +144,6 @@ def _key_field(key: Any, place: int, request: int | str) -> int | str:
         "from 0 to 2**63 - 1, 16 bytes, and strings of 32 hex digits"
     )
     raise InputError(msg)
-
-
-Ids: TypeAlias = "array[int]"
 
 
 Runs: TypeAlias = list[tuple[int, int]]
