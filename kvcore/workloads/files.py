@@ -103,15 +103,23 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the elements of a JSON array whose opening bracket has been read."""
     texts = codecs.iterdecode(pieces, "utf-8", "surrogateescape")
     scan = json.JSONDecoder(strict=False).raw_decode
-    text, end = "", 0
+    text, end, commas, due = "", 0, 0, 0
     while True:
         begin = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # matches nothing
+        commas += text.count(",", end, begin)
+        closed, parsed = text.startswith("]", begin), None
         with suppress(ValueError, RecursionError):
-            end = scan(text, begin)[1]
-            yield text[begin:end].encode("utf-8", "surrogateescape")
-            continue
-        if text.startswith("]", begin):
+            parsed = scan(text, begin)[1]
+        due = 0 if closed else due
+        if (closed or parsed is not None) and commas != due:
+            msg = f"commas at this place of the JSON array: {commas}; expected {due}"
+            raise DamageError(msg)
+        if closed:
             break
+        if parsed is not None:
+            yield text[begin:parsed].encode("utf-8", "surrogateescape")
+            end, commas, due = parsed, 0, 1
+            continue
         rest = [text[begin:]]
         size = len(rest[0])
         # As much again as there is: the work stays linear in the length of an element.
