@@ -36,11 +36,11 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.terminal import echo
 from kvcore.cli.verb import plugin_completion, verb
-from kvcore.config import find_workload, load_model
+from kvcore.config import find_workload
 from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.models.catalogue import find_device
+from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins

@@ -31,11 +31,11 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import Count, verb
-from kvcore.config import find_workload, load_model
+from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.host import cpus
-from kvcore.models.catalogue import find_device
+from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins

@@ -13,11 +13,11 @@ import attrs
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
-from kvcore.config.lookup import find_workload, load_model
+from kvcore.config.lookup import find_workload
 from kvcore.config.run_config import MEMORY, RunConfig, read_option
 from kvcore.engine import Backend, Generator
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES, MODELS, find_device
+from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
