@@ -13,7 +13,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from shutil import copyfileobj
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO, TypeAlias
 
 from kvcore.errors import InputError, StorageError
 
@@ -123,7 +123,7 @@ def input_path(name: str | os.PathLike[str]) -> Path:
     """Return the path of a file to read that can be read again and again.
 
     `-` is standard input. That and a pipe can be read once: they are copied into a temporary
-    file, which goes with the process.
+    file, which goes with the process, and whose path prints as `-` or as the pipe's name.
 
     Raises:
         StorageError: the copy cannot be written.
@@ -137,6 +137,27 @@ def input_path(name: str | os.PathLike[str]) -> Path:
     return path
 
 
+class _CopiedPath(type(Path())):  # type: ignore[misc]
+    """The path of a temporary copy, which prints as what it is a copy of."""
+
+    def __str__(self) -> str:
+        """Return the name of the source, equal in equal runs."""
+        return str(self.name)
+
+    def __fspath__(self) -> str:
+        """Return the path of the copy, for what opens it."""
+        return str(super().__str__())
+
+
+def as_path(name: Any) -> Path:
+    """Return the path of a name; a path stays the object that it is."""
+    return name if isinstance(name, Path) else Path(name)
+
+
+# The type of an option is that of its field, unless the field's converter has another one.
+del as_path.__annotations__["name"]
+
+
 @cache
 def _copy(source: Path | None) -> Path:
     """Return a temporary copy of a pipe, or (None) of standard input."""
@@ -144,7 +165,7 @@ def _copy(source: Path | None) -> Path:
 
     folder = TemporaryDirectory(prefix="kvcore-")
     _folders.append(folder)
-    path = Path(folder.name) / "stdin" if source is None else Path(folder.name) / source.name
+    path = _CopiedPath(folder.name, STDIN if source is None else source.name)
     with storage_errors(str(path)), path.open("wb") as copied:
         if source is None:
             copyfileobj(sys.stdin.buffer, copied)

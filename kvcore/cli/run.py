@@ -26,6 +26,7 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
+    print_notes,
     print_text,
     progress,
 )
@@ -157,6 +158,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         _print_texts(document)
     else:
         _print_report(engine, result, document)
+    print_notes(engine.workload)
 
 
 def _check(given: dict[str, Any], from_file: set[str]) -> None:

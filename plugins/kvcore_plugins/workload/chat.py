@@ -16,6 +16,7 @@ from attrs.validators import ge, in_, lt
 
 from kvcore import InputError, Request
 from kvcore.extras import import_extra
+from kvcore.files import as_path
 from kvcore.request import block_keys
 from kvcore.units import NS_PER_S
 from kvcore.workloads import file_digest
@@ -80,7 +81,7 @@ class Chat(TimedFile):
     name: ClassVar[str] = "chat"
     line_fields = (("messages",), ("conversations",), ("prompt",))
 
-    tokenizer: Path | None = attrs.field(default=None, converter=optional(Path))
+    tokenizer: Path | None = attrs.field(default=None, converter=optional(as_path))
     tokens: str = attrs.field(default="words", validator=in_(_MODES))
     time: str | None = None
     output_tokens: int = attrs.field(default=0, validator=ge(0))
