@@ -292,9 +292,9 @@ def _digests(folder: Path) -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
     """Return the tokenizer in a folder, whose files have these digests."""
-    del digests
-    if not folder.is_dir():
-        msg = f"tokenizer={folder}: there is no such folder"
+    if not digests:
+        why = "it has no tokenizer.json" if folder.is_dir() else "there is no such folder"
+        msg = f"tokenizer={folder}: {why}"
         raise InputError(msg)
     needed = "tokenizer=FOLDER needs transformers"
     auto = import_extra("transformers", needed, "hf", ", or leave it out").AutoTokenizer
