@@ -75,7 +75,6 @@ class RunParts:
         workload: Workload | None = None,
         naming: Callable[[str], str] | None = None,
     ) -> None:
-        """Build what can be used again, and check the rest."""
         self.config = config
         self.plugins = plugins or Plugins()
         self._naming = naming or "{}: ".format
@@ -272,13 +271,17 @@ class RunParts:
         Raises:
             InputError: not one.
         """
-        memory = int(read_option("memory", memory))
-        blocks = self.deployment.blocks_in(memory)
-        if not blocks:
-            block = format_bytes(self.deployment.bytes_per_block)
-            msg = f"{format_bytes(memory)} is less than a block, which takes {block}"
+        memory, size = int(read_option("memory", memory)), self._block_bytes()
+        if memory < size:
+            dtype = f" of {self.config.dtype}" if self.config.mode == "run" else ""
+            block = f"a block{dtype}, which takes {format_bytes(size)}"
+            msg = f"{format_bytes(memory)} is less than {block}"
             raise InputError(msg)
-        return blocks
+        return memory // size
+
+    def _block_bytes(self) -> int:
+        """Return the bytes of a block."""
+        return self.deployment.bytes_per_block
 
     def _defaults(self) -> dict[str, Any]:
         """Return values of options of plugins that their texts leave out."""
@@ -428,22 +431,6 @@ class EngineParts(RunParts):
     def _blocks(self) -> int:
         """Return the blocks of the pool: as given, or what fits into memory."""
         return super()._blocks() if self.sized else self.blocks_in(MEMORY)
-
-    def blocks_in(self, memory: int | str) -> int:
-        """Return how many blocks of tensors fit into some bytes, as text or a number.
-
-        Raises:
-            InputError: not one.
-        """
-        memory = int(read_option("memory", memory))
-        size = self._block_bytes()
-        if memory < size:
-            msg = (
-                f"{format_bytes(memory)} is less than a block of {self.config.dtype}, which "
-                f"takes {format_bytes(size)}"
-            )
-            raise InputError(msg)
-        return memory // size
 
     def _block_bytes(self) -> int:
         """Return the bytes of a block of tensors."""
