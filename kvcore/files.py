@@ -101,7 +101,7 @@ def input_path(name: str | os.PathLike[str]) -> Path:
     """Return the path of a file to read that can be read again and again.
 
     `-` is standard input. That and a pipe can be read once: they are copied into a temporary
-    file, which goes with the process.
+    file, which goes with the process, and whose path prints as `-` or as the pipe's name.
 
     Raises:
         StorageError: the copy cannot be written.
@@ -115,6 +115,27 @@ def input_path(name: str | os.PathLike[str]) -> Path:
     return path
 
 
+class _CopiedPath(type(Path())):  # type: ignore[misc]
+    """The path of a temporary copy, which prints as what it is a copy of."""
+
+    def __str__(self) -> str:
+        """Return the name of the source, equal in equal runs."""
+        return str(self.name)
+
+    def __fspath__(self) -> str:
+        """Return the path of the copy, for what opens it."""
+        return str(super().__str__())
+
+
+def as_path(name: Any) -> Path:
+    """Return the path of a name; a path stays the object that it is."""
+    return name if isinstance(name, Path) else Path(name)
+
+
+# The type of an option is that of its field, unless the field's converter has another one.
+del as_path.__annotations__["name"]
+
+
 @cache
 def _copy(source: Path | None) -> Path:
     """Return a temporary copy of a pipe, or (None) of standard input."""
@@ -122,7 +143,7 @@ def _copy(source: Path | None) -> Path:
 
     folder = TemporaryDirectory(prefix="kvcore-")
     _folders.append(folder)
-    path = Path(folder.name) / "stdin" if source is None else Path(folder.name) / source.name
+    path = _CopiedPath(folder.name, STDIN if source is None else source.name)
     piped = nullcontext(sys.stdin.buffer) if source is None else source.open("rb")
     with piped as file, storage_errors(str(path)), path.open("wb") as copied:
         copyfileobj(file, copied)

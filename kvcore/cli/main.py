@@ -228,7 +228,8 @@ def _usage(error: click.ClickException) -> str:
     hint = f"; try `{context.command_path} --help`" if context else ""
     if isinstance(error, click.NoSuchOption) and context is not None:
         return f"error: {_no_such_option(error.option_name, context)}{hint}"
-    return f"error: {error.format_message().rstrip('.')}{hint}"
+    # click lists choices a line each.
+    return f"error: {' '.join(error.format_message().split()).rstrip('.')}{hint}"
 
 
 def _no_such_option(flag: str, context: click.Context) -> str:

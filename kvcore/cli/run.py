@@ -24,6 +24,7 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    print_notes,
     print_text,
     progress,
 )
@@ -150,6 +151,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         _print_texts(document)
     else:
         _print_report(engine, result, document)
+    print_notes(engine.workload)
 
 
 def _check(given: dict[str, Any], from_file: set[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -71,9 +73,12 @@ def sweep(
     the same command after a crash goes on where it was.
     """
     source = SweepFile.read(file)
-    runner = executor_named(executor or source.executor or "local", jobs or source.jobs)
-    journal, tables = _places(out or source.out or file.with_name(f"{file.stem}-results"))
-    plan = _plan(file, source.grid)
+    with _naming(None if executor or jobs else file):
+        runner = executor_named(executor or source.executor or "local", jobs or source.jobs)
+    with _naming(None if out else file):
+        journal, tables = _places(out or source.out or file.with_name(f"{file.stem}-results"))
+    with _naming(file):
+        plan = Plan.of(source.grid)
     _refuse_overwrite(plan.grid, [journal, *tables])
     if journal.name == JOURNAL:
         make_directory(journal.parent)
@@ -97,11 +102,14 @@ def sweep(
         ctx.exit(FAILED)
 
 
-def _plan(file: Path, grid: Grid) -> Plan:
-    """Return the cells of a grid; an error names the file."""
+@contextmanager
+def _naming(file: Path | None) -> Iterator[None]:
+    """Prefix errors of the body with the file that they are about; None: with none."""
     try:
-        return Plan.of(grid)
+        yield
     except (InputError, PluginError) as error:
+        if file is None:
+            raise
         msg = f"{file}: {error}"
         raise type(error)(msg) from error
 
@@ -111,7 +119,7 @@ def _places(out: Path) -> tuple[Path, list[Path]]:
     if out.is_dir() or not out.suffix:
         return out / JOURNAL, [out / "results.csv", out / "results.json"]
     if out.suffix not in WRITERS:
-        msg = f"--out {out}: give a directory, or a file that ends in {', '.join(WRITERS)}"
+        msg = f"out {out}: give a directory, or a file that ends in {', '.join(WRITERS)}"
         raise InputError(msg)
     check_table(out)
     return out.with_name(f"{out.name}.journal"), [out]

@@ -81,8 +81,9 @@ class RunParts:
         self.recompute = self._recompute()
         with self._about("workload"):
             self.workload = self._source() if workload is None else workload
+            keys = self.workload.key_tokens
         with self._about("block_size", more=f"workload {config.workload}: "):
-            self.geometry = self._geometry()
+            self.geometry = self._geometry(keys)
         self._check_deployment()
         self.blocks = self._blocks()
         with self._about(*attrs.fields_dict(Batching)):
@@ -236,8 +237,8 @@ class RunParts:
         text = str(given.absolute()) if isinstance(given, Path) else given
         return find_workload(text, self.plugins, self.config.seed)
 
-    def _geometry(self) -> BlockLayout:
-        config, keys = self.config, self.workload.key_tokens
+    def _geometry(self, keys: int) -> BlockLayout:
+        config = self.config
         size = config.block_size
         if size is None:
             size = BLOCK_SIZE if config.timed else keys

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
@@ -115,7 +116,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(entry) for entry in value]
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return str(value) if isinstance(value, Path) else os.fspath(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 

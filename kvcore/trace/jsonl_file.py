@@ -40,6 +40,7 @@ from kvcore.files import (
     Compressor,
     CutError,
     DamageError,
+    as_path,
     compressor,
     decompressed,
     line_fault,
@@ -321,7 +322,7 @@ class SealedReader(ABC, Generic[_Item]):
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; the file is opened when iteration starts."""
-        self.file = Path(file)
+        self.file = as_path(file)
         self.line = 0
         self.complete = False
         self.cut_reason: str | None = None

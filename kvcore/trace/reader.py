@@ -13,6 +13,7 @@ import attrs
 import orjson
 
 from kvcore.errors import InputError, TraceError
+from kvcore.files import as_path
 from kvcore.request import Key, Request
 from kvcore.trace.fields import SCHEMA, read_keys, read_request
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
@@ -149,7 +150,7 @@ class TraceWorkload(Workload):
 
     _unnamed: ClassVar[str] = "trace"
 
-    file: Path = attrs.field(converter=Path)
+    file: Path = attrs.field(converter=as_path)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield a request a REQUEST line. Memory: one request, and the recorded keys."""

@@ -45,10 +45,14 @@ class Workload(Plugin):
     _has_yielded = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let errors of an `__iter__` that `cls` defines name the plugin, the file and line."""
+        """Let errors of what `cls` defines name the plugin, the file and line."""
         super().__init_subclass__(**options)
-        if "__iter__" in vars(cls):
-            cls.__iter__ = _guarded(vars(cls)["__iter__"])  # type: ignore[method-assign]
+        for name, defined in list(vars(cls).items()):
+            if name == "__iter__":
+                cls.__iter__ = _guarded(defined)  # type: ignore[method-assign]
+            elif isinstance(defined, property) and hasattr(Workload, name):
+                made = _GuardedProperty(defined.fget, defined.fset, defined.fdel)
+                setattr(cls, name, made)
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
@@ -78,9 +82,13 @@ class Workload(Plugin):
             name: file_digest(value) if isinstance(value, Path) else value
             for name, value in self.options().items()
         }
-        text = orjson.dumps(
-            {"workload": self.name, **options}, default=str, option=orjson.OPT_SORT_KEYS
-        )
+        try:
+            text = orjson.dumps(
+                {"workload": self.name, **options}, default=str, option=orjson.OPT_SORT_KEYS
+            )
+        except TypeError as error:
+            msg = f"workload {self.name}: its options have no digest: {error}"
+            raise InputError(msg) from error
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     @property
@@ -136,6 +144,23 @@ def _guarded(
         object.__setattr__(workload, "_has_yielded", request is not None)
 
     return requests
+
+
+class _GuardedProperty(property):
+    """A property of a workload whose failures are PolicyErrors.
+
+    `fget` stays the plugin's own function: attrs looks there for what `super()` needs.
+    """
+
+    def __get__(self, workload: Any, owner: type | None = None) -> Any:
+        """Return the value."""
+        try:
+            return super().__get__(workload, owner)
+        except FAILURES as error:
+            if isinstance(error, (KvcoreError, OSError)):
+                raise
+            name = self.fget.__name__ if self.fget else ""
+            raise policy_error(workload, name, error) from error
 
 
 def _is_of_request(error: Exception) -> bool:
@@ -283,10 +308,11 @@ def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
             lacking = [name for name in wanted if name not in found]
             if len(lacking) < len(wanted) / 2:
                 near.append((len(lacking) / len(wanted), cls.name, ", ".join(lacking)))
+    best = min((rank for rank, _, _ in near if rank), default=0)
     hints = [
-        f"nearly {name}: it lacks {lacking}"
+        f"nearly {name}: {f'it lacks {lacking}' if rank else 'a field is of another type'}"
         for rank, name, lacking in near
-        if rank == min(near)[0]
+        if rank in (0, best)
     ]
     return f"; {', or '.join(hints)}" if hints else ""
 

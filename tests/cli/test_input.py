@@ -56,6 +56,22 @@ def test_a_workload_is_read_from_stdin(stdin, line):
     assert requests_of(document) == 8
 
 
+def test_standard_input_goes_by_its_name(stdin, tmp_path):
+    """In errors and in traces, which are the same for equal runs; no temporary file shows."""
+    for name in ("one", "two"):
+        files._copy.cache_clear()
+        stdin(ROWS)
+        run_here(
+            "compare", "-", "--blocks", "2", "--eviction", "lru", "--trace", name, cwd=tmp_path
+        )
+    first = (tmp_path / "one").read_bytes()
+    assert first == (tmp_path / "two").read_bytes()
+    assert b'"path":"-"' in first
+    files._copy.cache_clear()
+    stdin('{"no": "format"}')
+    assert run_here("compare", "-").stderr.startswith("kvcore: error: -: no known workload")
+
+
 def test_a_trace_is_read_from_stdin(stdin, tmp_path):
     """Checked, run again, explained and exported."""
     stdin(ROWS)

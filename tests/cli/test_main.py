@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import click
 import pytest
+from helpers.commands import run_here
 
 from kvcore.cli import main as frame
 from kvcore.errors import InputError, OutOfBlocks, PluginError, TraceError
@@ -365,3 +366,9 @@ def test_main_exits_with_the_code(monkeypatch, verb):
     with pytest.raises(SystemExit) as caught:
         frame.main()
     assert caught.value.code == 1
+
+
+def test_choices_of_a_missing_option_are_one_line():
+    """Where click has a line for each."""
+    err = run_here("export", "run.jsonl").stderr
+    assert "'--format'. Choose from: vllm, dynamo, mooncake; try" in err

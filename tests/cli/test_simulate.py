@@ -371,3 +371,9 @@ def test_the_workload_is_not_written_over(refused, tmp_path):
     path.write_text(json.dumps(row))
     assert "the requests come from" in refused(path, "--trace", path)
     assert json.loads(path.read_text()) == row
+
+
+def test_a_workload_file_that_is_not_there_is_an_error_of_the_workload(refused):
+    """Though the block size is what is asked of it first."""
+    err = refused("kv-events:path=gone,lookups=full")
+    assert err.startswith("kvcore: error: WORKLOAD: cannot read the recording gone: ")

@@ -51,6 +51,19 @@ def refusal(sweep, tmp_path):
     return invoke
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("jobs = 0", "jobs=0: give at least 1 process"),
+        ('executor = "nowhere"', "executor 'nowhere' is not known"),
+        ('out = "table.xyz"', "out table.xyz: give a directory"),
+    ],
+)
+def test_what_the_file_says_of_the_run_is_refused_by_its_name(refusal, line, fault):
+    """As its axes are: no option of the command line has that value."""
+    assert f"sweep.toml: {fault}" in refusal(f"{SMALL}{line}\n")
+
+
 def test_json_is_alone_on_stdout(tmp_path):
     """As a process: one document, the same from a journal as from a run."""
     (tmp_path / "sweep.toml").write_text(SMALL)

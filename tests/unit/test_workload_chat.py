@@ -225,6 +225,7 @@ def test_bad_rows_are_named(read, row, complaint):
         ([None, 2], {}, "2: field 'time': expected none, as in the first row, got 2"),
         ([2], {"rate": 3}, r"1: it has times \('time'\): leave out rate=3"),
         ([2], {"tokenizer": "gone"}, "tokenizer=gone: there is no such folder"),
+        ([2], {"tokenizer": "/dev"}, "tokenizer=/dev: it has no tokenizer.json"),
     ],
 )
 def test_times_and_options_that_do_not_fit_are_told(read, times, options, complaint):

@@ -9,7 +9,7 @@ from kvcore import KVCache, PolicyError, Request, Workload, compare
 from kvcore.errors import InputError
 from kvcore.serving import simulate
 from kvcore.workloads import recognise
-from kvcore_plugins.workload import Jsonl
+from kvcore_plugins.workload import Jsonl, Zipf
 
 
 def request(number=1, keys=(1,)):
@@ -111,6 +111,35 @@ def test_a_workload_that_can_be_read_once_is_named():
 def test_an_empty_workload_may_be_read_again():
     """It has nothing to yield the second time because it had nothing the first time."""
     assert [list(each) for each in [Once(rest=())] * 2] == [[], []]
+
+
+@pytest.mark.parametrize("what", ["key_tokens", "digest", "size", "notes"])
+def test_a_property_that_fails_is_named(what):
+    """As a method is."""
+
+    def fails(_):
+        return {}[what]
+
+    fails.__name__ = what
+    torn = type("Torn", (Jsonl,), {"name": "torn", what: property(fails)})
+    with pytest.raises(
+        PolicyError, match=rf"'torn' .* raised KeyError in {what}\(\): '{what}' .*, fails\)"
+    ):
+        getattr(torn("a"), what)
+
+
+def test_a_property_of_an_attrs_class_may_call_super():
+    """Though attrs makes the class anew, in slots."""
+
+    @attrs.define(eq=False)
+    class Prefixed(Zipf):
+        name = "prefixed"
+
+        @property
+        def digest(self):
+            return f"my {super().digest}"
+
+    assert Prefixed().digest.startswith("my ")
 
 
 def test_a_format_that_cannot_tell_its_files_is_passed_over(tmp_path):

@@ -9,7 +9,7 @@ from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.request import Request, chain_keys
 from kvcore.workloads import Workload, checked, file_digest, lines, recognise
-from kvcore_plugins.workload import Azure, Jsonl, Mooncake, Weka, Zipf
+from kvcore_plugins.workload import Azure, Chat, Jsonl, Mooncake, Weka, Zipf
 
 BUILT_IN = [Azure, Jsonl, Mooncake, Weka, Zipf]
 FIRST_LINES = {
@@ -337,6 +337,14 @@ def test_a_near_miss_is_told(tmp_path, line, hint):
     path.write_bytes(line)
     with pytest.raises(InputError, match=f"; nearly {hint} formats:"):
         recognise(path, BUILT_IN)
+
+
+def test_a_field_of_another_type_is_a_near_miss(tmp_path):
+    """All fields of a format are there: what is wrong is the content of one."""
+    path = tmp_path / "rows"
+    path.write_bytes(b'{"messages":"hello"}')
+    with pytest.raises(InputError, match="; nearly chat: a field is of another type; formats:"):
+        recognise(path, [Chat, *BUILT_IN])
 
 
 def test_a_line_unlike_all_formats_is_no_near_miss(tmp_path):

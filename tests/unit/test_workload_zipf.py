@@ -206,3 +206,9 @@ def test_prompts_must_have_tokens():
     """A prompt with neither prefix nor suffix is refused when the workload is built."""
     with pytest.raises(InputError, match="'prefix_tokens' and 'suffix_tokens' must not both"):
         Zipf(prefix_tokens=0, suffix_tokens=0)
+
+
+def test_a_seed_beyond_64_bits_has_no_digest():
+    """The error names the workload, where a run writes down what it read."""
+    with pytest.raises(InputError, match="workload zipf: its options have no digest: Int"):
+        _ = Zipf(seed=2**70).digest

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import InputError, LatencyModel
+from kvcore.files import as_path
 from kvcore.serving import LinearPiece, StepWork
 from kvcore.serving.calibration import COUNTS, MeasuredStep, read_steps
 from kvcore.workloads.files import file_digest
@@ -38,7 +39,7 @@ class Table(LatencyModel):
     name: ClassVar[str] = "table"
     jumps: ClassVar[bool] = False
 
-    path: Path = attrs.field(converter=Path)
+    path: Path = attrs.field(converter=as_path)
 
     def __attrs_post_init__(self) -> None:
         """Read the grid and check that it is whole and monotone."""

@@ -16,6 +16,7 @@ from attrs.validators import ge, in_, lt
 
 from kvcore import InputError, Request
 from kvcore.extras import import_extra
+from kvcore.files import as_path
 from kvcore.request import block_keys
 from kvcore.units import NS_PER_S
 from kvcore.workloads import file_digest
@@ -79,7 +80,7 @@ class Chat(TimedFile):
     name: ClassVar[str] = "chat"
     line_fields = (("messages",), ("conversations",), ("prompt",))
 
-    tokenizer: Path | None = attrs.field(default=None, converter=optional(Path))
+    tokenizer: Path | None = attrs.field(default=None, converter=optional(as_path))
     tokens: str = attrs.field(default="words", validator=in_(tuple(_ESTIMATES)))
     time: str | None = None
     output_tokens: int = attrs.field(default=0, validator=ge(0))
@@ -290,9 +291,9 @@ def _digests(folder: Path) -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
     """Return the tokenizer in a folder, whose files have these digests."""
-    del digests
-    if not folder.is_dir():
-        msg = f"tokenizer={folder}: there is no such folder"
+    if not digests:
+        why = "it has no tokenizer.json" if folder.is_dir() else "there is no such folder"
+        msg = f"tokenizer={folder}: {why}"
         raise InputError(msg)
     needed = "tokenizer=FOLDER needs transformers"
     auto = import_extra("transformers", needed, "hf", ", or leave it out").AutoTokenizer

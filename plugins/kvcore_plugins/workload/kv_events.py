@@ -15,6 +15,7 @@ from attrs.validators import ge
 from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
+from kvcore.files import as_path
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest
@@ -70,9 +71,9 @@ class KvEvents(Workload):
     # The first line of a recording, and of events of TensorRT-LLM and Dynamo.
     line_fields = (("kind", "schema", "format"), ("event_id", "data"), ("worker_id", "event"))
 
-    path: Path = attrs.field(converter=Path)
+    path: Path = attrs.field(converter=as_path)
     lookups: str | None = attrs.field(default=None)
-    requests: Path | None = attrs.field(default=None, converter=optional(Path))
+    requests: Path | None = attrs.field(default=None, converter=optional(as_path))
     block_size: int | None = attrs.field(default=None, validator=if_given(ge(1)))
     group: int = attrs.field(default=0, validator=ge(0))
     _outside: str = attrs.field(default="", init=False, repr=False)

@@ -11,6 +11,7 @@ import attrs
 from attrs.converters import optional
 
 from kvcore import Request, Workload
+from kvcore.files import as_path
 from kvcore.request import chain_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest
@@ -38,7 +39,7 @@ class Mooncake(Workload):
     key_tokens: ClassVar[int] = 512
     line_fields = (("timestamp", "input_length", "hash_ids"),)
 
-    path: Path | None = attrs.field(default=None, converter=optional(Path))
+    path: Path | None = attrs.field(default=None, converter=optional(as_path))
     chain: bool = False
 
     def __iter__(self) -> Iterator[Request]:

@@ -20,6 +20,7 @@ from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
 from kvcore.errors import shorten
+from kvcore.files import as_path
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workload.poisson import poisson_arrivals
@@ -44,7 +45,7 @@ class FileWorkload(Workload):
         path: path of the file.
     """
 
-    path: Path = attrs.field(converter=Path)
+    path: Path = attrs.field(converter=as_path)
 
     @property
     def digest(self) -> str:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import attrs
 
 from kvcore import Request, Workload
+from kvcore.files import as_path
 from kvcore.trace import TraceWorkload
 from kvcore.workloads import file_digest
 
@@ -28,7 +29,7 @@ class Recording(Workload):
 
     name: ClassVar[str] = "trace"
 
-    path: Path = attrs.field(converter=Path)
+    path: Path = attrs.field(converter=as_path)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each REQUEST line. Keeps one line in memory.
