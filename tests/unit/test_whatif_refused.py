@@ -42,7 +42,7 @@ class TestRefused:
         self.refused(path, InputError, message, **asked)
 
     def test_a_flood_of_requests(self, tmp_path, monkeypatch):
-        """Requests are bounded by the size of the file: each takes much more memory than that."""
+        """Requests are bounded by the size of the file, since each takes more memory."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b"), ask("c")])
         monkeypatch.setattr("kvcore.analysis.what_if.FREE_REQUESTS", 2)
         monkeypatch.setattr("kvcore.analysis.what_if.BYTES_OF_REQUEST", path.stat().st_size + 1)
