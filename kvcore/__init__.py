@@ -73,6 +73,8 @@ __all__ = [
 
 def __getattr__(name: str) -> "Any":
     """Return a name of the front door, whose room is imported when it is first asked for."""
+    if name in _ROOMS:
+        return import_module(f"kvcore.{name}")
     if name in __all__:
         for room in ("api",) if name in _CALLS else _ROOMS:
             found = vars(import_module(f"kvcore.{room}"))

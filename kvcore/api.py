@@ -138,8 +138,7 @@ def simulate(
         "jumps": jumps,
     }
     if cache is not None:
-        _refuse_trace(trace)
-        kept = _kept(options, (*SERVING, "allocation"))
+        kept = _kept(options, (*SERVING, "allocation"), trace)
         return run_simulation(
             _opened(workload, plugins), cache=cache, **_resolved(kept, plugins), **measured
         )
@@ -225,9 +224,8 @@ def run(
     from kvcore.engine.engine import run as run_engine  # noqa: PLC0415 - as above
 
     if cache is not None:
-        _refuse_trace(trace)
         kept: dict[str, Any] = {"generator": "transformer", "backend": "torch-cpu"}
-        kept |= _kept(options, (*SERVING, *COMPUTING))
+        kept |= _kept(options, (*SERVING, *COMPUTING), trace)
         return run_engine(
             _opened(workload, plugins),
             cache=cache,
@@ -380,12 +378,17 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**flat, **(attrs.asdict(caps) if isinstance(caps, Batching) else caps)}
 
 
-def _kept(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+def _kept(options: Mapping[str, Any], known: Sequence[str], trace: object) -> dict[str, Any]:
     """Return the options that go with a cache of the caller's.
 
     Raises:
-        InputError: an option of the cache that would be built without it.
+        InputError: a trace, or an option of the cache that would be built without it.
     """
+    if trace is not None:
+        msg = (
+            "trace= is for a cache that is built here; make yours with KVCache(..., trace=...)"
+        )
+        raise InputError(msg)
     for name in options:
         if name not in known:
             msg = (
@@ -409,14 +412,6 @@ def _resolved(options: Mapping[str, Any], plugins: Plugins | None) -> dict[str, 
         for name, value in options.items()
         if value is not None
     }
-
-
-def _refuse_trace(trace: object) -> None:
-    if trace is not None:
-        msg = (
-            "trace= is for a cache that is built here; make yours with KVCache(..., trace=...)"
-        )
-        raise InputError(msg)
 
 
 @contextmanager

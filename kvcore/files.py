@@ -7,13 +7,13 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from errno import EISDIR
 from functools import cache
 from itertools import count
 from pathlib import Path
 from shutil import copyfileobj
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeAlias
 
 from kvcore.errors import InputError, StorageError
 
@@ -52,31 +52,6 @@ class DamageError(Exception):
     """A compressed stream that cannot be decompressed, or is followed by other bytes."""
 
 
-class Decoder(Protocol):
-    """A streaming decompressor, as `zlib` and `zstandard` make them."""
-
-    @property
-    def eof(self) -> bool:
-        """Whether the stream has ended, as opposed to its bytes."""
-
-    @property
-    def unused_data(self) -> bytes:
-        """The bytes after the end of the stream."""
-
-    def decompress(self, data: bytes, /) -> bytes:
-        """Return all that can be decompressed so far."""
-
-
-class Encoder(Protocol):
-    """A streaming compressor, as `zlib` and `zstandard` make them."""
-
-    def compress(self, data: bytes, /) -> bytes:
-        """Compress `data`; return the bytes of the stream that are ready."""
-
-    def flush(self, mode: int = ..., /) -> bytes:
-        """Return the rest of the stream, or, in a mode that does not end it, all so far."""
-
-
 class Compressor:
     """A streaming compressor that can flush what it holds without ending the stream.
 
@@ -85,25 +60,28 @@ class Compressor:
         sync_mode: the mode in which its `flush` does not end the stream.
     """
 
-    def __init__(self, encoder: Encoder, sync_mode: int) -> None:
+    def __init__(self, encoder: Any, sync_mode: int) -> None:
         """Begin a stream."""
         self._encoder = encoder
         self._sync_mode = sync_mode
 
     def compress(self, data: bytes) -> bytes:
         """Compress `data`; return the bytes of the stream that are ready."""
-        return self._encoder.compress(data)
+        ready: bytes = self._encoder.compress(data)
+        return ready
 
     def sync(self) -> bytes:
         """Return what is missing to decompress all data so far. Costs some bytes."""
-        return self._encoder.flush(self._sync_mode)
+        rest: bytes = self._encoder.flush(self._sync_mode)
+        return rest
 
     def finish(self) -> bytes:
         """Return the rest of the stream."""
-        return self._encoder.flush()
+        rest: bytes = self._encoder.flush()
+        return rest
 
 
-Codec: TypeAlias = tuple[str, Callable[[], Decoder], type[Exception]]
+Codec: TypeAlias = tuple[str, Callable[[], Any], type[Exception]]
 """(name of the format, factory of decoders, exception that a decoder raises at damage)."""
 
 
@@ -145,12 +123,9 @@ def _copy(source: Path | None) -> Path:
     folder = TemporaryDirectory(prefix="kvcore-")
     _folders.append(folder)
     path = Path(folder.name) / "stdin" if source is None else Path(folder.name) / source.name
-    with storage_errors(str(path)), path.open("wb") as copied:
-        if source is None:
-            copyfileobj(sys.stdin.buffer, copied)
-        else:
-            with source.open("rb") as file:
-                copyfileobj(file, copied)
+    piped = nullcontext(sys.stdin.buffer) if source is None else source.open("rb")
+    with piped as file, storage_errors(str(path)), path.open("wb") as copied:
+        copyfileobj(file, copied)
     return path
 
 
@@ -194,7 +169,7 @@ def _expanded(
 ) -> Iterator[bytes]:
     """Yield the content of a compressed `file`, of which `data` has been read."""
     kind, new, failure = codec
-    decoder: Decoder | None = None
+    decoder: Any = None
     read = given = 0
     while data:
         read, at = read + len(data), 0
@@ -219,18 +194,15 @@ def _expanded(
             content.append(piece)
             # A chunk at a time if it is not too much: damage shows after the bytes it is in.
             if decoder is None or at == len(data) or len(piece) > CHUNK_BYTES:
-                yield from _pieces(b"".join(content))
+                whole = b"".join(content)
                 content.clear()
+                for start in range(0, len(whole), CHUNK_BYTES):
+                    yield whole[start : start + CHUNK_BYTES]
+                del whole  # Or it would be there while the next is made.
         data = file.read(CHUNK_BYTES)
     if decoder is not None:
         msg = f"the {kind} stream stops early"
         raise CutError(msg)
-
-
-def _pieces(content: bytes) -> Iterator[bytes]:
-    return (
-        content[start : start + CHUNK_BYTES] for start in range(0, len(content), CHUNK_BYTES)
-    )
 
 
 def compressor(path: Path) -> Compressor | None:

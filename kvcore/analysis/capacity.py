@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from decimal import ROUND_FLOOR, Context
 from typing import Any
@@ -89,9 +88,6 @@ class _Search:
 
     def devices(self) -> int | None:
         """Return a number of GPUs that holds."""
-        return next(self._devices(), None)
-
-    def _devices(self) -> Iterator[int]:
         parts = self.parts
         for doubling in range(1, DOUBLINGS + 1):
             devices = parts.deployment.devices << doubling
@@ -100,7 +96,8 @@ class _Search:
                 if not parts.sized:
                     blocks = attrs.evolve(parts.deployment, devices=devices).blocks()
                 if self._may(blocks, devices) and self._holds(tensor_parallel=devices):
-                    yield devices
+                    return devices
+        return None
 
     def _may(self, blocks: int, devices: int | None) -> bool:
         """Return False if the offered load rules a pool or a number of GPUs out."""

@@ -90,7 +90,6 @@ class MissClassifier:
     """
 
     def __init__(self, header: events.Header) -> None:
-        """Store the empty cache that HEADER describes."""
         self.state = CacheState(header)
         self.requests: dict[Id, RequestMisses] = {}
         self._pool: int = header.blocks
@@ -396,7 +395,6 @@ class LastEventIndex(Generic[Note]):
     __slots__ = ("_of", "_ratio")
 
     def __init__(self, ratio: int) -> None:
-        """Store an empty index."""
         self._ratio = ratio
         self._of: dict[Any, Note | tuple[Piece[Note], ...]] = {}
 

@@ -23,7 +23,7 @@ from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.result import Outcome
+from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.run_log import RunLog
 from kvcore.serving.simulate import serve
 from kvcore.trace import Trace, TraceWorkload
@@ -101,14 +101,7 @@ class RunSummary:
             requests=len(log.ids),
             completed=len(log.ids) - len(log.reasons),
             rejected=len(log.reasons),
-            hit={
-                "lookup_blocks": stats.lookup_blocks,
-                "hit_blocks": stats.hit_blocks,
-                "self_hit_blocks": stats.self_hit_blocks,
-                "lookup_tokens": stats.lookup_tokens,
-                "hit_tokens": stats.hit_tokens,
-                "ratio": stats.ratios(),
-            },
+            hit=hit_fields(stats),
             evicted_blocks=evicted,
             forgotten_blocks=stats.dropped_blocks,
             preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
@@ -518,7 +511,6 @@ class _Rerun:
     """Runs the requests of a trace again."""
 
     def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
-        """Build the scheduler and the latency model of the second run, if it has a clock."""
         self._parts, self._cache, self._workload = parts, cache, workload
         self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
 

@@ -5,13 +5,13 @@ from kvcore.cache.ghost import GhostTree
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.layout import BlockLayout, PromptBlocks
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.prefix import PrefixIndex
+from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span, common_prefix
-from kvcore.cache.tree import PrefixMatch, SpanTree
+from kvcore.cache.tree import SpanTree
 
 __all__ = [
     "BlockLayout",

@@ -56,6 +56,29 @@ def hinted_ranges(steps: list[PriorityStep]) -> list[PriorityRange]:
     ]
 
 
+def hint_borders(steps: list[PriorityStep]) -> list[int]:
+    """Return the blocks at which a hinted range begins or ends, sorted."""
+    ranges = hinted_ranges(steps)
+    return sorted({border for start, end, _, _ in ranges for border in (start, end)})
+
+
+def apply_hints(deepest: Span, steps: list[PriorityStep], now: int) -> None:
+    """Give `deepest` and the spans above it the priorities that `steps` ask for.
+
+    They have been split where hints begin and end. O(spans · hints).
+    """
+    ranges = hinted_ranges(steps)
+    span = deepest
+    while span.parent is not None:
+        reset_lapsed_priority(span, now)
+        for start, end, priority, duration in ranges:
+            if start <= span.start and span.end <= end:
+                until = None if duration is None else now + duration
+                raise_priority(span, priority, until, now)
+        raise_priority_above(span, now)
+        span = span.parent
+
+
 def may_append(span: Span, priority: int, until: int | None) -> bool:
     """Return True if blocks of that priority can join `span`: its own must not end earlier."""
     if span.priority != priority:

@@ -29,12 +29,12 @@ from kvcore.cache.hints import priority_steps
 from kvcore.cache.integrity import check_blocks, check_tree
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.prefix import PrefixIndex
+from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.retention import RetentionPolicy, drop_blocks, may_drop, new_holes
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.tree import PrefixMatch, SpanTree
+from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import Key, Request

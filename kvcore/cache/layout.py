@@ -62,17 +62,6 @@ class BlockLayout:
         InputError: an unknown accounting, or block and key sizes that do not fit.
     """
 
-    __slots__ = (
-        "_expected",
-        "_recompute",
-        "_stride",
-        "_unit",
-        "accounting",
-        "block_size",
-        "key_tokens",
-        "ratio",
-    )
-
     def __init__(
         self,
         accounting: str,

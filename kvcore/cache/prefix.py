@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence as Keys
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvcore.cache.span import Span
 from kvcore.plugins.base import Plugin
 from kvcore.request import Key
+
+
+class PrefixMatch(NamedTuple):
+    """The longest cached prefix of a prompt.
+
+    Attributes:
+        span: the deepest span that matches, at least in part.
+        blocks: how many blocks match.
+        unpinned_blocks: those of them that no sequence pins, which can be evicted as yet.
+        expired: the span that would match next, had it not expired; None if there is none.
+    """
+
+    span: Span
+    blocks: int
+    unpinned_blocks: int
+    expired: Span | None
 
 
 class PrefixIndex(Plugin):

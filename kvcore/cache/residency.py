@@ -163,21 +163,6 @@ class Residency:
         evicted_blocks: blocks that left, by reason: `capacity` or `expired`.
     """
 
-    __slots__ = (
-        "_ages",
-        "_expired",
-        "_moves",
-        "age_at_eviction",
-        "age_at_hit",
-        "blocks",
-        "evicted_blocks",
-        "hits_at_eviction",
-        "lifetime",
-        "refaults",
-        "stored_blocks",
-        "tier",
-    )
-
     def __init__(self, blocks: int, tier: str = TIER) -> None:
         """Start empty."""
         self.blocks, self.tier = blocks, tier
@@ -207,13 +192,9 @@ class Residency:
 
     def on_evict(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to be evicted."""
-        end, notes = span.end, self._moves if reason == "capacity" else self._expired
-        notes.append((
-            span.path_keys, end - blocks, end, span.geometry.ratio,
-            now - span.last_access, now - span.created, span.hit_count,
-        ))  # fmt: skip
-        if len(notes) > BATCH:
-            self.settle()
+        end, rested = span.end, (now - span.last_access, now - span.created, span.hit_count)
+        place = span.path_keys, end - blocks, end, span.geometry.ratio
+        self.record_evict(*place, rested, reason)
 
     def record_hit(self, age: int, blocks: int) -> None:
         """Record a hit of `blocks` blocks, `age` ns after their last access."""

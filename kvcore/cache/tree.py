@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Keys
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import (
-    hinted_ranges,
+    PriorityStep,
+    apply_hints,
+    hint_borders,
     may_append,
     raise_expiry,
     raise_expiry_above,
-    raise_priority,
     raise_priority_above,
-    reset_lapsed_priority,
 )
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
-from kvcore.cache.prefix import PrefixIndex
+from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence
@@ -30,22 +30,6 @@ from kvcore.cache.span import Span
 from kvcore.errors import PolicyError
 from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key
-
-
-class PrefixMatch(NamedTuple):
-    """The longest cached prefix of a prompt.
-
-    Attributes:
-        span: the deepest span that matches, at least in part.
-        blocks: how many blocks match.
-        unpinned_blocks: those of them that no sequence pins, which can be evicted as yet.
-        expired: the span that would match next, had it not expired; None if there is none.
-    """
-
-    span: Span
-    blocks: int
-    unpinned_blocks: int
-    expired: Span | None
 
 
 class SpanTree:
@@ -220,7 +204,7 @@ class SpanTree:
                 span = span.parent  # type: ignore[assignment]
             return
         if seq.priorities is not None:
-            self._split_at_hints(seq)
+            self._split_at_hints(seq.span, seq.priorities)
         if self.residency is not None:
             self.residency.on_hit(span, now)
         request_id, serial = seq.request.id, seq.admission
@@ -233,15 +217,15 @@ class SpanTree:
             span = span.parent  # type: ignore[assignment]
         # The policy hears of an access when the statistics of the whole path are right.
         if self._on_access is not None:
-            span, below = seq.span, 0
+            policy, span, below = self.eviction, seq.span, 0
             while span is not root:
                 before = span.expires
-                self._call("on_access", self._on_access, span, now)
+                self._call(policy, "on_access", self._on_access, span, now)
                 if self._expires:
-                    below = self._call("on_access", raise_expiry, span, before, below)
+                    below = self._call(policy, "on_access", raise_expiry, span, before, below)
                 span = span.parent  # type: ignore[assignment]
         if seq.priorities is not None:
-            self._apply_hints(seq, now)
+            apply_hints(seq.span, seq.priorities, now)
 
     def close(self, seq: Sequence, now: int) -> None:
         """Unpin the path of `seq`, leaf to root. O(its spans)."""
@@ -302,16 +286,15 @@ class SpanTree:
     def _switch_to_cached(self, seq: Sequence, upto: int, now: int) -> None:
         """Put cached blocks in the place of those that `seq` has computed as well."""
         top = seq.span
-        try:
-            span, end = self._match(seq.keys, upto, top)
-        except BaseException as error:
-            raise self.fail(self.index, "match", error) from error
-        path = []
+        span, end = self._call(self.index, "match", self._match, seq.keys, upto, top)
+        path: list[Span] = []
         while span is not top:
             path.append(span)
-            span = span.parent  # type: ignore[assignment]
+            span = span.parent
         for child in reversed(path):
-            if self._expires and self._has_expired(child, now):
+            # A pinned span does not expire.
+            expires = None if child.ref_count else child.expires
+            if self._expires and expires is not None and expires <= now:
                 self._drop_expired(child, seq.request.id, now)
                 break
             self._switch(seq, child, min(child.end, end), now)
@@ -327,7 +310,7 @@ class SpanTree:
             if child.ref_count == 1:
                 self.unpinned_blocks -= child.blocks
                 if self._on_pin is not None:
-                    self._call("on_pin", self._on_pin, child)
+                    self._call(self.eviction, "on_pin", self._on_pin, child)
         seq.span = child
         own = None
         if seq.private is not None:
@@ -411,12 +394,10 @@ class SpanTree:
         )  # fmt: skip
         key = seq.keys[parent.end // self.geometry.ratio]
         if parent.children is None:
-            parent.children = {key: span}
-        elif key in parent.children:
+            parent.children = {}
+        if parent.children.setdefault(key, span) is not span:
             why = f"no more than {parent!r}, which {parent.children[key]!r} continues"
             raise self._refuse(self.index, "match()", why)
-        else:
-            parent.children[key] = span
         parent.creator = None
         seq.span = span
         if (parent.priority, parent.priority_until) != (priority, until):
@@ -425,15 +406,16 @@ class SpanTree:
 
     def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
         """Call the index and the policy for the new blocks of `span`, from `first` on."""
+        policy, method = self.eviction, "on_extend" if appended else "on_insert"
         if self._index_insert is not None:
-            self._call_index("insert", self._index_insert, span, first)
+            self._call(self.index, "insert", self._index_insert, span, first)
         if appended:
             if self._on_extend is not None:
-                self._call("on_extend", self._on_extend, span, span.end - first)
+                self._call(policy, method, self._on_extend, span, span.end - first)
         elif self._on_insert is not None:
-            self._call("on_insert", self._on_insert, span, now)
+            self._call(policy, method, self._on_insert, span, now)
         if self._expires:
-            self._call("on_extend" if appended else "on_insert", raise_expiry_above, span)
+            self._call(policy, method, raise_expiry_above, span)
 
     # Forks: sequences that hold the same private blocks when one of them commits these.
 
@@ -458,7 +440,8 @@ class SpanTree:
                 while span.start >= first + common:
                     span = span.parent  # type: ignore[assignment]
                 if first + common < span.end:
-                    span = self._split_pinned(span, first + common)
+                    span = self._split(span, first + common)
+                    span.ref_count -= 1
                 self._pin_for_fork(other, span, first, now)
 
     def _pin_for_fork(self, seq: Sequence, deepest: Span, first: int, now: int) -> None:
@@ -536,43 +519,19 @@ class SpanTree:
         if self.trace is not None:
             self.trace.split(self._now, span=lower.id, upper=upper.id, at=at)
         if self._index_split is not None:
-            self._call_index("split", self._index_split, upper, lower)
+            self._call(self.index, "split", self._index_split, upper, lower)
         if self._on_split is not None:
-            self._call("on_split", self._on_split, upper, lower)
+            self._call(self.eviction, "on_split", self._on_split, upper, lower)
         return upper
 
-    def _split_pinned(self, lower: Span, at: int) -> Span:
-        """Cut a span that the caller has pinned already; return the upper half."""
-        upper = self._split(lower, at)
-        upper.ref_count -= 1
-        return upper
-
-    def _split_at_hints(self, seq: Sequence) -> None:
-        """Split the spans that `seq` hit where its retention hints begin and end."""
-        ranges = hinted_ranges(seq.priorities or [])
-        borders = sorted({border for start, end, _, _ in ranges for border in (start, end)})
-        span = seq.span
+    def _split_at_hints(self, span: Span, steps: list[PriorityStep]) -> None:
+        """Split `span` and those above it where retention hints begin and end."""
+        borders = hint_borders(steps)
         while span is not self.root:
             # The upper halves come next, as parents.
             inside = [border for border in borders if span.start < border < span.end]
             if inside:
-                self._split_pinned(span, inside[-1])
-            span = span.parent  # type: ignore[assignment]
-
-    def _apply_hints(self, seq: Sequence, now: int) -> None:
-        """Give the spans that `seq` hit the priorities its request asks for.
-
-        They have been split where its hints begin and end. O(spans hit · hints).
-        """
-        ranges = hinted_ranges(seq.priorities or [])
-        span = seq.span
-        while span is not self.root:
-            reset_lapsed_priority(span, now)
-            for start, end, priority, duration in ranges:
-                if start <= span.start and span.end <= end:
-                    until = None if duration is None else now + duration
-                    raise_priority(span, priority, until, now)
-            raise_priority_above(span, now)
+                self._split(span, inside[-1]).ref_count -= 1
             span = span.parent  # type: ignore[assignment]
 
     # Eviction and expiry.
@@ -627,22 +586,13 @@ class SpanTree:
             or span.parent is None
         ):
             raise self._refuse(self.eviction, "victim()", self._why_not(span))
-        count = span.end - span.start
+        count = blocks = span.end - span.start
         if self._evictable_blocks is not None:
-            count = self._checked_count(span, count)
+            count = self._call(self.eviction, "evictable_blocks", self._evictable_blocks, span)
+            if type(count) is not int or not 1 <= count <= blocks:
+                why = f"{count!r}: give 1 to {blocks}"
+                raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
         return span, count if count < missing else missing
-
-    def _checked_count(self, span: Span, blocks: int) -> int:
-        """Ask the policy how many of the `blocks` blocks of a victim leave at once."""
-        assert self._evictable_blocks is not None
-        try:
-            count = self._evictable_blocks(span)
-        except BaseException as error:
-            raise self.fail(self.eviction, "evictable_blocks", error) from error
-        if type(count) is not int or not 1 <= count <= blocks:
-            why = f"{count!r}: give 1 to {blocks}"
-            raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
-        return count
 
     def _why_not(self, answer: object) -> str:
         """Return what is wrong with a victim."""
@@ -666,33 +616,29 @@ class SpanTree:
         """
         parent: Span = span.parent  # type: ignore[assignment]
         if self._index_remove is not None:
-            self._call_index("remove", self._index_remove, span, span.start)
+            self._call(self.index, "remove", self._index_remove, span, span.start)
         assert parent.children is not None
         del parent.children[span.path_keys[span.start // self.geometry.ratio]]
         blocks = span.end - span.start
         self.cached_blocks -= blocks
         self.unpinned_blocks -= blocks
         if self._on_remove is not None:
-            self._call("on_remove", self._on_remove, span, reason)
+            self._call(self.eviction, "on_remove", self._on_remove, span, reason)
         span.parent = None
         if self._on_leaf is not None and not parent.children and not parent.ref_count:
-            self._call("on_leaf", self._on_leaf, parent)
+            self._call(self.eviction, "on_leaf", self._on_leaf, parent)
 
     def _trim(self, span: Span, blocks: int) -> None:
         """Cut `blocks` blocks from the tail of a leaf, and tell the policy."""
         if self._index_remove is not None:
-            self._call_index("remove", self._index_remove, span, span.end - blocks)
+            self._call(self.index, "remove", self._index_remove, span, span.end - blocks)
         span.end -= blocks
         self.cached_blocks -= blocks
         self.unpinned_blocks -= blocks
         if span.ids is not None:
             del span.ids[-blocks:]
         if self._on_trim is not None:
-            self._call("on_trim", self._on_trim, span, blocks)
-
-    def _has_expired(self, span: Span, now: int) -> bool:
-        """Return True if the time of `span` is over. A pinned span does not expire."""
-        return not span.ref_count and span.expires is not None and span.expires <= now
+            self._call(self.eviction, "on_trim", self._on_trim, span, blocks)
 
     def _drop_expired(self, top: Span, requester: int | str, now: int) -> None:
         """Free `top`, which has expired, and all below it, leaves first."""
@@ -728,19 +674,12 @@ class SpanTree:
         self.failure = wrong_answer(plugin, question, why)
         return self.failure
 
-    def _call(self, method: str, hook: Callable[..., Any], *args: Any) -> Any:
-        """Call the eviction policy; its exception becomes a PolicyError that names it."""
+    def _call(self, plugin: Plugin, method: str, hook: Callable[..., Any], *args: Any) -> Any:
+        """Call a `hook` of `plugin`; its exception becomes a PolicyError that names it."""
         try:
             return hook(*args)
         except BaseException as error:
-            raise self.fail(self.eviction, method, error) from error
-
-    def _call_index(self, method: str, hook: Callable[..., None], *args: Any) -> None:
-        """Call the index; its exception becomes a PolicyError that names it."""
-        try:
-            hook(*args)
-        except BaseException as error:
-            raise self.fail(self.index, method, error) from error
+            raise self.fail(plugin, method, error) from error
 
     def _trace_eviction(
         self, span: Span, ids: Ids | None, now: int, reason: Literal["capacity", "expired"]

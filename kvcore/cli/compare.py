@@ -36,11 +36,11 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.terminal import echo
 from kvcore.cli.verb import plugin_completion, verb
-from kvcore.config import find_workload, load_model
+from kvcore.config import find_workload
 from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.models.catalogue import find_device
+from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
@@ -123,7 +123,7 @@ def compare(workload: str | None, **given: Any) -> None:
     spec = load_model(MODEL if given["model"] is None else given["model"])
     recompute = PrefillCost.of(spec, find_device(DEVICE))
     blocks, budget = given["blocks"], None
-    sizes = None if blocks is None else _numbers(blocks)
+    sizes = None if blocks is None else pool_sizes("--blocks", blocks, "several are a list")
     if given["memory"] is not None:
         layout = KVLayout(spec, given["kv_dtype"] or KV_DTYPE, tokens_of(source, given))
         budget = Budget(layout, [parse_bytes(text) for text in given["memory"].split(",")])
@@ -245,12 +245,17 @@ def _candidates(accounting: str, prefix: str) -> str:
     return f"{POLICIES},optimum" if bounded else POLICIES
 
 
-def _numbers(text: str) -> list[int]:
+def pool_sizes(flag: str, text: str, hint: str) -> list[int]:
+    """Read a list of numbers of blocks, or one.
+
+    Raises:
+        InputError: no list of numbers, or one that only commas made a list of.
+    """
     msg = ""
     try:
         numbers = [parse_whole(number, 0) for number in text.split(",")]
     except InputError as error:
-        msg = f"{error}; several are a list, such as 1000,3000"
+        msg = f"{error}; {hint}, such as 1000,3000"
         numbers = []
     if max(numbers, default=0) > MOST_BLOCKS:
         msg = f"a pool has at most {MOST_BLOCKS} blocks"
@@ -260,6 +265,6 @@ def _numbers(text: str) -> list[int]:
         grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", text)
         msg += text.replace(",", "") if grouped else "numbers without commas, above 0"
     if msg:
-        msg = f"--blocks {text!r:.60}: {msg}"
+        msg = f"{flag} {text!r:.60}: {msg}"
         raise InputError(msg)
     return numbers

@@ -11,7 +11,7 @@ import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
-from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL
+from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL, pool_sizes
 from kvcore.cli.options import (
     accounting_option,
     block_size_option,
@@ -31,17 +31,16 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import Count, verb
-from kvcore.config import find_workload, load_model
+from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.host import cpus
-from kvcore.models.catalogue import find_device
+from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.report import CurvesReport
 from kvcore.report.mrc import FORMS, matplotlib, plot
-from kvcore.units import parse_whole
 from kvcore.workloads import part_of
 
 POLICIES = "lru,lfu"
@@ -143,9 +142,8 @@ def _write(report: CurvesReport, kind: str, file: TextIO) -> None:
     if kind == "csv":
         report.write_csv(file)
     elif kind == "json":
-        document = {"schema": 1, **report.document()}
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-        file.buffer.write(orjson.dumps(document, option=option))
+        file.buffer.write(orjson.dumps({"schema": 1, **report.document()}, option=option))
     else:
         file.buffer.write(plot(report, kind))
 
@@ -161,14 +159,8 @@ def _kind(out: Path | None) -> str:
 
 def _sizes(text: str) -> tuple[int, list[int] | None]:
     """Read how many sizes, or which: (number, None) or (any number, sizes)."""
-    try:
-        numbers = [parse_whole(number, 0) for number in text.split(",")]
-    except InputError as error:
-        msg = (
-            f"--sizes {text!r:.60}: {error}; expected a number of sizes, such as {POINTS}, or "
-            "sizes in blocks, such as 1000,3000"
-        )
-        raise InputError(msg) from None
+    hint = f"expected a number of sizes, such as {POINTS}, or sizes in blocks"
+    numbers = pool_sizes("--sizes", text, hint)
     if len(numbers) > 1:
         return POINTS, numbers
     if numbers[0] > MOST_POINTS:

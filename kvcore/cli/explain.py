@@ -34,17 +34,6 @@ from kvcore.workloads.files import lines
 
 EVICTION = "lru"
 ACCOUNTING = "keys"
-OF_WORKLOADS = [
-    "--limit",
-    "--window",
-    "--blocks",
-    "--eviction",
-    "--block-size",
-    "--accounting",
-    "--prefix",
-    "--seed",
-]
-"""Options that a trace has answered already."""
 
 
 @verb(
@@ -157,7 +146,8 @@ def _is_trace(source: str, plugins: Plugins) -> bool:
 
 def _refuse(source: str, given: Mapping[str, object]) -> None:
     """Refuse options of workloads: a trace has its own."""
-    options = [flag for flag in OF_WORKLOADS if given[flag[2:].replace("-", "_")] is not None]
+    names = [name for name, value in given.items() if value is not None]
+    options = [f"--{name.replace('_', '-')}" for name in names]
     if options:
         msg = (
             f"{source} is a trace: what it was recorded with is in it, so {', '.join(options)} "

@@ -22,17 +22,15 @@ from kvcore.config.run_config import (
     option_type,
     read_option,
 )
+from kvcore.config.values import slo_text
 from kvcore.errors import InputError
 from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
-from kvcore.trace.fields import slo_field
-from kvcore.units import INT64_LIMIT, NS_PER_S
+from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-Decorator = Callable[[Command], Command]
 
 WHAT_IF = "What if: "
 
@@ -68,8 +66,7 @@ workload_argument = click.argument(
 def _shown(default: Any) -> Any:
     """Return a default as the command line takes it."""
     if isinstance(default, SLO):
-        given = slo_field(default).items()
-        return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given)
+        return slo_text(default)
     return default if default is None or isinstance(default, int | float) else as_text(default)
 
 
@@ -264,26 +261,34 @@ def naming(path: Path | None, from_file: set[str]) -> Callable[[str], str]:
     return name
 
 
+EXCLUSIVE = (
+    ("blocks", "memory", "both say how large the pool is"),
+    ("trace", "out", "both write a trace"),
+)
+
+
 def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
-    """Return the names of the options that come from the configuration file."""
-    source = ctx.get_parameter_source
-    return {name for name in given if source(name) is ParameterSource.DEFAULT_MAP}
+    """Return the names of the options that come from the configuration file.
 
-
-def one_of(given: dict[str, Any], one: str, other: str, why: str, from_file: set[str]) -> None:
-    """Refuse two options that exclude one another, unless one of them is in the file alone.
+    Of two that exclude one another, the one in the file gives way to the command line's.
 
     Raises:
         InputError: both are given in the same place.
     """
-    if given[one] is None or given[other] is None:
-        return
-    weaker = {one, other} & from_file
-    if len(weaker) != 1:
-        both = f"{given['config']}: {one} and {other}" if weaker else f"--{one} and --{other}"
-        msg = f"{both} {why}: give one of them"
-        raise InputError(msg)
-    given[weaker.pop()] = None
+    source = ctx.get_parameter_source
+    from_file = {name for name in given if source(name) is ParameterSource.DEFAULT_MAP}
+    for one, other, why in EXCLUSIVE:
+        if given[one] is None or given[other] is None:
+            continue
+        weaker = {one, other} & from_file
+        if len(weaker) != 1:
+            both = (
+                f"{given['config']}: {one} and {other}" if weaker else f"--{one} and --{other}"
+            )
+            msg = f"{both} {why}: give one of them"
+            raise InputError(msg)
+        given[weaker.pop()] = None
+    return from_file
 
 
 def _type(option: click.Parameter) -> Any:

@@ -100,6 +100,12 @@ def print_notes(workload: Workload) -> None:
         echo(f"kvcore: {workload.name}: {note}", err=True)
 
 
+Column: TypeAlias = tuple[str, ...]
+
+WHOLE, FOLDED, GAP = 20, 12, 3
+"""Columns of the longest cell that never folds, of the narrowest that does, and between two."""
+
+
 def print_table(
     headers: Sequence[str],
     rows: Iterable[Sequence[object]],
@@ -115,7 +121,35 @@ def print_table(
     no markup.
     """
     width = terminal_width()
-    draw_table(headers, rows, right, width if split else None, width)
+    inert = [[escaped(str(cell)) for cell in row] for row in (headers, *rows)]
+    columns: list[Column] = list(zip(*inert, strict=True))
+    flush = set(map(escaped, right))
+    parts = [columns] if width is None or not split else _parts(columns, width)
+    for number, part in enumerate(parts):
+        if number:
+            echo()
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for header, *cells in part:
+            table.add_column(
+                header,
+                justify="right" if header in flush else "left",
+                no_wrap=_width([header, *cells]) <= WHOLE,
+                overflow="fold",
+            )
+        for row in zip(*(cells for _, *cells in part), strict=True):
+            table.add_row(*row)
+        # Without a height too, rich takes a dumb terminal for one of 80 columns.
+        console = Console(
+            file=results(),
+            width=_fitting(part, width),
+            height=len(columns[0]),
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
+        with console.capture() as captured:
+            console.print(table)
+        echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Collection[str]]
@@ -145,7 +179,9 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
         yield unseen
         return
 
-    with progress_bar() as bar:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+    left, console = TimeRemainingColumn(), Console(stderr=True)
+    with Progress(*columns, left, console=console, transient=True) as bar:
         task = bar.add_task(escaped(description), total=total)
         yield lambda done: bar.advance(task, done)
 
@@ -193,54 +229,6 @@ def metrics_file(
         yield lambda text: file.write(escaped(text))
 
 
-Column: TypeAlias = tuple[str, ...]
-
-WHOLE, FOLDED, GAP = 20, 12, 3
-"""Columns of the longest cell that never folds, of the narrowest that does, and between two."""
-
-
-def draw_table(
-    headers: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    right: Collection[str],
-    split_at: int | None,
-    width: int | None,
-) -> None:
-    """Print a table for a terminal of `width` columns, or a pipe; see `print_table`.
-
-    A table wider than `split_at` columns is printed as several.
-    """
-    inert = [[escaped(str(cell)) for cell in row] for row in (headers, *rows)]
-    columns: list[Column] = list(zip(*inert, strict=True))
-    flush = set(map(escaped, right))
-    parts = [columns] if split_at is None else _parts(columns, split_at)
-    for number, part in enumerate(parts):
-        if number:
-            echo()
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for header, *cells in part:
-            table.add_column(
-                header,
-                justify="right" if header in flush else "left",
-                no_wrap=_width([header, *cells]) <= WHOLE,
-                overflow="fold",
-            )
-        for row in zip(*(cells for _, *cells in part), strict=True):
-            table.add_row(*row)
-        # Without a height too, rich takes a dumb terminal for one of 80 columns.
-        console = Console(
-            file=results(),
-            width=_fitting(part, width),
-            height=len(columns[0]),
-            markup=False,
-            highlight=False,
-            emoji=False,
-        )
-        with console.capture() as captured:
-            console.print(table)
-        echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
 def _parts(columns: list[Column], width: int) -> list[list[Column]]:
     """Divide columns into as few tables as fit the width, the first column in each."""
     first, *others = columns
@@ -263,15 +251,3 @@ def _fitting(columns: list[Column], width: int | None) -> int:
 
 def _width(column: Iterable[str]) -> int:
     return max(map(cell_len, column))
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar for stderr that leaves nothing behind."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )

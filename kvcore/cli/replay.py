@@ -71,8 +71,10 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     FILE may also be a recording of a real server's KV events, as `kvcore record` writes it:
     it is checked, and what it can tell is shown.
     """
+    from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
+
     given = {name: value for name, value in asked.items() if value is not None}
-    if _is_recording(file):
+    if is_recording(file):
         if given or at is not None:
             msg = (
                 f"{file} is a recording of KV events: it is checked and shown, without "
@@ -96,12 +98,6 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)
-
-
-def _is_recording(file: Path) -> bool:
-    from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - for this alone
-
-    return is_recording(file)
 
 
 def _show_recording(file: Path, *, as_json: bool) -> None:

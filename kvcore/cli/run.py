@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -13,7 +13,6 @@ from kvcore.cli.options import (
     config_of,
     names_from_file,
     naming,
-    one_of,
     output_options,
     policy_options,
     shared,
@@ -25,11 +24,10 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
-    metrics_file,
     print_text,
     progress,
 )
-from kvcore.cli.serving import outputs, print_report, report_of
+from kvcore.cli.serving import document_of, outputs, print_report, report_of
 from kvcore.cli.terminal import echo
 from kvcore.cli.verb import Count, verb
 from kvcore.config import EngineParts
@@ -122,8 +120,6 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     (by 32 for the trace that comes with kvcore). --limit 0 --shrink 1 is the whole of it.
     """
     from_file = names_from_file(ctx, given)
-    one_of(given, "blocks", "memory", "both say how large the pool is", from_file)
-    one_of(given, "trace", "out", "both write a trace", from_file)
     _check(given, from_file)
     engine = EngineParts(
         config_of(given, "run"),
@@ -131,27 +127,24 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         max_output=given["max_output"],
         naming=naming(given["config"], from_file),
     )
-    step_times, out, prometheus = given["step_times"], given["out"], given["prometheus"]
+    step_times, out = given["step_times"], given["out"]
     if step_times is not None:
         refuse_overwrite(step_times, engine.workload.options().values())
-    with ExitStack() as stack:
-        trace = stack.enter_context(outputs(engine, given["trace"], out))
-        write_metrics = stack.enter_context(
-            metrics_file(prometheus, engine.workload, given["trace"], as_json=given["as_json"])
-        )
-        times = None if step_times is None else stack.enter_context(atomic_file(step_times))
+    with (
+        outputs(engine, given) as (trace, write_metrics),
+        nullcontext() if step_times is None else atomic_file(step_times) as times,
+    ):
         result = _serve(engine, trace, residency=given["residency"])
         if times is not None:
             write_steps(times, result.steps)
         document = _document(engine, given["prompts"], result)
-        if write_metrics is not None:
-            write_metrics(_metrics(result, document))
+        write_metrics(result, document)
         if out is not None:
             names = ("config", "outputs")
             result.write(out, **{n: document[n] for n in names if n in document})
     if given["as_json"]:
         emit_json(document)
-    elif prometheus == STDOUT:
+    elif given["prometheus"] == STDOUT:
         return
     elif engine.texts:
         _print_texts(document)
@@ -196,10 +189,7 @@ def _serve(engine: EngineParts, trace: Trace | None, *, residency: bool) -> RunR
 
 def _document(engine: EngineParts, prompts: Sequence[str], result: RunResult) -> dict[str, Any]:
     """Return the JSON document of a run."""
-    cache = result.cache
-    cache_plugins = (cache.eviction, cache.prefix, cache.retention)
-    plugins = (result.scheduler, *cache_plugins, result.latency)
-    document = {**result.summary(), "config": engine.describe(*plugins)}
+    document = document_of(engine, result, result.scheduler)
     if engine.config.clock == "wall":
         # The load is that of the latency model, which has not timed this.
         document["offered_load"] = None
@@ -216,12 +206,6 @@ def _document(engine: EngineParts, prompts: Sequence[str], result: RunResult) ->
         ]
         document["rejected_because"] = list(result.log.reasons.values())
     return document
-
-
-def _metrics(result: RunResult, document: dict[str, Any]) -> str:
-    from kvcore.report import run_metrics  # noqa: PLC0415 - no other verb needs it
-
-    return run_metrics(document, result.requests)
 
 
 def _print_texts(document: dict[str, Any]) -> None:

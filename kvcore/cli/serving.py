@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcore.cli.output import print_sections
+from kvcore.cli.output import metrics_file, print_sections
 from kvcore.config import RunParts
 from kvcore.files import make_directory, refuse_overwrite
-from kvcore.serving import Result
+from kvcore.serving import Result, Scheduler
 from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.trace import Trace
 
@@ -22,12 +23,14 @@ TRACE = "trace.jsonl.gz"
 
 
 @contextmanager
-def outputs(parts: RunParts, trace: Path | None, out: Path | None) -> Iterator[Trace | None]:
-    """Open the trace to write, if any, and before it the directory that it goes to.
+def outputs(
+    parts: RunParts, given: Mapping[str, Any]
+) -> Iterator[tuple[Trace | None, Callable[[Result, dict[str, Any]], None]]]:
+    """Open what a run writes; yield its trace, if any, and a function that writes metrics.
 
     If the body raises, no file is left of it, nor a directory that was made for it.
     """
-    path, others = trace, []
+    path, out, others = given["trace"], given["out"], []
     if out is not None:
         path, *others = (out / name for name in (TRACE, SUMMARY, REQUESTS))
         if parts.config.allocation == "contiguous":
@@ -37,7 +40,20 @@ def outputs(parts: RunParts, trace: Path | None, out: Path | None) -> Iterator[T
     with ExitStack() as stack:
         if out is not None:
             stack.enter_context(_directory(out))
-        yield None if path is None else stack.enter_context(Trace(path, **parts.header()))
+        trace = None if path is None else stack.enter_context(Trace(path, **parts.header()))
+        written = metrics_file(
+            given["prometheus"], parts.workload, given["trace"], as_json=given["as_json"]
+        )
+        yield trace, partial(_write_metrics, stack.enter_context(written))
+
+
+def _write_metrics(
+    write: Callable[[str], object] | None, result: Result, document: dict[str, Any]
+) -> None:
+    if write is not None:
+        from kvcore.report import run_metrics  # noqa: PLC0415 - no other option needs it
+
+        write(run_metrics(document, result.requests))
 
 
 @contextmanager
@@ -52,6 +68,13 @@ def _directory(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 path.rmdir()
         raise
+
+
+def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[str, Any]:
+    """Return the JSON document of a run."""
+    cache = result.cache
+    plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)
+    return {**result.summary(), "config": parts.describe(*plugins)}
 
 
 def report_of(

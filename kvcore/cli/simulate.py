@@ -11,7 +11,6 @@ from kvcore.cli.options import (
     config_of,
     names_from_file,
     naming,
-    one_of,
     output_options,
     part_options,
     policy_options,
@@ -23,12 +22,11 @@ from kvcore.cli.output import (
     STDOUT,
     emit_json,
     json_option,
-    metrics_file,
     print_notes,
     print_sections,
     progress,
 )
-from kvcore.cli.serving import outputs, print_report, report_of
+from kvcore.cli.serving import document_of, outputs, print_report, report_of
 from kvcore.cli.verb import verb
 from kvcore.config import RunParts
 from kvcore.progress import ticked
@@ -78,21 +76,13 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     The defaults are Llama 3 8B on four H100, which can carry that trace; one cannot.
     """
     from_file = names_from_file(ctx, given)
-    one_of(given, "blocks", "memory", "both say how large the pool is", from_file)
-    one_of(given, "trace", "out", "both write a trace", from_file)
     config = config_of(given, "simulate")
     parts = RunParts(config, naming=naming(given["config"], from_file))
-    as_json, out, prometheus = given["as_json"], given["out"], given["prometheus"]
-    with (
-        outputs(parts, given["trace"], out) as trace,
-        metrics_file(
-            prometheus, parts.workload, given["trace"], as_json=as_json
-        ) as write_metrics,
-    ):
+    out = given["out"]
+    with outputs(parts, given) as (trace, write_metrics):
         measured = given["residency"]
         result, document = _run(parts, trace, config.allocation, residency=measured)
-        if write_metrics is not None:
-            write_metrics(_metrics(result, document))
+        write_metrics(result, document)
         if config.allocation == "contiguous":
             paged, asked = _run(parts, None, "paged", residency=measured)
             document |= {"config": asked["config"], "paged": paged.summary()}
@@ -101,11 +91,11 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
             result.write(out, **more)
     saturation = result.saturation
     searching = given["search"] and saturation is not None and saturation.saturated
-    if as_json:
+    if given["as_json"]:
         if searching:
             document["saturation"] |= {"holds": _searched(parts, result)}
         emit_json(document)
-    elif prometheus != STDOUT:
+    elif given["prometheus"] != STDOUT:
         report = _print(result, document, searching=searching)
         if searching:
             print_sections("\n" + report.holding(_searched(parts, result)))
@@ -118,12 +108,6 @@ def _searched(parts: RunParts, result: Result) -> dict[str, float | int]:
 
     with progress("searching for what would hold: simulations", None) as tick:
         return find_capacity(parts, result, tick)
-
-
-def _metrics(result: Result, document: dict[str, Any]) -> str:
-    from kvcore.report import run_metrics  # noqa: PLC0415 - no other verb needs it
-
-    return run_metrics(document, result.requests)
 
 
 def _run(
@@ -143,9 +127,7 @@ def _run(
             fragmentation=parts.config.allocation == "contiguous",
             residency=residency,
         )
-    cache = result.cache
-    plugins = (made["scheduler"], cache.eviction, cache.prefix, cache.retention, result.latency)
-    return result, {**result.summary(), "config": parts.describe(*plugins)}
+    return result, document_of(parts, result, made["scheduler"])
 
 
 def _print(result: Result, document: dict[str, Any], *, searching: bool) -> SimulationReport:

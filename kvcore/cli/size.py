@@ -14,9 +14,8 @@ import click
 from kvcore.cli.output import emit_json, json_option, print_table
 from kvcore.cli.terminal import echo
 from kvcore.cli.verb import Count, verb
-from kvcore.config.lookup import load_model
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, MODELS, find_device
+from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, decode_step_bytes, prefill_flop
 from kvcore.models.memory import KVLayout, kv_budget
 from kvcore.models.spec import KV_DTYPES, MAX_COUNT, WEIGHT_DTYPES, DeviceSpec

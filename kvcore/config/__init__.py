@@ -1,7 +1,7 @@
 """The configuration of a run: its options, how they are read, and the parts they make."""
 
 from kvcore.config.files import read_toml
-from kvcore.config.lookup import find_workload, load_model
+from kvcore.config.lookup import find_workload
 from kvcore.config.parts import EngineParts, RunParts
 from kvcore.config.run_config import MODES, Mode, RunConfig
 from kvcore.config.values import read_plugin, read_slo
@@ -13,7 +13,6 @@ __all__ = [
     "RunConfig",
     "RunParts",
     "find_workload",
-    "load_model",
     "read_plugin",
     "read_slo",
     "read_toml",

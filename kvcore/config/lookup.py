@@ -1,4 +1,4 @@
-"""Find a workload among plugins and files, and a model in the catalogue or in a file."""
+"""Find a workload among plugins and files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 from kvcore.errors import InputError
 from kvcore.files import input_path, unreadable_reason
-from kvcore.models.catalogue import MODELS, find_model
-from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin, options_of
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import nearest, takes_path
@@ -71,29 +69,3 @@ def with_path(text: str, cls: type[Plugin]) -> str:
     if first.strip() and "=" not in first and takes_path(cls, option):
         return f"{name}:{option}={rest.strip()}"
     return text
-
-
-def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
-    """Return the well-known model called `text`, or the one that the file at `text` describes.
-
-    A file or folder that exists is read, as is whatever looks like a path; a name of the
-    catalogue means the catalogue all the same.
-
-    Args:
-        text: a name, the path of a Hugging Face `config.json`, or the folder it lies in.
-        weights_dtype: number format of the weights; None: as released.
-
-    Raises:
-        InputError: neither a known name nor a file that can be used.
-    """
-    is_path = text.endswith(".json") or os.sep in text
-    if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
-        from kvcore.models.huggingface import read_config  # noqa: PLC0415 - for files alone
-
-        return read_config(text, weights_dtype)
-    try:
-        model = find_model(text)
-    except InputError as error:
-        msg = f"{error}; or give the path of a model's config.json"
-        raise InputError(msg) from None
-    return model.with_weights(weights_dtype) if weights_dtype else model

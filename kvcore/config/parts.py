@@ -13,11 +13,11 @@ import attrs
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
-from kvcore.config.lookup import find_workload, load_model
+from kvcore.config.lookup import find_workload
 from kvcore.config.run_config import MEMORY, RunConfig, read_option
 from kvcore.engine import Backend, Generator
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES, MODELS, find_device
+from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
@@ -75,7 +75,6 @@ class RunParts:
         workload: Workload | None = None,
         naming: Callable[[str], str] | None = None,
     ) -> None:
-        """Build what can be used again, and check the rest."""
         self.config = config
         self.plugins = plugins or Plugins()
         self._naming = naming or "{}: ".format
@@ -271,13 +270,17 @@ class RunParts:
         Raises:
             InputError: not one.
         """
-        memory = int(read_option("memory", memory))
-        blocks = self.deployment.blocks_in(memory)
-        if not blocks:
-            block = format_bytes(self.deployment.bytes_per_block)
-            msg = f"{format_bytes(memory)} is less than a block, which takes {block}"
+        memory, size = int(read_option("memory", memory)), self._block_bytes()
+        if memory < size:
+            dtype = f" of {self.config.dtype}" if self.config.mode == "run" else ""
+            block = f"a block{dtype}, which takes {format_bytes(size)}"
+            msg = f"{format_bytes(memory)} is less than {block}"
             raise InputError(msg)
-        return blocks
+        return memory // size
+
+    def _block_bytes(self) -> int:
+        """Return the bytes of a block."""
+        return self.deployment.bytes_per_block
 
     def _defaults(self) -> dict[str, Any]:
         """Return values of options of plugins that their texts leave out."""
@@ -427,22 +430,6 @@ class EngineParts(RunParts):
     def _blocks(self) -> int:
         """Return the blocks of the pool: as given, or what fits into memory."""
         return super()._blocks() if self.sized else self.blocks_in(MEMORY)
-
-    def blocks_in(self, memory: int | str) -> int:
-        """Return how many blocks of tensors fit into some bytes, as text or a number.
-
-        Raises:
-            InputError: not one.
-        """
-        memory = int(read_option("memory", memory))
-        size = self._block_bytes()
-        if memory < size:
-            msg = (
-                f"{format_bytes(memory)} is less than a block of {self.config.dtype}, which "
-                f"takes {format_bytes(size)}"
-            )
-            raise InputError(msg)
-        return memory // size
 
     def _block_bytes(self) -> int:
         """Return the bytes of a block of tensors."""

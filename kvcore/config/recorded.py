@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 
-from kvcore.cache import KVCache, Recorder
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError, KvcoreError, PluginError
@@ -178,7 +177,6 @@ class RecordedParts(RunParts):
         changes: Mapping[str, Any],
         plugins: Plugins | None = None,
     ) -> None:
-        """Put the changes into the recorded configuration."""
         self._file, self._header = file, header
         self.timed = header["mode"] != "untimed"
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -191,33 +189,11 @@ class RecordedParts(RunParts):
         if "slo" in header and "slo" not in changes:
             self.slo = slo_of(header["slo"])
 
-    def cache(self, trace: Recorder | None = None) -> KVCache:
-        """Build the cache, with the plugins that were recorded or are given.
-
-        Raises:
-            InputError, PluginError: a plugin that cannot be built as it was.
-        """
-        kinds = [
-            kind
-            for kind in OF_CACHES
-            if (kind in self._header["plugins"] or kind in self._changed)
-            and getattr(self.config, kind) is not None
-        ]
-        return KVCache(
-            self.blocks,
-            self.geometry.block_size,
-            accounting=self.geometry.accounting,
-            key_tokens=self.geometry.key_tokens,
-            trace=trace,
-            recompute=self.recompute,
-            **{kind: self.built(kind) for kind in kinds},
-        )
-
     def latency(self, devices: int | None = None) -> LatencyModel:
         """Build the latency model.
 
         Raises:
-            InputError, PluginError: as `cache`, or it computes with other numbers than it did.
+            InputError, PluginError: it cannot be built as it was, or has other coefficients.
         """
         latency = super().latency(devices)
         recorded = self._header.get("latency")
@@ -316,7 +292,7 @@ class RecordedParts(RunParts):
         return find_model(str(self.config.model))
 
     def _check_deployment(self) -> None:
-        """Nothing is sized by a deployment here, and the header need not name one."""
+        """Check nothing: no pool is sized here, and the header need not name a deployment."""
 
     def _defaults(self) -> dict[str, Any]:
         """Return what the run was recorded with, for plugins that leave it out."""

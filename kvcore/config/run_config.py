@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import attrs
 
+from kvcore.config.lookup import BUNDLED
 from kvcore.config.values import (
     ByteSize,
     DeviceChoice,
@@ -38,9 +39,6 @@ Mode: TypeAlias = Literal["simulate", "compare", "run"]
 
 MODES: tuple[Mode, ...] = ("simulate", "compare", "run")
 """The modes of a configuration."""
-
-BUNDLED = "mooncake"
-"""The workload that comes with kvcore."""
 
 EXPECTED = SLO(ttft_ns=30 * NS_PER_S, tpot_ns=NS_PER_S // 10)
 """What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a

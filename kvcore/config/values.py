@@ -21,7 +21,14 @@ from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin
 from kvcore.plugins.options import Spec, as_text, nearest, parse
 from kvcore.request import SLO
-from kvcore.units import check_whole, parse_bytes, parse_seconds, parse_whole, parse_window
+from kvcore.units import (
+    NS_PER_S,
+    check_whole,
+    parse_bytes,
+    parse_seconds,
+    parse_whole,
+    parse_window,
+)
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
@@ -91,6 +98,12 @@ def read_slo(text: str) -> SLO:
         msg = f"{text!r} is no SLO; write one such as ttft=30,tpot=0.1, or none"
         raise InputError(msg)
     return _slo_of(read_plugin(f"slo:{text}").options)
+
+
+def slo_text(slo: SLO) -> str:
+    """Return an SLO as `read_slo` reads it, such as `ttft=30,tpot=0.1`."""
+    times = ((name, getattr(slo, f"{name}_ns")) for name in EXPECTATIONS)
+    return ",".join(f"{name}={ns / NS_PER_S:g}" for name, ns in times if ns) or "none"
 
 
 def shown(value: object) -> str:

@@ -62,7 +62,6 @@ class SequenceCache(ABC):
     name: ClassVar[str]
 
     def __init__(self) -> None:
-        """Start empty."""
         self.cached_tokens = 0
         self.projected: Counter[int] = Counter()
 
@@ -127,7 +126,6 @@ class DenseSequenceCache(SequenceCache):
     name = "dense"
 
     def __init__(self, capacity: int) -> None:
-        """Store the capacity. The first rows tell the shape to reserve."""
         super().__init__()
         self._capacity = capacity
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}

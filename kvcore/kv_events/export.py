@@ -14,7 +14,6 @@ import attrs
 import orjson
 from msgspec import UNSET
 
-from kvcore.errors import TraceError
 from kvcore.files import MOST_VALUES
 from kvcore.kv_events.model import (
     NS_PER_MS,
@@ -26,7 +25,6 @@ from kvcore.kv_events.model import (
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import CacheState, events, read_events
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
-from kvcore.trace.reader import TraceReader
 from kvcore.units import NS_PER_S
 
 MEDIUM, TIER = "GPU", "device"
@@ -77,7 +75,7 @@ class ExportSize:
                 size = line.block_size
             elif isinstance(line, events.Commit) and line.how in STORED:
                 blocks += line.blocks
-        _require_complete(reader)
+        reader.require_complete()
         return cls(lines, blocks, blocks * size)
 
     def bytes(self, *, compressed: bool) -> int:
@@ -130,7 +128,7 @@ def event_batches(trace: str | os.PathLike[str], tick: Tick = unseen) -> Iterato
             reader.fail(f"{line.event}: {error}")
     if pending:
         yield _batch(now, pending)
-    _require_complete(reader)
+    reader.require_complete()
 
 
 def dynamo_batches(
@@ -208,7 +206,7 @@ class MooncakeRows:
                 "hash_ids": [block_hash(key) >> (type(key) is str) for key in line.keys],
             }
             yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
-        _require_complete(reader)
+        reader.require_complete()
 
 
 def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
@@ -320,9 +318,3 @@ def _routed(event: Event) -> Event:
         medium=TIER,
         more={"blocks": [{"mm_extra_info": None}] * len(event.hashes)},
     )
-
-
-def _require_complete(reader: TraceReader) -> None:
-    if not reader.complete:
-        msg = f"{reader.file}: incomplete: {reader.cut_reason}"
-        raise TraceError(msg)

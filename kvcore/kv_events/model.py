@@ -329,8 +329,9 @@ def check_tokens(tokens: Sequence[Token], field: str) -> None:
 
 def brief(value: object, limit: int = 60) -> str:
     """Return `value` for a message, cut to `limit` characters."""
-    text = repr(value[:limit] if isinstance(value, (list, str, bytes)) else value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shorten(
+        repr(value[:limit] if isinstance(value, (list, str, bytes)) else value), limit
+    )
 
 
 def unsupported(event: Event, where: str) -> InputError:

@@ -20,7 +20,6 @@ import orjson
 
 from kvcore.errors import InputError, StorageError, TraceError
 from kvcore.files import (
-    LONGEST_LINE,
     CutError,
     DamageError,
     decompressed,
@@ -49,6 +48,7 @@ from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart, S
 from kvcore.kv_events.subscriber import Subscriber
 from kvcore.trace.jsonl_file import SealedReader, SealedWriter
 from kvcore.trace.writer import version
+from kvcore.workloads.files import lines
 
 SCHEMA = 1
 """The schema that this version writes, and the only one it reads."""
@@ -114,13 +114,8 @@ class _End(_Line, frozen=True, kw_only=True, tag="END"):
 _HEAD = 48
 """Bytes of a line in which its kind is, behind a number of up to 20 digits."""
 
-_LINES: dict[str, type[_Line]] = {
-    "BATCH": _Batch,
-    "GAP": Lost,
-    "RESTART": Restarted,
-    "GARBAGE": Skipped,
-    "END": _End,
-}
+_KINDS: tuple[type[_Line], ...] = (_Batch, Lost, Restarted, Skipped, _End)
+_LINES = {str(kind.__struct_config__.tag): kind for kind in _KINDS}
 
 RecordedItem: TypeAlias = Received | Lost | Restarted | Skipped
 
@@ -432,23 +427,14 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
 
     A file that can be read only once, such as a pipe, is not read: the answer is False.
     """
-    head = bytearray()
     try:
         if not Path(path).is_file():
             return False
-        with Path(path).open("rb") as file:
-            for piece in decompressed(file):
-                head += piece
-                if b"\n" in piece or len(head) > LONGEST_LINE:
-                    break
-    except (OSError, ValueError, CutError, DamageError):
+        with closing(lines(Path(path))) as source:
+            _, first = next(source)
+        return _first_line_format(orjson.loads(first)) is not None
+    except (OSError, ValueError, InputError):
         return False
-    begin = bytes(head.partition(b"\n")[0])
-    try:
-        line = None if line_fault(begin) else orjson.loads(begin)
-    except orjson.JSONDecodeError:
-        return False
-    return _first_line_format(line) is not None
 
 
 def _first_line_format(line: Any) -> str | None:

@@ -7,6 +7,7 @@ those of the language model). GPUs: the makers' data sheets; see `docs/reference
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -24,6 +25,32 @@ def find_model(name: str) -> ModelSpec:
         InputError: no such model; names the nearest ones.
     """
     return _find("model", MODELS, name)
+
+
+def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
+    """Return the well-known model called `text`, or the one that the file at `text` describes.
+
+    A file or folder that exists is read, as is whatever looks like a path; a name of the
+    catalogue means the catalogue all the same.
+
+    Args:
+        text: a name, the path of a Hugging Face `config.json`, or the folder it lies in.
+        weights_dtype: number format of the weights; None: as released.
+
+    Raises:
+        InputError: neither a known name nor a file that can be used.
+    """
+    is_path = text.endswith(".json") or os.sep in text
+    if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
+        from kvcore.models.huggingface import read_config  # noqa: PLC0415 - for files alone
+
+        return read_config(text, weights_dtype)
+    try:
+        model = find_model(text)
+    except InputError as error:
+        msg = f"{error}; or give the path of a model's config.json"
+        raise InputError(msg) from None
+    return model.with_weights(weights_dtype) if weights_dtype else model
 
 
 def find_device(name: str) -> DeviceSpec:

@@ -61,7 +61,7 @@ class RequestReport:
         missed = sum(loss.tokens for loss in losses)
         tokens = counted(reasons.tokens, "token")
         yield (
-            f"Of {tokens}, {reasons.hit:,} hit and {missed:,} missed{_because(losses)}"
+            f"Of {tokens}, {reasons.hit:,} hit and {missed:,} missed{':' if losses else '.'}"
             if reasons.tokens
             else f"It has {NO_KEYS}"
         )
@@ -283,10 +283,6 @@ def _cut(explanation: Explanation) -> Iterator[str]:
 
 def _ranked(requests: Iterable[tuple[int | str, int]]) -> Iterator[tuple[str, str]]:
     return ((str(request), f"{tokens:,}") for request, tokens in requests)
-
-
-def _because(losses: list[MissSegment]) -> str:
-    return ":" if losses else "."
 
 
 def _new(loss: MissSegment) -> str:

@@ -162,10 +162,8 @@ class SweepReport:
     def _names(self, rows: list[Row], candidates: int) -> str:
         if len(rows) == candidates > 1:
             return "all alike"
-        competing = [name for name in self.sweep.grid.varied if name in POLICIES]
-        names = [
-            " + ".join(str(row[name]) for name in competing or ["eviction"]) for row in rows
-        ]
+        axes = self._competing or ["eviction"]
+        names = [" + ".join(str(row[name]) for name in axes) for row in rows]
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 

@@ -1,4 +1,4 @@
-"""Comparison as a table, sentences and CSV."""
+"""Comparison as a table and CSV, and the sentences that reports share, such as the setup."""
 
 from __future__ import annotations
 

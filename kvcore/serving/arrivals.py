@@ -37,7 +37,6 @@ class Arrivals:
     """
 
     def __init__(self, requests: Iterable[Request], rate_scale: float = 1.0) -> None:
-        """Read the first request."""
         if not 0 < rate_scale < float("inf"):
             msg = (
                 f"rate_scale={rate_scale}: give how many times as fast requests arrive, above 0"

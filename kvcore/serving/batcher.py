@@ -102,7 +102,6 @@ class WaitingQueue:
     __slots__ = ("_entries", "_eviction", "_heap", "_on_dequeued", "_on_queued")
 
     def __init__(self, eviction: EvictionPolicy) -> None:
-        """Create an empty queue, of which `eviction` is notified."""
         self._entries: OrderedDict[Job, Entry] = OrderedDict()
         self._heap: list[Entry] = []
         self._eviction = eviction

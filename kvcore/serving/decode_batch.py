@@ -337,7 +337,6 @@ class DecodeAllocator:
     """
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
-        """Store the cache and the jobs that grow."""
         self.allocated_until = 0
         self._cache = cache
         self._batch = batch

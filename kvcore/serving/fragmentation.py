@@ -26,7 +26,6 @@ class MeasuredAllocator(DecodeAllocator):
     """
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
-        """Store the cache and the jobs that grow."""
         super().__init__(cache, batch)
         self.slots = cache.pool.blocks * self._block_size
         self.idle = self.uncomputed = 0
@@ -86,7 +85,6 @@ class MeasuredLoop(ServingLoop):
     allocator: MeasuredAllocator
 
     def __init__(self, *parts: Any, **options: Any) -> None:
-        """Connect the parts, as `ServingLoop` does."""
         super().__init__(*parts, **options)
         self._occupancy = _Occupancy(self.allocator)
 
@@ -125,7 +123,6 @@ class _Occupancy:
     """Adds up what slots are used for, from event to event. O(1) a step."""
 
     def __init__(self, allocator: MeasuredAllocator) -> None:
-        """Store the allocator whose slot counts are sampled."""
         self._allocator = allocator
         # The state since the last event.
         self._running = self._held = self._cached = self._idle = self._uncomputed = 0

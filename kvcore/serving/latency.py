@@ -192,7 +192,6 @@ class SimulatedExecutor:
     mode = "model"
 
     def __init__(self, latency: LatencyModel) -> None:
-        """Store the latency model."""
         self.latency = latency
         self.plugins = (latency,)
         self.jumps = latency.jumps
@@ -381,7 +380,6 @@ class ServiceEstimates:
     """Estimates for schedulers (`ServiceTimes`), from the cache and the latency model."""
 
     def __init__(self, cache: KVCache, latency: LatencyModel, max_seqs: int) -> None:
-        """Store the cache, the latency model, and the most sequences of a step."""
         self._cache = cache
         self._latency = latency
         self._windows = latency.windows

@@ -65,7 +65,6 @@ class ServingLoop:
         slo: SLO | None = None,
         allocator: AllocatorFactory = DecodeAllocator,
     ) -> None:
-        """Connect the parts."""
         self.clock_ps = 0
         self.steps = DecodeSteps()
         self.log = RunLog(cache.pool.blocks, slo)

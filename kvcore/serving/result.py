@@ -11,6 +11,7 @@ import attrs
 import orjson
 
 from kvcore.cache import KVCache, Recorder
+from kvcore.cache.residency import CacheStats
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, make_directory
 from kvcore.plugins import describe
@@ -30,6 +31,12 @@ SCHEMA = 1
 def _between(begin: Sequence[int], end: Sequence[int]) -> list[int]:
     """Return the times from `begin` to `end`, where there is an end."""
     return [b - a for a, b in zip(begin, end, strict=True) if b >= 0]
+
+
+def hit_fields(stats: CacheStats) -> dict[str, Any]:
+    """Return lookups, hits and hit ratios of a run as JSON has them."""
+    counts = ("lookup_blocks", "hit_blocks", "self_hit_blocks", "lookup_tokens", "hit_tokens")
+    return {name: getattr(stats, name) for name in counts} | {"ratio": stats.ratios()}
 
 
 def _slo_seconds(time: int | None) -> float | None:
@@ -265,14 +272,7 @@ class Result(Outcome):
             "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
             "forgotten_blocks": stats.dropped_blocks,
             "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
-            "hit": {
-                "lookup_blocks": stats.lookup_blocks,
-                "hit_blocks": stats.hit_blocks,
-                "self_hit_blocks": stats.self_hit_blocks,
-                "lookup_tokens": stats.lookup_tokens,
-                "hit_tokens": stats.hit_tokens,
-                "ratio": attrs.asdict(self.hit_ratio),
-            },
+            "hit": hit_fields(stats),
             "lost_tokens": stats.lost_tokens,
             "residency": None if tree.residency is None else tree.residency.by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),

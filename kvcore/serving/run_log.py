@@ -30,7 +30,6 @@ class RunLog:
     """
 
     def __init__(self, blocks: int, slo: SLO | None = None) -> None:
-        """Start empty, for a pool and the SLO of most requests."""
         self.slo = slo
         self.ids: list[int | str] = []
         self.tenants: list[str | None] = []

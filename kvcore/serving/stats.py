@@ -67,7 +67,6 @@ class TokenGaps:
     __slots__ = ("_histogram", "pending")
 
     def __init__(self) -> None:
-        """Create an empty collection."""
         self.pending: list[TokenGap] = []
         self._histogram = Histogram()
 
@@ -125,7 +124,6 @@ class PoolTimeline:
     """
 
     def __init__(self, blocks: int) -> None:
-        """Create the timeline of a pool of `blocks` blocks, all free."""
         self.blocks = blocks
         self.pending: list[tuple[int, int, int]] = []
         self.peak = 0

@@ -24,6 +24,7 @@ from kvcore.trace.fields import SCHEMA, encode_runs
 from kvcore.trace.lifecycle import Lifecycles
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.state import (
+    APPLIED,
     CacheState,
     Hits,
     TracedPrompt,
@@ -194,7 +195,7 @@ class TraceChecker:
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
         # Plain requests for what a server says have one check: that of their life cycle.
-        checks = {name: getattr(self, f"_{name.lower()}") for name in _CHECKED}
+        checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
         self._checks: dict[str, Callable[[Any], None]] = checks
 
     def apply(self, event: events.Event) -> None:
@@ -379,11 +380,8 @@ class TraceChecker:
 
     def _drop(self, event: events.Drop) -> None:
         self._order.settle()
-        seq, first, end = (
-            self.state.sequence(event.seq),
-            event.first,
-            event.first + event.blocks,
-        )
+        seq, first = self.state.sequence(event.seq), event.first
+        end = first + event.blocks
         if event.by != self._retention:
             violated(f"by retention policy {self._retention!r}, not {event.by!r}")
         if not self._order.pool.owners.keys().isdisjoint(seq.private):
@@ -395,11 +393,8 @@ class TraceChecker:
         self._order.pool.release(freed)
 
     def _free(self, event: events.Free) -> None:
-        seq, ids, reason = (
-            self.state.sequence(event.seq),
-            self.state.ids(event.runs),
-            event.reason,
-        )
+        seq, reason = self.state.sequence(event.seq), event.reason
+        ids = self.state.ids(event.runs)
         if self._due is not None:
             fits = reason == self._due[2]
         else:
@@ -515,12 +510,6 @@ class TraceChecker:
 
     def _refuse_unpinned(self) -> None:
         violated("forked sequences still hold blocks that are cached now, without a pin")
-
-
-_CHECKED = (
-    *("REQUEST", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
-    *("FREE", "FORK", "KEYS", "END"),
-)
 
 
 class CachedKeys:

@@ -11,8 +11,7 @@ import msgspec
 import orjson
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError
 
-SHOWN = 60
-"""Characters of a wrong value that an error message shows."""
+from kvcore.errors import shorten
 
 
 def _one_of(*words: str) -> Meta:
@@ -387,10 +386,10 @@ def parse_json(raw: bytes) -> Any:
 def find_fault(line: Any) -> str | None:
     """Return what is wrong with a line, a value parsed from JSON; None if nothing is."""
     if type(line) is not dict:
-        return f"a line must be a JSON object, not {_shorten(line)}"
+        return f"a line must be a JSON object, not {_shown(line)}"
     name = line.get("event")
     if type(name) is not str or name not in EVENTS:
-        return f"unknown event {_shorten(name)}; there are: {', '.join(EVENTS)}"
+        return f"unknown event {_shown(name)}; there are: {', '.join(EVENTS)}"
     fields = describe_fields(_struct_of(line))
     required = [field.name for field in fields.values() if field.required]
     # In the order of the schema, then those that may be there in the order of the line.
@@ -417,7 +416,7 @@ class Field(NamedTuple):
         try:
             msgspec.convert(value, self.type)
         except ValidationError:
-            return f"must be {self.holds}, not {_shorten(value)}"
+            return f"must be {self.holds}, not {_shown(value)}"
         return None
 
 
@@ -440,6 +439,5 @@ def _struct_of(line: dict[str, Any]) -> type[Event]:
     return Drop if name == "EVICT" and line.get("scope") == "sequence" else EVENTS[name]
 
 
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+def _shown(value: object) -> str:
+    return shorten(repr(value))

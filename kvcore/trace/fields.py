@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
+from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention
@@ -145,9 +146,6 @@ def _key_field(key: Any, place: int, request: int | str) -> int | str:
     raise InputError(msg)
 
 
-Ids: TypeAlias = "array[int]"
-
-
 Runs: TypeAlias = list[tuple[int, int]]
 
 
@@ -236,26 +234,6 @@ def _from_to(first: int, last: int) -> Ids:
     return _ascending[first : last + 1]
 
 
-_SAME = {
-    "id": "id",
-    "prompt": "prompt_tokens",
-    "output": "output_tokens",
-    "key_tokens": "key_tokens",
-}
-
-_AS_WRITTEN = {
-    "salt": "salt",
-    "tenant": "tenant",
-    "priority": "priority",
-    "predicted": "predicted_output_tokens",
-    "session": "session",
-    "after": "after",
-    "think": "think_time",
-}
-
-_DIGITS = 2 * KEY_BYTES
-
-
 def read_request(event: events.Request, arrival: int | None = None) -> Request:
     """Return the request of a REQUEST line; written again, it is that line. O(keys).
 
@@ -266,20 +244,19 @@ def read_request(event: events.Request, arrival: int | None = None) -> Request:
     """
     from msgspec import UNSET  # noqa: PLC0415 - it was imported with `event`
 
-    fields: dict[str, Any] = {name: getattr(event, field) for field, name in _SAME.items()}
-    for field, name in _AS_WRITTEN.items():
+    fields: dict[str, Any] = {}
+    for field, name in _OPTIONAL.items():
         value = getattr(event, field)
         if value is not UNSET:
-            fields[name] = value
-    if event.slo is not UNSET:
-        fields["slo"] = slo_of(event.slo)
-    if event.retention is not UNSET:
-        fields["retention"] = tuple(Retention(*hint) for hint in event.retention)
-    if event.output_keys is not UNSET:
-        fields["output_keys"] = read_keys(event.output_keys)
+            read = _READ.get(field)
+            fields[name] = value if read is None else read(value)
     return Request(
+        id=event.id,
         arrival=event.t if arrival is None else arrival,
+        prompt_tokens=event.prompt,
+        output_tokens=event.output,
         keys=read_keys(event.keys),
+        key_tokens=event.key_tokens,
         **fields,
     )
 
@@ -292,6 +269,14 @@ def read_keys(written: list[Any]) -> list[Key]:
     if all(type(key) is int for key in written):
         return written
     return [_key(key) for key in written]
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "slo": slo_of,
+    "retention": lambda hints: tuple(Retention(*hint) for hint in hints),
+    "output_keys": read_keys,
+}
+"""What makes the attribute of an optional field, where it is not the field itself."""
 
 
 def _is_key(value: object) -> bool:
@@ -307,6 +292,6 @@ def _is_key(value: object) -> bool:
 
 
 def _key(written: Any) -> Key:
-    if type(written) is str and len(written) == _DIGITS and written == written.lower():
+    if type(written) is str and len(written) == 2 * KEY_BYTES and written == written.lower():
         return bytes.fromhex(written)
     return cast("Key", written)

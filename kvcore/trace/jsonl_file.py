@@ -43,7 +43,6 @@ from kvcore.files import (
     compressor,
     decompressed,
     line_fault,
-    part_path,
     storage_errors,
     unreadable_reason,
 )
@@ -150,13 +149,12 @@ class BackgroundFile(io.RawIOBase):
         if isinstance(self._file, AtomicFile):
             self._file.discard()
 
-    def keep(self) -> Path:
-        """Drop all later writes, and leave the unfinished file; return its path."""
+    def keep(self) -> None:
+        """Drop all later writes, and leave the unfinished file."""
         self._drop_writes()
         if isinstance(self._file, AtomicFile):
             with suppress(OSError):
                 self._file.close()
-        return part_path(Path(self.name))
 
     def _drop_writes(self) -> None:
         self._discarded = True
@@ -346,6 +344,12 @@ class SealedReader(ABC, Generic[_Item]):
         msg = f"{self.file}:{self.line}: {reason}"
         raise TraceError(msg)
 
+    def require_complete(self) -> None:
+        """Raise TraceError unless END was reached, once iteration is over."""
+        if not self.complete:
+            msg = f"{self.file}: incomplete: {self.cut_reason}"
+            raise TraceError(msg)
+
     @abstractmethod
     def _parse(self, raw: bytes) -> _Item:
         """Return the item of a line, whose number is `line`, after all checks of it alone.
@@ -421,7 +425,8 @@ class SealedReader(ABC, Generic[_Item]):
 
     def _look_at(self, block: bytes) -> None:
         """Refuse lines that are too large to be parsed; note bytes that need a closer look."""
-        if fault := line_fault(block):
+        # A block comes in pieces of 64 KiB: only its first line can be too large.
+        if fault := line_fault(block.partition(b"\n")[0]):
             self.line += 1
             self.fail(fault)
         self._odd_bytes = any(byte in block for byte in (b" ", b"\\", b"\r", b"\t"))

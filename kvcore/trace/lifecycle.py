@@ -65,12 +65,9 @@ class Lifecycles:
         # A model that runs ends a text where it likes; a simulated one as it was asked.
         self._as_asked = mode != "wall"
         self._requests: dict[int | str, Lifecycle] = {}
+        served = ("FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT")
         self._apply: dict[str, Callable[[Any], None]] = {
-            "FIRST_TOKEN": self._first_token,
-            "PREEMPT": self._preempt,
-            "RESUME": self._resume,
-            "FINISH": self._finish,
-            "REJECT": self._reject,
+            name: getattr(self, f"_{name.lower()}") for name in served
         }
 
     def arrive(self, request: int | str, output: int) -> None:

@@ -246,6 +246,4 @@ class TraceWorkload(Workload):
         reader = TraceReader(self.file)
         for event in reader:
             yield reader, event
-        if not reader.complete:
-            msg = f"{self.file}: incomplete: {reader.cut_reason}"
-            raise TraceError(msg)
+        reader.require_complete()

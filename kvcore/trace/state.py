@@ -16,7 +16,6 @@ import attrs
 from kvcore.cache import Residency
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Hole, merge_holes
-from kvcore.errors import TraceError
 from kvcore.trace.fields import decode_runs
 from kvcore.trace.reader import TraceReader
 
@@ -33,6 +32,16 @@ MOST_COPIES = 1 << 18
 
 WORK, WORK_OF_LINE = 1 << 25, 1 << 10
 """Steps, each some 50 ns, that a trace may take at all, and more for each of its lines."""
+
+
+APPLIED = (
+    *("REQUEST", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
+    *("FREE", "FORK", "KEYS"),
+)
+"""Events that change the cache; each is applied by the method of its name."""
+
+TIMED = ("HIT", "SPLIT", "COMMIT", "EVICT")
+"""Events from which the residency of blocks follows."""
 
 
 class ViolationError(ValueError):
@@ -307,17 +316,7 @@ class CacheState:
         self._work = self._most_work = self._copies = 0
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
         self._apply: dict[str, Callable[[Any], None]] = {
-            "REQUEST": self._request,
-            "HIT": self._hit,
-            "MISS": self._miss,
-            "SPLIT": self._split,
-            "ALLOC": self._alloc,
-            "COPY": self._copy,
-            "COMMIT": self._commit,
-            "EVICT": self._evict,
-            "FREE": self._free,
-            "FORK": self._fork,
-            "KEYS": self._keys,
+            name: getattr(self, f"_{name.lower()}") for name in APPLIED
         }
 
     @property
@@ -543,9 +542,8 @@ def rebuild_residency(file: str | os.PathLike[str]) -> Residency:
                 rebuilt.record(event)
         except ValueError as error:
             reader.fail(f"{event.event}: {error}")
-    if rebuilt is None or not reader.complete:
-        msg = f"{reader.file}: incomplete: {reader.cut_reason}"
-        raise TraceError(msg)
+    reader.require_complete()
+    assert rebuilt is not None  # A complete trace has a HEADER.
     return rebuilt.residency
 
 
@@ -557,10 +555,7 @@ class _RebuiltResidency:
         self._state = state
         self._stored: dict[int, int] = {}
         self._record: dict[str, Callable[[Any], None]] = {
-            "HIT": self._hit,
-            "SPLIT": self._split,
-            "COMMIT": self._commit,
-            "EVICT": self._evict,
+            name: getattr(self, f"_{name.lower()}") for name in TIMED
         }
 
     def record(self, event: events.Event) -> None:

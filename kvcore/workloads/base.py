@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import wraps
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, ClassVar, Self
@@ -319,5 +320,4 @@ def _reads_files(cls: type[Workload]) -> bool:
     return bool(cls.line_fields) or any("recognises" in vars(base) for base in own)
 
 
-def _name(cls: type[Workload]) -> str:
-    return cls.name
+_name = attrgetter("name")

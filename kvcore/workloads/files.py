@@ -103,15 +103,23 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the elements of a JSON array whose opening bracket has been read."""
     texts = codecs.iterdecode(pieces, "utf-8", "surrogateescape")
     scan = json.JSONDecoder(strict=False).raw_decode
-    text, end = "", 0
+    text, end, commas, due = "", 0, 0, 0
     while True:
         begin = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # matches nothing
+        commas += text.count(",", end, begin)
+        closed, parsed = text.startswith("]", begin), None
         with suppress(ValueError, RecursionError):
-            end = scan(text, begin)[1]
-            yield text[begin:end].encode("utf-8", "surrogateescape")
-            continue
-        if text.startswith("]", begin):
+            parsed = scan(text, begin)[1]
+        due = 0 if closed else due
+        if (closed or parsed is not None) and commas != due:
+            msg = f"commas at this place of the JSON array: {commas}; expected {due}"
+            raise DamageError(msg)
+        if closed:
             break
+        if parsed is not None:
+            yield text[begin:parsed].encode("utf-8", "surrogateescape")
+            end, commas, due = parsed, 0, 1
+            continue
         rest = [text[begin:]]
         size = len(rest[0])
         # As much again as there is: the work stays linear in the length of an element.
@@ -140,21 +148,17 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """
     begun: list[bytes] = []
     length = 0
-    for piece in pieces:
-        for line in BytesIO(piece):
-            begun.append(line)
-            length += len(line)
-            if line.endswith(b"\n") or length > LONGEST_LINE:
-                whole = b"".join(begun)
-                if fault := line_fault(whole):
-                    raise DamageError(fault)
+    # Nothing, in place of a line, ends the last one.
+    for line in chain(chain.from_iterable(map(BytesIO, pieces)), [b""]):
+        begun.append(line)
+        length += len(line)
+        if not line or line.endswith(b"\n") or length > LONGEST_LINE:
+            whole = b"".join(begun)
+            if fault := line_fault(whole):
+                raise DamageError(fault)
+            if whole:
                 yield whole
-                begun, length = [], 0
-    whole = b"".join(begun)
-    if fault := line_fault(whole):
-        raise DamageError(fault)
-    if whole:
-        yield whole
+            begun, length = [], 0
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:

@@ -115,30 +115,6 @@ def test_out_writes_the_numbers(run, tmp_path):
     assert [float(row["hit_ratio"]) for row in rows] == [p["hit_ratio"] for p in points]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sizes", "1"], "give 2 or more"),
-        (["--sizes", "some"], "expected a number of sizes"),
-        (["--sizes", "5,0"], "a pool of 0 blocks"),
-        (["--sizes", "100001"], "too many"),
-        (["--eviction", ""], "has an empty name"),
-        (["--eviction", "lrux"], "did you mean 'lru'?"),
-        (["--accounting", "tokens", "--eviction", "optimum"], "`keys` accounting alone"),
-        (["--kv-dtype", "fp8"], "give that too"),
-        (["--model", "no-model"], "no-model"),
-        (["--jobs", "0"], "0 is out of range: it must be at least 1"),
-        (["--out", "c.pdf"], "end it with .png, .svg, .csv, .json"),
-        (["--out", "no/such/c.png"], "cannot write"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(refused, tmp_path, monkeypatch, arguments, message):
-    """With code 2, one line, and no file left behind."""
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(SMALL, *arguments)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_failure_leaves_what_was_there(refused, tmp_path):
     """A file that stood at `--out` before the run still does, and no part of a new one."""
     out = tmp_path / "c.csv"

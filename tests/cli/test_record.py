@@ -254,15 +254,6 @@ def test_silence_is_told(tmp_path, older, options):
     assert [path.read_text() for path in tmp_path.iterdir()] == [older] * (older is not None)
 
 
-@pytest.mark.parametrize("limit", ["0s", "0B", "1", "h", "1 GiX"])
-def test_pieces_have_a_size_or_an_age(limit):
-    """What is neither, or 0, is refused."""
-    given = ("--zmq", "ipc://x", "-o", "x", "--rotate", limit)
-    done = run_here("record", *given)
-    assert done.returncode == 2
-    assert "--rotate" in done.stderr
-
-
 def test_numbers_beyond_64_bits_are_reported(engine, tmp_path):
     """Gaps of more batches than 64 bits can count are added up, by `replay` too."""
     out = tmp_path / "live.jsonl"
@@ -312,25 +303,6 @@ def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
     assert [(item.seq, item.batch) for item in read(here)[0]] == [
         (item.seq, item.batch) for item in read(there)[0]
     ]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["--out", "x.jsonl", "--zmq", "tcp://127.0.0.1:*"],
-        ["--out", "x.jsonl", "--replay", "tcp://127.0.0.1:*"],
-        ["--format", "dynamo", "--zmq", "tcp://127.0.0.1:*"],
-    ],
-)
-def test_export_goes_to_a_file_or_over_zmq(tmp_path, options):
-    """Both, neither, or a format that is not sent over ZMQ is refused with exit code 2."""
-    command = [sys.executable, "-m", "kvcore", "export", "t.jsonl", "--format", "vllm"]
-    done = subprocess.run(
-        [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "give --out FILE, or with --format vllm --zmq ADDRESS" in done.stderr
 
 
 def test_a_missing_trace_is_told_before_anyone_is_waited_for(tmp_path):

@@ -356,35 +356,6 @@ def test_a_failed_run_leaves_the_one_before(refused, report, tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--blocks", 9, "--memory", "1GiB"], "--blocks and --memory both say how large"),
-        (["--trace", "t.jsonl", "--out", "o"], "--trace and --out both write a trace"),
-        (["--memory", "1MiB"], "1 MiB is less than a block, which takes 2 MiB"),
-        (["--slo", "tft=3"], "an SLO has no 'tft' (did you mean 'ttft'?)"),
-        (["--slo", "fast"], "'fast' is no SLO; write one such as ttft=30,tpot=0.1, or none"),
-        (["--slo", "ttft=0"], "ttft=0: expected a time above 0 seconds"),
-        (["--eviction", "lru,lfu"], "names 2 plugins where one is needed"),
-        (["--scheduler", "fcfx"], "(did you mean 'fcfs'?)"),
-        (["--eviction", "optimum"], "it is no policy but a bound"),
-        (["--device", "l4", "--model", "llama-3-70b"], "It fits on 7 x l4, 4 x a40"),
-        (["--tensor-parallel", 0], "give 1 to 65,536 devices"),
-        (["--block-size", 24], "one must divide the other"),
-        (["--rate-scale", "nan"], "above 0"),
-        (["--config", "none.toml"], "none.toml: cannot be read: No such file"),
-        (["--out", ""], "empty path"),
-    ],
-)
-def test_what_cannot_be_is_refused(refused, tmp_path, monkeypatch, arguments, reason):
-    """Bad input is one message that says what is wrong; nothing is printed or written."""
-    monkeypatch.chdir(tmp_path)
-    error = refused(SMALL, *arguments)
-    assert error.startswith("kvcore: error: ")
-    assert reason in error
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_directory_that_is_a_file_is_refused(refused, tmp_path):
     """`--out` names a directory."""
     path = tmp_path / "file"

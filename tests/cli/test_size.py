@@ -173,13 +173,6 @@ def test_a_reserve_must_leave_something(reserve, problem):
     assert text.startswith(f"reserve {reserve!r}: {problem}")
 
 
-def test_a_reserve_needs_a_device():
-    """Without one it would be ignored."""
-    assert refused("llama-3-8b", "--reserve", "10%") == (
-        "--reserve 10%: it is kept free on a device; give --device too"
-    )
-
-
 def test_a_config_file_is_sized(tmp_path):
     """A path gives what the name gives, and a folder is named after itself."""
     folder = tmp_path / "mine"
@@ -249,14 +242,6 @@ def test_the_help_lists_models_and_devices():
     """Each by its whole name."""
     printed = run("--help").replace(",", " ").replace(".\n", " ").split()
     assert [name for name in (*MODELS, *DEVICES) if name not in printed] == []
-
-
-@pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
-def test_counts_below_one_are_usage_errors(option):
-    """Nothing can be sized for 0 tokens."""
-    result = CliRunner().invoke(size, ["llama-3-8b", option, "0"])
-    assert result.exit_code == 2
-    assert option in result.stderr
 
 
 @pytest.mark.parametrize(

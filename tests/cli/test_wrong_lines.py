@@ -57,15 +57,17 @@ size llama-3-8b h100 | unexpected extra argument
 replay | 'FILE'
 replay good.jsonl good.jsonl | unexpected extra argument
 explain | 'SOURCE'
-explain good.jsonl | say what to explain
-explain good.jsonl 0 --summary | not both
+explain good.jsonl | say what to explain: a REQUEST, such as `kvcore
+explain good.jsonl 0 --summary | or --summary, not both
 explain good.jsonl 0 1 | unexpected extra argument
 export good.jsonl | '--format'
 export | 'TRACE'
-export good.jsonl --format vllm | --out
+export good.jsonl --format vllm | give --out FILE, or with
+export good.jsonl --format vllm --out x.jsonl --replay tcp://h:1 | give --out FILE, or with
+export good.jsonl --format dynamo --zmq tcp://h:1 | give --out FILE, or with
 export good.jsonl --format nothing --out x | 'nothing'
 export good.jsonl --format mooncake --zmq tcp://h:1 | --out
-export good.jsonl --format vllm --out x.jsonl --zmq tcp://h:1 | --zmq
+export good.jsonl --format vllm --out x.jsonl --zmq tcp://h:1 | give --out FILE, or with
 record --zmq tcp://h:1 | '--out'
 record -o x.jsonl | '--zmq'
 sweep | 'NAME.TOML'
@@ -83,14 +85,14 @@ simulate W --blocks 99999999999999999999999 | --blocks
 simulate W --block-size 0 | --block-size
 simulate W --block-size -16 | --block-size
 simulate W --block-size x | '--block-size'
-simulate W --block-size 7 | --block-size
+simulate W --block-size 7 | one must divide the other
 simulate W --max-tokens 0 | max_tokens
 simulate W --max-tokens 99999999999999999999999 | '--max-tokens'
 simulate W --max-tokens 8q | '8q'
 simulate W --max-seqs 0 | max_seqs
 simulate W --max-seqs -5 | max_seqs
 simulate W --max-seqs lots | 'lots'
-simulate W --tensor-parallel 0 | --tensor-parallel
+simulate W --tensor-parallel 0 | give 1 to 65,536 devices
 simulate W --tensor-parallel 99999999 | --tensor-parallel
 simulate W --tensor-parallel two | 'two'
 simulate W --watermark 2 | watermark
@@ -100,7 +102,7 @@ simulate W --watermark much | 'much'
 simulate W --rate-scale 0 | rate_scale
 simulate W --rate-scale -1 | rate_scale
 simulate W --rate-scale inf | rate_scale
-simulate W --rate-scale nan | rate_scale
+simulate W --rate-scale nan | above 0
 simulate W --rate-scale fast | 'fast'
 simulate W --seed x | '--seed'
 simulate W --seed 1.5 | '--seed'
@@ -117,13 +119,13 @@ compare W --window 100000: | window 100000:
 simulate W --memory 5 | '5'
 simulate W --memory 5QB | '5QB'
 simulate W --memory 1,5GiB | decimal mark
-simulate W --memory 1B | --memory
+simulate W --memory 1B | 1 B is less than a block, which takes 2 MiB
 simulate W --memory 99999999TiB | 99999999TiB
 simulate W --memory lots | 'lots'
-simulate W --blocks 10 --memory 1GiB | --blocks and --memory
-simulate W --slo 5 | '5'
+simulate W --blocks 10 --memory 1GiB | --blocks and --memory both say how large
+simulate W --slo 5 | '5' is no SLO; write one such as ttft=30,tpot=0.1, or none
 simulate W --slo ttft | 'ttft'
-simulate W --slo ttft=0 | ttft=0
+simulate W --slo ttft=0 | ttft=0: expected a time above 0 seconds
 simulate W --slo ttft=-1 | '-1'
 simulate W --slo ttft=soon | 'soon'
 simulate W --slo ttfd=1 | 'ttfd' (did you mean 'ttft'?)
@@ -140,9 +142,12 @@ simulate W --model none.json | none.json
 simulate W --model . | config.json
 simulate W --device h101 | 'h101'
 simulate W --device '' | --device
+simulate W --device l4 --model llama-3-70b | It fits on 7 x l4, 4 x a40
+simulate W --config none.toml | none.toml: cannot be read: No such file
+simulate W --out '' | empty path
 simulate W --model llama-3-70b --tensor-parallel 1 --device h100 | --tensor-parallel
-compare W --accounting bytes | 'bytes'
-run --dtype fp1 --prompt a | 'fp1'
+compare W --accounting bytes | 'bytes' is not one of 'keys', 'tokens'
+run --dtype fp1 --prompt a | 'fp1' is not one of
 run --clock sun | 'sun'
 size llama-3-8b --dtype fp1 | 'fp1'
 size llama-3-8b --weights-dtype int3 | 'int3'
@@ -150,7 +155,7 @@ size llama-3-8b --weights-dtype int3 | 'int3'
 simulate W --eviction lru2 | 'lru2'
 simulate W --eviction '' | --eviction
 simulate W --eviction , | --eviction
-simulate W --eviction lru,lfu | 'lru,lfu'
+simulate W --eviction lru,lfu | names 2 plugins where one is needed
 simulate W --eviction lru:k=3 | 'k'
 simulate W --eviction lfu:half_life | 'half_life'
 simulate W --eviction lfu:half_life= | half_life
@@ -159,7 +164,7 @@ simulate W --eviction lfu:half_life=-1 | half_life
 simulate W --eviction lfu:half_live=3 | 'half_live' (did you mean 'half_life'?)
 simulate W --eviction lfu:half_life=1,half_life=2 | twice
 simulate W --eviction lfu:unit=h | 'unit'
-simulate W --eviction optimum | optimum
+simulate W --eviction optimum | it is no policy but a bound
 simulate W --eviction belady | belady
 simulate W --eviction lruk:k=0 | lruk
 simulate W --eviction lruk:k=99999999999999999999 | 'k'
@@ -193,7 +198,7 @@ simulate W --prefix radix:depth=3 | 'depth'
 simulate W --retention windows | 'windows'
 simulate W --retention window:tokens=0 | tokens
 simulate W --retention window:sinks=-1 | sinks
-simulate W --scheduler fifo | 'fifo'
+simulate W --scheduler fcfx | (did you mean 'fcfs'?)
 simulate W --scheduler priority:ageing=-1 | ageing
 simulate W --scheduler priority:preemptive=maybe | 'preemptive'
 simulate W --scheduler lpm:sample=-1 | sample
@@ -224,17 +229,20 @@ simulate W --latency linear:context=nan | 'context'
 simulate W --latency token-rate:prefill=0 | prefill
 simulate W --latency token-rate:decode=-1 | decode
 run W --generator gpt | 'gpt'
-run W --backend tpu | 'tpu'
+run W --backend tpu | no backend plugin is named 'tpu'
 run W --backend torch-cpu:attention=flash | 'attention'
-run W --generator transformer:layers=0 | layers
+run W --generator transformer:layers=0 | error: --generator: layers must
+run W --generator transformer:mlp=0 | error: --generator: transformer: mlp must
+run W --seed -1 | error: --generator: transformer: seed must be 0 to 2^63 - 1, not -1
+run W --model no-such-model | unknown model 'no-such-model'
 run W --generator transformer:heads=-1 | heads
 run W --generator transformer:vocab_size=0 | vocab_size
 run W --generator transformer:temperature=-1 | temperature
 run W --generator transformer:top_k=0 | top_k
 run W --generator huggingface | 'model'
 # workloads
-simulate nowhere.jsonl | 'nowhere.jsonl'
-simulate zipff | 'zipf'
+simulate nowhere.jsonl | 'nowhere.jsonl': there is no such file, and no workload plugin is named
+simulate zipff | did you mean 'zipf'?
 simulate '' | WORKLOAD
 simulate zipf:request=3 | 'request' (did you mean 'requests'?)
 simulate zipf:requests | 'requests'
@@ -256,7 +264,7 @@ simulate zipf:branching=0 | branching
 simulate zipf:key_tokens=0 | key_tokens
 simulate zipf:seed=18446744073709551616 | 'seed'
 simulate zipf,lru | zipf
-simulate azure | 'path'
+simulate azure | needs a value for option 'path'
 simulate azure:none.csv | none.csv
 simulate azure:path=none.csv,key_tokens=0 | key_tokens
 simulate jsonl | 'path'
@@ -281,75 +289,94 @@ simulate . | .
 # compare, curve, explain
 compare W --blocks x | --blocks
 compare W --blocks 0 | a pool of 0 blocks
-compare W --blocks 1,000 | 1,000
+compare W --blocks 1,000 | 1,000 is a list of 1 and 0: write 1000
+compare W --blocks 1,000,3,000 | a list of 1, 0, 3 and 0: write numbers without commas
+compare W --blocks 9,,20 | several are a list
+compare W --blocks -5 | several are a list, such as 1000,3000
 compare W --blocks 10,x | 10,x
 compare W --blocks '' | --blocks
-compare W --blocks 99999999999 | --blocks
-compare W --blocks 10 --memory 1GiB | --blocks and --memory
-compare W --memory 1B | --memory
-compare W --memory x | 'x'
-compare W --kv-dtype fp8 | --kv-dtype
-compare W --eviction nope | 'nope'
+compare W --blocks 2147483648 | at most 2147483647
+compare W --blocks 10 --memory 1GiB | give one of them
+compare W --memory 1B | 1 B is less than a block. A block of 16 tokens of llama-3-8b
+compare W --memory x | size 'x'
+compare W --kv-dtype fp8 | --kv-dtype says what a token takes of --memory
+compare W --eviction lruu | no eviction plugin is named 'lruu' (did you mean 'lru'?)
 compare W --eviction lru,nope | 'nope'
 compare W --eviction '' | '' has an empty name
-compare W --eviction optimum:x=1 | 'x'
-compare W --eviction optimum --accounting tokens | optimum
-compare W --eviction optimum --prefix none | optimum
+compare W --eviction optimum:x=1 | Its options: bypass=false
+compare W --eviction optimum --accounting tokens | in `keys` accounting alone
+compare W --eviction optimum --prefix none | nothing of prefix cache 'none'
 compare W --prefix nope | 'nope'
+compare W --prefix '' | '' has an empty name
 compare W --block-size 0 | block
-compare W --block-size 7 | 7
+compare W --block-size 7 | block size 7 and the workload's keys of 16 tokens
 compare W --seed x | '--seed'
-compare W --model nope | 'nope'
-compare W --trace t.jsonl | --eviction
-compare W --trace t.jsonl --eviction lru | --blocks
-compare W --trace t.jsonl --csv t.jsonl --eviction lru --blocks 9 | t.jsonl
-compare W --csv no/such.csv | no/such.csv
+compare W --memory 1GiB --model gpt-9 | unknown model 'gpt-9'
+compare W --trace t.jsonl | in a pool of one size: add `--eviction NAME --blocks N`
+compare W --trace x --memory 1GiB | of one size: add `--eviction NAME`
+compare W --trace x --eviction lru --blocks 1,2 | sizes given: 2
+compare W --trace x --eviction optimum --blocks 9 | there is no trace of it
+compare W --trace t.jsonl --eviction lru | in a pool of one size: add `--blocks N`
+compare W --trace t --csv t --eviction lru --blocks 9 | --csv and --trace would both write t
+compare W --csv no/such.csv | cannot write no/such.csv
+compare W --csv '' | Invalid value for '--csv': empty path; name a file
+compare W --trace '' | Invalid value for '--trace': empty path; name a file
+compare '' | workload '': empty path
+compare mooncake:path= | empty path, or the working directory; name a file
 compare W --csv . | .
 compare W --prometheus - --json | --prometheus
 compare jsonl:mine.jsonl --csv mine.jsonl | mine.jsonl
 compare jsonl:mine.jsonl --trace mine.jsonl --eviction lru --blocks 9 | mine.jsonl
-curve W --sizes x | --sizes
-curve W --sizes 1 | a curve through 1 sizes
-curve W --sizes 9999999 | --sizes
-curve W --sizes 0,1 | 0
+curve W --sizes x | expected a number of sizes
+curve W --sizes 1 | a curve through 1 sizes was asked for; give 2 or more
+curve W --sizes 100001 | too many
+curve W --sizes 0,1 | numbers without commas, above 0
 curve W --sizes '' | --sizes
-curve W --kv-dtype fp8 | --kv-dtype
-curve W --jobs 0 | '--jobs'
+curve W --kv-dtype fp8 | give that too
+curve W --jobs 0 | 0 is out of range: it must be at least 1
 curve W --jobs x | '--jobs'
 curve W --out curve | --out
-curve W --out curve.pdf | curve.pdf
-curve W --out no/curve.csv | no/curve.csv
-curve W --eviction nope | 'nope'
+curve W --out curve.pdf | end it with .png, .svg, .csv, .json
+curve W --out no/curve.csv | cannot write no/curve.csv
+curve W --eviction lrux | did you mean 'lru'?
+curve W --eviction '' | has an empty name
+curve W --eviction optimum --accounting tokens | `keys` accounting alone
+curve W --model no-model | no-model
 curve nowhere | 'nowhere'
 explain none.jsonl 3 | none.jsonl
-explain W 3 | --blocks
-explain W 999 --blocks 30 | '999'
-explain W 3 --blocks 0 | 0
+explain W 3 | zipf:requests=20 is a workload: say how large the pool is
+explain zpif 3 | there is no such file, and no workload plugin is named 'zpif'
+explain W 3 --blocks 30 --eviction lru,lfu | policies given: 2
+explain W 999 --blocks 30 | request '999' is not in zipf
+explain W 3 --blocks 0 | a pool of 0 blocks was asked for
 explain W 3 --blocks x | '--blocks'
 explain W 3 --blocks 30 --eviction nope | 'nope'
-explain W 3 --blocks 30 --eviction optimum | optimum
+explain W 3 --blocks 30 --eviction optimum | there is no trace of it
 explain good.jsonl 99 | '99'
-explain good.jsonl 3 --blocks 30 | --blocks
+explain good.jsonl 3 --blocks 30 | is a trace: what it was recorded with is in it, so --block
 explain good.jsonl 3 --limit 3 | --limit
-explain good.jsonl --summary --top 0 | '--top'
+explain good.jsonl --summary --top 0 | Invalid value for '--top'
 explain good.jsonl --summary --top x | '--top'
 # run
 run W --limit -1 | '--limit': -1 is out of range
 run W --shrink 0 | shrunk 0
-run W --shrink 7 | 7
+run W --shrink 7 | can only be divided by 1, 2, 4
 run W --shrink x | '--shrink'
-run W --prompt a | --prompt
-run --prompt a --limit 3 | --limit
+run W --prompt a | both say what is served
+run --prompt a --limit 3 | --limit is for a WORKLOAD alone
 run --prompt a --shrink 3 | --shrink
-run W --max-output 3 | --max-output
-run --prompt a --max-output -1 | '--max-output'
+run W --max-output 3 | --max-output is for --prompt alone
+run --prompt a --max-output -1 | '--max-output': -1 is out of range: it must be at least 0
 run --prompt '' | prompt ''
-run --prompt a --threads 0 | threads
+run --prompt a --threads 0 | error: threads must be 1 to
 run --prompt a --threads x | '--threads'
-run W --stop-at-eos | --clock wall
-run W --step-times x.csv | --clock wall
-run W --trace a.jsonl --out b | --trace and --out
-run W --memory 1B | 1 B
+run W --stop-at-eos | --stop-at-eos needs --clock wall
+run W --step-times x.csv | --step-times needs --clock wall
+run W --clock wall --step-times x --trace x | --trace and --step-times name the same file
+run W --blocks 3 --memory 1GiB | both say how large the pool is
+run --prompt ' ' | has no tokens
+run W --trace a.jsonl --out b | --trace and --out both write a trace
+run W --memory 1B | 1 B is less than a block of fp32, which takes
 run W --blocks 0 | --blocks
 run W --model llama-3-8b --generator sincos:heads=0 | heads
 # size
@@ -367,7 +394,7 @@ size llama-3-8b --batch 0.5 | '--batch'
 size llama-3-8b --tokens 1e18 --batch 1e18 | --tokens
 size llama-3-8b --block-size 0 | '--block-size'
 size llama-3-8b --window 0 | '--window': 0 is out of range
-size llama-3-8b --reserve 8GiB | --device
+size llama-3-8b --reserve 8GiB | --reserve 8GiB: it is kept free on a device; give --device too
 size llama-3-8b --device h100 --reserve x | 'x'
 size llama-3-8b --device h100 --reserve 100% | '100%'
 size llama-3-8b --device h100 --reserve 900GiB | '900GiB'
@@ -421,6 +448,10 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 0 | '--ranks'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 99999 | rank 65535 would have port 65536
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0B | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 1 | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate h | '--rotate'
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | '--rotate'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --reconnect 0 | '--reconnect'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay-timeout x | '--replay-timeout'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay nowhere | nowhere
@@ -758,8 +789,10 @@ def rows(table):
 
 @pytest.mark.parametrize(("line", "fragment"), rows(LINES))
 def test_wrong_lines_are_refused_by_name(folder, line, fragment):
-    """The error names what is wrong, and nothing is printed as if it were a result."""
+    """The error names what is wrong; nothing is printed as if it were a result, or written."""
+    before = set(folder.iterdir())
     assert fragment in refused(folder, shlex.split(line))
+    assert set(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize(("config", "fragment"), rows(CONFIGS))

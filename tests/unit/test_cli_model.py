@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from kvcore.config import load_model
 from kvcore.errors import InputError
-from kvcore.models.catalogue import find_model
+from kvcore.models.catalogue import find_model, load_model
 
 CONFIG = {
     "model_type": "llama",

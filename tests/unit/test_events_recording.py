@@ -5,6 +5,7 @@ import pytest
 from helpers.kv_events import DYNAMO, TRTLLM, batch, record, removed, stored
 
 from kvcore import InputError, TraceError
+from kvcore.files import MOST_VALUES
 from kvcore.kv_events import (
     Lost,
     Received,
@@ -41,6 +42,13 @@ def test_equal_streams_make_equal_files(tmp_path):
     """There is nothing in a recording but the stream."""
     one, two = (record(tmp_path / name, *RUN) for name in ("a.jsonl.gz", "b.jsonl.gz"))
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_lines_are_measured_one_by_one(tmp_path):
+    """What is written can be read: the lines after a large one do not count with it."""
+    path = record(tmp_path / "r.jsonl", batch(removed(*range(MOST_VALUES - 50))), *RUN * 9)
+    found, reader = items(path)
+    assert (len(found), reader.complete) == (28, True)
 
 
 def test_gaps_restarts_and_garbage_are_lines(tmp_path):

@@ -367,11 +367,17 @@ def test_elements_of_a_json_array_are_lines(tmp_path, monkeypatch, pack, chunk):
     ("content", "complaint"),
     [
         (b'[{"a":1},', "rows:2: the JSON array stops early"),
+        (b'[{"a":1} {"b":2}]', "rows:2: commas at this place of the JSON array: 0; expected 1"),
+        (
+            b'[{"a":1},,{"b":2}]',
+            "rows:2: commas at this place of the JSON array: 2; expected 1",
+        ),
+        (b'[{"a":1},]', "rows:2: commas at this place of the JSON array: 1; expected 0"),
         (b'[{"a":1}]\n{"b":2}', "rows:2: other text follows the JSON array"),
     ],
 )
 def test_a_damaged_array_is_told(tmp_path, content, complaint):
-    """An array without an end, or with something after it, is an error after its elements."""
+    """An array that is cut, goes on or lacks a comma is an error after its elements."""
     path = tmp_path / "rows"
     path.write_bytes(content)
     source = lines(path)

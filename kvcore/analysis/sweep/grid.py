@@ -10,10 +10,10 @@ from typing import Any, Literal, Self, TypeAlias
 
 import attrs
 
-from kvcore.config import RunConfig, find_workload, load_model, read_plugin, read_toml
+from kvcore.config import RunConfig, find_workload, read_plugin, read_toml
 from kvcore.config.run_config import option_type, read_option
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import find_device
+from kvcore.models.catalogue import find_device, load_model
 from kvcore.plugins import Plugins, nearest, options_of
 from kvcore.plugins.options import Spec, as_text
 from kvcore.workloads import Workload

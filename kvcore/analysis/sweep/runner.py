@@ -20,13 +20,14 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
+from kvcore.config.values import slo_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
 from kvcore.trace.fields import plain, slo_field
-from kvcore.units import NS_PER_S, window_text
+from kvcore.units import window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
@@ -298,12 +299,6 @@ class CellRunner:
             )
             raise KvcoreError(msg)
         return cell.run()
-
-
-def slo_text(slo: SLO) -> str:
-    """Return an SLO as the command line takes it, such as `ttft=30,tpot=0.1`."""
-    given = slo_field(slo).items()
-    return ",".join(f"{name}={time / NS_PER_S:g}" for name, time in given) or "none"
 
 
 def _optimum(parts: RunParts) -> Belady:

@@ -351,7 +351,6 @@ class Sdpa:
     """
 
     def __init__(self, pool: Pool) -> None:
-        """Store the pool whose blocks are attended to."""
         group_bytes = tile_bytes = GPU_GATHER_BYTES
         on_cpu = pool.device.type == "cpu"
         if on_cpu:

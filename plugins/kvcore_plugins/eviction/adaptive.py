@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar
 
@@ -44,6 +44,14 @@ class ExpertSpan:
     def __repr__(self) -> str:
         """Return the class and the data of the expert."""
         return f"<ExpertSpan {self.data!r}>"
+
+
+def _passed_on(callback: str) -> Callable[..., None]:
+    def call(self: Adaptive, span: Span, *args: Any) -> None:
+        """Call the experts."""
+        self._call(callback, span, *args)
+
+    return call
 
 
 class Adaptive(EvictionPolicy):
@@ -142,10 +150,6 @@ class Adaptive(EvictionPolicy):
             ghost.forget(span)
         self._call("on_extend", span, blocks)
 
-    def on_access(self, span: Span, now: int) -> None:
-        """Call the experts."""
-        self._call("on_access", span, now)
-
     def on_split(self, upper: Span, lower: Span) -> None:
         """Call the experts, with views of the new span."""
         upper.data = self._expert_spans(upper)
@@ -157,13 +161,9 @@ class Adaptive(EvictionPolicy):
         self._drop_victim(span)
         self._call("on_pin", span)
 
-    def on_release(self, span: Span, now: int) -> None:
-        """Call the experts."""
-        self._call("on_release", span, now)
-
-    def on_leaf(self, span: Span) -> None:
-        """Call the experts."""
-        self._call("on_leaf", span)
+    on_access = _passed_on("on_access")
+    on_release = _passed_on("on_release")
+    on_leaf = _passed_on("on_leaf")
 
     def on_trim(self, span: Span, blocks: int) -> None:
         """Remember the blocks that left, for the experts that chose them."""

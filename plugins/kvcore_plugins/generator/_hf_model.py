@@ -60,7 +60,6 @@ class PackedCache(AttentionCache):
     """The cache of a ragged batch that runs as one row of tokens, through `attend`."""
 
     def __init__(self, attend: Attend) -> None:
-        """Store the function that stores K/V and attends."""
         super().__init__()
         self._attend = attend
 

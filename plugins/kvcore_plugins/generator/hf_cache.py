@@ -198,7 +198,6 @@ class PagedBatch(AttentionCache):
     def __init__(
         self, cache: KVCache, backend: Backend, body: Module, serials: Iterator[int]
     ) -> None:
-        """Store the cache, its backend, the model without its head, and a request counter."""
         super().__init__()
         self.sequences: list[Sequence] = []
         self._cache = cache

@@ -30,7 +30,6 @@ ANSWER = "assistant"
 _ROLES = {"human": "user", "gpt": ANSWER, "chatgpt": ANSWER, "bot": ANSWER, "model": ANSWER}
 _ANSWERS = ("completion", "response", "output", "answer")
 _PIECES = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|\n+|[^\sA-Za-z0-9]")
-_MODES = ("words", "bytes")
 _ESTIMATES = {
     "words": "tokens are pieces of words, which only estimates what a model's tokenizer makes",
     "bytes": "tokens are bytes, some four times as many as a model's tokenizer makes",
@@ -81,7 +80,7 @@ class Chat(TimedFile):
     line_fields = (("messages",), ("conversations",), ("prompt",))
 
     tokenizer: Path | None = attrs.field(default=None, converter=optional(Path))
-    tokens: str = attrs.field(default="words", validator=in_(_MODES))
+    tokens: str = attrs.field(default="words", validator=in_(tuple(_ESTIMATES)))
     time: str | None = None
     output_tokens: int = attrs.field(default=0, validator=ge(0))
     think: float = attrs.field(default=0.0, converter=float, validator=[ge(0), lt(1e9)])
@@ -163,7 +162,7 @@ class Chat(TimedFile):
     def _encoder(self) -> _Encoder:
         if self.tokenizer is not None:
             return _Tokenizer(_pretrained(self.tokenizer, _digests(self.tokenizer)))
-        return _Words() if self.tokens == "words" else _Bytes()
+        return _Encoder(_words if self.tokens == "words" else _bytes)
 
     def _turns(
         self, row: Row, start: int, encoder: _Encoder, unanswered: list[int]
@@ -217,11 +216,15 @@ class Chat(TimedFile):
 
 
 class _Encoder:
-    """Turns texts into tokens; this one by a template that has roles and line ends only."""
+    """Turns texts into tokens by a function; chats by a template of roles and line ends."""
+
+    def __init__(self, tokens: Callable[[str], list[int]]) -> None:
+        self._tokens = tokens
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Return the tokens of a text, with those that begin a prompt if it `begins` one."""
-        raise NotImplementedError
+        del begins
+        return self._tokens(text)
 
     def prompts(
         self, messages: list[Message], places: list[int], body: Row
@@ -241,16 +244,12 @@ class _Encoder:
             yield [*tokens, *self.encode(f"{ANSWER}\n")]
 
 
-class _Words(_Encoder):
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        del begins
-        return list(map(_piece_id, _PIECES.findall(text)))
+def _words(text: str) -> list[int]:
+    return list(map(_piece_id, _PIECES.findall(text)))
 
 
-class _Bytes(_Encoder):
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        del begins
-        return list(text.encode())
+def _bytes(text: str) -> list[int]:
+    return list(text.encode())
 
 
 class _Tokenizer(_Encoder):

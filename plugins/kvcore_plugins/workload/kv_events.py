@@ -47,7 +47,7 @@ class KvEvents(Workload):
     With `lookups=full` the engine reported each request's reused blocks, too: a run without a
     parent begins a request, and runs that continue it belong to it. Generated blocks are
     among them, since the events do not tell them from a prompt: lookups are too many by
-    those. Runs stream beginning is not recorded, or was lost in a gap, are left out.
+    those. Runs whose beginning is not recorded, or was lost in a gap, are left out.
 
     With `requests` each line of a log is a request: `id`, `time` (seconds by the clock of
     the events), `tokens` (ids of the prompt) or `hashes` (the engine's, of its full blocks)
@@ -62,7 +62,7 @@ class KvEvents(Workload):
         lookups: `full` for a recording in full-report mode.
         requests: the log, sorted by time.
         block_size: tokens a block, for recordings that do not say it.
-        group: of layers stream blocks are taken, in models with several.
+        group: the group of layers whose blocks are taken, in models with several.
     """
 
     name: ClassVar[str] = "kv-events"

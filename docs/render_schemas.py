@@ -1,12 +1,13 @@
-"""JSON Schemas of the configuration files, made from the options of the verbs.
+"""Render the JSON Schemas of the configuration files from the options of the verbs.
 
-`python -m kvcore.cli.schemas FOLDER` writes `config.schema.json`, for `--config` of
-`simulate` and `run`, and `sweep.schema.json`, for the file of `sweep`.
+    python docs/render_schemas.py
+
+writes `config.schema.json`, for `--config` of `simulate` and `run`, and `sweep.schema.json`,
+for the file of `sweep`, into docs/reference.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -163,4 +164,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(__file__).parent / "reference")
