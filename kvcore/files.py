@@ -352,8 +352,8 @@ def _open_locked(path: str, flags: int) -> int:
     if sys.platform == "win32":  # without such locks
         return os.open(path, flags | os.O_EXCL)
     while True:
-        # Emptied by nobody: until it is locked it may be another's.
-        file = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        # Emptied by nobody: until it is locked it may be another's. A pipe is not waited for.
+        file = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             _lock(file)
             if os.path.samestat(os.fstat(file), Path(path).stat()):

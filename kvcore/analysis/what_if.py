@@ -186,6 +186,9 @@ BY_HAND = (
     "`kvcore compare`, `simulate` and `run` have recorded can be run again"
 )
 
+FREE_REQUESTS, BYTES_OF_REQUEST = 1 << 16, 16
+"""Requests that any trace may have, and the bytes of the file for each more: one takes 1 kB."""
+
 
 class Recorded:
     """Rebuilds the request log of a run from the lines of its trace.
@@ -211,6 +214,8 @@ class Recorded:
         self._open: dict[int, Job] = {}
         self._steps = DecodeSteps()
         self._serial = 0
+        size = reader.file.stat().st_size
+        self._most_requests = FREE_REQUESTS + size // BYTES_OF_REQUEST
         self._take: dict[str, Callable[[Any], None]] = {
             "REQUEST": self._request,
             "HIT": self._hit,
@@ -244,6 +249,11 @@ class Recorded:
         except InputError as error:
             self._reader.fail(f"REQUEST: {error}")
         self._serial += 1
+        if self._serial > self._most_requests:
+            self._reader.fail(
+                f"REQUEST: to run it again, a file of this size has at most "
+                f"{self._most_requests:,} requests; if you trust it, decompress it first"
+            )
         slo = request.slo or self.log.slo
         job = Job(request, self._serial, event.t, self._steps, request.prompt_tokens, slo)
         self._jobs[request.id] = job

@@ -14,6 +14,7 @@ import attrs
 import orjson
 from msgspec import UNSET
 
+from kvcore.files import MOST_VALUES
 from kvcore.kv_events.model import (
     NS_PER_MS,
     BlockRemoved,
@@ -39,6 +40,9 @@ STORED = ("new", "grown")
 
 _TELLING, _TOKEN_BITS = 4, 31
 """Tokens of a block that tell it from others, and the most bits of one."""
+
+_EVENT_VALUES = 1 << 16
+"""Hashes and token ids of an event, at least a block's: readers bound the values of a line."""
 
 
 @attrs.frozen
@@ -88,6 +92,8 @@ class ExportSize:
 def event_batches(trace: str | os.PathLike[str], tick: Tick = unseen) -> Iterator[EventBatch]:
     """Yield what an engine would have published during a run, as vLLM does: a batch a moment.
 
+    What happens at one moment is several batches if one would have too many values to be read.
+
     A block that is committed for the first time is stored, one that is evicted removed. Keys of
     the trace are the hashes: integers as they are, digests by their last 64 bits, as in vLLM;
     where a key is several blocks, a hash of the key and the block's place in it. Token ids are
@@ -101,17 +107,23 @@ def event_batches(trace: str | os.PathLike[str], tick: Tick = unseen) -> Iterato
     """
     reader = read_events(trace)
     maker: _EventMaker | None = None
-    now, pending = 0, list[BlockStored | BlockRemoved]()
+    now, values, pending = 0, 0, list[BlockStored | BlockRemoved]()
     for line in ticked(reader, tick):
         if line.t > now and pending:
             yield _batch(now, pending)
-            pending = []
+            values, pending = 0, []
         now = line.t
         try:
             if isinstance(line, events.Header):
                 maker = _EventMaker(line)
             elif maker is not None:
-                pending += maker.apply(line)
+                for event in maker.apply(line):
+                    added = maker.values(event)
+                    if pending and values + added > _EVENT_VALUES:
+                        yield _batch(now, pending)
+                        values, pending = 0, []
+                    pending.append(event)
+                    values += added
         except ValueError as error:
             reader.fail(f"{line.event}: {error}")
     if pending:
@@ -232,14 +244,22 @@ class _EventMaker:
         """Start with the empty cache that HEADER describes."""
         self._state = CacheState(header)
         self._size = header.block_size
+        if self._size > MOST_VALUES // 2:
+            msg = f"blocks of {self._size:,} tokens: events have no room for their token ids"
+            raise ValueError(msg)
         self._ratio = max(1, header.key_tokens // self._size)
+        self._most_blocks = max(1, _EVENT_VALUES // (self._size + 1))
         telling = min(self._size, _TELLING)
         self._token_bits = min(_TOKEN_BITS, -(-64 // telling))
         self._shifts = [place * self._token_bits for place in range(telling)]
         self._zeros = [0] * (self._size - telling)
 
-    def apply(self, line: events.Event) -> list[BlockStored | BlockRemoved]:
-        """Apply a line to the state; return its events."""
+    def values(self, event: BlockStored | BlockRemoved) -> int:
+        """Return how many hashes and token ids an event has."""
+        return len(event.hashes) * (self._size + 1 if isinstance(event, BlockStored) else 1)
+
+    def apply(self, line: events.Event) -> Iterator[BlockStored | BlockRemoved]:
+        """Apply a line to the state; yield its events."""
         state = self._state
         if isinstance(line, events.Evict):
             span = state.spans.get(line.span)
@@ -247,22 +267,25 @@ class _EventMaker:
             before = state.cached
             state.apply(line)
             gone = range(end - 1, end - 1 - (before - state.cached), -1)
-            hashes = tuple(self._hash(keys, block) for block in gone)
-            return [BlockRemoved(hashes=hashes, medium=MEDIUM)]
+            for place in range(0, len(gone), _EVENT_VALUES):
+                part = gone[place : place + _EVENT_VALUES]
+                hashes = tuple(self._hash(keys, block) for block in part)
+                yield BlockRemoved(hashes=hashes, medium=MEDIUM)
+            return
         state.apply(line)
         if not isinstance(line, events.Commit) or line.how not in STORED:
-            return []
-        keys, first = state.sequences[line.seq].prompt.keys, line.first
-        hashes = tuple(self._hash(keys, first + place) for place in range(line.blocks))
-        return [
-            BlockStored(
+            return
+        keys, end = state.sequences[line.seq].prompt.keys, line.first + line.blocks
+        for first in range(line.first, end, self._most_blocks):
+            part = range(first, min(end, first + self._most_blocks))
+            hashes = tuple(self._hash(keys, block) for block in part)
+            yield BlockStored(
                 hashes=hashes,
                 parent=self._hash(keys, first - 1) if first else None,
                 tokens=tuple(chain.from_iterable(map(self._tokens, hashes))),
                 block_size=self._size,
                 medium=MEDIUM,
             )
-        ]
 
     def _hash(self, keys: list[Any], block: int) -> int:
         whole, place = divmod(block, self._ratio)

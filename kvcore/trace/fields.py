@@ -152,7 +152,7 @@ Runs: TypeAlias = list[tuple[int, int]]
 
 _ID_LIMIT = 2**31
 
-MOST_BLOCKS_OF_LINE = 1 << 20
+MOST_BLOCKS_OF_LINE = 1 << 22
 """Blocks that the runs of a line may stand for, of which each takes 4 bytes once decoded."""
 
 
@@ -199,7 +199,7 @@ def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:
 
     Raises:
         ValueError: a run is empty or leaves the range, or could have been longer; or the
-            runs stand for more than 2^20 blocks.
+            runs stand for more than 2^22 blocks.
     """
     ids: Ids = array("i")
     end = step = -1

@@ -1,14 +1,15 @@
 """Exported events, read by the tracker, leave resident what the trace's own replay leaves."""
 
 import pytest
-from helpers.traces import ask, forget, record, serve
+from helpers.traces import ask, forget, record, serve, write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, OutOfBlocks, Request, Trace
+from kvcore import KVCache, OutOfBlocks, Request, Trace, TraceError
 from kvcore.kv_events import (
     BlockRemoved,
     BlockTracker,
+    RecordingWriter,
     block_hash,
     check_recording,
     decode,
@@ -152,3 +153,27 @@ def test_exported_batches_make_a_recording(tmp_path):
     assert report.complete
     assert not any(report.anomalies.values())
     assert report.resident == {"GPU": cached(trace)[1]}
+
+
+def test_a_long_prompt_is_several_events_that_can_be_read(tmp_path):
+    """No line of an export has more values than its readers take, however long a prompt is."""
+    with Trace(tmp_path / "run.jsonl") as trace:
+        cache = KVCache(75_000, 16, trace=trace)
+        tokens = 1_200_000
+        keys = list(range(tokens // 512))
+        seq = cache.open(Request(id=1, prompt_tokens=tokens, keys=keys, key_tokens=512), now=0)
+        cache.commit(seq, tokens, now=1)
+        cache.close(seq)
+    with RecordingWriter(tmp_path / "events.jsonl") as recording:
+        for number, batch in enumerate(event_batches(tmp_path / "run.jsonl")):
+            recording.batch(batch, seq=number)
+    report = check_recording(tmp_path / "events.jsonl")
+    assert report.resident == {"GPU": len(keys) * 32}
+    assert not any(report.anomalies.values())
+
+
+def test_blocks_whose_token_ids_no_event_can_hold_are_refused(tmp_path):
+    """A forged block size costs no memory."""
+    path = write(tmp_path / "run.jsonl", block_size=2**40, key_tokens=2**40)
+    with pytest.raises(TraceError, match="no room for their token ids"):
+        list(event_batches(path))

@@ -108,6 +108,13 @@ def test_a_link_is_not_written_through(tmp_path):
     assert (tmp_path / "precious").read_text() == "old"
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    """A `.part` that is a pipe which nobody reads is refused at once."""
+    os.mkfifo(tmp_path / "rows.csv.part")
+    with pytest.raises(InputError, match="cannot write"):
+        atomic_file(tmp_path / "rows.csv").__enter__()
+
+
 def test_without_locks_a_part_is_anybodys(tmp_path, monkeypatch):
     """On a file system without locks nobody can tell who writes a `.part`: it is refused."""
 

@@ -175,7 +175,7 @@ def test_a_recording_is_written_in_one_way_too(tmp_path):
 def test_runs_are_counted_before_they_are_expanded():
     """Two numbers that stand for two billion blocks are refused at once."""
     for runs in ([(0, 2**31 - 1)], [(5, 5), (2**30, -MOST_BLOCKS_OF_LINE)]):
-        with pytest.raises(ValueError, match="more than 1,048,576 blocks, which is the most"):
+        with pytest.raises(ValueError, match="more than 4,194,304 blocks, which is the most"):
             decode_runs(runs)
 
 
