@@ -166,7 +166,9 @@ class Lifecycles:
         else:
             self._at(event, RUNNING, PAUSED).stage = PREEMPTED
         if isinstance(event.requester, (int, str)):
-            self._running(event.requester)
+            requester = self._running(event.requester)
+            if requester.stage == RUNNING or event.requester == event.request:
+                violated(f"request {requester.id!r} does not wait for what it preempts")
         self.preemptions[event.how] += 1
 
     def _resume(self, event: events.Resume) -> None:

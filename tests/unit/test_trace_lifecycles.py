@@ -60,6 +60,7 @@ def test_a_trace_without_clock_has_no_ends(tmp_path):
         (15, {"seq": 1}, "16: FIRST_TOKEN: sequence 1 is not of request 'short'"),
         (15, {"request": "long", "seq": 1}, "16: FIRST_TOKEN: request 'long' is paused, not"),
         (9, {"for": "nobody"}, "10: PREEMPT: request 'nobody' has no REQUEST line before"),
+        (20, {"for": "long"}, "21: PREEMPT: request 'long' does not wait for what it preempts"),
         (9, {"how": "recompute"}, "11: SPLIT: FREE of sequence 1 must come before this"),
         (20, {"how": "pause"}, "22: FREE: sequence 1 closes without FINISH or PREEMPT"),
         (16, {"output": 2}, "17: FINISH: request 'short' asks for 1 tokens, and gets 2"),
@@ -155,7 +156,7 @@ def test_a_paused_request_may_lose_its_blocks(tmp_path):
     with serving(path) as (trace, cache):
         seq = cache.open(ask("r", "a"))
         trace.preempt(0, request="r", seq=1, how="pause")
-        trace.preempt(0, request="r", seq=1, how="recompute", requester="r")
+        trace.preempt(0, request="r", seq=1, how="recompute")
         cache.close(seq)
         finish(trace, cache, cache.open(ask("r", "a"), resumed=True))
     assert check_trace(path).preemptions == {"pause": 1, "recompute": 1}
