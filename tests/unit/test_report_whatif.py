@@ -56,6 +56,7 @@ def report(before, after, changes=(), *, timed=False, here="1"):
     """Return the report of two runs."""
     found = WhatIf(
         file="t.jsonl",
+        header={"mode": "untimed", "count": "tokens", "workload": {"name": "mine", "options": {}}},
         kvcore="1",
         here=here,
         workload="mine",
@@ -76,6 +77,16 @@ def test_what_was_different_is_told():
         "blocks: 8,192 instead of 9",
         "eviction: lfu:unit=s instead of lru",
     ]
+
+
+def test_all_that_was_run_again_is_told():
+    """The setup has what is as recorded and what is not, and the version that ran it."""
+    config = {"blocks": 8, "block_size": 16, "eviction": {"name": "lfu", "options": {"x": 1}}}
+    told = report(UNTIMED, attrs.evolve(UNTIMED, config=config), here="2").setup
+    assert told == (
+        "Setup: kvcore 2 without a clock; workload mine; 8 blocks of 16 tokens (tokens "
+        "counting); eviction lfu:x=1."
+    )
 
 
 def test_nothing_different_is_told():
