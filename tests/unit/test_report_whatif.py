@@ -56,7 +56,11 @@ def report(before, after, changes=(), *, timed=False, here="1"):
     """Return the report of two runs."""
     found = WhatIf(
         file="t.jsonl",
-        header={"mode": "untimed", "count": "tokens", "workload": {"name": "mine", "options": {}}},
+        header={
+            "mode": "untimed",
+            "count": "tokens",
+            "workload": {"name": "mine", "options": {}},
+        },
         kvcore="1",
         here=here,
         workload="mine",
