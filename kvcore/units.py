@@ -164,7 +164,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Write a number with three digits, or all those before the point: `2.68`, `12,345`."""
+    """Write a number with three digits, or all those before the point: `2.68`, `12,345`.
+
+    From 10^15 on as a power of ten: `1.5e+20`.
+    """
+    if abs(value) >= 1e15:  # noqa: PLR2004
+        return f"{value:.3g}"
     places = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0  # noqa: PLR2004
     text = f"{value:,.{places}f}"
     return text.rstrip("0").rstrip(".") if places else text

@@ -199,10 +199,11 @@ def test_durations_are_written_with_a_fitting_unit(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(12345.6, "12,346"), (1.0, "1"), (8.03, "8.03"), (12.88, "12.9")]
+    ("value", "text"),
+    [(12345.6, "12,346"), (1.0, "1"), (8.03, "8.03"), (12.88, "12.9"), (-1e300, "-1e+300")],
 )
 def test_numbers_are_written_with_three_digits(value, text):
-    """Zeros after the point are left away, digits before it never."""
+    """Zeros after the point are left away, digits before it while they can be read."""
     assert format_number(value) == text
 
 
