@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         ScoreEviction,
         Span,
     )
-    from kvcore.engine import Backend, Generator
+    from kvcore.engine import Backend, Codec, Generator, ScoreRetention
     from kvcore.errors import (
         InputError,
         KvcoreError,
@@ -43,6 +43,7 @@ _ROOMS = (
 __all__ = [
     "SLO",
     "Backend",
+    "Codec",
     "EvictionPolicy",
     "Generator",
     "InputError",
@@ -59,6 +60,7 @@ __all__ = [
     "RetentionPolicy",
     "Scheduler",
     "ScoreEviction",
+    "ScoreRetention",
     "Span",
     "StorageError",
     "Trace",

@@ -51,6 +51,11 @@ def kvcore_backends() -> list[type[Plugin]]:
 
 
 @hookspec
+def kvcore_codecs() -> list[type[Plugin]]:
+    """Return codecs: how the numbers of K/V lie in a block."""
+
+
+@hookspec
 def kvcore_generators() -> list[type[Plugin]]:
     """Return generators: models that turn tokens into K/V and the next tokens."""
 

@@ -10,6 +10,7 @@ Who frees what:
     a duplicate         at `commit`, when another sequence has committed   FREE duplicate
                         the same keys before
     a dropped range     at `commit`, if it is private (retention)          EVICT retention
+    what is too many    at `compact`, if it is private (retention)         COMPACT
     an expired span     when an `open` or `commit` comes upon it           EVICT expired
     a victim            never: it goes to who asked for room (`open`,      EVICT capacity
                         `extend`)
@@ -32,7 +33,15 @@ from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import CacheStats, Residency
-from kvcore.cache.retention import RetentionPolicy, drop_blocks, may_drop, new_holes
+from kvcore.cache.retention import (
+    RetentionPolicy,
+    compact_blocks,
+    drop_blocks,
+    is_past_shared,
+    may_drop,
+    new_holes,
+    own_blocks,
+)
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
@@ -68,6 +77,9 @@ class KVCache:
             that weigh what an eviction costs. None: Llama-3-8B on an H100.
         on_copy: called as `on_copy(source, target)` when a writer gets a block of its own,
             to copy the K/V in it; an attribute too. None: there is none.
+        on_compact: called as `on_compact(seq, table, held)` when `seq` has been compacted,
+            with its block table before, which had the K/V of `held` tokens, to copy those
+            that stay into the blocks it has now; an attribute too. None: there is none.
 
     Attributes:
         pool, tree: the blocks, and the spans of those that are cached.
@@ -75,7 +87,7 @@ class KVCache:
         sequences: the open sequences by id.
         now: the time of the last call.
         stats: what has been looked up and hit so far.
-        trace, on_copy: as given.
+        trace, on_copy, on_compact: as given.
 
     Raises:
         InputError: sizes that do not fit one another, or a policy already in use.
@@ -95,6 +107,7 @@ class KVCache:
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
         on_copy: Callable[[int, int], None] | None = None,
+        on_compact: Callable[[Sequence, Ids, int], None] | None = None,
     ) -> None:
         self.geometry = BlockLayout(accounting, block_size, key_tokens, recompute)
         keeps_ids = trace is not None or ids
@@ -107,6 +120,7 @@ class KVCache:
         self.stats = CacheStats()
         self.trace = trace
         self.on_copy = on_copy
+        self.on_compact = on_compact
         self._last_id = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
@@ -120,6 +134,9 @@ class KVCache:
         except FAILURES as error:
             raise policy_error(self.eviction, "attach", error) from error
         self.tree = SpanTree(self.pool, self.prefix, self.eviction, self.geometry, trace)
+        self._keeps: Callable[[Sequence], int | None] | None = None
+        if self.retention is not None:
+            self._keeps = find_override(self.retention, "keeps")
         self._on_miss: Callable[[Request, int, int], None] | None = find_override(
             self.eviction, "on_miss"
         )
@@ -256,7 +273,7 @@ class KVCache:
         self._admissions += 1
         seq = Sequence(
             self._last_id, self._admissions, request, keys, cacheable, lookup, hit, tokens,
-            hit * size, blocks, match.span,
+            hit * size, blocks, length if target is None else target, match.span,
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
@@ -317,7 +334,8 @@ class KVCache:
 
         Where another sequence has committed the same keys meanwhile, `seq` switches to
         those blocks and its duplicates are freed. Then `seq` drops what its retention
-        policy says it may; once it has, it publishes no more.
+        policy says it may, or is compacted to as many tokens as that policy says; once it
+        has lost any, it publishes no more.
 
         Raises:
             InputError: more than was allocated.
@@ -338,7 +356,57 @@ class KVCache:
         if upto > seq.span.end and not seq.holes:
             self.tree.commit(seq, upto, now)
         if self.retention is not None:
-            self._drop(self.retention, seq, now)
+            self._retain(self.retention, seq, now)
+
+    def compact(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+        """Make `seq` go on with `tokens` of the tokens that it holds, in private blocks.
+
+        It takes as many blocks as these tokens need, its own first; what it has too many is
+        free, and what it shared is unpinned and stays cached. Which tokens stay is decided,
+        and their K/V copied, by `on_compact`. From then on `seq` publishes nothing.
+
+        Raises:
+            InputError: no token, as many as it holds, or more; or it has yet to compute
+                what a fork has published.
+            OutOfBlocks: there is no room for the copy; nothing has changed.
+            PolicyError: a plugin failed.
+        """
+        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
+        now = self._at(now)
+        held = seq.held
+        if not 0 < tokens < held or not is_past_shared(seq):
+            msg = (
+                f"compact sequence {seq.id} to {tokens} tokens: it holds {held}; give 1 to "
+                f"{held - 1}, once it has computed all {seq.span.end} blocks that it shares"
+            )
+            raise InputError(msg)
+        ahead = seq.tokens - seq.computed
+        blocks = -(-(tokens + ahead) // self.geometry.block_size)
+        need = max(0, blocks - own_blocks(self.pool, seq))
+        if need > self.pool.free_blocks + self.tree.unpinned_blocks:
+            raise OutOfBlocks(self._no_room(seq.request, need, 0))
+        before = None if seq.private is None else seq.table()
+        new = self._allocate(need, seq, now)
+        freed = compact_blocks(self.pool, seq, blocks, new)
+        self.stats.compactions += 1
+        self.stats.compacted_tokens += held - tokens
+        if self.trace is not None:
+            self.trace.compact(
+                now, seq=seq.id, tokens=tokens, held=held, blocks=blocks, new=new, runs=freed
+            )
+        if seq.family is not None:
+            seq.family.remove(seq)
+            seq.family = None
+        self.tree.close(seq, now)
+        seq.go_private(self.tree.root, tokens, blocks)
+        if self.on_compact is not None and before is not None:
+            try:
+                self.on_compact(seq, before, held)
+            except BaseException as error:
+                raise self.tree.fail(
+                    self.retention or self.eviction, "on_compact", error
+                ) from error
 
     def close(self, seq: Sequence, now: int | None = None) -> None:
         """Unpin what `seq` shares, which stays cached, and free the rest."""
@@ -424,7 +492,11 @@ class KVCache:
         self.pool.allocate(blocks)
 
     def settle(self, seq: Sequence, tokens: int) -> None:
-        """Set the length of `seq` to `tokens`, whose blocks are allocated or reserved. O(1)."""
+        """Set the length of the text of `seq` to `tokens`. O(1).
+
+        Its blocks are allocated or reserved.
+        """
+        tokens -= seq.compacted
         seq.tokens = tokens
         seq.blocks = -(-tokens // self.geometry.block_size)
 
@@ -439,7 +511,8 @@ class KVCache:
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
         seq.keys.extend(keys)
-        seq.cacheable += len(keys)
+        if not seq.compacted:
+            seq.cacheable += len(keys)
 
     # Blocks.
 
@@ -473,8 +546,8 @@ class KVCache:
         del private[keep:]
         return pool.release(last)
 
-    def _drop(self, retention: RetentionPolicy, seq: Sequence, now: int) -> None:
-        """Drop what `retention` says that `seq` needs no longer."""
+    def _retain(self, retention: RetentionPolicy, seq: Sequence, now: int) -> None:
+        """Drop what `retention` says that `seq` needs no longer, or compact it."""
         if may_drop(self.pool, seq):
             try:
                 holes = new_holes(seq, retention.droppable(seq))
@@ -484,6 +557,21 @@ class KVCache:
                 self.stats.dropped_blocks += drop_blocks(
                     self.pool, seq, holes, self.trace, retention.name, now
                 )
+        if self._keeps is None or not is_past_shared(seq):
+            return
+        try:
+            kept = self._keeps(seq)
+            if kept is not None and kept < 1:
+                msg = f"{kept!r} tokens of {seq.held}: give 1 or more, or None for all"
+                raise ValueError(msg)  # noqa: TRY301 - the plugin's failure like any other
+        except BaseException as error:
+            raise self.tree.fail(retention, "keeps", error) from error
+        if kept is not None and kept < seq.held:
+            try:
+                self.compact(seq, kept, now)
+            except OutOfBlocks:
+                # Asked again when it has computed more. Other sequences may have made room.
+                self.stats.deferred_compactions += 1
 
     def _shared_tail(self, seq: Sequence) -> int | None:
         """Return the id of the last block of `seq` if another sequence owns it too."""

@@ -137,6 +137,28 @@ class Recorder(ABC):
             "reason": "retention", "scope": "sequence",
         })  # fmt: skip
 
+    def compact(
+        self,
+        now: int,
+        *,
+        seq: int,
+        tokens: int,
+        held: int,
+        blocks: int,
+        new: Ids | None,
+        runs: Ids | None,
+    ) -> None:
+        """Write COMPACT: of the `held` tokens of `seq`, `tokens` stay, in `blocks` blocks.
+
+        These are private: its own ones, then `new`. `runs` are the others of its own, which
+        are free now, deepest first. It pins nothing any more.
+        """
+        self.write({
+            "n": 0, "t": now, "event": "COMPACT",
+            "seq": seq, "tokens": tokens, "held": held, "blocks": blocks, "new": new,
+            "runs": runs,
+        })  # fmt: skip
+
     def free(
         self,
         now: int,

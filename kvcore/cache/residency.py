@@ -311,6 +311,8 @@ class CacheStats:
         lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
         self_hit_blocks: blocks that preempted requests found of their own.
         dropped_blocks: blocks that open sequences have dropped.
+        compactions, compacted_tokens: compactions, and the tokens that they removed.
+        deferred_compactions: how often a compaction did not find the blocks it needed.
         lost_tokens: tokens that whole blocks kept from hitting, at most: what is left of a
             prompt, but for its last token, after every full block of it has hit.
         looked_up: requests with at least one lookup block.
@@ -324,6 +326,9 @@ class CacheStats:
     hit_tokens: int = 0
     self_hit_blocks: int = 0
     dropped_blocks: int = 0
+    compactions: int = 0
+    compacted_tokens: int = 0
+    deferred_compactions: int = 0
     lost_tokens: int = 0
     looked_up: int = 0
     ratio_sum: float = 0.0

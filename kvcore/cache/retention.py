@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Iterator
 from operator import index
 from typing import ClassVar
@@ -22,35 +22,93 @@ class RetentionPolicy(Plugin):
     hidden from it and stay cached and pinned. From then on it publishes nothing, since what
     it computes without those tokens is not the K/V that its keys stand for.
 
-    A sequence drops nothing while it shares private blocks with a fork, nor before it has
-    computed what a fork has published of them.
+    A policy that forgets by position says which ranges may go (`droppable`): whole blocks go,
+    at once. One that picks single tokens says how many stay (`keeps`), and the sequence is
+    compacted: it goes on in private blocks with that many tokens, of which each layer and K/V
+    head has its own choice. That choice needs tensors: see `kvcore.engine.ScoreRetention`. How
+    many stay, and when, depends on lengths alone, so that a simulation decides as a run on
+    tensors does. Override one method or the other.
+
+    A sequence drops nothing while it shares private blocks with a fork, though it may be
+    compacted then, into blocks of its own; neither happens before it has computed what a fork
+    has published.
 
     A method that raises ends the use of the cache.
     """
 
     kind: ClassVar[str] = "retention"
 
-    @abstractmethod
     def droppable(self, seq: Sequence) -> Iterable[tuple[int, int]]:
         """Return ranges `(start, end)` of token positions that `seq` may drop.
 
         Positions count from 0; `seq.computed` tokens are computed, and no range may reach
         beyond. Ranges may name again what is dropped already. Whole blocks inside a range
-        go. Pure: an equal sequence gets an equal answer.
+        go. Pure: an equal sequence gets an equal answer. Nothing unless overridden.
         """
+        del seq
+        return ()
+
+    def keeps(self, seq: Sequence) -> int | None:
+        """Return how many of the `seq.held` tokens of `seq` it goes on with; None: all.
+
+        Pure, and a function of lengths alone: `held`, `position`, `target`, `compacted`.
+        What it says of a sequence whose prompt is partly computed (`position < target`)
+        holds for the chunks that follow too. Where there is no room for the blocks of a
+        compaction, the cache asks again when more is computed. None unless overridden.
+        """
+        del seq
+        return None
 
 
 def may_drop(pool: CountingPool, seq: Sequence) -> bool:
     """Return True if `seq` is alone with its private blocks, and past all that is shared.
 
-    A sequence behind `span.end` has yet to compute what a fork has published: it is about
-    to write there, for all who find those blocks. O(private blocks) in C.
+    O(private blocks) in C.
     """
-    if seq.computed < seq.span.end * seq.span.geometry.block_size:
+    if not is_past_shared(seq):
         return False
     if seq.private is None or not isinstance(pool, BlockPool) or not pool.owners:
         return True
     return pool.owners.keys().isdisjoint(seq.private)
+
+
+def is_past_shared(seq: Sequence) -> bool:
+    """Return True if `seq` has computed all blocks that it shares.
+
+    Otherwise a fork has published them before: `seq` is about to write there, for all who
+    find those blocks.
+    """
+    return seq.computed >= seq.span.end * seq.span.geometry.block_size
+
+
+def own_blocks(pool: CountingPool, seq: Sequence) -> int:
+    """Return how many private blocks of `seq` have no other owner. O(private blocks)."""
+    if seq.private is None or not isinstance(pool, BlockPool) or not pool.owners:
+        return seq.private_blocks
+    owners = pool.owners
+    return sum(block not in owners for block in seq.private)
+
+
+def compact_blocks(
+    pool: CountingPool, seq: Sequence, blocks: int, new: Ids | None
+) -> Ids | None:
+    """Make `blocks` private blocks the table of `seq`: its own first ones, then `new`.
+
+    Frees its other own ones, deepest first, and returns their ids; None where the pool
+    counts. Those that a fork owns too are left to that. O(private blocks).
+    """
+    if seq.private is None:
+        pool.free(None, max(0, seq.private_blocks - blocks))
+        return None
+    assert isinstance(pool, BlockPool)
+    own = seq.private
+    if pool.owners:
+        own = array("i", [block for block in own if not pool.unshare(block)])
+    freed = own[blocks:]
+    freed.reverse()
+    pool.free(freed, len(freed))
+    seq.private = own[:blocks] + (new or array("i"))
+    return freed
 
 
 def new_holes(seq: Sequence, ranges: Iterable[tuple[int, int]]) -> list[Hole]:

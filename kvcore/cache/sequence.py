@@ -34,6 +34,10 @@ class Sequence:
     Private blocks are its own, or its forks' too. A hole is what its retention policy let
     it drop: private blocks in it are free again, shared ones are hidden, and stay pinned.
 
+    A compaction leaves a sequence with private blocks alone. From then on a place in its table
+    is no position in its text: all lengths are without the `compacted` tokens, which lie in no
+    block. Each layer and K/V head has its own choice of the tokens that are left.
+
     Read it freely; only the cache writes. Lengths are tokens unless they say blocks.
 
     Attributes:
@@ -46,6 +50,8 @@ class Sequence:
         tokens: allocated, the hit included.
         computed: committed so far, the hit included.
         blocks: blocks in its table, holes included.
+        target: tokens of its text to be computed before the next one is generated: the
+            prompt, and after a preemption the output so far too.
         span: its deepest shared span; blocks before `span.end` are shared.
         private: ids of the blocks from `span.end` on, without holes; None in a pool that
             only counts.
@@ -54,6 +60,7 @@ class Sequence:
         holes: the blocks it has dropped, as ranges of positions, in order.
         dropped, freed: how many those are, and how many of them were private, and are free
             again; the others stay cached.
+        compacted: tokens that compactions have removed.
         is_open: False once closed.
     """
 
@@ -67,6 +74,7 @@ class Sequence:
     tokens: int
     computed: int
     blocks: int
+    target: int
     span: Span
     private: array[int] | None = None
     priorities: list[PriorityStep] | None = None
@@ -74,6 +82,7 @@ class Sequence:
     holes: tuple[Hole, ...] = ()
     dropped: int = 0
     freed: int = 0
+    compacted: int = 0
     is_open: bool = True
 
     @property
@@ -84,7 +93,17 @@ class Sequence:
     @property
     def dropped_tokens(self) -> int:
         """Computed tokens whose K/V it attends to no longer."""
-        return self.dropped * self.span.geometry.block_size
+        return self.dropped * self.span.geometry.block_size + self.compacted
+
+    @property
+    def held(self) -> int:
+        """Computed tokens whose K/V is in its table: those that the next one attends to."""
+        return self.computed - self.dropped * self.span.geometry.block_size
+
+    @property
+    def position(self) -> int:
+        """Tokens of its text that are computed, whether their K/V is still held or not."""
+        return self.computed + self.compacted
 
     def dropped_between(self, first: int, end: int) -> int:
         """Count the blocks from position `first` up to `end` that it has dropped."""
@@ -105,6 +124,17 @@ class Sequence:
             del ids[first:end]
         ids.extend(self.private or ())
         return ids
+
+    def go_private(self, root: Span, tokens: int, blocks: int) -> None:
+        """Store that it shares nothing from now on, and has `tokens` tokens in `blocks` blocks.
+
+        Tokens that are allocated and not computed come on top of these.
+        """
+        ahead = self.tokens - self.computed
+        self.compacted += self.computed - tokens
+        self.tokens, self.computed, self.blocks = tokens + ahead, tokens, blocks
+        self.span, self.cacheable = root, 0
+        self.holes, self.dropped, self.freed = (), 0, 0
 
     def check_fork(self) -> None:
         """Refuse a fork of tokens beyond the prompt that are not computed.

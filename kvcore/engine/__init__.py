@@ -2,15 +2,24 @@
 
 from kvcore.engine.backend import Backend, DeviceMemory, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.generator import Attend, AttendOptions, Generator
+from kvcore.engine.generator import Attend, AttendOptions, Generator, Rotary
+from kvcore.engine.retention import HeldTokens, Reads, ScoreRetention, TokenRetention
+from kvcore.models.codec import Codec, Plane
 
 __all__ = [
     "Attend",
     "AttendOptions",
     "Backend",
+    "Codec",
     "DeviceMemory",
     "Generator",
+    "HeldTokens",
+    "Plane",
     "RaggedBatch",
+    "Reads",
+    "Rotary",
+    "ScoreRetention",
     "Tensor",
     "TensorLayout",
+    "TokenRetention",
 ]

@@ -11,6 +11,7 @@ import attrs
 
 from kvcore.engine.batch import RaggedBatch
 from kvcore.errors import InputError
+from kvcore.models.codec import Codec
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 
@@ -41,11 +42,13 @@ class TensorLayout:
         kv_heads: number of K/V heads in a layer.
         head_dim: width of a query and of a key.
         value_dim: width of a value.
-        dtype: one of `TENSOR_DTYPES`.
+        dtype: dtype in which K/V is computed, one of `TENSOR_DTYPES`.
         together: whether all layers of a block are one run of memory.
+        codec: how the numbers lie in a block; None: as they are computed.
 
     Raises:
-        InputError: a size is not positive, or the dtype is unknown.
+        InputError: a size is not positive, the dtype is unknown, or the codec cannot code
+            such blocks.
     """
 
     blocks: int
@@ -56,6 +59,7 @@ class TensorLayout:
     value_dim: int
     dtype: str = "fp32"
     together: bool = False
+    codec: Codec | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check the sizes and the dtype."""
@@ -67,10 +71,15 @@ class TensorLayout:
             if type(value) is not int or value < 1:
                 msg = f"tensor layout: {name} must be 1 or more, not {value!r}"
                 raise InputError(msg)
+        if self.codec is not None:
+            self.codec.head_bytes(self.block_size, self.head_dim, self.value_dim)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, K and V, in all layers."""
+        """Bytes of one block, K and V, in all layers, the scales of a codec included."""
+        if self.codec is not None:
+            head = self.codec.head_bytes(self.block_size, self.head_dim, self.value_dim)
+            return head * self.kv_heads * self.layers
         numbers = self.kv_heads * self.block_size * (self.head_dim + self.value_dim)
         return numbers * self.layers * BYTES_PER_NUMBER[self.dtype]
 
@@ -173,6 +182,51 @@ class Backend(Plugin):
 
         `[blocks, kv_heads, block_size, head_dim]` and `[..., value_dim]`.
         """
+
+    def attend_weighed(
+        self,
+        layer: int,
+        plan: Any,
+        queries: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return what `attend` does, and how much attention each token in the blocks got.
+
+        The latter is `[kv_heads, context + length]` for each sequence, in fp32 or better: sums
+        of the attention weights over its new tokens and over the query heads of a K/V head.
+        Called in place of `attend` for retention policies that read them. Memory is bounded
+        whatever the context: no tokens x tokens.
+
+        Raises:
+            InputError: the backend cannot tell; unless overridden.
+        """
+        del layer, plan, queries, scale, window, sinks
+        msg = (
+            f"backend {self.name!r} does not tell how much attention tokens get: take a "
+            "retention policy that does not read it, or another backend"
+        )
+        raise InputError(msg)
+
+    def move_tokens(
+        self, layer: int, table: Sequence[int], into: Sequence[int], sources: Tensor
+    ) -> None:
+        """Put tokens of the blocks `table` into the blocks `into`, in one layer.
+
+        `sources` are integers on the host, `[kv_heads, tokens]`: which place of `table` each
+        place of `into` gets, in each head. The two may have blocks in common; all tokens are
+        read before one is written.
+        """
+        size = self.layout.block_size
+        heads = self.tensor([[head] for head in range(self.layout.kv_heads)])
+        old, new = self._block_ids(table), self._block_ids(into)
+        sources = self.tensor(sources)
+        places = self.tensor([*range(sources.shape[1])])
+        for part in self.layer_blocks(layer):
+            moved = part[old[sources // size], heads, sources % size]
+            part[new[places // size], heads, places % size] = moved
 
     def read(self, layer: int, table: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
         """Return copies of K and V of the first `tokens` tokens in the blocks of `table`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import attrs
 
@@ -29,6 +30,11 @@ class RaggedBatch:
         output_indices: index in its output of the token that the step generates for the
             sequence, from 0; None for an inner chunk of a prefill, `[sequences]`.
         seeds: seed of the samples of each sequence, `[sequences]`.
+        held_positions: for each sequence that has lost tokens, the position in the text of
+            each of its `contexts` held ones, as integers: `[context]` where all layers and
+            heads hold the same, `[layers, kv_heads, context]` after a compaction. None for
+            the others, whose tokens lie at their positions; empty: for all. A backend needs
+            them in layers with a window.
     """
 
     block_tables: Sequence[Sequence[int]] = ()
@@ -38,6 +44,7 @@ class RaggedBatch:
     positions: Sequence[int] = ()
     output_indices: Sequence[int | None] = ()
     seeds: Sequence[int] = ()
+    held_positions: Sequence[Any] = ()
 
     @property
     def total_tokens(self) -> int:

@@ -6,8 +6,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol, TypedDict, Unpack
 
+import attrs
+
 from kvcore.engine.backend import Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
+from kvcore.errors import InputError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 from kvcore.serving.latency import Windows
@@ -36,6 +39,25 @@ class Attend(Protocol):
 
         Shapes and options are those of `Backend.store` and `Backend.attend`.
         """
+
+
+@attrs.frozen
+class Rotary:
+    """The rotary embedding of a layer: what tells its keys and queries their positions.
+
+    Dimension i and its partner are rotated by `position * speeds[i]` radians. A key at
+    position p that is rotated by d more is the key at p + d.
+
+    Attributes:
+        speeds: radians a position, for each pair of dimensions.
+        adjacent: whether partners are 2i and 2i + 1; else i and i + half the rotated width.
+            Dimensions beyond twice the `speeds` are not rotated.
+
+    Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
+    """
+
+    speeds: tuple[float, ...]
+    adjacent: bool = False
 
 
 class Generator(Plugin):
@@ -70,6 +92,14 @@ class Generator(Plugin):
         return self.spec.windows
 
     @property
+    def rotary(self) -> tuple[Rotary | None, ...]:
+        """The rotary embedding of each layer, known after `load`; None unless overridden.
+
+        Only where keys are cached as this embedding has rotated them.
+        """
+        return (None,) * self.spec.layers
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The token ids that end a text; none unless overridden."""
         return frozenset()
@@ -96,6 +126,21 @@ class Generator(Plugin):
 
         Returns the next token of each sequence, None where `batch.output_indices` is None.
         """
+
+    def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step as `forward` does; return the logits of the sequences that sample.
+
+        `[sequences with an output index, vocabulary]`, before any temperature.
+
+        Raises:
+            InputError: the generator has no logits; unless overridden.
+        """
+        del batch, attend
+        msg = (
+            f"generator {self.name!r} has no logits to compare: take `transformer`, or a model "
+            "of `huggingface`"
+        )
+        raise InputError(msg)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`: a hash of each word unless overridden."""

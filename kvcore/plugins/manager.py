@@ -31,6 +31,7 @@ KINDS = {
     "scheduler": "kvcore_schedulers",
     "latency": "kvcore_latency_models",
     "backend": "kvcore_backends",
+    "codec": "kvcore_codecs",
     "generator": "kvcore_generators",
     "workload": "kvcore_workloads",
 }

@@ -432,7 +432,7 @@ class Batcher:
         assert job.seq is not None
         if job.prefill_left or self._allocator.allocated_until <= self._steps.count:
             return 0
-        return job.length + 1 - job.seq.tokens
+        return job.length + 1 - job.seq.compacted - job.seq.tokens
 
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""

@@ -43,8 +43,9 @@ class DecodeBatch:
     """Jobs that generate one token in every decode step, without any work per token.
 
     Lengths are one step counter away from their value when a job joined. Finishing is a
-    heap of step numbers. Growing is counted by residue class: a job with L tokens that joins
-    at step d needs a block at every step s with s = d - L modulo the block size.
+    heap of step numbers. Growing is counted by residue class: a job with L tokens in its
+    blocks that joins at step d needs a block at every step s with s = d - L modulo the block
+    size.
 
     Attributes:
         steps: the step counter.
@@ -107,7 +108,7 @@ class DecodeBatch:
         assert seq is not None
         job.join(generated)
         length = request.prompt_tokens + generated - 1
-        residue = (count - length) % self._block_size
+        residue = (count - length + seq.compacted) % self._block_size
         end = (count + job.output_tokens - generated, seq.admission, residue, job)
         self._ends[job] = end
         heappush(self._finish, end)
@@ -117,7 +118,7 @@ class DecodeBatch:
         _put(self._classes, residue, job, seq.admission)
         if self._forgetting or request.publishes:
             _put(self.committing, residue, job, seq.admission)
-        attended = length + 1 - seq.dropped * self._block_size
+        attended = length + 1 - seq.dropped_tokens
         if self._is_plain:
             self.context[0] += attended
             self.growth[0] += 1
@@ -137,7 +138,7 @@ class DecodeBatch:
         if self.committing and job in self.committing.get(residue, ()):
             _drop(self.committing, residue, job)
         assert job.seq is not None
-        attended = job.request.prompt_tokens + job.leave() - job.seq.dropped * self._block_size
+        attended = job.request.prompt_tokens + job.leave() - job.seq.dropped_tokens
         if self._is_plain:
             self.context[0] -= attended
             self.growth[0] -= 1
@@ -145,14 +146,28 @@ class DecodeBatch:
             self._unattend(job, attended)
 
     def forgot(self, job: Job, tokens: int) -> None:
-        """Subtract `tokens` tokens that `job` has just dropped from the context."""
-        assert job.seq is not None
+        """Subtract `tokens` tokens that `job` has just dropped from the context.
+
+        After a compaction it fills its blocks at other steps.
+        """
+        seq = job.seq
+        assert seq is not None
         if self._is_plain:
             self.context[0] -= tokens
         else:
-            attended = job.length + 1 - job.seq.dropped * self._block_size
+            attended = job.length + 1 - seq.dropped_tokens
             self._unattend(job, attended + tokens)
-            self._attend(job, attended, job.seq.admission)
+            self._attend(job, attended, seq.admission)
+        at, admission, before, _ = self._ends[job]
+        residue = (self.steps.count - seq.tokens) % self._block_size
+        if residue != before:
+            end = self._ends[job] = (at, admission, residue, job)
+            heappush(self._finish, end)
+            del self._residues[bisect_left(self._residues, before)]
+            insort(self._residues, residue)
+            for classes in (self._classes, self.committing):
+                _drop(classes, before, job)
+                _put(classes, residue, job, admission)
 
     def end(self, job: Job) -> None:
         """Make `job` finish with the step that runs."""

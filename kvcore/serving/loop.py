@@ -83,7 +83,6 @@ class ServingLoop:
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self._arrivals = arrivals
         self._cache = cache
-        self._block_size = cache.geometry.block_size
         self._scheduler = scheduler
         self._executor = executor
         self._mixed = batching.steps == "mixed"
@@ -294,7 +293,7 @@ class ServingLoop:
         contexts = []
         for job, tokens in chunks:
             assert job.seq is not None
-            context = job.computed - job.seq.dropped * self._block_size
+            context = job.computed - job.seq.dropped_tokens
             contexts.append(context)
             total += tokens
             # n tokens after a context of c attend to c + 1, ..., c + n tokens.
@@ -312,12 +311,13 @@ class ServingLoop:
 
     def _commit(self, now: int) -> None:
         """Commit the blocks that jobs have just filled, to be shared or dropped."""
-        for job in self.batch.committers():
+        # A list of its own: a job whose sequence is compacted moves to another one.
+        for job in [*self.batch.committers()]:
             seq = job.seq
             assert seq is not None
             self._cache.settle(seq, job.length)
             before = seq.dropped_tokens
-            self._cache.commit(seq, job.length - seq.computed, now)
+            self._cache.commit(seq, seq.tokens - seq.computed, now)
             if seq.dropped_tokens > before:
                 self.batch.forgot(job, seq.dropped_tokens - before)
             self.batcher.computed()

@@ -55,6 +55,12 @@ def kvcore_backends() -> list[type[Plugin]]:
 
 
 @hookimpl
+def kvcore_codecs() -> list[type[Plugin]]:
+    """Return the built-in codecs."""
+    return _classes("codec")
+
+
+@hookimpl
 def kvcore_generators() -> list[type[Plugin]]:
     """Return the built-in generators."""
     return _classes("generator")

@@ -1,0 +1,108 @@
+"""The codec contract: how the numbers of K/V lie in a block, and the bytes that they take."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from math import prod
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import attrs
+
+from kvcore.plugins.base import Plugin
+
+Part: TypeAlias = Literal["keys", "values"]
+"""The two halves of K/V, which a codec may code differently."""
+
+PLANE_BYTES = {
+    "uint8": 1,
+    "int8": 1,
+    "fp8-e4m3": 1,
+    "fp8-e5m2": 1,
+    "fp16": 2,
+    "bf16": 2,
+    "fp32": 4,
+    "fp64": 8,
+}
+"""Bytes of a number, by the dtypes that planes may have."""
+
+
+@attrs.frozen
+class Plane:
+    """An array that a block holds for each K/V head of a layer: codes, scales, zeros.
+
+    Attributes:
+        name: what the numbers are.
+        dtype: one of `PLANE_BYTES`.
+        shape: shape of the array for one head. Where tokens are coded one by one, its first
+            axis is the tokens of the block.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the array."""
+        return prod(self.shape) * PLANE_BYTES[self.dtype]
+
+
+class Codec(Plugin):
+    """Codes the K or V of the tokens of a block into planes, and decodes them.
+
+    Tensors are torch's. A backend stores the planes and nothing else of a block, so their
+    sizes are what K/V takes wherever memory is counted: `kvcore size`, `--memory`, the
+    pool, the bandwidth of the roofline.
+
+    Attributes:
+        dtype: one of `TENSOR_DTYPES` if numbers are stored as they are, which backends then
+            read in place; such a codec has one plane. None: they are coded.
+    """
+
+    kind: ClassVar[str] = "codec"
+
+    dtype: ClassVar[str | None] = None
+
+    @abstractmethod
+    def planes(self, part: Part, tokens: int, width: int) -> tuple[Plane, ...]:
+        """Return the planes of one K/V head in a block of `tokens` tokens of `width` numbers.
+
+        Raises:
+            InputError: such a block cannot be coded; says which could.
+        """
+
+    @abstractmethod
+    def encode(self, part: Part, rows: Any) -> tuple[Any, ...]:
+        """Return `rows`, `[n, tokens, width]`, as planes: `[n, *plane.shape]` each.
+
+        `tokens` is 1 or more where tokens are coded one by one, else those of a block.
+        """
+
+    @abstractmethod
+    def decode(self, part: Part, planes: tuple[Any, ...]) -> Any:
+        """Return what `encode` coded, `[n, tokens, width]`, in a floating-point dtype."""
+
+    def by_token(self, part: Part) -> bool:
+        """Return True if each token is coded by itself: True unless overridden.
+
+        If not, a backend keeps the tokens of a block as they are until the block is full,
+        and codes them together then.
+        """
+        del part
+        return True
+
+    def head_bytes(self, tokens: int, key_width: int, value_width: int) -> int:
+        """Return the bytes of the K and V of one head in a block of `tokens` tokens.
+
+        A width of 0 says that there is no such part.
+
+        Raises:
+            InputError: such a block cannot be coded.
+        """
+        widths: tuple[tuple[Part, int], ...] = (("keys", key_width), ("values", value_width))
+        return sum(
+            plane.bytes
+            for part, width in widths
+            if width
+            for plane in self.planes(part, tokens, width)
+        )
