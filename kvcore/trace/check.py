@@ -441,7 +441,7 @@ class TraceChecker:
         asked = text == prompt.tokens or not (ahead or computed % layout.block_size)
         if not prompt.tokens <= text <= most or not (asked or seq.resumed):
             violated(
-                f"sequence {seq.id} has blocks for {text} tokens of its text, {ahead} of them to "
+                f"sequence {seq.id} has room for {text} tokens of its text, {ahead} of them to "
                 "come: it is compacted after a chunk of its prompt, and when a block is full"
             )
 
@@ -467,19 +467,23 @@ class TraceChecker:
             dropped = seq.private[keep:]
         self._must_free(seq, event.runs, self._order.pool.release(dropped[::-1]))
         if reason == "close":
-            if (event.forgotten or []) != seq.forgotten:
-                told = [list(hole) for hole in seq.forgotten]
-                violated(f"sequence {seq.id} has forgotten {told}, as first and count")
-            if (event.compacted or 0) != seq.compacted:
-                violated(f"compactions of sequence {seq.id} removed {seq.compacted} tokens")
-            if self._due is None:
-                self.lifecycles.close(seq.prompt.id, seq.id)
-            prompt, end = seq.prompt, seq.span.end
-            least, most = self._limits(prompt, resumed=True)
-            most = max(most, prompt.cacheable if seq.has_forgotten else end)
-            if self.state.header.mode != "untimed":
-                least = max(least, end)
-            self._returning[prompt.id] = least, most
+            self._close(event, seq)
+
+    def _close(self, event: events.Free, seq: TracedSequence) -> None:
+        """Check what `seq` had forgotten, and store how much it may hit when it returns."""
+        if (event.forgotten or []) != seq.forgotten:
+            told = [list(hole) for hole in seq.forgotten]
+            violated(f"sequence {seq.id} has forgotten {told}, as first and count")
+        if (event.compacted or 0) != seq.compacted:
+            violated(f"compactions of sequence {seq.id} removed {seq.compacted} tokens")
+        if self._due is None:
+            self.lifecycles.close(seq.prompt.id, seq.id)
+        prompt, end = seq.prompt, seq.span.end
+        least, most = self._limits(prompt, resumed=True)
+        most = max(most, prompt.cacheable if seq.has_forgotten else end)
+        if self.state.header.mode != "untimed":
+            least = max(least, end)
+        self._returning[prompt.id] = least, most
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.state.sequence(event.seq)
