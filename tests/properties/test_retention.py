@@ -2,9 +2,9 @@
 
 import pytest
 from helpers.engine import compute, decided
-from helpers.retention import compactions, retentions, windows
+from helpers.retention import retentions, windows
 from helpers.serving import BLOCK, Bent, ask, serve, servers
-from hypothesis import find, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.trace import check_trace
