@@ -350,7 +350,7 @@ class SimulationReport:
             removed = counted(summary["compacted_tokens"], "token")
             yield "forgotten", f"{removed} in {counted(summary['compactions'], 'compaction')}"
         if summary["deferred_compactions"]:
-            yield "deferred", f"{counted(summary['deferred_compactions'], 'compaction')}, no room"
+            yield "no room for", counted(summary["deferred_compactions"], "compaction")
         yield "evicted", counted(summary["evicted_blocks"], "block")
         blocks, active = pool["blocks"], pool["active"]
         if active["mean"] is not None:
