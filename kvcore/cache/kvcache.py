@@ -394,7 +394,7 @@ class KVCache:
         self.stats.compacted_blocks += seq.blocks - seq.dropped - blocks
         if self.trace is not None:
             self.trace.compact(
-                now, seq=seq.id, tokens=tokens, held=held, blocks=blocks, new=new, runs=freed
+                now, seq=seq.id, tokens=tokens, held=held, runs=freed, new=new, ahead=ahead
             )
         if seq.family is not None:
             seq.family.remove(seq)
@@ -423,7 +423,10 @@ class KVCache:
         if self.trace is not None:
             freed = self._free_last(seq, seq.private_blocks)
             holes = [(first, end - first) for first, end in seq.holes]
-            self.trace.free(now, seq=seq.id, runs=freed, reason="close", forgotten=holes)
+            self.trace.free(
+                now, seq=seq.id, runs=freed, reason="close", forgotten=holes,
+                compacted=seq.compacted,
+            )  # fmt: skip
         elif private := seq.blocks - seq.span.end - seq.freed:
             self._free_last(seq, private)
         self.tree.close(seq, now)
