@@ -138,6 +138,8 @@ class KVCache:
         self._keeps: Callable[[Sequence], int | None] | None = None
         if self.retention is not None:
             self._keeps = find_override(self.retention, "keeps")
+            if self._keeps is None and find_override(self.retention, "droppable") is None:
+                self.retention = None  # It keeps everything: not worth a call.
         self._on_miss: Callable[[Request, int, int], None] | None = find_override(
             self.eviction, "on_miss"
         )
@@ -392,6 +394,7 @@ class KVCache:
         freed = compact_blocks(self.pool, seq, blocks, new)
         self.stats.compactions += 1
         self.stats.compacted_tokens += held - tokens
+        self.stats.compacted_blocks += seq.blocks - seq.dropped - blocks
         if self.trace is not None:
             self.trace.compact(
                 now, seq=seq.id, tokens=tokens, held=held, runs=freed, new=new, ahead=ahead
