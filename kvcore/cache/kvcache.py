@@ -391,6 +391,7 @@ class KVCache:
         freed = compact_blocks(self.pool, seq, blocks, new)
         self.stats.compactions += 1
         self.stats.compacted_tokens += held - tokens
+        self.stats.compacted_blocks += seq.blocks - seq.dropped - blocks
         if self.trace is not None:
             self.trace.compact(
                 now, seq=seq.id, tokens=tokens, held=held, blocks=blocks, new=new, runs=freed

@@ -9,6 +9,7 @@ from kvcore.plugins.manager import DISABLE, KINDS, Plugins, default
 
 NAMES = {
     "backend": ["torch-cpu", "torch-cuda"],
+    "codec": ["bf16", "fp16", "fp32"],
     "eviction": [
         "adaptive",
         "arc",
