@@ -136,6 +136,7 @@ simulate W --slo deadline=1e30 | too large
 simulate W --steps all | 'all'
 simulate W --allocation linked | 'linked'
 simulate W --codec fp17 | --codec: no codec plugin is named 'fp17'
+simulate W --codec kivi:residual=128 | --codec: kivi: residual=128 with blocks of 16 tokens
 simulate W --codec fp16,fp32 | names 2 plugins where one is needed
 simulate W --model llama-9 | 'llama-9'
 simulate W --model '' | --model
@@ -151,6 +152,7 @@ compare W --accounting bytes | 'bytes' is not one of 'keys', 'tokens'
 run --dtype fp1 --prompt a | 'fp1' is not one of
 run --clock sun | 'sun'
 size llama-3-8b --codec fp1 | no codec plugin is named 'fp1'
+size llama-3-8b --codec kivi:group=5 | give group=1, or --block-size 20
 size llama-3-8b --codec fp16:bits=2 | has no option 'bits'
 size llama-3-8b --weights-dtype int3 | 'int3'
 # plugins
