@@ -109,6 +109,7 @@ class TensorExecutor:
         backend.bind()
         blocks, block_size = cache.pool.blocks, cache.geometry.block_size
         layout = tensor_layout(generator.spec, blocks, block_size, dtype, codec)
+        _check_codec(backend, layout)
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
@@ -290,6 +291,17 @@ def tensor_layout(
         dtype=dtype,
         codec=codec,
     )
+
+
+def _check_codec(backend: Backend, layout: TensorLayout) -> None:
+    """Raise InputError for a codec that the backend would not heed."""
+    codec = layout.codec
+    if codec is not None and codec.dtype != layout.dtype and not backend.takes_codecs:
+        msg = (
+            f"backend {backend.name!r} stores K/V as it is computed, in {layout.dtype}, not as "
+            f"codec {codec.name!r} codes it: leave the codec out, or take backend torch-cpu"
+        )
+        raise InputError(msg)
 
 
 def _check_memory(generator: Generator, backend: Backend, layout: TensorLayout) -> None:
