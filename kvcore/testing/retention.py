@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import pytest
@@ -88,7 +88,8 @@ class RetentionPolicyTests:
     @_lengths
     def test_lengths_alone_say_how_many_stay(self, prompt: int) -> None:
         """`keeps` answers alike for other requests of equal lengths, hits or none; never 0."""
-        policy, answers = self.make(), {}
+        policy = self.make()
+        answers: dict[tuple[int, ...], int | None] = {}
         runs = [
             _grow(retention and retention(), prompt, 5, request=request, hit=hit, ids=hit)
             for retention in (None, self.make)
@@ -322,7 +323,7 @@ def _tensors(held: HeldTokens) -> dict[str, Tensor]:
 def _layer(held: HeldTokens, row: int) -> HeldTokens:
     """Return one layer of `held`."""
     part = slice(row, row + 1)
-    tensors = {name: each[part] for name, each in _tensors(held).items()}
+    tensors: dict[str, Any] = {name: each[part] for name, each in _tensors(held).items()}
     if held.query_positions is not None:
         tensors["query_positions"] = held.query_positions
     return attrs.evolve(

@@ -267,7 +267,8 @@ def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
 def _at(rotary: Rotary, key: Tensor, positions: Tensor) -> Tensor:
     """Return the key at position 0, `[1, heads, width]`, at each of `positions`."""
     cos, sin = rotary.angles(positions[:, None])
-    return rotary.rotate(key.expand(len(positions), -1, -1), cos, sin)
+    keys: Tensor = rotary.rotate(key.expand(len(positions), -1, -1), cos, sin)
+    return keys
 
 
 def _rope_types(module: Module) -> set[str]:
