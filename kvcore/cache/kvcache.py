@@ -137,6 +137,8 @@ class KVCache:
         self._keeps: Callable[[Sequence], int | None] | None = None
         if self.retention is not None:
             self._keeps = find_override(self.retention, "keeps")
+            if self._keeps is None and find_override(self.retention, "droppable") is None:
+                self.retention = None  # It keeps everything: not worth a call.
         self._on_miss: Callable[[Request, int, int], None] | None = find_override(
             self.eviction, "on_miss"
         )

@@ -310,10 +310,11 @@ class Compactor:
         """Yield the layers in ranges of which `SLAB_BYTES` hold what the policy reads."""
         assert self._policy is not None
         layout, reads = self._backend.layout, self._policy.reads
-        widths = (reads.keys or reads.queries > 0) * layout.head_dim
+        queries = reads.queries * reads.weights
+        widths = (reads.keys or queries > 0) * layout.head_dim
         widths += reads.values * layout.value_dim
         # Positions, scores and what comes of them are about 64 bytes a token.
-        a_layer = held * layout.kv_heads * (64 + 4 * (widths + 8 * reads.queries))
+        a_layer = held * layout.kv_heads * (64 + 4 * (widths + 8 * queries))
         step = max(1, SLAB_BYTES // a_layer)
         for first in range(0, layout.layers, step):
             yield range(first, min(first + step, layout.layers))
@@ -333,7 +334,8 @@ class Compactor:
         assert self._policy is not None
         backend, reads, held = self._backend, self._policy.reads, positions.shape[2]
         found: dict[str, Any] = {}
-        for part, wanted in (("keys", reads.keys or reads.queries), ("values", reads.values)):
+        weighs = reads.queries > 0 and reads.weights
+        for part, wanted in (("keys", reads.keys or weighs), ("values", reads.values)):
             if wanted:
                 heads = (backend.read_heads(layer, part, table, held) for layer in layers)
                 found[part] = torch.stack(list(heads))
@@ -349,6 +351,7 @@ class Compactor:
             queries = torch.stack([record.queries[layer][order] for layer in layers])
             found["queries"] = queries = queries.transpose(1, 2)
             found["query_positions"] = backend.tensor(asked)
+        if weighs:
             weights = [
                 _weights(
                     queries[number],
@@ -365,6 +368,7 @@ class Compactor:
             seq=seq,
             layers=layers,
             positions=backend.tensor(positions),
+            scales=tuple(self._options.get(layer, {}).get("scale") for layer in layers),
             windows=self._windows[layers.start : layers.stop],
             rotary=self._rotary[layers.start : layers.stop],
             **found,
@@ -412,7 +416,8 @@ class Compactor:
         for number, layer in enumerate(tokens.layers):
             if self._windows[layer] is not None:
                 scores[number][~self._reach(layer, seen[number], now)] = -torch.inf
-        scores[(positions >= now - policy.recent) | (positions < policy.sinks)] = torch.inf
+        recent = policy.recent_of(tokens.seq)
+        scores[(positions >= now - recent) | (positions < policy.sinks)] = torch.inf
         return scores
 
     def _check_rebasing(self, policy: TokenRetention) -> None:
@@ -470,13 +475,17 @@ class Compactor:
         originals: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Write the keys that are rotated into their places in `into`."""
+        import torch  # noqa: PLC0415 - see the module
+
         rotary = self._rotary[layer]
         assert rotary is not None
         heads, places = shift.nonzero().unbind(1)
         by = self._backend.tensor(shift[heads, places])
-        keys = rotate(originals[1], by, rotary)
+        keys = originals[1]
+        turned = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        turned = rotary.rotate(turned, *rotary.angles(by))
         index = self._slots(into, heads, places)
-        self._backend.layer_blocks(layer)[0][index] = keys
+        self._backend.layer_blocks(layer)[0][index] = turned.to(keys.dtype)
 
     def _keys_at(
         self, layer: int, table: Ids, heads: torch.Tensor, places: torch.Tensor
@@ -494,25 +503,6 @@ class Compactor:
         size, tensor = self._backend.layout.block_size, self._backend.tensor
         blocks = torch.tensor(table)[places // size]
         return tensor(blocks), tensor(heads), tensor(places % size)
-
-
-def rotate(keys: torch.Tensor, by: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Return `keys`, `[n, head_dim]`, as they were computed `by` positions further on, `[n]`.
-
-    Computed in fp32, or fp64 where keys are.
-    """
-    import torch  # noqa: PLC0415 - see the module
-
-    angles = by[:, None] * torch.tensor(rotary.speeds, dtype=torch.float64, device=by.device)
-    turned = keys.to(torch.promote_types(keys.dtype, torch.float32), copy=True)
-    cos, sin = angles.cos().to(turned.dtype), angles.sin().to(turned.dtype)
-    half = len(rotary.speeds)
-    one, other = slice(0, half), slice(half, 2 * half)
-    if rotary.adjacent:
-        one, other = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    a, b = turned[:, one].clone(), turned[:, other].clone()
-    turned[:, one], turned[:, other] = a * cos - b * sin, b * cos + a * sin
-    return turned.to(keys.dtype)
 
 
 def _weights(

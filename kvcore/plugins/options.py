@@ -268,7 +268,11 @@ def _converter() -> Converter:
         members = sorted(_members(union), key=lambda m: order.index(m) if m in order else -1)
 
         def read(text: str, _: object) -> Any:
+            # Of both kinds of numbers, 1.0 is a share and 1.5k a count.
+            is_share = float in members and "." in text and text[-1:].isdigit()
             for member in members:
+                if member is int and is_share:
+                    continue
                 with suppress(ValueError, LookupError, InputError):
                     return converter.structure(text, member)
             raise ValueError(text)

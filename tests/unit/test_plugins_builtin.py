@@ -31,7 +31,16 @@ NAMES = {
     "generator": ["huggingface", "sincos", "transformer"],
     "latency": ["linear", "roofline", "table", "token-rate"],
     "prefix": ["hashed", "none", "radix"],
-    "retention": ["window"],
+    "retention": [
+        "expected",
+        "full",
+        "h2o",
+        "knorm",
+        "random",
+        "snapkv",
+        "tova",
+        "window",
+    ],
     "scheduler": ["fair", "fcfs", "lpm", "priority", "sjf", "slo", "srpt"],
     "workload": [
         "azure",
