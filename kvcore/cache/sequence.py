@@ -61,6 +61,7 @@ class Sequence:
         dropped, freed: how many those are, and how many of them were private, and are free
             again; the others stay cached.
         compacted: tokens that compactions have removed.
+        kept: tokens that the last of them has left, which lie in no order.
         is_open: False once closed.
     """
 
@@ -83,6 +84,7 @@ class Sequence:
     dropped: int = 0
     freed: int = 0
     compacted: int = 0
+    kept: int = 0
     is_open: bool = True
 
     @property
@@ -132,6 +134,7 @@ class Sequence:
         """
         ahead = self.tokens - self.computed
         self.compacted += self.computed - tokens
+        self.kept = tokens
         self.tokens, self.computed, self.blocks = tokens + ahead, tokens, blocks
         self.span, self.cacheable = root, 0
         self.holes, self.dropped, self.freed = (), 0, 0
@@ -151,14 +154,14 @@ class Sequence:
             raise InputError(msg)
 
     def check_rollback(self, tokens: int) -> None:
-        """Refuse to roll back tokens that are shared, or more than there are after a hole.
+        """Refuse to roll back shared tokens, or into what a hole or a compaction has left.
 
         Raises:
             InputError: says how many tokens stay.
         """
         left = self.tokens - tokens
         fixed = max(self.span.end, self.holes[-1][1] if self.holes else 0)
-        fixed *= self.span.geometry.block_size
+        fixed = max(fixed * self.span.geometry.block_size, self.kept)
         if tokens and not fixed <= left <= self.tokens:
             msg = (
                 f"rollback of {tokens} tokens of sequence {self.id}: it has {self.tokens}, of "
