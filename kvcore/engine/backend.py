@@ -11,7 +11,7 @@ import attrs
 
 from kvcore.engine.batch import RaggedBatch
 from kvcore.errors import InputError
-from kvcore.models.codec import Codec
+from kvcore.models.codec import Codec, Part
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 
@@ -211,35 +211,39 @@ class Backend(Plugin):
         raise InputError(msg)
 
     def move_tokens(
-        self, layer: int, table: Sequence[int], into: Sequence[int], sources: Tensor
+        self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
     ) -> None:
         """Put tokens of the blocks `table` into the blocks `into`, in one layer.
 
-        `sources` are integers on the host, `[kv_heads, tokens]`: which place of `table` each
-        place of `into` gets, in each head. The two may have blocks in common; all tokens are
-        read before one is written.
+        `moves` are integers on the host, `[3, n]`: K/V head, place in `table`, place in `into`
+        of each token that moves. The two may have blocks in common; all tokens are read before
+        one is written, and what lies in a place that is not named stays.
         """
         size = self.layout.block_size
-        heads = self.tensor([[head] for head in range(self.layout.kv_heads)])
         old, new = self._block_ids(table), self._block_ids(into)
-        sources = self.tensor(sources)
-        places = self.tensor([*range(sources.shape[1])])
+        heads, sources, targets = self.tensor(moves)
         for part in self.layer_blocks(layer):
             moved = part[old[sources // size], heads, sources % size]
-            part[new[places // size], heads, places % size] = moved
+            part[new[targets // size], heads, targets % size] = moved
+
+    def read_heads(self, layer: int, part: Part, table: Sequence[int], tokens: int) -> Tensor:
+        """Return a copy of K or V of the first `tokens` tokens in the blocks of `table`.
+
+        `[kv_heads, tokens, width]`, in the dtype of the layout.
+        """
+        blocks = self.layer_blocks(layer)[part == "values"]
+        # [table, kv_heads, block_size, width] to [kv_heads, table * block_size, width]
+        heads = blocks[self._block_ids(table)].swapaxes(0, 1)
+        return heads.reshape(heads.shape[0], -1, heads.shape[3])[:, :tokens]
 
     def read(self, layer: int, table: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
         """Return copies of K and V of the first `tokens` tokens in the blocks of `table`.
 
         `[tokens, kv_heads, head_dim]` and `[tokens, kv_heads, value_dim]`.
         """
-        ids = self._block_ids(table)
-        keys, values = (
-            # [table, kv_heads, block_size, width] to [table * block_size, kv_heads, width]
-            part[ids].swapaxes(1, 2).reshape(-1, part.shape[1], part.shape[3])[:tokens]
-            for part in self.layer_blocks(layer)
-        )
-        return keys, values
+        keys = self.read_heads(layer, "keys", table, tokens)
+        values = self.read_heads(layer, "values", table, tokens)
+        return keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks, `(source, target)`, in all layers: copy-on-write.

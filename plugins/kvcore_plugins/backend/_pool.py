@@ -163,6 +163,14 @@ class Pool:
         for matrix in self.matrices:
             matrix.index_copy_(0, targets, matrix.index_select(0, sources))
 
+    def read_heads(self, part: LayerTensor, blocks: Sequence[int]) -> Tensor:
+        """Return a copy of what `blocks` hold of each head, `[kv_heads, tokens, width]`."""
+        _, kv_heads, _, width = part.blocks.shape
+        heads = torch.arange(kv_heads)[:, None]
+        rows = torch.tensor(list(blocks), dtype=torch.int64) * part.row_stride + heads
+        found = part.by_head.index_select(0, self.upload(rows.flatten()))
+        return found.view(kv_heads, -1, width)
+
     def gather(self, blocks: Sequence[int]) -> Tensor:
         """Return copies of blocks, `[len(blocks), numbers of a block in all layers]`."""
         ids = self._ids(blocks)

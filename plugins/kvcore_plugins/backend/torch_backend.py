@@ -12,6 +12,7 @@ import attrs
 from kvcore import Backend, InputError, StorageError
 from kvcore.engine import RaggedBatch, TensorLayout
 from kvcore.host import cpus
+from kvcore.models.codec import Part
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
 
@@ -176,6 +177,11 @@ class TorchBackend(Backend):
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of K and of V of a layer."""
         return self._pool.keys[layer].blocks, self._pool.values[layer].blocks
+
+    def read_heads(self, layer: int, part: Part, table: Sequence[int], tokens: int) -> Tensor:
+        """Return a copy of K or V of the first tokens, `[kv_heads, tokens, width]`."""
+        halves = self._pool.keys if part == "keys" else self._pool.values
+        return self._pool.read_heads(halves[layer], table)[:, :tokens]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks. All sources are read before a target is written."""
