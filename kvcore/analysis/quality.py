@@ -383,7 +383,7 @@ class _Run:
             self._cache, self._backend, generator.windows, generator.rotary
         )
         self._seqs = [
-            self._cache.open(Request(id=number, prompt_tokens=len(prompt)))
+            self._cache.open(Request(id=number, prompt_tokens=len(prompt), key_tokens=size))
             for number, prompt in enumerate(prompts)
         ]
         self._output = 0
@@ -425,7 +425,7 @@ class _Run:
             ],
             output_indices=[self._output] * len(seqs),
             seeds=range(len(seqs)),
-            held_positions=self._compactor.held_positions(seqs),
+            held_positions=self._compactor.held_positions(seqs, [seq.held for seq in seqs]),
         )
         plan, attend = backend.plan(batch), self._compactor.attend(seqs, batch)
         self.attended = []
