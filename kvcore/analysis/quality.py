@@ -82,7 +82,8 @@ class Quality:
         needles: number of questions about each haystack.
         announced: whether the prompt ends with the questions.
         seed: seed of texts and haystacks.
-        full_bytes_per_token: what budgets are shares of: a token in the first codec.
+        full_codec, full_bytes_per_token: what budgets are shares of: all tokens in the first
+            codec, and what a token takes there.
         rows: one for each combination.
     """
 
@@ -96,6 +97,7 @@ class Quality:
     needles: int
     announced: bool
     seed: int
+    full_codec: str
     full_bytes_per_token: float
     rows: list[QualityRow]
 
@@ -252,6 +254,7 @@ def measure(
         needles=needles,
         announced=announced,
         seed=seed,
+        full_codec=str(codecs[0]),
         full_bytes_per_token=first,
         rows=sorted(rows, key=_order),
     )
@@ -262,9 +265,7 @@ def _order(row: QualityRow) -> tuple[float, float]:
     return -(row.share if row.budget is None else row.budget), row.kl
 
 
-def _built(
-    plugins: Plugins, generator: Generator | str, defaults: dict[str, Any]
-) -> Generator:
+def _built(plugins: Plugins, generator: Generator | str, defaults: dict[str, Any]) -> Generator:
     if isinstance(generator, str):
         made: Generator = plugins.build("generator", generator, defaults)
         return made
@@ -310,9 +311,7 @@ class _Bench:
         generator.bind()
         generator.load(self.backend(), self.dtype)
 
-    def layout(
-        self, generator: Generator, codec: Spec | None, blocks: int = 1
-    ) -> TensorLayout:
+    def layout(self, generator: Generator, codec: Spec | None, blocks: int = 1) -> TensorLayout:
         """Return the layout of `blocks` blocks in a codec; None: as computed."""
         layout = tensor_layout(generator.spec, blocks, self.block_size, self.dtype)
         made: Codec | None = None if codec is None else self.plugins.build("codec", codec)
@@ -501,9 +500,7 @@ class _Full:
         run = _Run(bench, generator, cell, self.prompts, len(self.outputs))
         errors = torch.zeros(len(self.attended[0]), 2, dtype=torch.float64)
         divergences, agreed = [], []
-        for new, wanted, attended in zip(
-            self.outputs, self.logits, self.attended, strict=True
-        ):
+        for new, wanted, attended in zip(self.outputs, self.logits, self.attended, strict=True):
             logits = run.step(new)
             for layer, (found, right) in enumerate(zip(run.attended, attended, strict=True)):
                 errors[layer, 0] += (found.double() - right.double()).square().sum().cpu()

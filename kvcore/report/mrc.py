@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, TextIO
@@ -29,6 +29,7 @@ from kvcore.units import BINARY, format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 
 FORMS = ("png", "svg")
@@ -80,16 +81,27 @@ def plot(report: CurvesReport, form: str) -> bytes:
     Raises:
         PluginError: matplotlib is not installed.
     """
+    return picture(form, lambda figure: draw(figure.add_subplot(), report))
+
+
+def picture(
+    form: str, fill: Callable[[Figure], None], inches: tuple[float, float] = INCHES
+) -> bytes:
+    """Return a figure of the house's style, which `fill` draws into, as `png` or `svg` bytes.
+
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
     module = matplotlib()
     from matplotlib import rc_context  # noqa: PLC0415 - as above
 
-    picture = io.BytesIO()
+    file = io.BytesIO()
     with rc_context(STYLE):
-        figure = module.Figure(figsize=INCHES, layout="constrained")
-        draw(figure.add_subplot(), report)
+        figure = module.Figure(figsize=inches, layout="constrained")
+        fill(figure)
         metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(picture, format=form, dpi=DPI, metadata=metadata)
-    return picture.getvalue()
+        figure.savefig(file, format=form, dpi=DPI, metadata=metadata)
+    return file.getvalue()
 
 
 def draw(axes: Axes, report: CurvesReport) -> None:
