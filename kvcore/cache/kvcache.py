@@ -137,6 +137,8 @@ class KVCache:
         self._keeps: Callable[[Sequence], int | None] | None = None
         if self.retention is not None:
             self._keeps = find_override(self.retention, "keeps")
+            if self._keeps is None and find_override(self.retention, "droppable") is None:
+                self.retention = None  # It keeps everything: not worth a call.
         self._on_miss: Callable[[Request, int, int], None] | None = find_override(
             self.eviction, "on_miss"
         )
@@ -391,9 +393,10 @@ class KVCache:
         freed = compact_blocks(self.pool, seq, blocks, new)
         self.stats.compactions += 1
         self.stats.compacted_tokens += held - tokens
+        self.stats.compacted_blocks += seq.blocks - seq.dropped - blocks
         if self.trace is not None:
             self.trace.compact(
-                now, seq=seq.id, tokens=tokens, held=held, blocks=blocks, new=new, runs=freed
+                now, seq=seq.id, tokens=tokens, held=held, runs=freed, new=new, ahead=ahead
             )
         if seq.family is not None:
             seq.family.remove(seq)
@@ -422,7 +425,10 @@ class KVCache:
         if self.trace is not None:
             freed = self._free_last(seq, seq.private_blocks)
             holes = [(first, end - first) for first, end in seq.holes]
-            self.trace.free(now, seq=seq.id, runs=freed, reason="close", forgotten=holes)
+            self.trace.free(
+                now, seq=seq.id, runs=freed, reason="close", forgotten=holes,
+                compacted=seq.compacted,
+            )  # fmt: skip
         elif private := seq.blocks - seq.span.end - seq.freed:
             self._free_last(seq, private)
         self.tree.close(seq, now)

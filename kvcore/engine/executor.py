@@ -14,6 +14,7 @@ from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
+from kvcore.models.codec import Codec
 from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import FAILURES, policy_error
@@ -61,6 +62,7 @@ class TensorExecutor:
         latency: gives the duration of a step under the model's clock, and the estimates
             that schedulers ask for.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
+        codec: how K/V is kept; None: as it is computed.
         clock: `model` or `wall`, as for `run`.
         stop_at_eos: whether a text ends at an end-of-text token; wall clock only.
         seed: seed of token ids and samples.
@@ -86,6 +88,7 @@ class TensorExecutor:
         latency: LatencyModel,
         *,
         dtype: str = "fp32",
+        codec: Codec | None = None,
         clock: Clock = "model",
         stop_at_eos: bool = False,
         seed: int = 0,
@@ -105,7 +108,7 @@ class TensorExecutor:
         generator.bind()
         backend.bind()
         blocks, block_size = cache.pool.blocks, cache.geometry.block_size
-        layout = tensor_layout(generator.spec, blocks, block_size, dtype)
+        layout = tensor_layout(generator.spec, blocks, block_size, dtype, codec)
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
@@ -263,7 +266,9 @@ class TensorExecutor:
         self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
 
 
-def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:
+def tensor_layout(
+    spec: ModelSpec, blocks: int, block_size: int, dtype: str, codec: Codec | None = None
+) -> TensorLayout:
     """Return the layout of the K/V of a model in a pool of blocks.
 
     Raises:
@@ -283,6 +288,7 @@ def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> 
         head_dim=spec.head_dim,
         value_dim=spec.value_dim,
         dtype=dtype,
+        codec=codec,
     )
 
 

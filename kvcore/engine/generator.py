@@ -59,6 +59,35 @@ class Rotary:
     speeds: tuple[float, ...]
     adjacent: bool = False
 
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the angles at `positions`, each `[..., speeds]`, in fp64.
+
+        `positions` may be negative: differences between positions.
+        """
+        positions = positions.double()
+        angles = positions[..., None] * positions.new_tensor(self.speeds)
+        return angles.cos(), angles.sin()
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return `x`, `[..., width]`, with its pairs of dimensions rotated.
+
+        `cos` and `sin` are those of `angles`, `[..., speeds]`, and broadcast. Averages of them
+        over several positions give the average of the rotated `x`.
+        """
+        import torch  # noqa: PLC0415 - only a model on tensors rotates
+
+        pairs = len(self.speeds)
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        if self.adjacent:
+            a, b = x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
+        else:
+            a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
+        turned = a * cos - b * sin, b * cos + a * sin
+        rotated = (
+            torch.stack(turned, -1).flatten(-2) if self.adjacent else torch.cat(turned, -1)
+        )
+        return torch.cat((rotated, x[..., 2 * pairs :]), -1)
+
 
 class Generator(Plugin):
     """Turns tokens into K/V and next tokens, layer by layer, through a paged cache.

@@ -21,14 +21,15 @@ class Reads:
     Attributes:
         keys, values: the K, or the V, of the held tokens.
         attention: the attention that each held token has got so far.
-        queries: of how many of the newest tokens the queries are kept, and the attention
-            weights computed.
+        queries: of how many of the newest tokens the queries are kept.
+        weights: whether the attention weights of these tokens are computed from the queries.
     """
 
     keys: bool = False
     values: bool = False
     attention: bool = False
     queries: int = 0
+    weights: bool = True
 
 
 @attrs.frozen(kw_only=True)
@@ -47,14 +48,17 @@ class HeldTokens:
         values: `[layers, kv_heads, tokens, value_dim]`.
         attention: the sum of the attention weights that each token has got, over all query
             heads of its K/V head and over all tokens that this sequence has computed (not
-            those that hit), `[layers, kv_heads, tokens]`.
+            those that hit), `[layers, kv_heads, tokens]`, in fp32 or better.
         queries: queries of the newest tokens, as they attended,
             `[layers, query_heads, n, head_dim]`. n is `Reads.queries`, or fewer where this
             sequence has computed fewer.
         query_positions: positions of these tokens, `[n]`.
         weights: their attention weights over the held tokens,
-            `[layers, query_heads, n, tokens]`, causal and within the layer's window.
-        windows: attention window of each layer; None: none.
+            `[layers, query_heads, n, tokens]`, causal and within the layer's window, in fp32
+            or better.
+        scales: what the layer multiplies q·k by; None: 1 / sqrt(head_dim).
+        windows: attention window of each layer; None: none. Empty, as `scales` and `rotary`
+            may be: None for all.
         rotary: the rotary embedding of each layer; None where the model has no such, or
             does not say.
     """
@@ -62,12 +66,13 @@ class HeldTokens:
     seq: Sequence
     layers: range
     positions: Tensor
-    keys: Tensor | None = None
-    values: Tensor | None = None
-    attention: Tensor | None = None
-    queries: Tensor | None = None
-    query_positions: Tensor | None = None
-    weights: Tensor | None = None
+    keys: Tensor = None
+    values: Tensor = None
+    attention: Tensor = None
+    queries: Tensor = None
+    query_positions: Tensor = None
+    weights: Tensor = None
+    scales: tuple[float | None, ...] = ()
     windows: tuple[int | None, ...] = ()
     rotary: tuple[Rotary | None, ...] = ()
 
@@ -80,25 +85,33 @@ class TokenRetention(RetentionPolicy):
 
     Attributes:
         reads: what `score` needs.
-        recent, sinks: how many of the newest and of the first tokens of the text stay
-            whatever their score.
+        sinks: how many of the first tokens of the text stay whatever their score.
         rebases: whether the tokens that stay are given new positions, one after another up to
             the newest token. Their keys are rotated by what is missing between them, always
             from the key as it was computed. Refused where a layer has no `Generator.rotary`.
     """
 
     reads = Reads()
-    recent = 1
     sinks = 0
     rebases = False
+
+    def recent_of(self, seq: Sequence) -> int:
+        """Return how many of the newest tokens stay whatever their score: 1 unless overridden.
+
+        As `keeps`, a function of lengths alone.
+        """
+        del seq
+        return 1
 
     @abstractmethod
     def score(self, held: HeldTokens) -> Tensor:
         """Return a score of each held token, `[layers, kv_heads, tokens]`; the highest stay.
 
         Called when a sequence is compacted. Of tokens with the same score the newer stays.
-        Tokens that `recent` and `sinks` name stay in any case, and those that no later token
-        attends to, since they are out of a layer's window, go first. Must not be NaN.
+        The newest tokens (`recent_of`) and the `sinks` stay in any case, and tokens that no
+        later token attends to, since they are out of a layer's window, go first. Finite, and
+        in fp32 or better, so that scores that differ do not tie. The order of tokens means
+        nothing.
         """
 
 
@@ -115,7 +128,8 @@ class ScoreRetention(TokenRetention):
     Options:
         budget: tokens that stay: a whole number of tokens, or a share of the prompt, as in
             0.25.
-        recent: how many of the newest tokens stay whatever their score.
+        recent: how many of the newest tokens stay whatever their score: a whole number, or
+            a share of the budget.
         sinks: how many of the first tokens stay whatever their score.
         when: `always`, or `prompt`: once, when the prompt is computed.
 
@@ -124,22 +138,27 @@ class ScoreRetention(TokenRetention):
     """
 
     budget: int | float = attrs.field(default=1024)
-    recent: int = attrs.field(default=1)
+    recent: int | float = attrs.field(default=1)
     sinks: int = attrs.field(default=0)
     when: Literal["always", "prompt"] = attrs.field(default="always")
 
     def __attrs_post_init__(self) -> None:
         """Check the options."""
         problem = None
+        recent = self.recent
         if not self.budget > 0 or (isinstance(self.budget, float) and self.budget > 1):
             problem = f"budget={self.budget}: give 1 token or more, or a share up to 1.0"
-        elif self.recent < 1 or self.sinks < 0:
-            problem = f"recent={self.recent}, sinks={self.sinks}: give 1 or more, and 0 or more"
+        elif not recent > 0 or (isinstance(recent, float) and recent > 1):
+            problem = f"recent={recent}: give 1 token or more, or a share up to 1.0"
+        elif self.sinks < 0:
+            problem = f"sinks={self.sinks}: give 0 or more"
         elif self.when not in ("always", "prompt"):
             problem = f"when={self.when!r} is not known; there are: always, prompt"
-        elif isinstance(self.budget, int) and self.recent + self.sinks > self.budget:
+        elif isinstance(self.budget, int) and (
+            _tokens(recent, self.budget) + self.sinks > self.budget
+        ):
             problem = (
-                f"recent={self.recent} and sinks={self.sinks} are more than the budget of "
+                f"recent={recent} and sinks={self.sinks} are more than the budget of "
                 f"{self.budget} tokens"
             )
         if problem:
@@ -148,17 +167,34 @@ class ScoreRetention(TokenRetention):
 
     def tokens_of(self, seq: Sequence) -> int:
         """Return the budget of `seq` in tokens: 1 or more."""
-        if isinstance(self.budget, int):
-            return self.budget
-        return max(1, int(self.budget * seq.request.prompt_tokens))
+        return _tokens(self.budget, seq.request.prompt_tokens)
+
+    def recent_of(self, seq: Sequence) -> int:
+        """Return how many of the newest tokens stay: 1 up to the budget."""
+        budget = self.tokens_of(seq)
+        return min(_tokens(self.recent, budget), budget)
 
     def keeps(self, seq: Sequence) -> int | None:
         """Return the budget at the end of the prompt, and whenever a block more is full."""
         if seq.position < seq.target:
             return None
-        budget, size = self.tokens_of(seq), seq.span.geometry.block_size
-        if seq.position == seq.target:
-            return budget
-        if self.when == "always" and seq.held >= (-(-budget // size) + 1) * size:
+        budget = self.tokens_of(seq)
+        # The end of the prompt is over where there was no room for the blocks then.
+        if (
+            seq.position == seq.target
+            or (self.when == "always" and has_spare_block(seq, budget))
+            or (self.when == "prompt" and budget < seq.target and not seq.compacted)
+        ):
             return budget
         return None
+
+
+def has_spare_block(seq: Sequence, tokens: int) -> bool:
+    """Return True if `seq` has filled a block more than `tokens` tokens need."""
+    size = seq.span.geometry.block_size
+    return seq.held >= (-(-tokens // size) + 1) * size
+
+
+def _tokens(amount: float, whole: int) -> int:
+    """Return a number of tokens, or a share of `whole`, as tokens: 1 or more."""
+    return amount if isinstance(amount, int) else max(1, int(amount * whole))

@@ -138,6 +138,13 @@ def instantiate(
         raise PluginError(msg) from error
 
 
+def spec_of(plugin: Plugin) -> Spec:
+    """Return the text of a plugin, without the options that have their default."""
+    defaults = {option.name: option.default for option in options_of(type(plugin))}
+    given = plugin.options().items()
+    return Spec(plugin.name, {name: as_text(v) for name, v in given if v != defaults[name]})
+
+
 def takes_path(cls: type[Plugin], option: str) -> bool:
     """Return True if `cls` has an option of that name whose value is the path of a file."""
     types = [_type_of(cls, each) for each in options_of(cls) if each.name == option]
@@ -268,7 +275,11 @@ def _converter() -> Converter:
         members = sorted(_members(union), key=lambda m: order.index(m) if m in order else -1)
 
         def read(text: str, _: object) -> Any:
+            # Of both kinds of numbers, 1.0 is a share and 1.5k a count.
+            is_share = float in members and "." in text and text[-1:].isdigit()
             for member in members:
+                if member is int and is_share:
+                    continue
                 with suppress(ValueError, LookupError, InputError):
                     return converter.structure(text, member)
             raise ValueError(text)

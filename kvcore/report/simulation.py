@@ -246,7 +246,7 @@ class SimulationReport:
         )
         pool = (
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
-            f"{blocks * size:,} tokens in all, {memory} in {config['kv_dtype']}."
+            f"{blocks * size:,} tokens in all, {memory} in {config['codec']}."
         )
         lines = [run, pool]
         if load is not None:
@@ -293,7 +293,7 @@ class SimulationReport:
         header = {
             **config,
             "mode": config.get("clock", "model"),
-            "model": {"name": config["model"], "kv_dtype": config["kv_dtype"]},
+            "model": {"name": config["model"], "codec": config["codec"]},
             "device": {"name": config["device"], "count": config["tensor_parallel"]},
             "count": summary["count"],
             "block_size": summary["pool"]["block_size"],

@@ -9,6 +9,7 @@ from kvcore.plugins.manager import DISABLE, KINDS, Plugins, default
 
 NAMES = {
     "backend": ["torch-cpu", "torch-cuda"],
+    "codec": ["bf16", "fp16", "fp32"],
     "eviction": [
         "adaptive",
         "arc",
@@ -31,7 +32,16 @@ NAMES = {
     "generator": ["huggingface", "sincos", "transformer"],
     "latency": ["linear", "roofline", "table", "token-rate"],
     "prefix": ["hashed", "none", "radix"],
-    "retention": ["window"],
+    "retention": [
+        "expected",
+        "full",
+        "h2o",
+        "knorm",
+        "random",
+        "snapkv",
+        "tova",
+        "window",
+    ],
     "scheduler": ["fair", "fcfs", "lpm", "priority", "sjf", "slo", "srpt"],
     "workload": [
         "azure",

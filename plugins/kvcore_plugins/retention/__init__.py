@@ -1,5 +1,12 @@
 """The built-in retention policies."""
 
+from kvcore_plugins.retention.expected import Expected
+from kvcore_plugins.retention.full import Full
+from kvcore_plugins.retention.h2o import H2O
+from kvcore_plugins.retention.knorm import KNorm
+from kvcore_plugins.retention.random import Random
+from kvcore_plugins.retention.snapkv import SnapKV
+from kvcore_plugins.retention.tova import TOVA
 from kvcore_plugins.retention.window import Window
 
-__all__ = ["Window"]
+__all__ = ["H2O", "TOVA", "Expected", "Full", "KNorm", "Random", "SnapKV", "Window"]

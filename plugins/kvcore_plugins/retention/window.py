@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import attrs
 
-from kvcore import InputError, RetentionPolicy
+from kvcore import InputError
 from kvcore.cache import Sequence
+from kvcore.engine import HeldTokens, Tensor, TokenRetention
+from kvcore.engine.retention import has_spare_block
 
 
 @attrs.define(slots=False, eq=False)
-class Window(RetentionPolicy):
+class Window(TokenRetention):
     """Keep the first tokens and the newest ones; forget what lies between.
 
     Whole blocks go, so that up to a block more stays at both ends of what is forgotten,
-    and up to another one until the next block is full.
+    and up to another one until the next block is full. With `positions=cache` the sequence is
+    compacted instead, to exactly these tokens, whenever it has filled a block more.
 
     Options:
         tokens: how many of the newest tokens stay, 1 or more.
         sinks: how many of the first ones do. Four keep a model fluent that was trained
             without windows; without any it fails as soon as the first token is gone.
+        positions: `text`: K/V keeps the position that it was computed with; `cache`: tokens
+            that stay close up, so that no distance is longer than what is held. Keys are
+            rotated for that, which needs a model with a rotary embedding.
 
     Source: Xiao, Tian, Chen, Han and Lewis, "Efficient streaming language models with
-    attention sinks", ICLR 2024. There positions are counted within the cache; here K/V
-    keeps the position it was computed with.
+    attention sinks", ICLR 2024, with `positions=cache`.
     """
 
     name: ClassVar[str] = "window"
 
     tokens: int = attrs.field(default=4096)
     sinks: int = attrs.field(default=0)
+    positions: Literal["text", "cache"] = attrs.field(default="text")
 
     @tokens.validator
     def _is_positive(self, _: object, value: int) -> None:
@@ -44,7 +50,32 @@ class Window(RetentionPolicy):
             msg = f"window: sinks={value} must be 0 or more"
             raise InputError(msg)
 
+    @positions.validator
+    def _is_known(self, _: object, value: str) -> None:
+        if value not in ("text", "cache"):
+            msg = f"window: positions={value!r} is not known; there are: text, cache"
+            raise InputError(msg)
+
+    @property
+    def rebases(self) -> bool:  # type: ignore[override] # of the instance
+        """Whether tokens that stay close up."""
+        return self.positions == "cache"
+
+    def recent_of(self, seq: Sequence) -> int:
+        """Return the length of the window."""
+        del seq
+        return self.tokens
+
     def droppable(self, seq: Sequence) -> list[tuple[int, int]]:
         """Return what lies between the sinks and the window. O(1)."""
         end = seq.computed - self.tokens
-        return [(self.sinks, end)] if self.sinks < end else []
+        return [(self.sinks, end)] if self.sinks < end and not self.rebases else []
+
+    def keeps(self, seq: Sequence) -> int | None:
+        """Return the sinks and the window, if tokens close up and a block more is full."""
+        held = self.sinks + self.tokens
+        return held if self.rebases and has_spare_block(seq, held) else None
+
+    def score(self, held: HeldTokens) -> Tensor:
+        """Return the position of each token: the newest stay."""
+        return held.positions.double()

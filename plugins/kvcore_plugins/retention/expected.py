@@ -1,0 +1,114 @@
+"""The attention that queries to come are expected to give."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvcore import InputError, ScoreRetention
+from kvcore.engine import HeldTokens, Reads, Rotary, Tensor
+from kvcore_plugins.retention._precision import wide
+
+
+@attrs.define(slots=False, eq=False, kw_only=True)
+class Expected(ScoreRetention):
+    """Keep the tokens from which queries to come are expected to read most.
+
+    Queries are taken for normally distributed before their rotation. For a query q of mean m
+    and covariance C, rotated by the average R of the rotations at the next `ahead` positions,
+
+        E[exp(s k·q)] = exp(s k·Rm + s² k·RCRᵀk / 2)        s: the scale of attention
+
+    Normalised over the held tokens, averaged over the query heads of a K/V head, and times the
+    norm of its value, that is a token's score.
+
+    As published the mean and the covariance are those of all tokens of the prompt; here, of the
+    `queries` newest ones, without the `sinks`: others are not kept. Layers without a rotary
+    embedding are scored without R.
+
+    Options:
+        budget, recent, when: as of every policy with scores.
+        sinks: how many of the first tokens stay; their queries count for nothing.
+        queries: number of newest tokens whose queries give mean and covariance.
+        ahead: number of next positions that are averaged over.
+
+    Raises:
+        InputError: also for less than one query or position.
+
+    Source: Devoto, Jeblick and Jégou, "Expected attention: KV cache compression by estimating
+    attention from future queries distribution", 2025.
+    """
+
+    name: ClassVar[str] = "expected"
+
+    sinks: int = attrs.field(default=4)
+    queries: int = attrs.field(default=128)
+    ahead: int = attrs.field(default=512)
+
+    def __attrs_post_init__(self) -> None:
+        """Check the options."""
+        if self.queries < 1 or self.ahead < 1:
+            msg = (
+                f"expected: queries={self.queries}, ahead={self.ahead}: give 1 or more of each"
+            )
+            raise InputError(msg)
+        super().__attrs_post_init__()
+
+    @property
+    def reads(self) -> Reads:  # type: ignore[override] # of the instance
+        """Keys, values, and the newest queries without their weights."""
+        return Reads(keys=True, values=True, queries=self.queries, weights=False)
+
+    def score(self, held: HeldTokens) -> Tensor:
+        """Return the expected attention to each token, times the norm of its value."""
+        keys, queries = wide(held.keys), wide(held.queries)
+        position, count = held.seq.position, queries.shape[2]
+        outliers = min(max(0, self.sinks - position + count), count - 1)
+        queries, past = queries[:, :, outliers:], held.query_positions[outliers:]
+        future = past.new_tensor([*range(position, position + self.ahead)])
+        norms = wide(held.values).norm(dim=-1)
+        for row in range(len(held.layers)):
+            rotary = held.rotary[row] if held.rotary else None
+            window = held.windows[row] if held.windows else None
+            mean, covariance = future_queries(queries[row], rotary, past, future)
+            scale = held.scales[row] if held.scales else None
+            scale = keys.shape[-1] ** -0.5 if scale is None else scale
+            exponents = log_expected(keys[row], mean, covariance, scale)
+            if window is not None:
+                out = held.positions[row] <= position - window
+                exponents = exponents.masked_fill(out[:, None], float("-inf"))
+            norms[row] *= exponents.softmax(-1).mean(1)
+        return norms
+
+
+def future_queries(
+    queries: Tensor, rotary: Rotary | None, past: Tensor, future: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return mean and covariance of the queries to come, at an average of their rotations.
+
+    `[heads, width]` and `[heads, width, width]`, from queries `[heads, n, width]` as they were
+    rotated at the positions `past`, `[n]`. `future` are the positions to come.
+    """
+    if rotary is not None:
+        queries = rotary.rotate(queries, *rotary.angles(-past))
+    mean = queries.mean(1)
+    centred = queries - mean[:, None]
+    covariance = centred.mT @ centred / queries.shape[1]
+    if rotary is not None:
+        turn = [each.mean(0) for each in rotary.angles(future)]
+        mean = rotary.rotate(mean, *turn)
+        covariance = rotary.rotate(rotary.rotate(covariance, *turn).mT, *turn)
+    return mean, covariance
+
+
+def log_expected(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float) -> Tensor:
+    """Return log E[exp(scale q·k)] for normally distributed q, `[kv_heads, group, tokens]`.
+
+    `keys` are `[kv_heads, tokens, width]`, `mean` `[query_heads, width]`, and `covariance`
+    `[query_heads, width, width]`.
+    """
+    heads = keys.shape[0]
+    keys = keys[:, None] * scale
+    mean, covariance = (each.unflatten(0, (heads, -1)) for each in (mean, covariance))
+    return (keys @ mean[..., None])[..., 0] + ((keys @ covariance) * keys).sum(-1) / 2
