@@ -406,6 +406,9 @@ class KVCache:
         if self.on_compact is not None and before is not None:
             try:
                 self.on_compact(seq, before, held)
+            except PolicyError as error:  # it names the plugin and the method
+                self.tree.failure = error
+                raise
             except BaseException as error:
                 raise self.tree.fail(
                     self.retention or self.eviction, "on_compact", error

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
+from kvcore import InputError
 from kvcore.engine import RaggedBatch
 from kvcore_plugins.backend._pool import Pool
 
@@ -30,6 +31,10 @@ MAX_MASK_PAIRS = 1 << 24
 
 KEPT_MASK_BYTES = 1 << 26
 """Bytes of masks that a step keeps from layer to layer."""
+
+
+WEIGHED_BYTES = 1 << 24
+"""Bytes of attention weights held at a time where they are summed up."""
 
 
 GROUP_SPREAD = 64
@@ -107,12 +112,20 @@ class Reach:
             seen &= (positions > own - self.window) | (positions < self.sinks)
         return seen
 
+    def add(self, sums: Tensor, weights: Tensor, block_size: int) -> None:
+        """Add weights of the first gathered tokens, `[heads, n]`, to those of all tokens."""
+        gathered, cut = weights.shape[1], self.head * block_size
+        gap = (self.tail - self.head) * block_size
+        sums[:, :cut] += weights[:, :cut]
+        sums[:, cut + gap : gathered + gap] += weights[:, cut:]
+
 
 @attrs.frozen(eq=False)
 class Tile:
     """Consecutive new tokens of one sequence, in some of its K/V heads.
 
     Attributes:
+        sequence: number of the sequence in the step.
         row: row in the step of the first of the tokens.
         heads: the K/V heads, a range of them.
         reach: the blocks that the tokens attend to.
@@ -121,14 +134,18 @@ class Tile:
         bags: for a single token whose V is not gathered: the rows of
             `LayerTensor.by_token` of V, once for each query head, and where each query
             head begins in them; None otherwise.
+        by_position: whether a window leaves out tokens by `RaggedBatch.held_positions`; the
+            reach is without a window then.
     """
 
+    sequence: int
     row: int
     heads: slice
     reach: Reach
     keys: Tensor
     values: Tensor
     bags: tuple[Tensor, Tensor] | None
+    by_position: bool
 
 
 @attrs.frozen(eq=False)
@@ -136,13 +153,18 @@ class DecodeGroup:
     """One new token for each of some sequences with contexts of about equal length.
 
     Attributes:
+        sequences: numbers of the sequences in the step.
         rows: rows in the step of the new tokens, `[sequences]`.
+        places: places in their sequences of the gathered tokens, `[sequences, tokens]`, on
+            the host.
         keys, values: rows of `LayerTensor.by_token`, `[sequences * kv_heads * tokens]`. A
             sequence that is shorter than the longest is padded with its new token.
         mask: which of them are no padding, bool `[sequences, 1, 1, tokens]`; None: all.
     """
 
+    sequences: list[int]
     rows: Tensor
+    places: Tensor
     keys: Tensor
     values: Tensor
     mask: Tensor | None
@@ -183,15 +205,22 @@ class _Divider:
         for number, (context, length) in enumerate(
             zip(batch.contexts, batch.lengths, strict=True)
         ):
-            if length == 1:
+            by_position = window is not None and batch.has_lost_tokens(number)
+            if length == 1 and not by_position:
                 singles.append((_attended(context, window, sinks), number))
                 continue
-            whole = Reach.of(context, length, window, sinks, size)
-            step = length if whole.causal else max(1, MAX_MASK_PAIRS // whole.total)
+            # Positions are in no order, so that nothing is left out by its place.
+            kind = (None, 0) if by_position else (window, sinks)
+            whole = Reach.of(context, length, *kind, size)
+            masks = self.pool.layout.kv_heads if by_position else 1
+            step = length if whole.causal else max(1, MAX_MASK_PAIRS // whole.total // masks)
             for done in range(0, length, step):
                 part = min(step, length - done)
-                reach = Reach.of(context + done, part, window, sinks, size)
-                yield from self._tiles(firsts[number] + done, reach, tables[number], group)
+                reach = Reach.of(context + done, part, *kind, size)
+                row = firsts[number] + done
+                yield from self._tiles(
+                    number, row, reach, tables[number], group, by_position=by_position
+                )
         singles.sort(reverse=True)
         while singles:
             count = self._group_size([tokens for tokens, _ in singles])
@@ -201,11 +230,11 @@ class _Divider:
                 contexts = [batch.contexts[number] for number in members]
                 held = [tables[number] for number in members]
                 starts = [firsts[number] for number in members]
-                yield self._group(starts, contexts, held, window, sinks)
+                yield self._group(members, starts, contexts, held, window, sinks)
             else:
                 (number,) = members
                 reach = Reach.of(batch.contexts[number], 1, window, sinks, size)
-                yield from self._tiles(firsts[number], reach, tables[number], group)
+                yield from self._tiles(number, firsts[number], reach, tables[number], group)
 
     @property
     def _token_bytes(self) -> int:
@@ -221,7 +250,16 @@ class _Divider:
         alike = sum(1 for count in tokens if count >= least)
         return max(1, min(most, alike))
 
-    def _tiles(self, row: int, reach: Reach, table: Tensor, group: int) -> Iterator[Tile]:
+    def _tiles(
+        self,
+        sequence: int,
+        row: int,
+        reach: Reach,
+        table: Tensor,
+        group: int,
+        *,
+        by_position: bool = False,
+    ) -> Iterator[Tile]:
         """Yield the tiles of consecutive tokens: one for each range of heads."""
         pool, size = self.pool, self.pool.layout.block_size
         end = -(-(reach.context + reach.length) // size)
@@ -246,16 +284,19 @@ class _Divider:
                 begins = torch.arange(0, len(rows), reach.total)
                 bags = pool.upload(rows), pool.upload(begins)
             yield Tile(
+                sequence,
                 row,
                 some,
                 reach,
                 pool.upload(keys[some].flatten()),
                 pool.upload(values[some].flatten()),
                 bags,
+                by_position,
             )
 
     def _group(
         self,
+        members: list[int],
         starts: list[int],
         contexts: list[int],
         tables: list[Tensor],
@@ -281,7 +322,7 @@ class _Divider:
         )
         rows = pool.upload(torch.tensor(starts))
         masked = None if full else pool.upload(mask[:, None, None])
-        return DecodeGroup(rows, keys, values, masked)
+        return DecodeGroup(members, rows, places, keys, values, masked)
 
 
 def _attended(context: int, window: int | None, sinks: int) -> int:
@@ -333,6 +374,22 @@ class StepPlan:
                 self._masks[reach] = found
         return found
 
+    def mask_by_position(
+        self, tile: Tile, layer: int, window: int | None, sinks: int, pool: Pool
+    ) -> Tensor:
+        """Return what each token of `tile` attends to, bool `[heads, length, total]`."""
+        batch, number, end = self.batch, tile.sequence, tile.row + tile.reach.length
+        held = torch.as_tensor(batch.held_positions[number])
+        # Of a hole in the blocks all layers and heads have the same.
+        held = held[layer, tile.heads] if held.dim() > 1 else held[None]
+        first = tile.row - (tile.reach.context - batch.contexts[number])
+        new = torch.tensor(batch.positions[first:end])
+        there = torch.cat((held, new.expand(len(held), -1)), 1)[:, None]
+        here = new[tile.row - first :, None]
+        assert window is not None
+        seen = (there <= here) & ((there > here - window) | (there < sinks))
+        return pool.upload(seen)
+
 
 class Sdpa:
     """Gathers the attended K/V piece by piece, and calls torch on each piece.
@@ -373,6 +430,11 @@ class Sdpa:
             InputError: there is no sequence, or a block table does not hold its sequence.
         """
         tables = self._pool.host_tables(batch)
+        if batch.held_positions and len(batch.positions) != batch.total_tokens:
+            msg = (
+                "held_positions say what windows reach only together with positions: give both"
+            )
+            raise InputError(msg)
         return StepPlan(batch, tables, *self._pool.slots(batch, tables))
 
     def attend(
@@ -383,8 +445,13 @@ class Sdpa:
         scale: float | None,
         window: int | None,
         sinks: int,
+        sums: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return attention's output, `[rows, query_heads, value_dim]`."""
+        """Return attention's output, `[rows, query_heads, value_dim]`.
+
+        Attention weights are added to `sums` where these are given, `[kv_heads, tokens]` for
+        each sequence.
+        """
         layout = self._pool.layout
         rows, heads, width = queries.shape
         group = heads // layout.kv_heads
@@ -392,13 +459,19 @@ class Sdpa:
         out = queries.new_empty(rows, layout.kv_heads, group, layout.value_dim)
         for part in plan.parts(self._divider, group, window, sinks):
             if isinstance(part, DecodeGroup):
-                self._attend_group(layer, part, grouped, out, scale)
+                self._attend_group(layer, part, grouped, out, scale, sums)
                 continue
-            mask = plan.mask(part.reach, self._pool)
-            if part.reach.length == 1:
-                self._attend_single(layer, part, grouped, out, scale, mask)
+            if part.by_position:
+                mask = plan.mask_by_position(part, layer, window, sinks, self._pool)
             else:
+                mask = plan.mask(part.reach, self._pool)
+            weighed = None if sums is None else sums[part.sequence][part.heads]
+            if part.reach.length == 1:
+                self._attend_single(layer, part, grouped, out, scale, mask, weighed)
+            elif weighed is None:
                 self._attend_chunk(layer, part, grouped, out, scale, mask)
+            else:
+                self._weigh_chunk(layer, part, grouped, out, scale, mask, weighed)
         return out.view(rows, heads, layout.value_dim)
 
     def _attend_group(
@@ -408,19 +481,25 @@ class Sdpa:
         queries: Tensor,
         out: Tensor,
         scale: float | None,
+        sums: list[Tensor] | None,
     ) -> None:
         """Compute one token of each sequence; query heads of a K/V head are its rows."""
         pool, layout = self._pool, self._pool.layout
         shape = len(group.rows), layout.kv_heads, -1
         keys = self._gathered("keys", pool.keys[layer].by_token, group.keys)
         values = self._gathered("values", pool.values[layer].by_token, group.values)
-        found = scaled_dot_product_attention(
-            queries.index_select(0, group.rows),
-            keys.view(*shape, layout.head_dim),
-            values.view(*shape, layout.value_dim),
-            attn_mask=group.mask,
-            scale=scale,
-        )
+        keys, values = keys.view(*shape, layout.head_dim), values.view(*shape, layout.value_dim)
+        asked = queries.index_select(0, group.rows)
+        if sums is None:
+            found = scaled_dot_product_attention(
+                asked, keys, values, attn_mask=group.mask, scale=scale
+            )
+        else:
+            weights = _weights(asked, keys, scale, group.mask)
+            found = weights.to(values.dtype) @ values
+            places = pool.upload(group.places)
+            for number, there, got in zip(group.sequences, places, weights.sum(2), strict=True):
+                sums[number].index_add_(1, there, got)
         out.index_copy_(0, group.rows, found)
 
     def _attend_single(
@@ -431,27 +510,30 @@ class Sdpa:
         out: Tensor,
         scale: float | None,
         mask: Tensor | None,
+        sums: Tensor | None,
     ) -> None:
         """Compute one token in some heads, without gathering V where the tile has bags."""
         asked = queries[tile.row, tile.heads]
         keys = self._keys(layer, tile)
-        if tile.bags is None:
+        if tile.bags is None and sums is None:
             values = self._values(layer, tile)
             found = scaled_dot_product_attention(
                 asked[None], keys[None], values[None], attn_mask=mask, scale=scale
             )
         else:
-            scale = 1 / sqrt(asked.shape[-1]) if scale is None else scale
-            scores = torch.bmm(asked * scale, keys.transpose(1, 2))
-            if mask is not None:
-                scores.masked_fill_(~mask, -torch.inf)
-            found = embedding_bag(
-                tile.bags[0],
-                self._pool.values[layer].by_token,
-                tile.bags[1],
-                mode="sum",
-                per_sample_weights=scores.softmax(-1).flatten(),
-            )
+            weights = _weights(asked, keys, scale, mask)
+            if tile.bags is None:
+                found = weights.to(keys.dtype) @ self._values(layer, tile)
+            else:
+                found = embedding_bag(
+                    tile.bags[0],
+                    self._pool.values[layer].by_token,
+                    tile.bags[1],
+                    mode="sum",
+                    per_sample_weights=weights.flatten(),
+                )
+            if sums is not None:
+                tile.reach.add(sums, weights.sum(1), self._pool.layout.block_size)
         place = out[tile.row, tile.heads]
         place.copy_(found.view(place.shape))
 
@@ -472,11 +554,43 @@ class Sdpa:
             asked,
             self._keys(layer, tile)[:, None].expand(shared),
             self._values(layer, tile)[:, None].expand(shared),
-            attn_mask=mask,
+            attn_mask=mask[:, None] if tile.by_position and mask is not None else mask,
             is_causal=tile.reach.causal,
             scale=scale,
         )
         out[rows] = found.permute(2, 0, 1, 3)
+
+    def _weigh_chunk(
+        self,
+        layer: int,
+        tile: Tile,
+        queries: Tensor,
+        out: Tensor,
+        scale: float | None,
+        mask: Tensor | None,
+        sums: Tensor,
+    ) -> None:
+        """Compute what `_attend_chunk` does, some tokens at a time, and sum up the weights."""
+        keys, values, reach = self._keys(layer, tile), self._values(layer, tile), tile.reach
+        heads, group = queries.shape[1:3]
+        exact = sums.dtype.itemsize
+        step = max(1, WEIGHED_BYTES // (heads * group * reach.total * exact))
+        for first in range(0, reach.length, step):
+            end = min(first + step, reach.length)
+            rows = slice(tile.row + first, tile.row + end)
+            # Gathered tokens end with the new ones: those behind the last row are not seen.
+            seen = reach.total - reach.length + end
+            if mask is None:
+                here = torch.arange(seen - end + first, seen, device=keys.device)
+                part = torch.arange(seen, device=keys.device) <= here[:, None]
+            else:
+                part = mask[..., first:end, :seen]
+            asked = queries[rows].transpose(0, 1)  # [kv_heads, rows, group, head_dim]
+            part = part.repeat_interleave(group, -2)
+            weights = _weights(asked.flatten(1, 2), keys[:, :seen], scale, part)
+            found = weights.to(values.dtype) @ values[:, :seen]
+            out[rows] = found.view(*asked.shape[:3], -1).transpose(0, 1)
+            reach.add(sums, weights.sum(1), self._pool.layout.block_size)
 
     def _keys(self, layer: int, tile: Tile) -> Tensor:
         """Gather K of a tile, `[heads, total, head_dim]`."""
@@ -498,3 +612,16 @@ class Sdpa:
             self._buffers[name] = buffer = rows.new_empty(count * width)
         out = buffer[: count * width].view(count, width)
         return torch.index_select(rows, 0, index, out=out)
+
+
+def _weights(queries: Tensor, keys: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    """Return attention weights in fp32 or better, `[..., rows, tokens]`.
+
+    Queries are `[..., rows, head_dim]`, keys `[..., tokens, head_dim]`.
+    """
+    scale = 1 / sqrt(queries.shape[-1]) if scale is None else scale
+    scores = (queries * scale) @ keys.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return scores.softmax(-1)

@@ -157,6 +157,47 @@ class TorchBackend(Backend):
             InputError: queries are not those of the step, K/V heads do not divide the query
                 heads, or the window has no token.
         """
+        return self._attended(layer, plan, queries, scale, window, sinks, None)
+
+    def attend_weighed(
+        self,
+        layer: int,
+        plan: StepPlan,
+        queries: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return what `attend` does, and the summed weights of each sequence.
+
+        A step of single tokens computes the weights anyway; a chunk of a prefill takes them
+        piece by piece (`WEIGHED_BYTES`).
+
+        Raises:
+            InputError: as for `attend`.
+        """
+        import torch  # noqa: PLC0415 - see the module
+
+        exact = torch.promote_types(queries.dtype, torch.float32)
+        batch = plan.batch
+        sums = [
+            queries.new_zeros(self.layout.kv_heads, context + length, dtype=exact)
+            for context, length in zip(batch.contexts, batch.lengths, strict=True)
+        ]
+        return self._attended(layer, plan, queries, scale, window, sinks, sums), sums
+
+    def _attended(
+        self,
+        layer: int,
+        plan: StepPlan,
+        queries: Tensor,
+        scale: float | None,
+        window: int | None,
+        sinks: int,
+        sums: list[Tensor] | None,
+    ) -> Tensor:
+        """Return attention's output, after a look at what is asked."""
         import torch  # noqa: PLC0415 - see the module
 
         heads, layout = queries.shape[1], self.layout
@@ -172,7 +213,7 @@ class TorchBackend(Backend):
             )
             raise InputError(msg)
         with torch.no_grad():
-            return self._kernel.attend(layer, plan, queries, scale, window, sinks)
+            return self._kernel.attend(layer, plan, queries, scale, window, sinks, sums)
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of K and of V of a layer."""
