@@ -136,7 +136,7 @@ def measure(
     block_size: int = 16,
     prompt_tokens: int = 512,
     tokens: int = 64,
-    texts: int = 2,
+    texts: int = 4,
     text: str | None = None,
     needles: int = 8,
     announced: bool = True,
@@ -194,20 +194,7 @@ def measure(
     """
     plugins = plugins or Plugins()
     shares = sorted(set(budgets), reverse=True)
-    counts = {
-        "prompt_tokens": prompt_tokens,
-        "tokens": tokens,
-        "texts": texts,
-        "block_size": block_size,
-    }
-    for name, count in counts.items():
-        if count < 1:
-            msg = f"{name}={count}: give 1 or more"
-            raise InputError(msg)
-    for share in shares:
-        if not 0 < share < 1:
-            msg = f"budget {share:g}: give shares of the full bytes, above 0 and below 1"
-            raise InputError(msg)
+    _check(shares, block_size, prompt_tokens, tokens, texts)
     defaults = {"seed": seed}
     built: Generator = _built(plugins, generator, defaults)
     if needle_generator is None:
@@ -258,6 +245,18 @@ def measure(
         full_bytes_per_token=first,
         rows=sorted(rows, key=_order),
     )
+
+
+def _check(shares: list[float], *counts: int) -> None:
+    """Raise InputError for sizes below 1, and for budgets that are no shares."""
+    msg = ""
+    if min(counts) < 1:
+        msg = "block_size, prompt_tokens, tokens and texts must be 1 or more"
+    for share in shares:
+        if not 0 < share < 1:
+            msg = f"budget {share:g}: give shares of the full bytes, above 0 and below 1"
+    if msg:
+        raise InputError(msg)
 
 
 def _order(row: QualityRow) -> tuple[float, float]:

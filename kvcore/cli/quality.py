@@ -68,7 +68,7 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
 @click.option(
     "--tokens", type=Count(), default=64, help="Number of tokens to compare behind a prompt."
 )
-@click.option("--texts", type=Count(), default=2, help="Number of texts, and of haystacks.")
+@click.option("--texts", type=Count(), default=4, help="Number of texts, and of haystacks.")
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
 @click.option(
     "--needles", type=Count(0), default=8, help="Number of questions about each haystack."

@@ -163,7 +163,7 @@ def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
     axes.set_xlim(low / MARGIN, high * MARGIN)
     blocks = counted(report.curves.distinct_blocks, "distinct block")
     tokens = counted(report.curves.block_size, "token")
-    _name(axes.xaxis, low, high, f"pool, as a share of the {blocks} of {tokens}", "%")
+    log_axis(axes.xaxis, low, high, f"pool, as a share of the {blocks} of {tokens}", "%")
     layout = report.layout
     factor, unit = footprint / 100, "blocks"
     if layout is not None:
@@ -181,10 +181,10 @@ def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
     above = axes.secondary_xaxis("top", functions=(amount, share))
     above.tick_params(length=3)
     above.spines["top"].set_visible(True)
-    _name(above.xaxis, low * factor, high * factor, unit, "")
+    log_axis(above.xaxis, low * factor, high * factor, unit)
 
 
-def _name(axis: Axis, low: float, high: float, label: str, sign: str) -> None:
+def log_axis(axis: Axis, low: float, high: float, label: str, sign: str = "") -> None:
     """Label a logarithmic axis, with ticks at 1 and 3 times the powers of ten."""
     powers = range(floor(log10(low)) - 1, ceil(log10(high)) + 1)
     ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]

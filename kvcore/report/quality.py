@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.analysis.quality import FULL, Quality, QualityRow
-from kvcore.report.mrc import COLOURS, GREY, INK, MARKERS, PALE, percent, picture
+from kvcore.report.mrc import (
+    COLOURS,
+    GREY,
+    INK,
+    MARGIN,
+    MARKERS,
+    PALE,
+    log_axis,
+    percent,
+    picture,
+)
 from kvcore.report.tables import counted
 from kvcore.trace.writer import version
 from kvcore.units import format_number
@@ -200,12 +210,15 @@ def _panel(axes: Axes, quality: Quality, field: str, label: str, factor: float) 
             fontsize="x-small",
             ha="center",
         )
+    low, high = rows[0].bytes_per_token, rows[-1].bytes_per_token
     axes.set_xscale("log")
+    axes.set_xlim(low / MARGIN, high * MARGIN)
+    log_axis(axes.xaxis, low, high, "bytes held, a token of context")
     axes.set_ylim(bottom=0, top=None if factor == 1 or field == PANELS[0][0] else 108)
     if factor != 1:
         axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_title(label, loc="left", fontsize="small")
-    axes.set_xlabel("bytes held, a token of context", fontsize="small")
+    axes.xaxis.label.set_fontsize("small")
     axes.grid(color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=3)
