@@ -236,7 +236,7 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
     yield _bytes(f"K/V of a request of {tokens:,} tokens", kv["bytes_per_request"])
     yield _bytes(f"K/V of a batch of {batch:,}", kv["bytes_per_batch"])
     if kv["staged_bytes_per_request"]:
-        what = "and for the unfinished block of each running request"
+        what = "and each running request stages"
         yield _bytes(what, kv["staged_bytes_per_request"])
     if "window" in kv:
         yield _bytes(f"K/V of {batch:,} x {kv['window']:,} tokens", kv["window_bytes"])

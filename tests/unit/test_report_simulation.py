@@ -13,7 +13,7 @@ CONFIG = {
     "model": "llama-3-8b",
     "device": "h100",
     "tensor_parallel": 2,
-    "kv_dtype": "fp16",
+    "codec": "fp16",
     "bytes_per_block": 2**21,
     "plugins": {
         kind: {"name": name, "options": {}}

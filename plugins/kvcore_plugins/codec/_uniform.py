@@ -22,7 +22,7 @@ def encode(rows: Tensor, bits: int, group: int, *, across: bool) -> tuple[Tensor
     of fp16, or, for groups of tokens (`across`), `[n, tokens / group, 2, width]`: scale and
     zero. A grid with a NaN among its numbers is NaN.
     """
-    wide = saturated(rows)
+    wide = saturated(rows).contiguous()
     numbers, axis = _grouped(wide, rows.shape[1 if across else 2] // group, across=across)
     low, high = numbers.aminmax(dim=axis, keepdim=True)
     zero = -rounded_up(-low)
@@ -36,7 +36,7 @@ def decode(codes: Tensor, grid: Tensor, bits: int, *, across: bool) -> Tensor:
     """Return what `encode` coded, `[n, tokens, width]` in fp32."""
     wide = _unpacked(codes, bits)
     numbers, axis = _grouped(wide, grid.shape[1 if across else 2], across=across)
-    scale, zero = grid.float().split(1, axis)
+    scale, zero = torch.split(grid.float(), 1, axis)
     return numbers.mul_(scale).add_(zero).view(wide.shape)
 
 
@@ -55,9 +55,10 @@ def rounded_up(numbers: Tensor) -> Tensor:
 
 def _grouped(rows: Tensor, groups: int, *, across: bool) -> tuple[Tensor, int]:
     """Return a view with an axis for the members of each group, and that axis."""
-    return (
-        (rows.unflatten(1, (groups, -1)), 2) if across else (rows.unflatten(2, (groups, -1)), 3)
-    )
+    count, tokens, width = rows.shape
+    if across:
+        return rows.view(count, groups, tokens // groups, width), 2
+    return rows.view(count, tokens, groups, width // groups), 3
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

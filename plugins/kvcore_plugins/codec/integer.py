@@ -31,7 +31,7 @@ class _Grids(Codec):
         """Return how many share a grid: tokens of a channel, or channels of a token."""
 
     def _across(self, part: Part) -> bool:
-        """Return True if a grid is that of a channel in some tokens: False unless overridden."""
+        """Return True if a grid spans a channel in some tokens: False unless overridden."""
         del part
         return False
 
@@ -69,7 +69,8 @@ class _Grids(Codec):
         """Return the points of the grids, in fp32."""
         from kvcore_plugins.codec import _uniform  # noqa: PLC0415 - torch
 
-        return _uniform.decode(*planes, self._bits, across=self._across(part))
+        codes, grids = planes
+        return _uniform.decode(codes, grids, self._bits, across=self._across(part))
 
 
 class INT8(_Grids):
