@@ -138,7 +138,7 @@ def measure(
     tokens: int = 64,
     texts: int = 4,
     text: str | None = None,
-    needles: int = 8,
+    needles: int = 12,
     announced: bool = True,
     needle_generator: Generator | str | None = None,
     threads: int | None = None,
@@ -202,7 +202,6 @@ def measure(
     finder: Generator = built
     if needles and needle_generator is not built:
         finder = _built(plugins, needle_generator, defaults)
-    # What can be refused is, before anything is computed.
     given = _given(built, text, prompt_tokens + tokens, texts)
     hay = [
         _haystack(finder.vocabulary, prompt_tokens, needles, seed, number, announced=announced)
@@ -216,6 +215,10 @@ def measure(
     cells = [_Cell(Spec(FULL), each) for each in codecs]
     for policy in policies:
         cells += bench.cells(built, policy, codecs, shares)
+    # What cannot be built is refused before anything is computed.
+    for cell in cells:
+        bench.policy(cell, prompt_tokens)
+        bench.layout(finder, cell.codec)
     steps = tokens * (len(cells) + 1) + 2 * needles * len(cells)
     with (
         bench.backend().limit_threads(threads, built.spec),

@@ -71,7 +71,7 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
 @click.option("--texts", type=Count(), default=4, help="Number of texts, and of haystacks.")
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
 @click.option(
-    "--needles", type=Count(0), default=8, help="Number of questions about each haystack."
+    "--needles", type=Count(0), default=12, help="Number of questions about each haystack."
 )
 @click.option(
     "--announce/--no-announce",

@@ -121,13 +121,15 @@ class QualityReport:
         return attrs.asdict(self.quality)
 
     def _best(self, what: str, of: Callable[[QualityRow], float]) -> str:
-        """Return a sentence with the one row that is best at each budget, if there are any."""
-        told = []
+        """Return a sentence with the rows that are best at a budget, if there are any."""
+        won: dict[str, list[str]] = {}
         for budget in sorted({row.budget or 0.0 for row in self.quality.rows} - {0.0}):
             rows = sorted((r for r in self.quality.rows if r.budget == budget), key=of)
             if len(rows) > 1 and of(rows[-1]) > of(rows[-2]):
-                told.append(f"{rows[-1].retention} in {rows[-1].codec} at {percent(budget)}")
-        return f"{what}: {', '.join(told)}." if told else ""
+                name = f"{rows[-1].retention} in {rows[-1].codec}"
+                won.setdefault(name, []).append(percent(budget))
+        told = (f"{name} at {' and '.join(budgets)}" for name, budgets in won.items())
+        return f"{what}: {', '.join(told)}." if won else ""
 
     def _left_out(self) -> str:
         """Return a sentence about the budgets that hold all tokens in some codec."""
