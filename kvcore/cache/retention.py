@@ -53,9 +53,10 @@ class RetentionPolicy(Plugin):
 
         Pure, and a function of lengths alone: `held`, `position`, `target`, `compacted`.
         What it says of a sequence whose prompt is partly computed (`position < target`)
-        holds for the chunks that follow too. It is not asked of a sequence whose request has
-        all the output that it asked for, to which nothing attends any more. Where there is no room for the blocks of a
-        compaction, the cache asks again when more is computed. None unless overridden.
+        holds for the chunks that follow too. Where there is no room for the blocks of a
+        compaction, the cache asks again when more is computed. It does not ask when prompt and
+        output are computed, but for the last token: nothing attends to them any more. None
+        unless overridden.
         """
         del seq
         return None
