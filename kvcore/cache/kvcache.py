@@ -21,6 +21,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Keys
+from operator import index
 from typing import Literal, NoReturn
 
 import attrs
@@ -406,6 +407,9 @@ class KVCache:
         if self.on_compact is not None and before is not None:
             try:
                 self.on_compact(seq, before, held)
+            except PolicyError as error:  # it names the plugin and the method
+                self.tree.failure = error
+                raise
             except BaseException as error:
                 raise self.tree.fail(
                     self.retention or self.eviction, "on_compact", error
@@ -567,14 +571,15 @@ class KVCache:
             return
         try:
             kept = self._keeps(seq)
-            if kept is not None and kept < 1:
-                msg = f"{kept!r} tokens of {seq.held}: give 1 or more, or None for all"
+            # A whole number of any kind, such as that of an array.
+            if kept is not None and index(kept) < 1:
+                msg = f"{kept} tokens of {seq.held}: give 1 or more, or None for all"
                 raise ValueError(msg)  # noqa: TRY301 - the plugin's failure like any other
         except BaseException as error:
             raise self.tree.fail(retention, "keeps", error) from error
         if kept is not None and kept < seq.held:
             try:
-                self.compact(seq, kept, now)
+                self.compact(seq, index(kept), now)
             except OutOfBlocks:
                 # Asked again when it has computed more. Other sequences may have made room.
                 self.stats.deferred_compactions += 1

@@ -153,7 +153,7 @@ class Sequence:
             raise InputError(msg)
 
     def check_rollback(self, tokens: int) -> None:
-        """Refuse to roll back tokens that are shared, or more than there are after a hole.
+        """Refuse to roll back shared tokens, or into what a hole or a compaction has left.
 
         Raises:
             InputError: says how many tokens stay.

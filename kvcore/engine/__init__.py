@@ -2,6 +2,7 @@
 
 from kvcore.engine.backend import Backend, DeviceMemory, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.compaction import Compactor
 from kvcore.engine.generator import Attend, AttendOptions, Generator, Rotary
 from kvcore.engine.retention import HeldTokens, Reads, ScoreRetention, TokenRetention
 from kvcore.models.codec import Codec, Plane
@@ -11,6 +12,7 @@ __all__ = [
     "AttendOptions",
     "Backend",
     "Codec",
+    "Compactor",
     "DeviceMemory",
     "Generator",
     "HeldTokens",

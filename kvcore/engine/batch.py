@@ -33,8 +33,8 @@ class RaggedBatch:
         held_positions: for each sequence that has lost tokens, the position in the text of
             each of its `contexts` held ones, as integers: `[context]` where all layers and
             heads hold the same, `[layers, kv_heads, context]` after a compaction. None for
-            the others, whose tokens lie at their positions; empty: for all. A backend needs
-            them in layers with a window.
+            the others, whose tokens lie at their positions; empty: for all, or no layer has
+            a window. In layers with a window a backend needs them, and `positions`.
     """
 
     block_tables: Sequence[Sequence[int]] = ()
@@ -50,6 +50,10 @@ class RaggedBatch:
     def total_tokens(self) -> int:
         """Number of new tokens of all sequences."""
         return sum(self.lengths)
+
+    def has_lost_tokens(self, number: int) -> bool:
+        """Return True if sequence `number` has `held_positions`."""
+        return bool(self.held_positions) and self.held_positions[number] is not None
 
     @property
     def last_rows(self) -> list[int]:

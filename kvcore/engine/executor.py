@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
 from typing import Any, Literal, NoReturn, Unpack
 
@@ -11,6 +11,7 @@ import attrs
 from kvcore.cache import BlockPool, Ids, KVCache
 from kvcore.engine.backend import Backend, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.compaction import Compactor, token_retention
 from kvcore.engine.generator import AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
@@ -109,9 +110,13 @@ class TensorExecutor:
         backend.bind()
         blocks, block_size = cache.pool.blocks, cache.geometry.block_size
         layout = tensor_layout(generator.spec, blocks, block_size, dtype, codec)
+        _check_codec(backend, layout)
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
+        self._compactor = None
+        if cache.retention is not None:
+            self._compactor = Compactor(cache, backend, generator.windows, generator.rotary)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
@@ -168,10 +173,12 @@ class TensorExecutor:
 
     def _forward(self, sequences: Sequence[_ScheduledSequence]) -> list[int | None]:
         """Run the generator over the step; its K/V goes through the backend."""
-        generator = self._generator
+        generator, backend, compactor = self._generator, self._backend, self._compactor
+        held = [each.job.seq for each in sequences if each.job.seq is not None]
+        contexts = [each.context for each in sequences]
         batch = RaggedBatch(
             block_tables=[each.block_table for each in sequences],
-            contexts=[each.context for each in sequences],
+            contexts=contexts,
             lengths=[len(each.token_ids) for each in sequences],
             token_ids=[token for each in sequences for token in each.token_ids],
             positions=[
@@ -181,8 +188,12 @@ class TensorExecutor:
             ],
             output_indices=[each.output_index for each in sequences],
             seeds=[each.stream.seed for each in sequences],
+            held_positions=compactor.held_positions(held, contexts) if compactor else (),
         )
-        plan = self._call("plan", batch)
+        plan = self._call(backend.plan, batch)
+        attended = backend.attend
+        if compactor is not None:
+            attended = compactor.attend(held, batch)
         try:
 
             def attend(
@@ -192,8 +203,8 @@ class TensorExecutor:
                 values: Tensor,
                 **options: Unpack[AttendOptions],
             ) -> Tensor:
-                self._call("store", layer, plan, keys, values)
-                return self._call("attend", layer, plan, queries, **options)
+                self._call(backend.store, layer, plan, keys, values)
+                return self._call(attended, layer, plan, queries, **options)
 
             return generator.forward(batch, attend)
         except KvcoreError:
@@ -201,14 +212,14 @@ class TensorExecutor:
         except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
 
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a method of the backend; report its exceptions as the backend's own."""
         try:
-            return getattr(self._backend, method)(*arguments, **options)
+            return method(*arguments, **options)
         except KvcoreError:
             raise
         except FAILURES as error:
-            raise policy_error(self._backend, method, error) from error
+            raise policy_error(self._backend, method.__name__, error) from error
 
     def _append(
         self, sequences: Sequence[_ScheduledSequence], tokens: Sequence[int | None]
@@ -292,6 +303,17 @@ def tensor_layout(
     )
 
 
+def _check_codec(backend: Backend, layout: TensorLayout) -> None:
+    """Raise InputError for a codec that the backend would not heed."""
+    codec = layout.codec
+    if codec is not None and codec.dtype != layout.dtype and not backend.takes_codecs:
+        msg = (
+            f"backend {backend.name!r} stores K/V as it is computed, in {layout.dtype}, not as "
+            f"codec {codec.name!r} codes it: leave the codec out, or take backend torch-cpu"
+        )
+        raise InputError(msg)
+
+
 def _check_memory(generator: Generator, backend: Backend, layout: TensorLayout) -> None:
     """Raise StorageError if weights that are yet to be made do not fit beside the pool."""
     weights, free = generator.weight_bytes(layout.dtype), backend.memory().free
@@ -324,3 +346,4 @@ def _check(cache: KVCache, generator: Generator, clock: str, *, stop_at_eos: boo
         msg = "run with a cache that only counts blocks: make it with ids=True, or with a trace"
     if msg:
         raise InputError(msg)
+    token_retention(cache)

@@ -40,7 +40,7 @@ class HeldTokens:
     the tokens of one layer by those of another. What `Reads` does not name is None.
 
     Attributes:
-        seq: the sequence, as it was before its compaction.
+        seq: the sequence. Its lengths are those after its compaction.
         layers: the layers, a range of them.
         positions: position in the text of each token, `[layers, kv_heads, tokens]`. Before
             the first compaction these are alike in all layers and heads.

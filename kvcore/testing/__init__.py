@@ -27,7 +27,7 @@ from kvcore.testing.harness import (
 )
 from kvcore.testing.latency import LatencyModelTests
 from kvcore.testing.prefix import PrefixIndexTests
-from kvcore.testing.retention import RetentionPolicyTests
+from kvcore.testing.retention import RetentionPolicyTests, held_tokens
 from kvcore.testing.scheduler import STEP, SchedulerTests, ToyServer, watched
 from kvcore.testing.workload import WorkloadTests
 
@@ -50,6 +50,7 @@ __all__ = [
     "Traffic",
     "WorkloadTests",
     "cache_machine",
+    "held_tokens",
     "random_requests",
     "random_steps",
     "replay",

@@ -1,20 +1,26 @@
-"""The conformance tests of retention policies."""
+"""The conformance tests of retention policies, and tokens for them to score."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import attrs
 import pytest
 
 from kvcore.cache import KVCache, RetentionPolicy, Sequence
+from kvcore.engine import HeldTokens, Reads, Rotary, ScoreRetention, TokenRetention
 from kvcore.request import Request
 from kvcore.serving import simulate
-from kvcore.testing.plugin import check_is_named
+from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 4
 _lengths = pytest.mark.parametrize("prompt", [1, 7, 64, 400])
 _chunks = pytest.mark.parametrize("chunk", [1, 5, 64])
+_dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 
 
 class RetentionPolicyTests:
@@ -26,14 +32,17 @@ class RetentionPolicyTests:
         class TestMine(RetentionPolicyTests):
             retention = Mine
 
-    The tests let sequences of up to some hundred tokens forget, in blocks of 4.
+    The tests let sequences of up to some hundred tokens forget, in blocks of 4: one with a
+    budget needs a smaller one, as in `partial(Mine, budget=64)`. Scores need torch.
 
     Attributes:
         forgets: whether a sequence of 400 tokens forgets some of them.
+        per_head: whether tokens of one K/V head are scored without those of others.
     """
 
     retention: ClassVar[Callable[[], RetentionPolicy]]
     forgets: ClassVar[bool] = True
+    per_head: ClassVar[bool] = True
 
     def make(self) -> RetentionPolicy:
         """Return a new retention policy."""
@@ -42,6 +51,10 @@ class RetentionPolicyTests:
     def test_is_a_named_policy(self) -> None:
         """Its class derives from RetentionPolicy and has a name and a docstring of its own."""
         check_is_named(self.make(), RetentionPolicy)
+
+    def test_is_built_from_text(self) -> None:
+        """Its options, written as text, make an equal policy."""
+        check_is_built_from_text(self.make())
 
     @_lengths
     @_chunks
@@ -58,8 +71,9 @@ class RetentionPolicyTests:
         policy, other = self.make(), self.make()
         for seq in _grow(policy, prompt, 5):
             before = repr(seq), seq.computed, seq.holes
-            answers = [list(policy.droppable(seq)) for _ in range(2)]
-            answers.append(list(other.droppable(seq)))
+            answers = [
+                (list(each.droppable(seq)), each.keeps(seq)) for each in (policy, policy, other)
+            ]
             assert answers[0] == answers[1] == answers[2]
             assert (repr(seq), seq.computed, seq.holes) == before
 
@@ -71,14 +85,52 @@ class RetentionPolicyTests:
             assert seq.private_blocks + seq.span.end > seq.dropped - seq.freed
             assert seq.dropped * BLOCK < seq.computed
 
+    @_lengths
+    def test_lengths_alone_say_how_many_stay(self, prompt: int) -> None:
+        """`keeps` answers alike for other requests of equal lengths, hits or none; never 0."""
+        policy = self.make()
+        answers: dict[tuple[int, ...], int | None] = {}
+        runs = [
+            _grow(retention and retention(), prompt, 5, request=request, hit=hit, ids=hit)
+            for retention in (None, self.make)
+            for request, hit in ((1, False), ("other", False), (2, True))
+        ]
+        asked = 0
+        for run in runs:
+            for seq in run:
+                asked += 1
+                lengths = seq.held, seq.position, seq.target, seq.compacted
+                kept = policy.keeps(seq)
+                assert kept is None or kept >= 1
+                assert answers.setdefault(lengths, kept) == kept, f"lengths {lengths}"
+        assert len(answers) < asked, "no lengths came twice"
+
     def test_forgets(self) -> None:
         """A long sequence forgets some of its tokens, unless the class says otherwise."""
         if not self.forgets:
             pytest.skip("the policy declares that it forgets nothing of 400 tokens")
         *_, seq = _grow(self.make(), 400, 5)
-        assert seq.dropped, "of 400 tokens nothing was forgotten"
+        assert seq.dropped_tokens, "of 400 tokens nothing was forgotten"
 
-    def test_serves_many_at_once(self) -> None:
+    @_chunks
+    def test_holds_its_budget(self, chunk: int) -> None:
+        """A policy with a budget holds its blocks and two more, once the prompt is computed."""
+        policy = self.make()
+        if not isinstance(policy, ScoreRetention) or policy.when != "always":
+            pytest.skip("only policies that keep a budget promise this")
+        for seq in _grow(policy, 400, chunk):
+            if seq.position > seq.target:
+                assert seq.blocks <= -(-policy.tokens_of(seq) // BLOCK) + 2
+
+    def test_counting_decides_alike(self) -> None:
+        """A cache without block ids has as many blocks free after every token."""
+        runs = (_grow(self.make(), 64, 5, ids=ids) for ids in (True, False))
+        for one, other in zip(*runs, strict=True):
+            assert one.private_blocks == other.private_blocks
+            assert one.held == other.held
+
+    @pytest.mark.parametrize("ids", [False, True])
+    def test_serves_many_at_once(self, *, ids: bool) -> None:
         """Requests that share prompts, crowd and preempt one another are all served."""
         keys = range(40)
         requests = [
@@ -92,21 +144,223 @@ class RetentionPolicyTests:
             )
             for i in range(8)
         ]
-        cache = KVCache(80, BLOCK, retention=self.make())
+        cache = KVCache(80, BLOCK, retention=self.make(), ids=ids)
         result = simulate(requests, cache=cache)
         cache.check_integrity()
         assert result.summary()["completed"] == len(requests)
         assert cache.pool.free_blocks + cache.tree.cached_blocks == cache.pool.blocks
 
+    # Scores.
 
-def _grow(policy: RetentionPolicy, prompt: int, chunk: int) -> Iterator[Sequence]:
-    """Compute a prompt in chunks, then generate 100 tokens; yield the sequence after each."""
-    cache = KVCache(1000, BLOCK, retention=policy, ids=True)
-    keys = range(prompt // (2 * BLOCK))
-    request = Request(id=0, prompt_tokens=prompt, keys=keys, key_tokens=BLOCK)
-    seq = cache.open(request)
-    while seq.computed < prompt:
-        cache.commit(seq, min(chunk, prompt - seq.computed))
+    @_dtypes
+    def test_scores_are_finite_numbers(self, dtype: str) -> None:
+        """A score for each token in each layer and head, in fp32 or better."""
+        policy, held = self._held(dtype=dtype)
+        score = policy.score(held)
+        assert score.shape == held.positions.shape
+        assert score.is_floating_point(), f"scores are {score.dtype}"
+        torch = pytest.importorskip("torch")
+        assert torch.finfo(score.dtype).eps <= 2**-23, (
+            f"{score.dtype} cannot tell many scores apart"
+        )
+        assert score.isfinite().all()
+
+    @_dtypes
+    @pytest.mark.parametrize("factor", [0.0, 1e4])
+    def test_scores_of_extreme_tokens_are_finite(self, dtype: str, factor: float) -> None:
+        """Keys, values and queries of zeros, and large ones, do not make a NaN."""
+        policy, held = self._held(dtype=dtype, factor=factor)
+        assert policy.score(held).isfinite().all()
+
+    def test_scores_a_single_token(self) -> None:
+        """A prompt of one token, which has one query."""
+        policy, held = self._held(prompt=1)
+        assert policy.score(held).isfinite().all()
+
+    def test_scores_alike_when_asked_again(self) -> None:
+        """Scores come from the tokens alone, which scoring leaves as they were."""
+        policy, held = self._held()
+        before = {name: each.clone() for name, each in _tensors(held).items()}
+        first = policy.score(held).clone()
+        for name, each in _tensors(held).items():
+            assert each.equal(before[name]), f"score() has changed {name}"
+        twin = self.make()
+        assert isinstance(twin, TokenRetention)
+        assert first.equal(policy.score(held))
+        assert first.equal(twin.score(held))
+
+    def test_scores_layers_alone_as_with_others(self) -> None:
+        """It may be asked for a few layers at a time."""
+        policy, held = self._held()
+        score = policy.score(held)
+        for row in range(len(held.layers)):
+            assert policy.score(_layer(held, row))[0].allclose(score[row], rtol=1e-4)
+
+    def test_scores_a_head_by_its_own_tokens(self) -> None:
+        """Other tokens in one K/V head leave the scores of the others as they were."""
+        if not self.per_head:
+            pytest.skip("the policy declares that the heads of a layer decide together")
+        policy, held = self._held()
+        _, other = self._held(seed=1)
+        score = policy.score(held)
+        # The last K/V head, and the last half of the query heads, which read it.
+        for name, each in _tensors(held).items():
+            if name not in {"query_positions", "positions"}:
+                heads = each.shape[1] // 2
+                each[:, heads:] = getattr(other, name)[:, heads:]
+        assert policy.score(held)[:, 0].allclose(score[:, 0], rtol=1e-4)
+
+    def test_scores_tokens_in_any_order(self) -> None:
+        """A token has its score wherever it lies in the block table."""
+        policy, held = self._held()
+        order = list(range(held.positions.shape[-1]))
+        order = order[1::2] + order[::2]
+        moved = {
+            name: getattr(held, name)[..., order, :]
+            for name in ("keys", "values")
+            if getattr(held, name) is not None
+        }
+        moved |= {
+            name: getattr(held, name)[..., order]
+            for name in ("positions", "attention", "weights")
+            if getattr(held, name) is not None
+        }
+        score = policy.score(attrs.evolve(held, **moved))
+        assert score.allclose(policy.score(held)[..., order], rtol=1e-4, atol=1e-7)
+
+    @_lengths
+    def test_newest_tokens_stay(self, prompt: int) -> None:
+        """How many of the newest tokens stay in any case: 1, up to all that stay."""
+        policy = self.make()
+        if not isinstance(policy, TokenRetention):
+            pytest.skip("the policy forgets by position")
+        for seq in _grow(None, prompt, 5):
+            kept = policy.keeps(seq)
+            assert 1 <= policy.recent_of(seq) <= (kept or 2**63)
+
+    def _held(
+        self, *, prompt: int = 70, dtype: str = "fp32", factor: float = 1.0, seed: int = 0
+    ) -> tuple[TokenRetention, HeldTokens]:
+        """Return the policy, and tokens of a prompt as it declares to read them."""
+        pytest.importorskip("torch", reason="scores are computed on torch tensors")
+        policy = self.make()
+        if not isinstance(policy, TokenRetention):
+            pytest.skip("the policy forgets by position, without scores")
+        seq = next(_grow(None, prompt, prompt))
+        return policy, held_tokens(seq, policy.reads, dtype=dtype, factor=factor, seed=seed)
+
+
+def held_tokens(
+    seq: Sequence,
+    reads: Reads,
+    *,
+    dtype: str = "fp32",
+    factor: float = 1.0,
+    seed: int = 0,
+) -> HeldTokens:
+    """Return random tokens that `seq` might hold, as `reads` asks for them.
+
+    3 layers of 2 K/V heads and 4 query heads, 8 wide: one with a rotary embedding, one with a
+    window of 8 as well, one with neither. After a compaction each head holds tokens of its
+    own choice. `factor` scales keys, values and queries, which are 0 to 1 in size.
+    """
+    import torch  # noqa: PLC0415 - only scores need it
+
+    kind = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}.get(
+        dtype, torch.bfloat16
+    )
+    source = torch.Generator().manual_seed(seed)
+    layers, heads, group, width = 3, 2, 2, 8
+    held, count = seq.held, min(reads.queries, seq.held)
+
+    def numbers(*shape: int) -> Tensor:
+        return (torch.rand(shape, generator=source, dtype=torch.float64) * 2 - 1) * factor
+
+    chosen = torch.rand(layers, heads, seq.position, generator=source).argsort(-1)[..., :held]
+    positions = chosen.sort(-1).values
+    windows = (None, 8, None)
+    rotary = Rotary((1.0, 0.1, 0.01, 0.001))
+    keys = numbers(layers, heads, held, width).to(kind)
+    queries = numbers(layers, heads * group, count, width).to(kind)
+    query_positions = torch.arange(seq.position - count, seq.position)
+    wide = keys.double().repeat_interleave(group, 1)
+    logits = queries.double() @ wide.mT / width**0.5
+    distance = query_positions[:, None] - positions.repeat_interleave(group, 1)[:, :, None]
+    reach = torch.tensor([window or seq.position for window in windows])
+    logits[(distance < 0) | (distance >= reach[:, None, None, None])] = -1e300
+    weights = logits.softmax(-1).to(torch.promote_types(kind, torch.float32))
+    attention = torch.rand(positions.shape, generator=source) * seq.position
+    return HeldTokens(
+        seq=seq,
+        layers=range(5, 5 + layers),
+        positions=positions,
+        keys=keys if reads.keys else None,
+        values=numbers(layers, heads, held, width).to(kind) if reads.values else None,
+        attention=attention if reads.attention else None,
+        queries=queries if count else None,
+        query_positions=query_positions if count else None,
+        weights=weights if count and reads.weights else None,
+        scales=(None,) * layers,
+        windows=windows,
+        rotary=(rotary, rotary, None),
+    )
+
+
+def _tensors(held: HeldTokens) -> dict[str, Tensor]:
+    """Return the tensors of `held` by name."""
+    names = [
+        "positions",
+        "keys",
+        "values",
+        "attention",
+        "queries",
+        "query_positions",
+        "weights",
+    ]
+    return {name: getattr(held, name) for name in names if getattr(held, name) is not None}
+
+
+def _layer(held: HeldTokens, row: int) -> HeldTokens:
+    """Return one layer of `held`."""
+    part = slice(row, row + 1)
+    tensors: dict[str, Any] = {name: each[part] for name, each in _tensors(held).items()}
+    if held.query_positions is not None:
+        tensors["query_positions"] = held.query_positions
+    return attrs.evolve(
+        held,
+        layers=held.layers[part],
+        scales=held.scales[part],
+        windows=held.windows[part],
+        rotary=held.rotary[part],
+        **tensors,
+    )
+
+
+def _grow(
+    policy: RetentionPolicy | None,
+    prompt: int,
+    chunk: int,
+    *,
+    request: int | str = 0,
+    hit: bool = False,
+    ids: bool = True,
+) -> Iterator[Sequence]:
+    """Compute a prompt in chunks, then generate 100 tokens; yield the sequence after each.
+
+    With `hit` an earlier request has left the prompt in the cache.
+    """
+    cache = KVCache(1000, BLOCK, retention=policy, ids=ids)
+    first = request if isinstance(request, int) else 10_000
+    keys = range(first, first + prompt // (2 * BLOCK))
+    if hit:
+        before = cache.open(
+            Request(id="before", prompt_tokens=prompt, keys=keys, key_tokens=BLOCK)
+        )
+        cache.commit(before, prompt)
+        cache.close(before)
+    seq = cache.open(Request(id=request, prompt_tokens=prompt, keys=keys, key_tokens=BLOCK))
+    while seq.position < prompt:
+        cache.commit(seq, min(chunk, prompt - seq.position))
         cache.check_integrity()
         yield seq
     for _ in range(100):

@@ -4,7 +4,7 @@ from functools import cache
 from itertools import count
 
 from kvcore import KVCache, OutOfBlocks, Request
-from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine import Compactor, RaggedBatch, TensorLayout
 from kvcore.plugins.options import instantiate, parse
 from kvcore.request import block_keys
 from kvcore.testing.dense import DenseCache, Text, advance, loaded, next_batch
@@ -55,6 +55,9 @@ class Paged:
             ids=True,
             on_copy=self._copied,
         )
+        self.compactor = Compactor(
+            self.cache, self.backend, generator.windows, generator.rotary
+        )
         self.texts = {}
         self.copies = []
         self._serials = count(1)
@@ -79,6 +82,7 @@ class Paged:
         """Return a child that draws from another seed."""
         text = self.texts[seq]
         child = self.cache.fork(seq)
+        self.compactor.fork(seq, child)
         self.texts[child] = Text(list(text.tokens), text.prompt, seed, text.computed)
         return child
 
@@ -96,16 +100,26 @@ class Paged:
         if not counts:
             return {}
         texts = [self.texts[seq] for seq in counts]
-        contexts = [self.texts[seq].computed - seq.dropped_tokens for seq in counts]
+        contexts = [seq.held for seq in counts]
         tables = [
             self.cache.block_table(seq)[: self._blocks(context + n)]
             for (seq, n), context in zip(counts.items(), contexts, strict=True)
         ]
-        plan = self.backend.plan(RaggedBatch(tables, contexts, list(counts.values())))
+        step = RaggedBatch(
+            tables,
+            contexts,
+            list(counts.values()),
+            positions=[
+                p for seq, n in counts.items() for p in range(seq.position, seq.position + n)
+            ],
+            held_positions=self.compactor.held_positions(counts, contexts),
+        )
+        plan = self.backend.plan(step)
+        weigh = self.compactor.attend(list(counts), step)
 
         def attend(layer, queries, keys, values, **how):
             self.backend.store(layer, plan, keys, values)
-            return self.backend.attend(layer, plan, queries, **how)
+            return weigh(layer, plan, queries, **how)
 
         drawn = advance(self.generator, texts, list(counts.values()), attend)
         for seq, n in counts.items():
@@ -124,21 +138,21 @@ class Paged:
 
     def kept(self, seq):
         """Return K and V of a sequence in each layer, as they lie in its blocks."""
-        table, tokens = self.cache.block_table(seq), self.texts[seq].computed
+        table, tokens = self.cache.block_table(seq), seq.held
         return [
             self.backend.read(layer, table, tokens)
             for layer in range(self.generator.spec.layers)
         ]
 
     def _admitted(self, seq, text):
-        text.computed = seq.computed
+        text.computed = seq.position
         self.texts[seq] = text
         self._poison(self.cache.block_table(seq)[seq.hit_blocks :])
         return seq
 
     def _room(self, seq, tokens):
         """Say whether there is a place for so many more tokens, made now if need be."""
-        missing = self.texts[seq].computed + tokens - seq.tokens
+        missing = seq.computed + tokens - seq.tokens
         if missing <= 0:
             return True
         before = seq.blocks

@@ -168,6 +168,17 @@ def test_rotation_leaves_only_distances():
     assert not torch.isclose(product(7, 3), product(7, 4))
 
 
+def test_rotary_is_that_of_the_keys():
+    """A key of the model, rotated by d, is the key of the same token d positions further on."""
+    generator = loaded(Transformer(layers=3, rope_theta=500.0))
+    (first, second, far), _ = stored(generator, [7] * 3, [2, 3, 902])[0]
+    (rotary,) = set(generator.rotary)
+    assert len(generator.rotary) == 3
+    for key, distance in ((second, 1), (far, 900)):
+        turn = rotary.angles(torch.tensor(distance))
+        assert rotary.rotate(first, *turn).allclose(key, atol=1e-10)
+
+
 def test_greedy_takes_the_likeliest():
     """The token with the largest logit."""
     generator = loaded(Transformer())

@@ -8,13 +8,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
-from helpers.hugging import FAMILIES, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
+from helpers.hugging import FAMILIES, MIXED, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
+    Cohere2Config,
     DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
+    LlamaConfig,
     LlamaModel,
     MambaConfig,
     PreTrainedTokenizerFast,
@@ -24,6 +26,7 @@ from transformers import (  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from kvcore import InputError, Plugins  # noqa: E402
+from kvcore.engine import RaggedBatch  # noqa: E402
 from kvcore.models.spec import ModelSpec  # noqa: E402
 from kvcore.request import word_tokens  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, advance, generate, loaded  # noqa: E402
@@ -184,6 +187,75 @@ def tokenizer():
     words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "cache": 2}, unk_token="?"))  # noqa: S106
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")  # noqa: S106
+
+
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+ROTARY = {
+    **{name: config for name, config in FAMILIES.items() if name != "gpt2"},
+    "linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", **ROPE}),
+    "llama3": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ROPE
+        },
+    ),
+    "yarn": LlamaConfig(**SIZES, rope_parameters={"rope_type": "yarn", **ROPE}),
+    "cohere2": Cohere2Config(**SIZES, sliding_window=6, layer_types=MIXED),
+}  # fmt: skip
+
+
+def lone_keys(generator, positions):
+    """Return the keys of each layer for a token at `positions`, attending to itself alone."""
+    found = []
+
+    def attend(_layer, queries, keys, values, **_options):
+        found.append(keys)
+        return values.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+
+    count = len(positions)
+    generator.forward(
+        RaggedBatch(
+            contexts=[0] * count,
+            lengths=[1] * count,
+            token_ids=[11] * count,
+            positions=positions,
+            output_indices=[0] * count,
+            seeds=[0] * count,
+        ),
+        attend,
+    )
+    return found
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_rotary_is_that_of_the_keys(family, monkeypatch):
+    """In each layer a key that is rotated by d is the key of the token d positions further on.
+
+    Also where layers differ: in their wavelengths, or in that only some rotate.
+    """
+    monkeypatch.setitem(FAMILIES, family, ROTARY[family])
+    generator = loaded(HuggingFace(model=tiny(family)))
+    for rotary, (here, there) in zip(
+        generator.rotary, lone_keys(generator, [40, 157]), strict=True
+    ):
+        turned = rotary.rotate(here, *rotary.angles(torch.tensor(117)))
+        # transformers computes angles in fp32.
+        assert turned.allclose(there, atol=1e-4 * float(here.abs().max()))
+
+
+def test_layers_that_do_not_rotate_have_no_speeds(monkeypatch):
+    """Keys without positions are the same everywhere, which is no rotation at all."""
+    monkeypatch.setitem(FAMILIES, "cohere2", ROTARY["cohere2"])
+    speeds = [each.speeds for each in loaded(HuggingFace(model=tiny("cohere2"))).rotary]
+    assert [len(each) for each in speeds] == [4, 0, 4]
+
+
+def test_a_model_without_rotary_embeddings_has_none(monkeypatch):
+    """Learned positions, and frequencies that change with the length, are no rotation."""
+    config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", **ROPE})
+    monkeypatch.setitem(FAMILIES, "dynamic", config)
+    for family in ("gpt2", "dynamic"):
+        assert set(loaded(HuggingFace(model=tiny(family))).rotary) == {None}
 
 
 def test_texts_with_a_tokenizer(tokenizer):

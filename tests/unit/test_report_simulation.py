@@ -55,6 +55,9 @@ def summary(**changes):
         },
         "preemptions": {"pause": 1, "recompute": 2},
         "forgotten_blocks": 0,
+        "compactions": 0,
+        "compacted_tokens": 0,
+        "deferred_compactions": 0,
         "evicted_blocks": 1,
         "hit": {
             "lookup_blocks": 4,

@@ -9,6 +9,7 @@ or group after the other into a buffer, and calls torch on it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from math import sqrt
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
+from kvcore import InputError
 from kvcore.engine import RaggedBatch
-from kvcore_plugins.backend._pool import Pool
+from kvcore_plugins.backend._pool import Gather, LayerTensor, Pool, Writes
 
 CPU_GATHER_BYTES, GPU_GATHER_BYTES = 1 << 21, 1 << 30
 """Bytes of K/V gathered at a time: what caches hold on a CPU, what occupies a GPU."""
@@ -30,6 +32,10 @@ MAX_MASK_PAIRS = 1 << 24
 
 KEPT_MASK_BYTES = 1 << 26
 """Bytes of masks that a step keeps from layer to layer."""
+
+
+WEIGHED_BYTES = 1 << 24
+"""Bytes of attention weights held at a time where they are summed up."""
 
 
 GROUP_SPREAD = 64
@@ -107,12 +113,20 @@ class Reach:
             seen &= (positions > own - self.window) | (positions < self.sinks)
         return seen
 
+    def add(self, sums: Tensor, weights: Tensor, block_size: int) -> None:
+        """Add weights of the first gathered tokens, `[heads, n]`, to those of all tokens."""
+        gathered, cut = weights.shape[1], self.head * block_size
+        gap = (self.tail - self.head) * block_size
+        sums[:, :cut] += weights[:, :cut]
+        sums[:, cut + gap : gathered + gap] += weights[:, cut:]
+
 
 @attrs.frozen(eq=False)
 class Tile:
     """Consecutive new tokens of one sequence, in some of its K/V heads.
 
     Attributes:
+        sequence: number of the sequence in the step.
         row: row in the step of the first of the tokens.
         heads: the K/V heads, a range of them.
         reach: the blocks that the tokens attend to.
@@ -121,14 +135,20 @@ class Tile:
         bags: for a single token whose V is not gathered: the rows of
             `LayerTensor.by_token` of V, once for each query head, and where each query
             head begins in them; None otherwise.
+        blocks: the blocks of the reach, on the host.
+        by_position: whether a window leaves out tokens by `RaggedBatch.held_positions`; the
+            reach is without a window then.
     """
 
+    sequence: int
     row: int
     heads: slice
     reach: Reach
     keys: Tensor
     values: Tensor
     bags: tuple[Tensor, Tensor] | None
+    blocks: Tensor
+    by_position: bool
 
 
 @attrs.frozen(eq=False)
@@ -136,13 +156,18 @@ class DecodeGroup:
     """One new token for each of some sequences with contexts of about equal length.
 
     Attributes:
+        sequences: numbers of the sequences in the step.
         rows: rows in the step of the new tokens, `[sequences]`.
+        places: places in their sequences of the gathered tokens, `[sequences, tokens]`, on
+            the host.
         keys, values: rows of `LayerTensor.by_token`, `[sequences * kv_heads * tokens]`. A
             sequence that is shorter than the longest is padded with its new token.
         mask: which of them are no padding, bool `[sequences, 1, 1, tokens]`; None: all.
     """
 
+    sequences: list[int]
     rows: Tensor
+    places: Tensor
     keys: Tensor
     values: Tensor
     mask: Tensor | None
@@ -183,15 +208,22 @@ class _Divider:
         for number, (context, length) in enumerate(
             zip(batch.contexts, batch.lengths, strict=True)
         ):
-            if length == 1:
+            by_position = window is not None and batch.has_lost_tokens(number)
+            if length == 1 and not by_position:
                 singles.append((_attended(context, window, sinks), number))
                 continue
-            whole = Reach.of(context, length, window, sinks, size)
-            step = length if whole.causal else max(1, MAX_MASK_PAIRS // whole.total)
+            # Positions are in no order, so that nothing is left out by its place.
+            kind = (None, 0) if by_position else (window, sinks)
+            whole = Reach.of(context, length, *kind, size)
+            masks = self.pool.layout.kv_heads if by_position else 1
+            step = length if whole.causal else max(1, MAX_MASK_PAIRS // whole.total // masks)
             for done in range(0, length, step):
                 part = min(step, length - done)
-                reach = Reach.of(context + done, part, window, sinks, size)
-                yield from self._tiles(firsts[number] + done, reach, tables[number], group)
+                reach = Reach.of(context + done, part, *kind, size)
+                row = firsts[number] + done
+                yield from self._tiles(
+                    number, row, reach, tables[number], group, by_position=by_position
+                )
         singles.sort(reverse=True)
         while singles:
             count = self._group_size([tokens for tokens, _ in singles])
@@ -201,11 +233,11 @@ class _Divider:
                 contexts = [batch.contexts[number] for number in members]
                 held = [tables[number] for number in members]
                 starts = [firsts[number] for number in members]
-                yield self._group(starts, contexts, held, window, sinks)
+                yield self._group(members, starts, contexts, held, window, sinks)
             else:
                 (number,) = members
                 reach = Reach.of(batch.contexts[number], 1, window, sinks, size)
-                yield from self._tiles(firsts[number], reach, tables[number], group)
+                yield from self._tiles(number, firsts[number], reach, tables[number], group)
 
     @property
     def _token_bytes(self) -> int:
@@ -214,14 +246,28 @@ class _Divider:
         return (layout.head_dim + layout.value_dim) * self.pool.dtype.itemsize
 
     def _group_size(self, tokens: list[int]) -> int:
-        """Return how many sequences the next group takes; `tokens` is sorted downwards."""
+        """Return how many sequences the next group takes; `tokens` is sorted downwards.
+
+        One if K/V cannot be read token by token.
+        """
+        if not self.pool.by_token:
+            return 1
         longest = tokens[0]
         most = self.group_bytes // (longest * self.pool.layout.kv_heads * self._token_bytes)
         least = longest - max(GROUP_SPREAD, longest // 8)
         alike = sum(1 for count in tokens if count >= least)
         return max(1, min(most, alike))
 
-    def _tiles(self, row: int, reach: Reach, table: Tensor, group: int) -> Iterator[Tile]:
+    def _tiles(
+        self,
+        sequence: int,
+        row: int,
+        reach: Reach,
+        table: Tensor,
+        group: int,
+        *,
+        by_position: bool = False,
+    ) -> Iterator[Tile]:
         """Yield the tiles of consecutive tokens: one for each range of heads."""
         pool, size = self.pool, self.pool.layout.block_size
         end = -(-(reach.context + reach.length) // size)
@@ -246,16 +292,20 @@ class _Divider:
                 begins = torch.arange(0, len(rows), reach.total)
                 bags = pool.upload(rows), pool.upload(begins)
             yield Tile(
+                sequence,
                 row,
                 some,
                 reach,
                 pool.upload(keys[some].flatten()),
                 pool.upload(values[some].flatten()),
                 bags,
+                blocks,
+                by_position,
             )
 
     def _group(
         self,
+        members: list[int],
         starts: list[int],
         contexts: list[int],
         tables: list[Tensor],
@@ -281,7 +331,7 @@ class _Divider:
         )
         rows = pool.upload(torch.tensor(starts))
         masked = None if full else pool.upload(mask[:, None, None])
-        return DecodeGroup(rows, keys, values, masked)
+        return DecodeGroup(members, rows, places, keys, values, masked)
 
 
 def _attended(context: int, window: int | None, sinks: int) -> int:
@@ -303,12 +353,14 @@ class StepPlan:
         tables: its block tables, in host memory.
         key_slots, value_slots: a row of `LayerTensor.by_token` for each new token and head,
             `[rows * kv_heads]`.
+        writes: the new tokens by block, where a codec codes blocks.
     """
 
     batch: RaggedBatch
     tables: list[Tensor]
     key_slots: Tensor
     value_slots: Tensor
+    writes: Writes | None
     _parts: dict[tuple[int, int | None, int], list[Tile | DecodeGroup]] = attrs.field(
         init=False, factory=dict
     )
@@ -333,6 +385,22 @@ class StepPlan:
                 self._masks[reach] = found
         return found
 
+    def mask_by_position(
+        self, tile: Tile, layer: int, window: int | None, sinks: int, pool: Pool
+    ) -> Tensor:
+        """Return what each token of `tile` attends to, bool `[heads, length, total]`."""
+        batch, number, end = self.batch, tile.sequence, tile.row + tile.reach.length
+        held = torch.as_tensor(batch.held_positions[number])
+        # Of a hole in the blocks all layers and heads have the same.
+        held = held[layer, tile.heads] if held.dim() > 1 else held[None]
+        first = tile.row - (tile.reach.context - batch.contexts[number])
+        new = torch.tensor(batch.positions[first:end])
+        there = torch.cat((held, new.expand(len(held), -1)), 1)[:, None]
+        here = new[tile.row - first :, None]
+        assert window is not None
+        seen = (there <= here) & ((there > here - window) | (there < sinks))
+        return pool.upload(seen)
+
 
 class Sdpa:
     """Gathers the attended K/V piece by piece, and calls torch on each piece.
@@ -356,7 +424,8 @@ class Sdpa:
         if on_cpu:
             group_bytes = CPU_GATHER_BYTES
             tile_bytes = 2 * CPU_GATHER_BYTES * torch.get_num_threads()
-        bags = on_cpu and pool.dtype in {torch.float32, torch.float64}
+        bags = on_cpu and isinstance(pool.values[0], LayerTensor)
+        bags = bags and pool.dtype in {torch.float32, torch.float64}
         self._pool = pool
         self._divider = _Divider(pool, group_bytes, tile_bytes, bags)
         self._buffers: dict[str, Tensor] = {}
@@ -373,7 +442,13 @@ class Sdpa:
             InputError: there is no sequence, or a block table does not hold its sequence.
         """
         tables = self._pool.host_tables(batch)
-        return StepPlan(batch, tables, *self._pool.slots(batch, tables))
+        if batch.held_positions and len(batch.positions) != batch.total_tokens:
+            msg = (
+                "held_positions say what windows reach only together with positions: give both"
+            )
+            raise InputError(msg)
+        writes = self._pool.writes(batch, tables)
+        return StepPlan(batch, tables, *self._pool.slots(batch, tables), writes)
 
     def attend(
         self,
@@ -383,8 +458,13 @@ class Sdpa:
         scale: float | None,
         window: int | None,
         sinks: int,
+        sums: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return attention's output, `[rows, query_heads, value_dim]`."""
+        """Return attention's output, `[rows, query_heads, value_dim]`.
+
+        Attention weights are added to `sums` where these are given, `[kv_heads, tokens]` for
+        each sequence.
+        """
         layout = self._pool.layout
         rows, heads, width = queries.shape
         group = heads // layout.kv_heads
@@ -392,13 +472,19 @@ class Sdpa:
         out = queries.new_empty(rows, layout.kv_heads, group, layout.value_dim)
         for part in plan.parts(self._divider, group, window, sinks):
             if isinstance(part, DecodeGroup):
-                self._attend_group(layer, part, grouped, out, scale)
+                self._attend_group(layer, part, grouped, out, scale, sums)
                 continue
-            mask = plan.mask(part.reach, self._pool)
-            if part.reach.length == 1:
-                self._attend_single(layer, part, grouped, out, scale, mask)
+            if part.by_position:
+                mask = plan.mask_by_position(part, layer, window, sinks, self._pool)
             else:
+                mask = plan.mask(part.reach, self._pool)
+            weighed = None if sums is None else sums[part.sequence][part.heads]
+            if part.reach.length == 1:
+                self._attend_single(layer, part, grouped, out, scale, mask, weighed)
+            elif weighed is None:
                 self._attend_chunk(layer, part, grouped, out, scale, mask)
+            else:
+                self._weigh_chunk(layer, part, grouped, out, scale, mask, weighed)
         return out.view(rows, heads, layout.value_dim)
 
     def _attend_group(
@@ -408,19 +494,25 @@ class Sdpa:
         queries: Tensor,
         out: Tensor,
         scale: float | None,
+        sums: list[Tensor] | None,
     ) -> None:
         """Compute one token of each sequence; query heads of a K/V head are its rows."""
         pool, layout = self._pool, self._pool.layout
         shape = len(group.rows), layout.kv_heads, -1
-        keys = self._gathered("keys", pool.keys[layer].by_token, group.keys)
-        values = self._gathered("values", pool.values[layer].by_token, group.values)
-        found = scaled_dot_product_attention(
-            queries.index_select(0, group.rows),
-            keys.view(*shape, layout.head_dim),
-            values.view(*shape, layout.value_dim),
-            attn_mask=group.mask,
-            scale=scale,
-        )
+        keys = pool.keys[layer].tokens(group.keys, self._gather("keys"))
+        values = pool.values[layer].tokens(group.values, self._gather("values"))
+        keys, values = keys.view(*shape, layout.head_dim), values.view(*shape, layout.value_dim)
+        asked = queries.index_select(0, group.rows)
+        if sums is None:
+            found = scaled_dot_product_attention(
+                asked, keys, values, attn_mask=group.mask, scale=scale
+            )
+        else:
+            weights = _weights(asked, keys, scale, group.mask)
+            found = weights.to(values.dtype) @ values
+            places = pool.upload(group.places)
+            for number, there, got in zip(group.sequences, places, weights.sum(2), strict=True):
+                sums[number].index_add_(1, there, got)
         out.index_copy_(0, group.rows, found)
 
     def _attend_single(
@@ -431,27 +523,32 @@ class Sdpa:
         out: Tensor,
         scale: float | None,
         mask: Tensor | None,
+        sums: Tensor | None,
     ) -> None:
         """Compute one token in some heads, without gathering V where the tile has bags."""
         asked = queries[tile.row, tile.heads]
         keys = self._keys(layer, tile)
-        if tile.bags is None:
+        if tile.bags is None and sums is None:
             values = self._values(layer, tile)
             found = scaled_dot_product_attention(
                 asked[None], keys[None], values[None], attn_mask=mask, scale=scale
             )
         else:
-            scale = 1 / sqrt(asked.shape[-1]) if scale is None else scale
-            scores = torch.bmm(asked * scale, keys.transpose(1, 2))
-            if mask is not None:
-                scores.masked_fill_(~mask, -torch.inf)
-            found = embedding_bag(
-                tile.bags[0],
-                self._pool.values[layer].by_token,
-                tile.bags[1],
-                mode="sum",
-                per_sample_weights=scores.softmax(-1).flatten(),
-            )
+            weights = _weights(asked, keys, scale, mask)
+            if tile.bags is None:
+                found = weights.to(keys.dtype) @ self._values(layer, tile)
+            else:
+                stored = self._pool.values[layer]
+                assert isinstance(stored, LayerTensor)
+                found = embedding_bag(
+                    tile.bags[0],
+                    stored.by_token,
+                    tile.bags[1],
+                    mode="sum",
+                    per_sample_weights=weights.flatten(),
+                )
+            if sums is not None:
+                tile.reach.add(sums, weights.sum(1), self._pool.layout.block_size)
         place = out[tile.row, tile.heads]
         place.copy_(found.view(place.shape))
 
@@ -472,23 +569,57 @@ class Sdpa:
             asked,
             self._keys(layer, tile)[:, None].expand(shared),
             self._values(layer, tile)[:, None].expand(shared),
-            attn_mask=mask,
+            attn_mask=mask[:, None] if tile.by_position and mask is not None else mask,
             is_causal=tile.reach.causal,
             scale=scale,
         )
         out[rows] = found.permute(2, 0, 1, 3)
 
+    def _weigh_chunk(
+        self,
+        layer: int,
+        tile: Tile,
+        queries: Tensor,
+        out: Tensor,
+        scale: float | None,
+        mask: Tensor | None,
+        sums: Tensor,
+    ) -> None:
+        """Compute what `_attend_chunk` does, some tokens at a time, and sum up the weights."""
+        keys, values, reach = self._keys(layer, tile), self._values(layer, tile), tile.reach
+        heads, group = queries.shape[1:3]
+        exact = sums.dtype.itemsize
+        step = max(1, WEIGHED_BYTES // (heads * group * reach.total * exact))
+        for first in range(0, reach.length, step):
+            end = min(first + step, reach.length)
+            rows = slice(tile.row + first, tile.row + end)
+            # Gathered tokens end with the new ones: those behind the last row are not seen.
+            seen = reach.total - reach.length + end
+            if mask is None:
+                here = torch.arange(seen - end + first, seen, device=keys.device)
+                part = torch.arange(seen, device=keys.device) <= here[:, None]
+            else:
+                part = mask[..., first:end, :seen]
+            asked = queries[rows].transpose(0, 1)  # [kv_heads, rows, group, head_dim]
+            part = part.repeat_interleave(group, -2)
+            weights = _weights(asked.flatten(1, 2), keys[:, :seen], scale, part)
+            found = weights.to(values.dtype) @ values[:, :seen]
+            out[rows] = found.view(*asked.shape[:3], -1).transpose(0, 1)
+            reach.add(sums, weights.sum(1), self._pool.layout.block_size)
+
     def _keys(self, layer: int, tile: Tile) -> Tensor:
         """Gather K of a tile, `[heads, total, head_dim]`."""
-        found = self._gathered("keys", self._pool.keys[layer].by_head, tile.keys)
-        heads = tile.heads.stop - tile.heads.start
-        return found.view(heads, -1, self._pool.layout.head_dim)[:, : tile.reach.total]
+        half, gather = self._pool.keys[layer], self._gather("keys")
+        return half.heads(tile.keys, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
 
     def _values(self, layer: int, tile: Tile) -> Tensor:
         """Gather V of a tile, `[heads, total, value_dim]`."""
-        found = self._gathered("values", self._pool.values[layer].by_head, tile.values)
-        heads = tile.heads.stop - tile.heads.start
-        return found.view(heads, -1, self._pool.layout.value_dim)[:, : tile.reach.total]
+        half, gather = self._pool.values[layer], self._gather("values")
+        return half.heads(tile.values, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
+
+    def _gather(self, name: str) -> Gather:
+        """Return a function that gathers rows into the buffer of that name, used again."""
+        return partial(self._gathered, name)
 
     def _gathered(self, name: str, rows: Tensor, index: Tensor) -> Tensor:
         """Gather `rows[index]` into the buffer of that name, which the next call reuses."""
@@ -498,3 +629,16 @@ class Sdpa:
             self._buffers[name] = buffer = rows.new_empty(count * width)
         out = buffer[: count * width].view(count, width)
         return torch.index_select(rows, 0, index, out=out)
+
+
+def _weights(queries: Tensor, keys: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    """Return attention weights in fp32 or better, `[..., rows, tokens]`.
+
+    Queries are `[..., rows, head_dim]`, keys `[..., tokens, head_dim]`.
+    """
+    scale = 1 / sqrt(queries.shape[-1]) if scale is None else scale
+    scores = (queries * scale) @ keys.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return scores.softmax(-1)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from kvcore import InputError
+from kvcore.engine import Rotary
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.backend._pool import TORCH_DTYPES
 
@@ -206,6 +208,73 @@ def dtype_of(model: PreTrainedModel) -> str:
         if model.dtype == dtype:
             return name
     return _refuse(model, f"computes in {model.dtype}; one of {', '.join(TORCH_DTYPES)} can")
+
+
+@torch.no_grad()
+def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
+    """Return the rotary embedding of each layer of a `model` that is switched over.
+
+    Frequencies are read from the model's rotary modules, and believed where they explain the
+    keys that the model computes: a token without any other is the same at every position,
+    but for the rotation. A layer has None if none does, and no speeds if its keys are not
+    rotated. One pass over four tokens.
+    """
+    frequencies = [
+        buffer
+        for module in model.modules()
+        if not {"dynamic", "longrope"} & _rope_types(module)  # These change with the length.
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original" not in name
+    ]
+    candidates = [
+        Rotary(tuple(each.tolist()), adjacent)
+        for each in (torch.empty(0), *frequencies)
+        for adjacent in (False, True)
+    ]
+    config = model.config.get_text_config(decoder=True)
+    far = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
+    positions = torch.tensor([0, 1, min(11, far), far], device=model.device)
+    found: list[Rotary | None] = []
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, **_: Any) -> Tensor:
+        """Note what rotates the keys of the layer; each token attends to itself alone."""
+        del layer
+        tolerance = max(1e-4, 4 * torch.finfo(keys.dtype).eps) * keys.abs().max()
+        found.append(
+            next(
+                (
+                    rotary
+                    for rotary in candidates
+                    if (_at(rotary, keys[:1], positions) - keys).abs().max() <= tolerance
+                ),
+                None,
+            )
+        )
+        return values.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+
+    packed = PackedCache(attend)
+    model(
+        input_ids=torch.full_like(positions, config.vocab_size // 2)[None],
+        position_ids=positions[None],
+        past_key_values=packed,
+        use_cache=True,
+        logits_to_keep=1,
+        paged=packed,
+    )
+    return tuple(found)
+
+
+def _at(rotary: Rotary, key: Tensor, positions: Tensor) -> Tensor:
+    """Return the key at position 0, `[1, heads, width]`, at each of `positions`."""
+    cos, sin = rotary.angles(positions[:, None])
+    keys: Tensor = rotary.rotate(key.expand(len(positions), -1, -1), cos, sin)
+    return keys
+
+
+def _rope_types(module: Module) -> set[str]:
+    """Return the kinds of rotary embeddings that a module computes."""
+    types = getattr(module, "rope_type", ())
+    return {types} if isinstance(types, str) else set(dict(types).values())
 
 
 def _layer_types(model: PreTrainedModel, config: PreTrainedConfig) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from kvcore import Backend, Generator, InputError
-from kvcore.engine import Attend, RaggedBatch, Tensor
+from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.generator._shape import checked_dtype
 from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
@@ -82,6 +82,13 @@ class HuggingFace(Generator):
     def vocabulary(self) -> int:
         """Number of the model's token ids."""
         return int(self.network.config.get_text_config(decoder=True).vocab_size)
+
+    @cached_property
+    def rotary(self) -> tuple[Rotary | None, ...]:
+        """The rotary embedding of each layer, as the loaded model's keys show."""
+        from kvcore_plugins.generator._hf_model import rotary_of  # noqa: PLC0415
+
+        return rotary_of(self.network)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 
 from kvcore import Backend, Generator, InputError, StorageError
-from kvcore.engine import Attend, RaggedBatch, Tensor
+from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
@@ -125,6 +125,11 @@ class Transformer(Generator):
     def vocabulary(self) -> int:
         """Number of token ids."""
         return self.vocab_size
+
+    @property
+    def rotary(self) -> tuple[Rotary | None, ...]:
+        """The rotary embedding, the same in all layers."""
+        return (Rotary(tuple(self._decoder.speeds.tolist())),) * self._spec.layers
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights."""

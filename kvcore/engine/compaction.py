@@ -1,0 +1,579 @@
+"""Retention on tensors: which tokens of a sequence stay, and where their K/V goes.
+
+A compaction in one K/V head, to 4 tokens in blocks of 2. The sequence has block 9 from a
+shared prefix, and 5 and 3 of its own; it goes on with 5, 3 (what is its own comes first):
+
+    place    0  1    2  3    4  5                 0  1    2  3
+    block    9  9    5  5    3  3                 5  5    3  3
+    token    a  b    c  d    e  f    keep b c e f c  b    e  f
+
+c, e and f lie where they may stay; only b moves, into the place that d leaves. The order of
+tokens in a table means nothing: K/V carries its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import attrs
+
+from kvcore.cache import Ids, KVCache
+from kvcore.cache.sequence import Sequence
+from kvcore.engine.backend import Backend, Tensor
+from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.generator import Rotary
+from kvcore.engine.retention import HeldTokens, TokenRetention
+from kvcore.errors import InputError
+from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
+
+if TYPE_CHECKING:
+    import torch
+
+SLAB_BYTES = 1 << 26
+"""Bytes of what a policy reads that a compaction holds at a time, but at least a layer's."""
+
+
+def token_retention(cache: KVCache) -> TokenRetention | None:
+    """Return the retention policy of `cache` if it picks single tokens, else None.
+
+    Raises:
+        InputError: it says how many tokens stay, and not which.
+    """
+    retention = cache.retention
+    if isinstance(retention, TokenRetention):
+        return retention
+    if retention is not None and find_override(retention, "keeps") is not None:
+        msg = (
+            f"retention {retention.name!r} says how many tokens stay and not which, so it can "
+            "be simulated and not run: derive it from kvcore.engine.TokenRetention, whose "
+            "score() says which"
+        )
+        raise InputError(msg)
+    return None
+
+
+@attrs.define(eq=False)
+class _Record:
+    """What is known of the tokens that a sequence holds.
+
+    Attributes:
+        positions: positions in the text of the tokens that its last compaction kept,
+            `[layers, kv_heads, kept]`; the tokens behind them are all those that it has
+            computed since. None before the first: all tokens are at their places.
+        turned: with rebased positions, where these tokens are for attention, likewise.
+        originals: with rebased positions, for each layer the number that a place of
+            `positions` has among the keys that were turned, -1 for none, `[kv_heads, kept]`,
+            and these keys as they were computed, `[turned, head_dim]`.
+        attention: sums of attention weights, `[layers, kv_heads, at least held]`.
+        queries: for each layer the queries of the newest n tokens, `[n, heads, head_dim]`;
+            the one at position p is row p % n.
+        asked: position of each of these rows; -1: none yet.
+    """
+
+    positions: torch.Tensor | None = None
+    turned: torch.Tensor | None = None
+    originals: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    attention: torch.Tensor | None = None
+    queries: dict[int, torch.Tensor] = attrs.field(factory=dict)
+    asked: list[int] = attrs.field(factory=list)
+
+    def copy(self) -> _Record:
+        """Return the record of a fork. What only compactions write is shared."""
+        return attrs.evolve(
+            self,
+            attention=None if self.attention is None else self.attention.clone(),
+            queries={layer: rows.clone() for layer, rows in self.queries.items()},
+            asked=[*self.asked],
+        )
+
+    def add_attention(
+        self, layer: int, layers: int, context: int, weights: torch.Tensor
+    ) -> None:
+        """Add the weights of a step, `[kv_heads, context + length]`, to those before it."""
+        heads, total = weights.shape
+        before = self.attention
+        if before is None or before.shape[2] < total:
+            self.attention = weights.new_zeros(layers, heads, total + total // 4 + 64)
+            if before is not None:
+                self.attention[:, :, : before.shape[2]] = before
+        assert self.attention is not None
+        sums = self.attention[layer]
+        sums[:, :context] += weights[:, :context]
+        # Behind the context there may be sums of tokens that have been rolled back.
+        sums[:, context:total] = weights[:, context:]
+
+
+class Compactor:
+    """Runs the retention policy of a cache on tensors.
+
+    Stands between a step and the backend's `attend`, where it notes what the policy reads
+    and nothing else; copies K/V when the cache compacts a sequence; and tells the positions
+    of tokens to layers with windows. What it knows of a sequence goes with the sequence.
+
+    Args:
+        cache: the cache; its `on_compact` is set if its policy picks single tokens.
+        backend: the backend with its K/V.
+        windows: attention window of each layer.
+        rotary: rotary embedding of each layer, as in `Generator.rotary`.
+
+    Raises:
+        InputError: the policy cannot be run: it does not say which tokens stay, or rebases
+            positions where keys cannot be rotated; says why.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        backend: Backend,
+        windows: Iterable[int | None],
+        rotary: Iterable[Rotary | None],
+    ) -> None:
+        self._policy = token_retention(cache)
+        self._backend = backend
+        self._windows, self._rotary = tuple(windows), tuple(rotary)
+        self._has_windows = any(window is not None for window in self._windows)
+        self._options: dict[int, dict[str, Any]] = {}
+        self._records: WeakKeyDictionary[Sequence, _Record] = WeakKeyDictionary()
+        if self._policy is None:
+            return
+        if self._policy.rebases:
+            self._check_rebasing(self._policy)
+        cache.on_compact = self._compact
+
+    def attend(self, sequences: list[Sequence], batch: RaggedBatch) -> Callable[..., Tensor]:
+        """Return what attends in a step of `sequences`, in place of `Backend.attend`.
+
+        That is the backend's own, unless there is something to note for the policy.
+        """
+        backend, policy = self._backend, self._policy
+        if policy is None:
+            return backend.attend
+        reads = policy.reads
+        if not (reads.attention or reads.queries or self._has_windows):
+            return backend.attend
+        records = [self._record(seq) for seq in sequences]
+        newest = self._newest(records, sequences, batch, reads.queries)
+
+        def attend(layer: int, plan: Any, queries: Tensor, **options: Any) -> Tensor:
+            self._options[layer] = options
+            for record, (rows, places) in zip(records, newest, strict=False):
+                kept = record.queries.get(layer)
+                if kept is None:
+                    kept = queries.new_zeros(reads.queries, *queries.shape[1:])
+                    record.queries[layer] = kept
+                kept[places] = queries[rows]
+            if not reads.attention:
+                return backend.attend(layer, plan, queries, **options)
+            out, sums = backend.attend_weighed(layer, plan, queries, **options)
+            for record, context, weights in zip(records, batch.contexts, sums, strict=True):
+                record.add_attention(layer, backend.layout.layers, context, weights)
+            return out
+
+        return attend
+
+    def fork(self, seq: Sequence, child: Sequence) -> None:
+        """Note that `child` is a fork of `seq`: it goes on with what is known of that."""
+        record = self._records.get(seq)
+        if record is not None:
+            self._records[child] = record.copy()
+
+    def held_positions(
+        self, sequences: Iterable[Sequence], contexts: Iterable[int]
+    ) -> list[Any]:
+        """Return `RaggedBatch.held_positions` of a step; empty where it needs none."""
+        if not self._has_windows:
+            return []
+        found = [
+            self._positions_of(seq, context)
+            for seq, context in zip(sequences, contexts, strict=True)
+        ]
+        return found if any(each is not None for each in found) else []
+
+    def positions(self, seq: Sequence) -> Tensor:
+        """Return the position in the text of each token that `seq` holds.
+
+        `[layers, kv_heads, held]`, integers on the host.
+        """
+        import torch  # noqa: PLC0415 - see the module
+
+        known = self._known(self._record(seq).positions, seq.held, seq.compacted)
+        if seq.holes:
+            known = torch.tensor(self._positions_of(seq, seq.held)).expand(known.shape)
+        return known
+
+    def _positions_of(self, seq: Sequence, context: int) -> Any:
+        """Return the positions by which windows see the tokens of `seq`; None: their places."""
+        if seq.compacted:
+            record = self._record(seq)
+            known = record.positions if record.turned is None else record.turned
+            return self._known(known, context, seq.compacted)
+        if not seq.holes:
+            return None
+        size = seq.span.geometry.block_size
+        edges = [edge * size for hole in seq.holes for edge in hole]
+        edges = [0, *edges, context + seq.dropped_tokens]
+        ranges = zip(edges[::2], edges[1::2], strict=True)
+        return [position for first, end in ranges for position in range(first, end)]
+
+    def _known(self, kept: torch.Tensor | None, held: int, compacted: int) -> torch.Tensor:
+        """Return positions of `held` tokens: `kept`, and those of the tokens behind them."""
+        import torch  # noqa: PLC0415 - see the module
+
+        layout = self._backend.layout
+        start = 0 if kept is None else kept.shape[2]
+        shape = layout.layers, layout.kv_heads, held - start
+        newer = torch.arange(start + compacted, held + compacted).expand(shape)
+        return newer if kept is None else torch.cat((kept, newer), 2)
+
+    def _record(self, seq: Sequence) -> _Record:
+        """Return the record of `seq`, a new one if it has none."""
+        record = self._records.get(seq)
+        if record is None:
+            record = self._records[seq] = _Record()
+            if self._policy is not None:
+                record.asked = [-1] * self._policy.reads.queries
+        return record
+
+    def _newest(
+        self, records: list[_Record], sequences: list[Sequence], batch: RaggedBatch, most: int
+    ) -> list[tuple[slice, Tensor]]:
+        """Return which rows of the step's queries are kept, and in which rows of a record."""
+        import torch  # noqa: PLC0415 - see the module
+
+        if not most:
+            return []
+        found = []
+        ends = accumulate(batch.lengths)
+        each = zip(records, sequences, batch.contexts, batch.lengths, ends, strict=True)
+        for record, seq, context, length, end in each:
+            last = seq.dropped_tokens + context + length
+            positions = range(last - min(length, most), last)
+            places = [position % most for position in positions]
+            for place, position in zip(places, positions, strict=True):
+                record.asked[place] = position
+            rows = slice(end - len(places), end)
+            found.append((rows, self._backend.tensor(torch.tensor(places))))
+        return found
+
+    def _compact(self, seq: Sequence, table: Ids, held: int) -> None:
+        """Copy what stays of `seq`, which had `held` tokens in the blocks of `table`.
+
+        Called by the cache. Costs what the policy costs, O(layers · heads · held) to choose,
+        and a copy of the tokens that move.
+        """
+        import torch  # noqa: PLC0415 - see the module
+
+        backend, policy = self._backend, self._policy
+        assert policy is not None
+        into, kept = seq.table(), seq.computed
+        record = self._record(seq)
+        compacted = seq.compacted - (held - kept)
+        if compacted and record.positions is None:
+            msg = (
+                f"sequence {seq.id} has lost tokens of which the compactor does not know: tell "
+                "it of forks (Compactor.fork), and let one policy drop blocks or tokens"
+            )
+            raise InputError(msg)
+        text = self._known(record.positions, held, compacted)
+        seen = text if record.turned is None else self._known(record.turned, held, compacted)
+        back = _places_before(into, table, backend.layout.block_size, kept, held)
+        chosen, positions, turned, originals = [], [], [], []
+        with torch.no_grad():
+            for layers in self._slabs(held):
+                slab = slice(layers.start, layers.stop)
+                tokens = self._read(seq, record, layers, text[slab], seen[slab], table)
+                scores = self._ranked(policy, tokens, text[slab], seen[slab])
+                sources, stays = _assign(_choose(scores, text[slab], kept), back)
+                chosen.append(sources)
+                positions.append(text[slab].gather(2, sources))
+                if policy.rebases:
+                    ranks = positions[-1].argsort(2).argsort(2)
+                    turned.append(ranks + seq.position - kept)
+                for number, layer in enumerate(layers):
+                    keys = None
+                    if policy.rebases:
+                        shift = turned[-1][number] - positions[-1][number]
+                        keys = self._originals(record, layer, table, sources[number], shift)
+                        originals.append(keys)
+                    heads, places = (~stays[number]).nonzero().unbind(1)
+                    if len(heads):
+                        moves = torch.stack((heads, sources[number][heads, places], places))
+                        backend.move_tokens(layer, table, into, moves)
+                    if keys is not None:
+                        self._write_turned(layer, into, shift, keys)
+            record.positions = torch.cat(positions)
+            if policy.rebases:
+                record.turned, record.originals = torch.cat(turned), originals
+            if record.attention is not None:
+                order = backend.tensor(torch.cat(chosen))
+                record.attention = record.attention.gather(2, order)
+
+    def _slabs(self, held: int) -> Iterator[range]:
+        """Yield the layers in ranges of which `SLAB_BYTES` hold what the policy reads."""
+        assert self._policy is not None
+        layout, reads = self._backend.layout, self._policy.reads
+        queries = reads.queries * reads.weights
+        widths = (reads.keys or queries > 0) * layout.head_dim
+        widths += reads.values * layout.value_dim
+        # Positions, scores and what comes of them are about 64 bytes a token.
+        a_layer = held * layout.kv_heads * (64 + 4 * (widths + 8 * queries))
+        step = max(1, SLAB_BYTES // a_layer)
+        for first in range(0, layout.layers, step):
+            yield range(first, min(first + step, layout.layers))
+
+    def _read(
+        self,
+        seq: Sequence,
+        record: _Record,
+        layers: range,
+        positions: torch.Tensor,
+        seen: torch.Tensor,
+        table: Ids,
+    ) -> HeldTokens:
+        """Return what the policy reads of the held tokens in `layers`."""
+        import torch  # noqa: PLC0415 - see the module
+
+        assert self._policy is not None
+        backend, reads, held = self._backend, self._policy.reads, positions.shape[2]
+        found: dict[str, Any] = {}
+        weighs = reads.queries > 0 and reads.weights
+        for part, wanted in (("keys", reads.keys or weighs), ("values", reads.values)):
+            if wanted:
+                heads = (backend.read_heads(layer, part, table, held) for layer in layers)
+                found[part] = torch.stack(list(heads))
+        if reads.attention:
+            sums = record.attention
+            if sums is None:  # it has computed nothing
+                sums = torch.zeros(backend.layout.layers, backend.layout.kv_heads, held)
+            found["attention"] = backend.tensor(sums[layers.start : layers.stop, :, :held])
+        if reads.queries:
+            rows = [(at, row) for row, at in enumerate(record.asked) if 0 <= at < seq.position]
+            asked, order = (torch.tensor(each) for each in zip(*sorted(rows), strict=True))
+            order = backend.tensor(order)
+            queries = torch.stack([record.queries[layer][order] for layer in layers])
+            found["queries"] = queries = queries.transpose(1, 2)
+            found["query_positions"] = backend.tensor(asked)
+        if weighs:
+            weights = [
+                _weights(
+                    queries[number],
+                    found["keys"][number],
+                    backend.tensor(self._reach(layer, seen[number][:, None], asked[:, None])),
+                    self._options.get(layer, {}).get("scale"),
+                )
+                for number, layer in enumerate(layers)
+            ]
+            found["weights"] = torch.stack(weights)
+            if not reads.keys:
+                del found["keys"]
+        return HeldTokens(
+            seq=seq,
+            layers=layers,
+            positions=backend.tensor(positions),
+            scales=tuple(self._options.get(layer, {}).get("scale") for layer in layers),
+            windows=self._windows[layers.start : layers.stop],
+            rotary=self._rotary[layers.start : layers.stop],
+            **found,
+        )
+
+    def _reach(self, layer: int, seen: torch.Tensor, asked: Any) -> torch.Tensor:
+        """Return which tokens at `seen` are attended to from the positions `asked`."""
+        window, reach = self._windows[layer], seen <= asked
+        if window is not None:
+            sinks = self._options.get(layer, {}).get("sinks", 0)
+            reach &= (seen > asked - window) | (seen < sinks)
+        return reach
+
+    def _ranked(
+        self,
+        policy: TokenRetention,
+        tokens: HeldTokens,
+        positions: torch.Tensor,
+        seen: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the scores of `policy` on the host, with what stays and what goes anyway.
+
+        Raises:
+            PolicyError: there is not one number for each token.
+        """
+        import torch  # noqa: PLC0415 - see the module
+
+        try:
+            scores = policy.score(tokens)
+        except FAILURES as error:
+            raise policy_error(policy, "score", error) from error
+        shape = list(positions.shape)
+        if not isinstance(scores, torch.Tensor) or list(scores.shape) != shape:
+            got = list(scores.shape) if hasattr(scores, "shape") else type(scores).__name__
+            raise wrong_answer(policy, "score()", f"{got} where the held tokens are {shape}")
+        scores = scores.detach().cpu()
+        if not scores.is_floating_point():
+            scores = scores.double()
+        if bool(scores.isnan().any()):
+            count = int(scores.isnan().sum())
+            raise wrong_answer(policy, "score()", f"NaN for {count} of {scores.numel()} tokens")
+        limits = torch.finfo(scores.dtype)
+        scores = scores.clamp(limits.min, limits.max)
+        now = tokens.seq.position
+        for number, layer in enumerate(tokens.layers):
+            if self._windows[layer] is not None:
+                scores[number][~self._reach(layer, seen[number], now)] = -torch.inf
+        recent = policy.recent_of(tokens.seq)
+        scores[(positions >= now - recent) | (positions < policy.sinks)] = torch.inf
+        return scores
+
+    def _check_rebasing(self, policy: TokenRetention) -> None:
+        """Raise InputError where `policy` gives tokens new positions that keys cannot have."""
+        plain = [layer for layer, rotary in enumerate(self._rotary) if rotary is None]
+        codec = self._backend.layout.codec
+        why = ""
+        if plain:
+            why = (
+                f"layer {plain[0]} of the model has no rotary embedding that it tells of, so "
+                "its keys cannot be rotated to them"
+            )
+        elif codec is not None and codec.dtype is None:
+            why = (
+                f"codec {codec.name!r} would round its keys anew with every rotation: take a "
+                "plain one such as fp16"
+            )
+        if why:
+            msg = f"retention {policy.name!r} gives tokens new positions, and {why}"
+            raise InputError(msg)
+
+    def _originals(
+        self,
+        record: _Record,
+        layer: int,
+        table: Ids,
+        sources: torch.Tensor,
+        shift: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys to be rotated, as they were computed: see `_Record.originals`.
+
+        `sources` are their places in `table`, `shift` by how far, `[kv_heads, kept]`.
+        """
+        import torch  # noqa: PLC0415 - see the module
+
+        heads, places = shift.nonzero().unbind(1)
+        from_ = sources[heads, places]
+        rows: torch.Tensor = self._keys_at(layer, table, heads, from_)
+        if record.originals is not None:
+            numbers, kept = record.originals[layer]
+            known = from_ < numbers.shape[1]
+            number = torch.full_like(from_, -1)
+            number[known] = numbers[heads[known], from_[known]]
+            again = number >= 0
+            rows[self._backend.tensor(again)] = kept[self._backend.tensor(number[again])]
+        numbers = torch.full_like(shift, -1)
+        numbers[heads, places] = torch.arange(len(heads))
+        return numbers, rows
+
+    def _write_turned(
+        self,
+        layer: int,
+        into: Ids,
+        shift: torch.Tensor,
+        originals: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Write the keys that are rotated into their places in `into`."""
+        import torch  # noqa: PLC0415 - see the module
+
+        rotary = self._rotary[layer]
+        assert rotary is not None
+        heads, places = shift.nonzero().unbind(1)
+        by = self._backend.tensor(shift[heads, places])
+        keys = originals[1]
+        turned = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        turned = rotary.rotate(turned, *rotary.angles(by))
+        index = self._slots(into, heads, places)
+        self._backend.layer_blocks(layer)[0][index] = turned.to(keys.dtype)
+
+    def _keys_at(
+        self, layer: int, table: Ids, heads: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        """Return copies of the keys at `places` of `table` in some heads, `[n, head_dim]`."""
+        keys: torch.Tensor = self._backend.layer_blocks(layer)[0]
+        return keys[self._slots(table, heads, places)]
+
+    def _slots(
+        self, table: Ids, heads: torch.Tensor, places: torch.Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the index of `places` of `table` in `Backend.layer_blocks`."""
+        import torch  # noqa: PLC0415 - see the module
+
+        size, tensor = self._backend.layout.block_size, self._backend.tensor
+        blocks = torch.tensor(table)[places // size]
+        return tensor(blocks), tensor(heads), tensor(places % size)
+
+
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, reach: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Return attention weights, `[query_heads, n, tokens]`, in fp32 or better.
+
+    `queries` are `[query_heads, n, head_dim]`, `keys` `[kv_heads, tokens, head_dim]`, `reach`
+    says which are attended to, `[kv_heads, n, tokens]`. A query that reaches none has zeros.
+    """
+    import torch  # noqa: PLC0415 - see the module
+
+    (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
+    exact = torch.promote_types(keys.dtype, torch.float32)
+    asked = queries.to(exact).reshape(kv_heads, -1, width)
+    asked = asked * (width**-0.5 if scale is None else scale)
+    scores = torch.bmm(asked, keys.to(exact).transpose(1, 2)).view(kv_heads, -1, count, tokens)
+    scores.masked_fill_(~reach[:, None], -torch.inf)
+    return scores.softmax(-1).nan_to_num_(0).view(heads, count, tokens)
+
+
+def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Return which `count` tokens of each layer and head stay, `[layers, kv_heads, tokens]`.
+
+    Those of the highest scores; of tokens with the same score, the newer. O(tokens).
+    """
+    import torch  # noqa: PLC0415 - see the module
+
+    bar = scores.kthvalue(scores.shape[2] - count + 1, dim=2, keepdim=True).values
+    above, tied = scores > bar, scores == bar
+    room = count - above.sum(2, keepdim=True)
+    if not torch.equal(tied.sum(2, keepdim=True), room):
+        newest = torch.where(tied, positions, -1)
+        oldest = newest.sort(2, descending=True).values.gather(2, room - 1)
+        tied &= newest >= oldest
+    return above | tied
+
+
+def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> torch.Tensor:
+    """Return where the first `kept` places of `into` are among the `held` of `table`.
+
+    -1 where they are not: in a new block, or behind the last token.
+    """
+    import torch  # noqa: PLC0415 - see the module
+
+    number = {block: place for place, block in enumerate(table)}
+    blocks = torch.tensor([number.get(block, -1) for block in into])
+    places = blocks.repeat_interleave(size) * size + torch.arange(size).repeat(len(blocks))
+    places[places >= held] = -1
+    return places[:kept].clamp(min=-1)
+
+
+def _assign(keep: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the place before of each place after, and which tokens stay where they are.
+
+    Both `[layers, kv_heads, kept]`. `keep` says which places before stay, and `back` which of
+    them the places after are (`_places_before`).
+    """
+    import torch  # noqa: PLC0415 - see the module
+
+    there = back >= 0
+    stays = torch.zeros(*keep.shape[:2], len(back), dtype=torch.bool)
+    stays[..., there] = keep[..., back[there]]
+    moving = keep.clone()
+    moving[..., back[there]] = False
+    # In each head as many tokens move as places are free for them, both in order.
+    sources = back.expand(stays.shape).clone()
+    sources[~stays] = moving.nonzero()[:, 2]
+    return sources, stays

@@ -1,0 +1,346 @@
+"""The built-in scores: which token stays on cases made for each, and by which formula."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvcore import InputError, KVCache, Plugins, Request
+from kvcore.engine import HeldTokens, Rotary
+from kvcore.plugins.options import instantiate
+from kvcore_plugins.retention import H2O, TOVA, Expected, KNorm, Random, SnapKV, Window
+
+torch = pytest.importorskip("torch", reason="scores are computed on torch tensors")
+
+TOKENS = 24
+
+
+def held(*, request=0, layers=(0,), kv_heads=1, **fields):
+    """Return tokens of a text whose last one is computed, at their places."""
+    positions = torch.arange(TOKENS).expand(len(layers), kv_heads, -1)
+    seq = SimpleNamespace(position=TOKENS, request=SimpleNamespace(id=request))
+    return HeldTokens(
+        seq=seq, layers=range(layers[0], layers[-1] + 1), **({"positions": positions} | fields)
+    )
+
+
+def looking(at, queries):
+    """Return weights of `queries` newest tokens, all on the token `at`, for one head."""
+    weights = torch.zeros(1, 1, queries, TOKENS)
+    weights[..., at] = 1
+    return weights
+
+
+def best(score, count=1):
+    """Return the tokens of the highest scores in the first head."""
+    return set(score[0, 0].topk(count).indices.tolist())
+
+
+def test_h2o_keeps_what_got_attention_early():
+    """Attention counts whoever gave it; tova follows the newest token to another one."""
+    got = torch.full((1, 1, TOKENS), 0.1)
+    got[..., 3] = 5.0
+    tokens = held(attention=got, weights=looking(17, 1))
+    assert best(H2O().score(tokens)) == {3}
+    assert best(TOVA().score(tokens)) == {17}
+
+
+def test_h2o_splits_its_budget():
+    """Half of it is for the newest tokens, unless `recent` says otherwise."""
+    seq = SimpleNamespace(request=SimpleNamespace(prompt_tokens=40))
+    assert H2O(budget=9).recent_of(seq) == 4
+    assert H2O(budget=0.5, recent=0.25).recent_of(seq) == 5
+    assert H2O(budget=0.5, recent=64).recent_of(seq) == 20
+
+
+def test_tova_decides_for_all_heads_of_a_layer_together():
+    """Heads that look elsewhere are averaged; every K/V head has the same scores."""
+    weights = torch.rand(2, 4, 1, TOKENS, dtype=torch.float64)
+    score = TOVA().score(held(layers=(0, 1), kv_heads=2, weights=weights))
+    assert score[:, 0].equal(score[:, 1])
+    assert score[:, 0].allclose(weights[:, :, 0].mean(1))
+
+
+def test_tova_asks_the_newest_token():
+    """Of several queries the last one decides."""
+    weights = torch.cat((looking(4, 1), looking(9, 1)), 2)
+    assert best(TOVA().score(held(weights=weights))) == {9}
+
+
+def test_snapkv_keeps_neighbours_of_what_the_window_looks_at():
+    """Five tokens around the one voted for stay, and none of the others has a vote."""
+    score = SnapKV(window=4).score(held(weights=looking(10, 4)))
+    assert best(score, 5) == {8, 9, 10, 11, 12}
+    assert score[0, 0].count_nonzero() == 5
+
+
+def test_snapkv_counts_no_votes_inside_the_window():
+    """What the window gives itself does not spread to the tokens before it."""
+    score = SnapKV(window=4).score(held(weights=looking(TOKENS - 4, 4)))
+    assert not score.count_nonzero()
+
+
+def test_snapkv_pools_in_the_order_of_the_text():
+    """Neighbours are those in the text, wherever they lie in the block table."""
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
+    tokens = held(
+        weights=looking(10, 4)[..., order], positions=torch.arange(TOKENS)[order][None, None]
+    )
+    kept = SnapKV(window=4).score(tokens)[0, 0].nonzero()[:, 0]
+    assert set(order[kept].tolist()) == {8, 9, 10, 11, 12}
+
+
+def test_snapkv_averages_votes():
+    """Over the window, over the query heads of a K/V head, and over neighbours."""
+    weights = torch.rand(1, 4, 3, TOKENS, dtype=torch.float64)
+    score = SnapKV(window=3, pool=3).score(held(kv_heads=2, weights=weights))
+    assert score[0, 1, 7].item() == pytest.approx(weights[0, 2:, :, 6:9].mean().item())
+
+
+def compactions(policy, prompt, output, blocks=100):
+    """Return the positions at which a sequence is compacted, and what it holds then."""
+    cache = KVCache(blocks, 4, retention=policy)
+    seq = cache.open(Request(id=0, prompt_tokens=prompt, key_tokens=4))
+    found = []
+    for tokens in (prompt, *[1] * output):
+        if tokens == 1:
+            cache.extend(seq, 1)
+        before = seq.compacted
+        cache.commit(seq, tokens)
+        if seq.compacted > before:
+            found.append((seq.position, seq.held))
+    return found
+
+
+def test_snapkv_compacts_once():
+    """At the end of the prompt; what is generated is kept."""
+    assert compactions(SnapKV(budget=16, window=8), 40, 60) == [(40, 16)]
+
+
+def test_snapkv_leaves_a_short_prompt_whole():
+    """A prompt within the budget is not compacted, and neither is what follows it."""
+    assert compactions(SnapKV(budget=64, window=8), 40, 60) == []
+
+
+def test_a_budget_is_kept_block_by_block():
+    """`always` compacts when the prompt is computed, and when a block too many is full."""
+    assert compactions(KNorm(budget=14), 40, 20) == [(40, 14), (46, 14), (52, 14), (58, 14)]
+
+
+def test_a_share_is_of_the_prompt():
+    """A budget of a quarter, and of so little that one token is left."""
+    assert compactions(KNorm(budget=0.25), 40, 0) == [(40, 10)]
+    assert compactions(KNorm(budget=0.001), 40, 0) == [(40, 1)]
+
+
+def test_once_is_later_where_there_was_no_room():
+    """A prompt whose blocks are cached is compacted when there is room to copy, once."""
+    cache = KVCache(7, 4, retention=KNorm(budget=8, when="prompt"))
+    prompt = Request(id=0, prompt_tokens=20, keys=range(5), key_tokens=4)
+    seq = cache.open(prompt)
+    other = cache.open(Request(id=1, prompt_tokens=8, key_tokens=4))
+    cache.commit(seq, 20)
+    assert (seq.held, cache.stats.deferred_compactions) == (20, 1)
+    cache.close(other)
+    found = []
+    for _ in range(12):
+        cache.extend(seq, 1)
+        cache.commit(seq, 1)
+        found.append(seq.compacted)
+    assert (found, seq.held) == ([13] * 12, 19)
+
+
+def test_knorm_keeps_the_smallest_keys():
+    """The norm of the keys alone decides."""
+    keys = torch.ones(1, 1, TOKENS, 4, dtype=torch.float16)
+    keys[0, 0, 5] = 0.5
+    keys[0, 0, 6] = -0.25
+    assert best(KNorm().score(held(keys=keys)), 2) == {5, 6}
+
+
+def test_random_keeps_every_token_as_often():
+    """Over requests, layers and heads each position is among the best quarter as often."""
+    tokens, drawn = 64, 0
+    positions = torch.arange(tokens).expand(8, 4, -1)
+    for request in range(40):
+        score = Random().score(held(request=request, layers=(0, 7), positions=positions))
+        drawn = drawn + (score.argsort(-1) >= 48).sum((0, 1))
+    # 1,280 draws of probability 1/4 each: a standard deviation is 15.5.
+    assert drawn.sum() == 40 * 32 * 16
+    assert (drawn - 320).abs().max() < 4.5 * 15.5
+
+
+def test_random_draws_are_uniform():
+    """Draws of many tokens are spread evenly over 0 to 1, and no two are equal."""
+    positions = torch.arange(10_000)[None, None]
+    draws = Random().score(held(positions=positions))[0, 0].sort().values
+    even = torch.linspace(0, 1, len(draws), dtype=torch.float64)
+    assert (draws - even).abs().max() < 0.02  # Kolmogorov and Smirnov at 0.001: 0.0195
+    assert draws.unique().numel() >= len(draws) - 1
+
+
+def test_random_draws_depend_on_seed_request_layer_and_head():
+    """Any of them changes the draws; nothing else does."""
+    one = Random().score(held(layers=(3, 4), kv_heads=2))
+    others = [one[0, 1], one[1, 0], Random(seed=1).score(held(layers=(3,)))[0, 0]]
+    others.append(Random().score(held(layers=(3,), request="0"))[0, 0])
+    assert all((each != one[0, 0]).all() for each in others)
+    assert Random().score(held(layers=(3,)))[0, 0].equal(one[0, 0])
+
+
+def test_random_draws_stay():
+    """A token that stays has the same draw at the next compaction, among others."""
+    first = Random().score(held())
+    some = torch.tensor([20, 3, 11])
+    later = Random().score(held(positions=some[None, None]))
+    assert later[0, 0].equal(first[0, 0, some])
+
+
+SPEEDS = (1.0, 0.2, 0.04, 0.008)
+
+
+def gaussian(heads, width, *, spread=0.6):
+    """Return mean and covariance of random queries, and the factor that samples them."""
+    source = torch.Generator().manual_seed(3)
+    mean = torch.randn(heads, width, generator=source, dtype=torch.float64)
+    factor = torch.randn(heads, width, width, generator=source, dtype=torch.float64)
+    factor *= spread / width**0.5
+    return mean, factor @ factor.mT, factor
+
+
+def test_expected_attention_is_the_mean_over_gaussian_queries():
+    """The closed form agrees with the mean of exp(s q·k) over sampled queries."""
+    from kvcore_plugins.retention.expected import log_expected  # noqa: PLC0415 - needs torch
+
+    source = torch.Generator().manual_seed(5)
+    mean, covariance, factor = gaussian(4, 8)
+    keys = torch.randn(2, 5, 8, generator=source, dtype=torch.float64)
+    noise = torch.randn(4, 100_000, 8, generator=source, dtype=torch.float64)
+    queries = mean[:, None] + noise @ factor.mT
+    logits = queries @ keys.repeat_interleave(2, 0).mT * 0.5
+    sampled = logits.exp().mean(1).view(2, 2, 5)
+    assert log_expected(keys, mean, covariance, 0.5).exp().allclose(sampled, rtol=0.02)
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_future_queries_are_rotated_past_ones(adjacent):
+    """Mean and covariance are those of the queries, un-rotated, at the average rotation."""
+    from kvcore_plugins.retention.expected import future_queries  # noqa: PLC0415 - needs torch
+
+    rotary = Rotary(SPEEDS, adjacent)
+    plain = torch.randn(2, 40, 10, generator=torch.Generator().manual_seed(0)).double()
+    past, future = torch.arange(60, 100), torch.arange(100, 116)
+    seen = rotary.rotate(plain, *rotary.angles(past))
+    average = torch.stack(
+        [rotary.rotate(torch.eye(10).double(), *rotary.angles(at)).mT for at in future]
+    ).mean(0)
+    mean, covariance = future_queries(seen, rotary, past, future)
+    for head in range(2):
+        of_plain = plain[head].T.cov(correction=0)
+        assert mean[head].allclose(average @ plain[head].mean(0))
+        assert covariance[head].allclose(average @ of_plain @ average.T)
+
+
+def expectable(**changes):
+    """Return tokens of which one is read by queries like those before, in one head."""
+    source = torch.Generator().manual_seed(2)
+    keys = torch.randn(1, 1, TOKENS, 8, generator=source, dtype=torch.float64)
+    queries = torch.randn(1, 2, 12, 8, generator=source, dtype=torch.float64) / 4
+    queries += 2 * keys[:, :, 6:7]
+    fields = {
+        "keys": keys,
+        "values": torch.ones(1, 1, TOKENS, 4, dtype=torch.float64),
+        "queries": queries,
+        "query_positions": torch.arange(TOKENS - 12, TOKENS),
+    }
+    return held(**(fields | changes))
+
+
+def test_expected_keeps_what_queries_to_come_read():
+    """The token that queries point at has the highest score; without a rotation as they are."""
+    assert best(Expected().score(expectable())) == {6}
+
+
+def test_expected_weighs_values():
+    """A token whose value is nothing adds nothing, whatever its attention."""
+    values = torch.ones(1, 1, TOKENS, 4, dtype=torch.float64)
+    values[0, 0, 6] = 0
+    score = Expected().score(expectable(values=values))
+    assert score[0, 0, 6] == 0
+
+
+def test_expected_sums_to_one_over_what_a_window_reaches():
+    """Attention is shared among the tokens that the next one attends to."""
+    score = Expected().score(expectable(windows=(8,))) / 2  # values have the norm 2
+    assert score[0, 0, : TOKENS - 7].count_nonzero() == 0
+    assert score.sum().item() == pytest.approx(1)
+
+
+def test_expected_leaves_out_queries_of_sinks():
+    """The first tokens ask like no other: a huge query of one changes nothing."""
+    positions = torch.arange(12)
+    tokens = expectable(query_positions=positions)
+    tokens.seq.position = 12
+    strange = tokens.queries.clone()
+    strange[:, :, 2] = 1e3
+    again = expectable(query_positions=positions, queries=strange)
+    again.seq.position = 12
+    assert Expected(sinks=3).score(again).equal(Expected(sinks=3).score(tokens))
+    assert not Expected(sinks=2).score(again).allclose(Expected(sinks=2).score(tokens))
+
+
+def test_expected_takes_the_scale_of_the_layer():
+    """A layer that multiplies by twice as much is one whose queries are twice as long."""
+    twice = Expected().score(expectable(scales=(2 * 8**-0.5,)))
+    longer = Expected().score(expectable(queries=expectable().queries * 2))
+    assert twice.allclose(longer)
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_rotations_add_up(adjacent):
+    """A vector at p, rotated by d, is the vector at p + d; what is not rotated stays."""
+    rotary = Rotary(SPEEDS, adjacent)
+    x = torch.randn(3, 11, dtype=torch.float64)
+    p, d = torch.tensor([4, 1000, 7]), torch.tensor([-4, 17, 0])
+    there = rotary.rotate(rotary.rotate(x, *rotary.angles(p)), *rotary.angles(d))
+    assert there.allclose(rotary.rotate(x, *rotary.angles(p + d)))
+    assert there[0].allclose(x[0])
+    assert there[:, 8:].equal(x[:, 8:])
+
+
+def test_a_closing_window_holds_sinks_and_window():
+    """`positions=cache` compacts to exactly these tokens, in the prompt too; `text` drops."""
+    closing = Window(tokens=9, sinks=2, positions="cache")
+    assert compactions(closing, 40, 10) == [(40, 11), (45, 11), (50, 11)]
+    assert closing.rebases
+    assert compactions(Window(tokens=9, sinks=2), 40, 10) == []
+    assert best(closing.score(held())) == {TOKENS - 1}
+
+
+def test_full_is_as_no_policy():
+    """The cache does not ask a policy that keeps everything, though the run names it."""
+    cache = KVCache(20, 4, retention="full")
+    assert cache.retention is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("window:positions=none", "positions"),
+        ("snapkv:window=0", "snapkv: window=0, pool=5: give 1 token or more"),
+        ("snapkv:pool=4", "an odd number of tokens"),
+        ("snapkv:budget=16", "recent=32 and sinks=0 are more than the budget of 16"),
+        ("expected:queries=0", "expected: queries=0, ahead=512: give 1 or more of each"),
+        ("h2o:budget=1.5", "h2o: budget=1.5: give 1 token or more, or a share up to 1.0"),
+    ],
+)
+def test_refuses(spec, reason):
+    """Options without a meaning are refused, with what to give."""
+    with pytest.raises(InputError, match=reason):
+        Plugins().build("retention", spec)
+
+
+def test_a_share_is_written_with_a_point():
+    """1.0 is all of the prompt, 1 is one token, and 1.5k tokens are 1,500."""
+    budgets = [instantiate(KNorm, {"budget": text}).budget for text in ("1.0", "1", "1.5k")]
+    assert budgets == [1.0, 1, 1500]
+    assert [type(each) for each in budgets] == [float, int, int]
