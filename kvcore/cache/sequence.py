@@ -60,8 +60,7 @@ class Sequence:
         holes: the blocks it has dropped, as ranges of positions, in order.
         dropped, freed: how many those are, and how many of them were private, and are free
             again; the others stay cached.
-        compacted: tokens that compactions have removed.
-        kept: tokens that the last of them has left, which lie in no order.
+        compacted: tokens that compactions have removed; `kept`, those that the last one left.
         is_open: False once closed.
     """
 
@@ -134,8 +133,8 @@ class Sequence:
         """
         ahead = self.tokens - self.computed
         self.compacted += self.computed - tokens
-        self.kept = tokens
         self.tokens, self.computed, self.blocks = tokens + ahead, tokens, blocks
+        self.kept = tokens
         self.span, self.cacheable = root, 0
         self.holes, self.dropped, self.freed = (), 0, 0
 
@@ -146,7 +145,7 @@ class Sequence:
             InputError: the two would compute different tokens in the same place.
         """
         known = max(self.request.prompt_tokens, self.cacheable * self.span.geometry.block_size)
-        if self.computed < self.tokens and known < self.tokens:
+        if self.computed < self.tokens and known < self.tokens + self.compacted:
             msg = (
                 f"fork of sequence {self.id}: {self.tokens - self.computed} allocated tokens "
                 "are not committed; commit them or roll them back first"

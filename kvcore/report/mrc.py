@@ -158,7 +158,7 @@ def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
         factor *= layout.bytes_per_block
         size = "GiB" if high * factor >= BINARY["GiB"] else "MiB"
         factor /= BINARY[size]
-        unit = f"{size} of K/V ({layout.model.name}, {layout.dtype})"
+        unit = f"{size} of K/V ({layout.model.name}, {layout.codec})"
 
     def amount(share: Any) -> Any:
         return share * factor

@@ -119,7 +119,7 @@ compare W --window 100000: | window 100000:
 simulate W --memory 5 | '5'
 simulate W --memory 5QB | '5QB'
 simulate W --memory 1,5GiB | decimal mark
-simulate W --memory 1B | 1 B is less than a block, which takes 2 MiB
+simulate W --memory 1B | 1 B is less than a block of fp16, which takes 2 MiB
 simulate W --memory 99999999TiB | 99999999TiB
 simulate W --memory lots | 'lots'
 simulate W --blocks 10 --memory 1GiB | --blocks and --memory both say how large
@@ -135,7 +135,9 @@ simulate W --slo deadline=1e30 | too large
 # choices
 simulate W --steps all | 'all'
 simulate W --allocation linked | 'linked'
-simulate W --kv-dtype fp17 | 'fp17'
+simulate W --codec fp17 | --codec: no codec plugin is named 'fp17'
+simulate W --codec kivi:residual=128 | --codec: kivi: residual=128 with blocks of 16 tokens
+simulate W --codec fp16,fp32 | names 2 plugins where one is needed
 simulate W --model llama-9 | 'llama-9'
 simulate W --model '' | --model
 simulate W --model none.json | none.json
@@ -149,7 +151,9 @@ simulate W --model llama-3-70b --tensor-parallel 1 --device h100 | --tensor-para
 compare W --accounting bytes | 'bytes' is not one of 'keys', 'tokens'
 run --dtype fp1 --prompt a | 'fp1' is not one of
 run --clock sun | 'sun'
-size llama-3-8b --dtype fp1 | 'fp1'
+size llama-3-8b --codec fp1 | no codec plugin is named 'fp1'
+size llama-3-8b --codec kivi:group=5 | give group=1, or --block-size 20
+size llama-3-8b --codec fp16:bits=2 | has no option 'bits'
 size llama-3-8b --weights-dtype int3 | 'int3'
 # plugins
 simulate W --eviction lru2 | 'lru2'
@@ -299,7 +303,8 @@ compare W --blocks 2147483648 | at most 2147483647
 compare W --blocks 10 --memory 1GiB | give one of them
 compare W --memory 1B | 1 B is less than a block. A block of 16 tokens of llama-3-8b
 compare W --memory x | size 'x'
-compare W --kv-dtype fp8 | --kv-dtype says what a token takes of --memory
+compare W --codec fp17 --memory 4GiB | no codec plugin is named 'fp17'
+compare W --codec fp32 | --codec says what a token takes of --memory
 compare W --eviction lruu | no eviction plugin is named 'lruu' (did you mean 'lru'?)
 compare W --eviction lru,nope | 'nope'
 compare W --eviction '' | '' has an empty name
@@ -332,7 +337,7 @@ curve W --sizes 1 | a curve through 1 sizes was asked for; give 2 or more
 curve W --sizes 100001 | too many
 curve W --sizes 0,1 | numbers without commas, above 0
 curve W --sizes '' | --sizes
-curve W --kv-dtype fp8 | give that too
+curve W --codec fp8 | give that too
 curve W --jobs 0 | 0 is out of range: it must be at least 1
 curve W --jobs x | '--jobs'
 curve W --out curve | --out
@@ -503,8 +508,8 @@ simulate: model = "nope" | 'nope'
 simulate: model = "" | model
 simulate: device = "nope" | 'nope'
 simulate: device = [] | device
-simulate: kv_dtype = "fp1" | kv_dtype
-simulate: kv_dtype = 16 | kv_dtype
+simulate: codec = "fp1" | codec: no codec plugin is named 'fp1'
+simulate: codec = 16 | codec: 16 is no plugin
 simulate: tensor_parallel = 0 | tensor_parallel
 simulate: tensor_parallel = "x" | tensor_parallel
 simulate: eviction = 3 | eviction
