@@ -48,6 +48,8 @@ explain good.jsonl --model x | '--model'
 demo cache --tokens 3 | '--tokens'
 -x | '-x'
 simulate -z | '-z'
+quality --limit 3 | '--limit'
+quality --budgets 3 | '--budgets' (did you mean '--budget'?)
 # words too many or too few
 simulate W W | unexpected extra argument
 compare W W | unexpected extra argument
@@ -481,6 +483,23 @@ demo cache --prompt-tokens x | '--prompt-tokens'
 demo cache --block-size -1 | '--block-size'
 demo cache --seed x | '--seed'
 demo cache --output 99999999999999999999 | '--output'
+# quality
+quality --budget x | --budget x: expected shares of the full bytes, such as 0.1,0.25
+quality --budget 0.5,2 | budget 2: give shares of the full bytes
+quality --budget 0 | budget 0: give shares
+quality --tokens 0 | '--tokens'
+quality --needles -1 | '--needles'
+quality --needles 200 | 200 needles in 512 tokens of 1024 token ids
+quality --retention h3o | no retention plugin is named 'h3o' (did you mean 'h2o'?)
+quality --retention h2o:budgt=3 | (did you mean 'budget'?)
+quality --codec int3 | no codec plugin is named 'int3'
+quality --generator sincos:layers=1 | generator 'sincos' has no logits
+quality --generator huggingface:model=./nowhere | there is no such folder
+quality --plot q.pdf | --plot q.pdf: a name says what is drawn; end it with .png or .svg
+quality --plot - | '--plot'
+quality --text good.jsonl --texts 99 | the text has
+quality --text nowhere.txt | nowhere.txt
+quality extra | unexpected extra argument
 """
 
 CONFIGS = r"""

@@ -135,9 +135,9 @@ class Tile:
         bags: for a single token whose V is not gathered: the rows of
             `LayerTensor.by_token` of V, once for each query head, and where each query
             head begins in them; None otherwise.
+        blocks: the blocks of the reach, on the host.
         by_position: whether a window leaves out tokens by `RaggedBatch.held_positions`; the
             reach is without a window then.
-        blocks: the blocks of the reach, on the host.
     """
 
     sequence: int
@@ -147,8 +147,8 @@ class Tile:
     keys: Tensor
     values: Tensor
     bags: tuple[Tensor, Tensor] | None
-    by_position: bool
     blocks: Tensor
+    by_position: bool
 
 
 @attrs.frozen(eq=False)
@@ -299,8 +299,8 @@ class _Divider:
                 pool.upload(keys[some].flatten()),
                 pool.upload(values[some].flatten()),
                 bags,
-                by_position,
                 blocks,
+                by_position,
             )
 
     def _group(
@@ -539,11 +539,11 @@ class Sdpa:
             if tile.bags is None:
                 found = weights.to(keys.dtype) @ self._values(layer, tile)
             else:
-                held = self._pool.values[layer]
-                assert isinstance(held, LayerTensor)
+                stored = self._pool.values[layer]
+                assert isinstance(stored, LayerTensor)
                 found = embedding_bag(
                     tile.bags[0],
-                    held.by_token,
+                    stored.by_token,
                     tile.bags[1],
                     mode="sum",
                     per_sample_weights=weights.flatten(),
