@@ -39,12 +39,14 @@ if TYPE_CHECKING:
 Source: TypeAlias = str | PathLike[str] | Spec | Workload | Iterable[Request]
 """Where requests come from: a plugin's name with options, a file, a workload, or requests."""
 
-PLUGINS = ("scheduler", "latency", "generator", "backend")
+PLUGINS = ("scheduler", "latency", "generator", "backend", "codec")
 
 SERVING = ("scheduler", "latency", "batching", "slo", "rate_scale")
 """Options that go with a cache of the caller's."""
 
-COMPUTING = ("generator", "backend", "dtype", "clock", "stop_at_eos", "seed", "threads")
+COMPUTING = (
+    *("generator", "backend", "dtype", "codec", "clock", "stop_at_eos", "seed", "threads"),
+)
 """Options that go with one in a run on tensors."""
 
 
@@ -54,7 +56,7 @@ class PoolOptions(TypedDict, total=False):
     model: str | ModelSpec | None
     device: str | DeviceSpec
     tensor_parallel: int
-    kv_dtype: str
+    codec: PluginChoice | None
     block_size: int | None
     blocks: int | None
     memory: int | str | None
@@ -254,7 +256,7 @@ def compare(
     memory: int | str | Iterable[int | str] | None = None,
     model: str | ModelSpec = "llama-3-8b",
     device: str | DeviceSpec = "h100",
-    kv_dtype: str = "fp16",
+    codec: PluginChoice = "fp16",
     block_size: int | None = None,
     accounting: Literal["keys", "tokens"] = "keys",
     prefix: PluginChoice = "radix",
@@ -266,6 +268,7 @@ def compare(
     residency: bool = False,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
+    kv_dtype: str | None = None,
 ) -> Comparison:
     """Replay a workload, serial and untimed, under each policy in a pool of each size.
 
@@ -280,7 +283,7 @@ def compare(
         memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`.
         model: the model whose K/V is cached.
         device: the GPU that would compute a block again.
-        kv_dtype: number format in which K/V is kept, which sizes a block.
+        codec: how K/V is kept, which sizes a block.
         block_size: tokens a block holds; None: as many as a key of the workload.
         accounting: how blocks are counted.
         prefix: the prefix cache.
@@ -292,6 +295,7 @@ def compare(
         residency: whether to measure how long blocks rest.
         plugins: where names are looked up; None: what is installed.
         progress: is given the number of requests that have been replayed; None: nothing is.
+        kv_dtype: an earlier name of `codec`.
 
     Raises:
         InputError: as `kvcore.analysis.compare`, or an option that cannot be.
@@ -307,7 +311,7 @@ def compare(
         workload=_given(workload),
         model=model,
         device=device,
-        kv_dtype=kv_dtype,
+        **({"codec": codec} if kv_dtype is None else {"kv_dtype": kv_dtype}),
         block_size=block_size,
         accounting=accounting,
         seed=seed,

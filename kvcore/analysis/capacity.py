@@ -94,7 +94,9 @@ class _Search:
             with suppress(InputError):  # the model may not be divided by so many
                 blocks = parts.blocks
                 if not parts.sized:
-                    blocks = attrs.evolve(parts.deployment, devices=devices).blocks()
+                    blocks = attrs.evolve(parts.deployment, devices=devices).blocks(
+                        parts.batching.max_seqs
+                    )
                 if self._may(blocks, devices) and self._holds(tensor_parallel=devices):
                     return devices
         return None

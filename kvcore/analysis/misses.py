@@ -358,7 +358,7 @@ class MissClassifier:
             stop = min(reach, other.cacheable)
             if (
                 seq.id == reasons.seq
-                or seq.holes
+                or seq.has_forgotten
                 or stop <= furthest
                 or other.keys[low] != keys[low]
             ):

@@ -50,6 +50,8 @@ class RunSummary:
             and `ratio` by `block`, `token` and `request`, as in a simulation's summary.
         evicted_blocks: blocks that left the cache, for room or because they expired.
         forgotten_blocks: blocks that running sequences forgot.
+        compactions, compacted_tokens: compactions of running sequences, and the tokens that
+            they removed.
         preemptions: by kind, `pause` and `recompute`.
         ttft_s, tpot_s, e2e_s, queue_s: distributions in seconds.
         simulated_s: from the first arrival to the last end.
@@ -65,6 +67,8 @@ class RunSummary:
     hit: dict[str, Any]
     evicted_blocks: int
     forgotten_blocks: int
+    compactions: int
+    compacted_tokens: int
     preemptions: dict[str, int]
     ttft_s: dict[str, float] | None
     tpot_s: dict[str, float] | None
@@ -104,6 +108,8 @@ class RunSummary:
             hit=hit_fields(stats),
             evicted_blocks=evicted,
             forgotten_blocks=stats.dropped_blocks,
+            compactions=stats.compactions,
+            compacted_tokens=stats.compacted_tokens,
             preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
             **clock if timed else dict.fromkeys(clock),
         )
@@ -221,6 +227,7 @@ class Recorded:
             "HIT": self._hit,
             "MISS": self._miss,
             "EVICT": self._evict,
+            "COMPACT": self._compact,
             "FREE": self._free,
             "FIRST_TOKEN": self._first_token,
             "PREEMPT": self._preempt,
@@ -282,6 +289,10 @@ class Recorded:
             self.stats.dropped_blocks += event.blocks
         else:
             self.evicted += sum(abs(count) for _, count in event.runs)
+
+    def _compact(self, event: events.Compact) -> None:
+        self.stats.compactions += 1
+        self.stats.compacted_tokens += event.held - event.tokens
 
     def _free(self, event: events.Free) -> None:
         if event.reason == "rollback":

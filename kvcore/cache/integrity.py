@@ -67,6 +67,9 @@ def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequenc
         AssertionError: it does not hold; the message has all the numbers.
     """
     open_sequences = list(sequences)
+    for seq in open_sequences:
+        shares = seq.span is not tree.root or seq.cacheable
+        _require(not (seq.compacted and shares), f"{seq!r} was compacted, and shares blocks")
     _check_pins(tree, open_sequences)
     if isinstance(pool, BlockPool):
         private = _check_ids(pool, tree, open_sequences)

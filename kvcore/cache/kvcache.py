@@ -21,6 +21,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Keys
+from operator import index
 from typing import Literal, NoReturn
 
 import attrs
@@ -393,9 +394,10 @@ class KVCache:
         freed = compact_blocks(self.pool, seq, blocks, new)
         self.stats.compactions += 1
         self.stats.compacted_tokens += held - tokens
+        self.stats.compacted_blocks += seq.blocks - seq.dropped - blocks
         if self.trace is not None:
             self.trace.compact(
-                now, seq=seq.id, tokens=tokens, held=held, blocks=blocks, new=new, runs=freed
+                now, seq=seq.id, tokens=tokens, held=held, runs=freed, new=new, ahead=ahead
             )
         if seq.family is not None:
             seq.family.remove(seq)
@@ -427,7 +429,10 @@ class KVCache:
         if self.trace is not None:
             freed = self._free_last(seq, seq.private_blocks)
             holes = [(first, end - first) for first, end in seq.holes]
-            self.trace.free(now, seq=seq.id, runs=freed, reason="close", forgotten=holes)
+            self.trace.free(
+                now, seq=seq.id, runs=freed, reason="close", forgotten=holes,
+                compacted=seq.compacted,
+            )  # fmt: skip
         elif private := seq.blocks - seq.span.end - seq.freed:
             self._free_last(seq, private)
         self.tree.close(seq, now)
@@ -566,14 +571,15 @@ class KVCache:
             return
         try:
             kept = self._keeps(seq)
-            if kept is not None and kept < 1:
-                msg = f"{kept!r} tokens of {seq.held}: give 1 or more, or None for all"
+            # A whole number of any kind, such as that of an array.
+            if kept is not None and index(kept) < 1:
+                msg = f"{kept} tokens of {seq.held}: give 1 or more, or None for all"
                 raise ValueError(msg)  # noqa: TRY301 - the plugin's failure like any other
         except BaseException as error:
             raise self.tree.fail(retention, "keeps", error) from error
         if kept is not None and kept < seq.held:
             try:
-                self.compact(seq, kept, now)
+                self.compact(seq, index(kept), now)
             except OutOfBlocks:
                 # Asked again when it has computed more. Other sequences may have made room.
                 self.stats.deferred_compactions += 1

@@ -144,20 +144,25 @@ class Recorder(ABC):
         seq: int,
         tokens: int,
         held: int,
-        blocks: int,
-        new: Ids | None,
         runs: Ids | None,
+        new: Ids | None = None,
+        ahead: int = 0,
     ) -> None:
-        """Write COMPACT: of the `held` tokens of `seq`, `tokens` stay, in `blocks` blocks.
+        """Write COMPACT: of the `held` tokens of `seq`, `tokens` stay, in private blocks.
 
-        These are private: its own ones, then `new`. `runs` are the others of its own, which
-        are free now, deepest first. It pins nothing any more.
+        These are its own ones, then `new`; `runs` are the others of its own, which are free
+        now, deepest first. They have room for `ahead` tokens too, which are allocated and not
+        computed. It pins nothing any more. No new block, and 0 tokens, are left out.
         """
-        self.write({
+        line = {
             "n": 0, "t": now, "event": "COMPACT",
-            "seq": seq, "tokens": tokens, "held": held, "blocks": blocks, "new": new,
-            "runs": runs,
-        })  # fmt: skip
+            "seq": seq, "tokens": tokens, "held": held, "runs": runs,
+        }  # fmt: skip
+        if new:
+            line["new"] = new
+        if ahead:
+            line["ahead"] = ahead
+        self.write(line)
 
     def free(
         self,
@@ -168,11 +173,13 @@ class Recorder(ABC):
         reason: Literal["close", "duplicate", "rollback"],
         first: int | None = None,
         forgotten: Iterable[tuple[int, int]] | None = None,
+        compacted: int = 0,
     ) -> None:
         """Write FREE: private blocks `runs` of `seq` are free, deepest first.
 
         `first` is the first block that a rollback dropped from the table, `forgotten` all
-        that a closing sequence had dropped, as `(first, count)`; empty is left out.
+        that a closing sequence had dropped, as `(first, count)`, and `compacted` the tokens
+        that its compactions had removed; empty, and 0, are left out.
         """
         line = {
             "n": 0, "t": now, "event": "FREE", "seq": seq, "runs": runs, "reason": reason,
@@ -181,6 +188,8 @@ class Recorder(ABC):
             line["first"] = first
         if forgotten:
             line["forgotten"] = forgotten
+        if compacted:
+            line["compacted"] = compacted
         self.write(line)
 
     def fork(self, now: int, *, seq: int, child: int) -> None:

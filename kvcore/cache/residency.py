@@ -311,7 +311,8 @@ class CacheStats:
         lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
         self_hit_blocks: blocks that preempted requests found of their own.
         dropped_blocks: blocks that open sequences have dropped.
-        compactions, compacted_tokens: compactions, and the tokens that they removed.
+        compactions: how often a sequence was compacted.
+        compacted_tokens, compacted_blocks: tokens and blocks that this took from its table.
         deferred_compactions: how often a compaction did not find the blocks it needed.
         lost_tokens: tokens that whole blocks kept from hitting, at most: what is left of a
             prompt, but for its last token, after every full block of it has hit.
@@ -328,6 +329,7 @@ class CacheStats:
     dropped_blocks: int = 0
     compactions: int = 0
     compacted_tokens: int = 0
+    compacted_blocks: int = 0
     deferred_compactions: int = 0
     lost_tokens: int = 0
     looked_up: int = 0

@@ -60,7 +60,7 @@ class Sequence:
         holes: the blocks it has dropped, as ranges of positions, in order.
         dropped, freed: how many those are, and how many of them were private, and are free
             again; the others stay cached.
-        compacted: tokens that compactions have removed.
+        compacted: tokens that compactions have removed; `kept`, those that the last one left.
         is_open: False once closed.
     """
 
@@ -83,6 +83,7 @@ class Sequence:
     dropped: int = 0
     freed: int = 0
     compacted: int = 0
+    kept: int = 0
     is_open: bool = True
 
     @property
@@ -133,6 +134,7 @@ class Sequence:
         ahead = self.tokens - self.computed
         self.compacted += self.computed - tokens
         self.tokens, self.computed, self.blocks = tokens + ahead, tokens, blocks
+        self.kept = tokens
         self.span, self.cacheable = root, 0
         self.holes, self.dropped, self.freed = (), 0, 0
 
@@ -143,7 +145,7 @@ class Sequence:
             InputError: the two would compute different tokens in the same place.
         """
         known = max(self.request.prompt_tokens, self.cacheable * self.span.geometry.block_size)
-        if self.computed < self.tokens and known < self.tokens:
+        if self.computed < self.tokens and known < self.tokens + self.compacted:
             msg = (
                 f"fork of sequence {self.id}: {self.tokens - self.computed} allocated tokens "
                 "are not committed; commit them or roll them back first"
@@ -151,14 +153,14 @@ class Sequence:
             raise InputError(msg)
 
     def check_rollback(self, tokens: int) -> None:
-        """Refuse to roll back tokens that are shared, or more than there are after a hole.
+        """Refuse to roll back shared tokens, or into what a hole or a compaction has left.
 
         Raises:
             InputError: says how many tokens stay.
         """
         left = self.tokens - tokens
         fixed = max(self.span.end, self.holes[-1][1] if self.holes else 0)
-        fixed *= self.span.geometry.block_size
+        fixed = max(fixed * self.span.geometry.block_size, self.kept)
         if tokens and not fixed <= left <= self.tokens:
             msg = (
                 f"rollback of {tokens} tokens of sequence {self.id}: it has {self.tokens}, of "

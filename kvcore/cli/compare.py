@@ -14,7 +14,6 @@ from kvcore.analysis import SHARING
 from kvcore.analysis import compare as run_comparison
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.options import (
-    accounting_option,
     block_size_option,
     part_options,
     policies_option,
@@ -37,7 +36,7 @@ from kvcore.cli.output import (
 from kvcore.cli.terminal import echo
 from kvcore.cli.verb import plugin_completion, verb
 from kvcore.config import find_workload
-from kvcore.config.run_config import option_default
+from kvcore.config.run_config import option_default, option_help
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.models.catalogue import find_device, load_model
@@ -56,7 +55,7 @@ from kvcore.units import format_bytes, parse_bytes, parse_whole
 from kvcore.workloads import Workload, checked, part_of
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
-MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
+MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 
 
 @verb(
@@ -77,12 +76,12 @@ MODEL, KV_DTYPE, DEVICE = map(option_default, ("model", "kv_dtype", "device"))
     text=f"Model whose K/V is cached; `kvcore size --help` lists all.  [default: {MODEL}]",
 )
 @shared(
-    "kv_dtype",
+    "codec",
     default=None,
-    text=f"Number format in which K/V is kept.  [default: {KV_DTYPE}]",
+    text=f"{option_help('codec')}  [default: {CODEC}]",
 )
 @block_size_option
-@accounting_option()
+@shared("accounting", default="keys")
 @click.option(
     "--prefix",
     metavar="PLUGIN",
@@ -125,7 +124,8 @@ def compare(workload: str | None, **given: Any) -> None:
     blocks, budget = given["blocks"], None
     sizes = None if blocks is None else pool_sizes("--blocks", blocks, "several are a list")
     if given["memory"] is not None:
-        layout = KVLayout(spec, given["kv_dtype"] or KV_DTYPE, tokens_of(source, given))
+        codec = plugins.build("codec", given["codec"] or CODEC)
+        layout = KVLayout(spec, codec, tokens_of(source, given))
         budget = Budget(layout, [parse_bytes(text) for text in given["memory"].split(",")])
         sizes = list(budget.labels)
     if given["check"]:
@@ -227,8 +227,8 @@ def _refuse(source: Workload, given: dict[str, Any]) -> None:
     msg = ""
     if blocks is not None and memory is not None:
         msg = "--blocks and --memory both say how large the pool is: give one of them"
-    elif given["kv_dtype"] is not None and memory is None:
-        msg = "--kv-dtype says what a token takes of --memory: give that too"
+    elif given["codec"] is not None and memory is None:
+        msg = "--codec says what a token takes of --memory: give that too"
     elif csv is not None and trace is not None and csv.resolve() == trace.resolve():
         msg = f"--csv and --trace would both write {csv}: give two files"
     elif trace is not None and missing:

@@ -11,9 +11,8 @@ import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
-from kvcore.cli.compare import DEVICE, KV_DTYPE, MODEL, pool_sizes
+from kvcore.cli.compare import CODEC, DEVICE, MODEL, pool_sizes
 from kvcore.cli.options import (
-    accounting_option,
     block_size_option,
     part_options,
     policies_option,
@@ -63,12 +62,12 @@ KINDS = (*FORMS, "csv", "json")
     help="Number of pool sizes, or a list of them in blocks, such as 1000,3000.",
 )
 @block_size_option
-@accounting_option()
+@shared("accounting", default="keys")
 @shared("model", default=None, text="Model whose K/V sizes are shown in bytes besides blocks.")
 @shared(
-    "kv_dtype",
+    "codec",
     default=None,
-    text=f"Number format in which that K/V is kept.  [default: {KV_DTYPE}]",
+    text=f"Codec: how that K/V is kept, such as int8.  [default: {CODEC}]",
 )
 @shared("seed", default=None)
 @click.option(
@@ -98,12 +97,14 @@ def curve(workload: str | None, **given: Any) -> None:
     kind = _kind(out)
     if out is not None:
         refuse_overwrite(out, source.options().values())
-    if given["kv_dtype"] is not None and model is None:
-        msg = "--kv-dtype says what a token takes of the K/V of --model: give that too"
+    if given["codec"] is not None and model is None:
+        msg = "--codec says what a token takes of the K/V of --model: give that too"
         raise InputError(msg)
     spec = load_model(MODEL if model is None else model)
-    kv_dtype, tokens = given["kv_dtype"] or KV_DTYPE, tokens_of(source, given)
-    layout = None if model is None else KVLayout(spec, kv_dtype, tokens)
+    layout = None
+    if model is not None:
+        codec = plugins.build("codec", given["codec"] or CODEC)
+        layout = KVLayout(spec, codec, tokens_of(source, given))
     points, blocks = _sizes(given["sizes"])
     policies = given["eviction"]
     if policies is None:  # the optimum where it is known

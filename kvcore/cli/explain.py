@@ -13,7 +13,7 @@ import orjson
 
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
-from kvcore.cli.options import accounting_option, part_options, shared
+from kvcore.cli.options import part_options, shared
 from kvcore.cli.output import (
     emit_json,
     json_option,
@@ -62,8 +62,10 @@ ACCOUNTING = "keys"
     "block_size",
     text="Number of tokens in a KV block, of a workload.  [default: as in a key]",
 )
-@accounting_option(
-    None, text=f"Count blocks of a workload by keys, or by tokens.  [default: {ACCOUNTING}]"
+@shared(
+    "accounting",
+    default=None,
+    text=f"Count blocks of a workload by keys, or by tokens.  [default: {ACCOUNTING}]",
 )
 @click.option(
     "--prefix",

@@ -33,6 +33,7 @@ VERBS = {
     "explain": "kvcore.cli.explain",
     "export": "kvcore.cli.export",
     "plugins": "kvcore.cli.plugins",
+    "quality": "kvcore.cli.quality",
     "record": "kvcore.cli.record",
     "replay": "kvcore.cli.replay",
     "run": "kvcore.cli.run",

@@ -117,29 +117,6 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
     return decorate
 
 
-def _renamed(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Set `--accounting` from its older name, `--count`, with a notice."""
-    del param
-    if value is not None:
-        click.echo("kvcore: --count is called --accounting now; use that", err=True)
-        ctx.default_map = {**(ctx.default_map or {}), "accounting": value}
-
-
-def accounting_option(
-    default: str | None = "keys", text: str | None = None
-) -> Callable[[Command], Command]:
-    """Return the option of how blocks are counted, for verbs without a clock."""
-    old = click.option(
-        "--count",
-        type=click.Choice(["keys", "tokens"]),
-        callback=_renamed,
-        is_eager=True,
-        expose_value=False,
-        hidden=True,
-    )
-    return all_of(shared("accounting", default=default, text=text), old)
-
-
 def policies_option(policies: str) -> Callable[[Command], Command]:
     """Return the option of the policies to compare; without it, `policies` and the bound."""
     return click.option(

@@ -71,6 +71,11 @@ ANNOUNCED = 1 << 30
     text="Model of the generator.  [default: the generator's own, a tiny one]",
 )
 @shared("dtype")
+@shared(
+    "codec",
+    mode="run",
+    text="Codec: how K/V is kept, such as int8 or kivi:bits=2.  [default: as in --dtype]",
+)
 @shared("limit", text=f"{option_help('limit')}  [default: 20]")
 @shared("window")
 @shared(

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @shared("model")
 @shared("device")
 @shared("tensor_parallel")
-@shared("kv_dtype")
+@shared("codec")
 @shared("blocks", text="Number of KV blocks in the pool.  [default: as many as fit]")
 @shared("memory")
 @batching_options

@@ -13,12 +13,12 @@ import click
 
 from kvcore.cli.output import emit_json, json_option, print_table
 from kvcore.cli.terminal import echo
-from kvcore.cli.verb import Count, verb
+from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, decode_step_bytes, prefill_flop
 from kvcore.models.memory import KVLayout, kv_budget
-from kvcore.models.spec import KV_DTYPES, MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
+from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import (
     DECIMAL,
     format_bytes,
@@ -44,6 +44,7 @@ def _listed(what: str, names: Iterable[str]) -> str:
 @verb(
     "kvcore size llama-3-70b --device h200 --tokens 32k --batch 8",
     more=f"{_listed('Models', MODELS)}\n\n{_listed('Devices', DEVICES)}",
+    renamed={"--dtype": "--codec"},
 )
 @click.argument("model")
 @click.option("--device", help="GPU that the model is to fit on, such as h200.")
@@ -52,7 +53,11 @@ def _listed(what: str, names: Iterable[str]) -> str:
     "--batch", type=Count(), default=1, help="Number of requests that are decoded together."
 )
 @click.option(
-    "--dtype", type=click.Choice(KV_DTYPES), default="fp16", help="Number format of K/V."
+    "--codec",
+    metavar="PLUGIN",
+    default="fp16",
+    help="Codec: how K/V is kept, such as fp16, int8 or kivi:bits=2.",
+    **plugin_completion("codec"),
 )
 @click.option(
     "--weights-dtype",
@@ -72,7 +77,7 @@ def size(
     device: str | None,
     tokens: int,
     batch: int,
-    dtype: str,
+    codec: str,
     weights_dtype: str | None,
     block_size: int,
     reserve: str | None,
@@ -90,7 +95,7 @@ def size(
     spec = load_model(model, weights_dtype)
     if window is not None:
         spec = spec.with_window(window)
-    layout = KVLayout(spec, dtype, block_size)
+    layout = KVLayout(spec, codec, block_size)
     report = {"schema": 1, **_memory(layout, tokens, batch)}
     if window is not None:
         report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
@@ -145,7 +150,7 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
         },
         "tokens": tokens,
         "batch": batch,
-        "dtype": layout.dtype,
+        "codec": str(layout.codec),
         "block_size": layout.block_size,
         "kv": {
             "bytes_per_token": layout.bytes_per_token,
@@ -153,6 +158,7 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
             "blocks_per_request": layout.blocks_for(tokens),
             "bytes_per_request": layout.request_bytes(tokens),
             "bytes_per_batch": batch * layout.request_bytes(tokens),
+            "staged_bytes_per_request": layout.staged_bytes(),
         },
     }
 
@@ -225,10 +231,13 @@ def _parameters(parameters: int) -> str:
 
 def _rows(report: dict[str, Any]) -> Iterator[Row]:
     kv, tokens, batch = report["kv"], report["tokens"], report["batch"]
-    yield _bytes(f"K/V of a token in {report['dtype']}", kv["bytes_per_token"])
+    yield _bytes(f"K/V of a token in {report['codec']}", kv["bytes_per_token"])
     yield _bytes(f"K/V of a block of {report['block_size']:,} tokens", kv["bytes_per_block"])
     yield _bytes(f"K/V of a request of {tokens:,} tokens", kv["bytes_per_request"])
     yield _bytes(f"K/V of a batch of {batch:,}", kv["bytes_per_batch"])
+    if kv["staged_bytes_per_request"]:
+        what = "and each running request stages"
+        yield _bytes(what, kv["staged_bytes_per_request"])
     if "window" in kv:
         yield _bytes(f"K/V of {batch:,} x {kv['window']:,} tokens", kv["window_bytes"])
     model = report["model"]

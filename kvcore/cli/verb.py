@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcore.cli.terminal import echo
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.units import check_whole, parse_whole
@@ -16,8 +17,34 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
+RENAMED = {"--count": "--accounting", "--kv-dtype": "--codec"}
+"""Options of earlier releases, which are still taken, and what they are called now."""
+
+
 class Verb(click.Command):
-    """A verb. The help page of one with many options has them under headings."""
+    """A verb. The help page of one with many options has them under headings.
+
+    Attributes:
+        renamed: what options of an earlier release are called now.
+    """
+
+    def __init__(
+        self, *args: Any, renamed: Mapping[str, str] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
+        self.renamed = {**RENAMED, **(renamed or {})}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse a command line; options under their earlier names are taken with a notice."""
+        own = {flag for param in self.params for flag in param.opts}
+        ends = args.index("--") if "--" in args else len(args)
+        for place, text in enumerate(args[:ends]):
+            flag, equals, value = text.partition("=")
+            now = self.renamed.get(flag)
+            if now in own:
+                echo(f"kvcore: {flag} is called {now} now; use that", err=True)
+                args[place] = f"{now}{equals}{value}"
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options under the headings of `HEADINGS`, in this order."""
@@ -65,7 +92,7 @@ HEADINGS = {
         *("stop_at_eos", "check"),
     ),
     "Model and device": (
-        *("model", "device", "tensor_parallel", "kv_dtype", "generator", "backend", "dtype"),
+        *("model", "device", "tensor_parallel", "generator", "backend", "dtype", "codec"),
         *("clock", "weights_dtype", "threads"),
     ),
     "Pool": ("blocks", "memory", "block_size", "accounting", "allocation", "sizes"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 import attrs
 
 from kvcore.config.lookup import with_path
-from kvcore.config.run_config import option_names, option_type, read_option
+from kvcore.config.run_config import RENAMED, option_names, option_type, read_option, renamed
 from kvcore.config.values import EXPECTATIONS, convert, read_plugin, shown
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
@@ -23,9 +23,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "slo": EXPECTATIONS,
 }
 """Tables besides those of plugins: options that may be written together, parts of one."""
-
-RENAMED: Mapping[str, str] = {"count": "accounting"}
-"""Keys of earlier releases, and what they are called now."""
 
 
 def read_toml(
@@ -65,7 +62,7 @@ class _ConfigFile:
         """Return the options by name."""
         found: dict[str, Any] = {}
         for key, value in self._entries():
-            name = RENAMED.get(key, key)
+            (name,) = renamed({key: value}) if RENAMED.get(key) in self.types else (key,)
             _check(name, self.types, "there is no option")
             if name in found:
                 msg = f"{key!r} is given twice"

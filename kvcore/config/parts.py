@@ -18,9 +18,10 @@ from kvcore.config.run_config import MEMORY, RunConfig, read_option
 from kvcore.engine import Backend, Generator
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
+from kvcore.models.codec import Codec
 from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.memory import Deployment, KVLayout
-from kvcore.models.spec import KV_DTYPES, DeviceSpec, ModelSpec
+from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
@@ -105,10 +106,16 @@ class RunParts:
             return given if isinstance(given, DeviceSpec) else find_device(given)
 
     @cached_property
+    def codec(self) -> Codec:
+        """The codec of K/V, which sizes the pool and times its reads."""
+        codec: Codec = self.built("codec")
+        return codec
+
+    @cached_property
     def deployment(self) -> Deployment:
         """The model on its devices, with its K/V in blocks."""
-        with self._about("kv_dtype"):
-            layout = KVLayout(self.model, self.kv_dtype, self.geometry.block_size)
+        with self._about("codec"):
+            layout = KVLayout(self.model, self.codec, self.geometry.block_size)
         with self._about("tensor_parallel"):
             devices = self.config.tensor_parallel if self.config.timed else 1
             return Deployment(layout, self.device, devices)
@@ -169,7 +176,7 @@ class RunParts:
         return {
             "workload": self.workload,
             "seed": self.config.seed,
-            "model": {"name": self.model.name, "kv_dtype": self.kv_dtype},
+            "model": {"name": self.model.name, "codec": self._codec_text()},
             "device": {"name": self.device.name, "count": self.deployment.devices},
             "recompute": cost_fields(PrefillCost.of(self.model, self.device)),
         }
@@ -188,8 +195,8 @@ class RunParts:
             "model": self.model.name,
             "device": self.device.name,
             "tensor_parallel": self.deployment.devices,
-            "kv_dtype": self.kv_dtype,
-            "bytes_per_block": self.deployment.bytes_per_block,
+            "codec": self._codec_text(),
+            "bytes_per_block": self._block_bytes(),
             "plugins": {
                 plugin.kind: plain(describe(plugin)) for plugin in plugins if plugin is not None
             },
@@ -198,11 +205,6 @@ class RunParts:
             "rate_scale": self.config.rate_scale,
             "seed": self.config.seed,
         }
-
-    @property
-    def kv_dtype(self) -> str:
-        """The number format of K/V that sizes the pool and times its reads."""
-        return self.config.kv_dtype
 
     @property
     def sized(self) -> bool:
@@ -258,7 +260,7 @@ class RunParts:
         if blocks is None and memory is None:
             deployment = self.deployment
             with self._about("tensor_parallel"):
-                return deployment.blocks()
+                return deployment.blocks(self._sequences)
         with self._about("blocks" if memory is None else "memory"):
             if memory is not None:
                 blocks = self.blocks_in(memory)
@@ -272,16 +274,34 @@ class RunParts:
             InputError: not one.
         """
         memory, size = int(read_option("memory", memory)), self._block_bytes()
-        if memory < size:
-            dtype = f" of {self.config.dtype}" if self.config.mode == "run" else ""
-            block = f"a block{dtype}, which takes {format_bytes(size)}"
+        staged = self._staged_bytes()
+        if memory < size + staged:
+            block = f"a block of {self._codec_text()}, which takes {format_bytes(size)}"
+            if staged:
+                block += (
+                    f", beside the unfinished blocks of {self._sequences} sequences, which "
+                    f"take {format_bytes(staged)}: give more, or a smaller max_seqs"
+                )
             msg = f"{format_bytes(memory)} is less than {block}"
             raise InputError(msg)
-        return memory // size
+        return (memory - staged) // size
+
+    @property
+    def _sequences(self) -> int:
+        """How many sequences may run at a time, as far as memory is concerned."""
+        return self.config.max_seqs if self.config.timed else 0
+
+    def _codec_text(self) -> str:
+        """Return how K/V is kept, as headers and reports say it."""
+        return str(self.codec)
 
     def _block_bytes(self) -> int:
         """Return the bytes of a block."""
         return self.deployment.bytes_per_block
+
+    def _staged_bytes(self) -> int:
+        """Return the bytes that unfinished blocks take besides the pool."""
+        return self.deployment.staged_bytes(self._sequences)
 
     def _defaults(self) -> dict[str, Any]:
         """Return values of options of plugins that their texts leave out."""
@@ -295,7 +315,8 @@ class RunParts:
             "model": model.name if model == MODELS.get(model.name) else model,
             "device": device.name if device == DEVICES.get(device.name) else device,
             "tensor_parallel": devices or self.deployment.devices,
-            "kv_dtype": self.kv_dtype,
+            "codec": self.codec,
+            "block_size": self.geometry.block_size,
         }
 
     @contextmanager
@@ -351,6 +372,7 @@ class EngineParts(RunParts):
             "generator": self.generator,
             "backend": self.backend,
             "dtype": config.dtype,
+            "codec": self._kept_in,
             "clock": config.clock,
             "stop_at_eos": config.stop_at_eos,
             "seed": config.seed or 0,
@@ -363,21 +385,26 @@ class EngineParts(RunParts):
         timed = {"device": self.backend.name, "tensor_parallel": 1}
         return (
             super().describe(*plugins, self.generator, self.backend)
-            | {"kv_dtype": config.dtype, "bytes_per_block": self._block_bytes()}
             | {"clock": config.clock, "stop_at_eos": config.stop_at_eos}
             | (timed if config.clock == "wall" else {})
         )
 
-    def header(self) -> dict[str, Any]:
-        """Return what the header of a trace has besides what the run itself writes there."""
-        header = super().header()
-        return header | {"model": header["model"] | {"kv_dtype": self.config.dtype}}
+    @cached_property
+    def codec(self) -> Codec:
+        """The codec that a latency model times: of K/V in fp64, which has none, fp32."""
+        if self.config.codec is not None:
+            return super().codec
+        dtype = "fp32" if self.config.dtype == "fp64" else self.config.dtype
+        codec: Codec = self.plugins.build("codec", dtype)
+        return codec
 
     @property
-    def kv_dtype(self) -> str:
-        """The number format that a latency model times: fp64 is read as fp32."""
-        dtype = self.config.dtype
-        return dtype if dtype in KV_DTYPES else "fp32"
+    def _kept_in(self) -> Codec | None:
+        """The codec of the tensors; None: they are kept as they are computed."""
+        return None if self.config.codec is None else self.codec
+
+    def _codec_text(self) -> str:
+        return self.config.dtype if self._kept_in is None else str(self.codec)
 
     def _served(self) -> ModelSpec:
         """Build the generator and the backend; return the model that the generator is."""
@@ -436,6 +463,10 @@ class EngineParts(RunParts):
         """Return the bytes of a block of tensors."""
         from kvcore.engine.executor import tensor_layout  # noqa: PLC0415 - runs on tensors alone
 
-        layout = tensor_layout(self.model, 1, self.geometry.block_size, self.config.dtype)
-        size: int = layout.bytes
-        return size
+        config, size = self.config, self.geometry.block_size
+        layout = tensor_layout(self.model, 1, size, config.dtype, self._kept_in)
+        return int(layout.bytes)
+
+    def _staged_bytes(self) -> int:
+        """Return the bytes of unfinished blocks, which are kept in the dtype of the run."""
+        return self._sequences * self.deployment.layout.staged_bytes(self.config.dtype)

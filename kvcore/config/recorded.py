@@ -76,7 +76,7 @@ def _deployment(header: Mapping[str, Any]) -> dict[str, Any]:
     recorded = header["plugins"].get("latency", {}).get("options", {})
     found = {
         "model": _value(recorded.get("model", model.get("name"))),
-        "kv_dtype": model.get("kv_dtype"),
+        "codec": model.get("codec", model.get("kv_dtype")),
         "device": device.get("name"),
         "tensor_parallel": device.get("count"),
     }
@@ -111,7 +111,7 @@ def _no_batching(file: Path, caps: Mapping[str, Any], error: Exception) -> Input
 
 def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:
     """Build the plugin of `kind` that a header names, with the options it had."""
-    name, options = recorded["name"], recorded["options"]
+    name, options = recorded["name"], dict(recorded["options"])
     if name not in plugins.names(kind):
         known = ", ".join(plugins.names(kind))
         msg = (
@@ -129,20 +129,25 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
                 f"{name}:{key}=FILE"
             )
             raise InputError(msg)
-    # Text is read as the command line is, which knows infinities.
-    texts = {key: value for key, value in options.items() if isinstance(value, str)}
-    others = {key: _value(options[key]) for key in options.keys() - texts}
+    for old in options.keys() & cls.renamed_options.keys():
+        options[cls.renamed_options[old]] = options.pop(old)
     try:
+        if kind == "latency" and "codec" in options:
+            options["codec"] = str(plugins.build("codec", options["codec"]))
+        # Text is read as the command line is, which knows infinities.
+        texts = {key: value for key, value in options.items() if isinstance(value, str)}
+        others = {key: _value(options[key]) for key in options.keys() - texts}
         plugin: Plugin = plugins.build(kind, Spec(name, texts), others)
     except PluginError:
         raise
     except KvcoreError as error:
         msg = f"{file}: {kind} plugin {name!r} cannot be built as recorded: {error}"
         raise InputError(msg) from error
-    if plain(plugin.options()) != options:
+    now = plain(plugin.options())
+    if now != now | options:
         msg = (
             f"{file}: {kind} plugin {name!r} was recorded with options {options}, of "
-            f"which this version makes {plain(plugin.options())}. Give it anew: --{kind} "
+            f"which this version makes {now}. Give it anew: --{kind} "
             f"{name}:option=value"
         )
         raise InputError(msg)

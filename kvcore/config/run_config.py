@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,6 @@ from kvcore.config.values import (
 )
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError
-from kvcore.models.spec import KV_DTYPES
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, nearest
 from kvcore.request import SLO
@@ -52,9 +52,12 @@ MEMORY = 256 << 20
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "simulate": {},
     "compare": {"tensor_parallel": 1},
-    "run": {"model": None, "tensor_parallel": 1},
+    "run": {"model": None, "tensor_parallel": 1, "codec": None},
 }
 """Defaults by mode, where they differ from those of the fields."""
+
+RENAMED: Mapping[str, str] = {"count": "accounting", "kv_dtype": "codec"}
+"""Options of earlier releases, and what they are called now."""
 
 
 def _option(default: Any, text: str, *choices: str) -> Any:
@@ -84,9 +87,10 @@ class RunConfig:
         mode: `simulate`: served in the time of a latency model; `compare`: replayed serially
             and untimed; `run`: computed on tensors.
         workload: where the requests come from; a plugin or the path of a file.
-        model, device, tensor_parallel, kv_dtype: what is served on what. They size the
-            pool, price a block, and time steps. In mode `run` a `model` of None is the
-            generator's own.
+        model, device, tensor_parallel, codec: what is served on what, and how its K/V is
+            kept. They size the pool, price a block, and time steps. In mode `run` a `model`
+            of None is the generator's own, and a `codec` of None keeps numbers as they are
+            computed.
         accounting: how blocks are counted, `keys` or `tokens`; None: `tokens` under a clock,
             `keys` without one. A run under a clock knows `tokens` alone.
         block_size: tokens in a block; None: 16 under a clock, else as many as in a key.
@@ -99,7 +103,7 @@ class RunConfig:
         rate_scale: how many times as fast as recorded open-loop requests arrive.
         slo: what is expected for requests that bring no SLO; `SLO()`: nothing.
         seed: of plugins with an option `seed` that is not set; None: their own default.
-        dtype: in which a run on tensors computes and keeps K/V.
+        dtype: in which a run on tensors computes K/V, and keeps it without a codec.
         clock: by which a run on tensors is timed: `model` or `wall`.
         limit, window: the part of the workload that is taken: its first requests (0: all;
             None: all, in mode `run` 20), of those that arrive from the start of the window
@@ -124,7 +128,9 @@ class RunConfig:
         "h100", "GPU that the model is served on; `kvcore size --help` lists all."
     )
     tensor_parallel: int = _option(4, "Number of GPUs that share the model.")
-    kv_dtype: str = _option("fp16", "Number format in which K/V is kept.", *KV_DTYPES)
+    codec: PluginChoice | None = _option(
+        Spec("fp16"), "Codec: how K/V is kept, such as fp16, int8 or kivi:bits=2."
+    )
     accounting: Literal["keys", "tokens"] | None = _option(
         None, "Count blocks by whole keys of the workload, or by tokens."
     )
@@ -200,6 +206,7 @@ class RunConfig:
         Raises:
             InputError: an option that there is not, or a value that it cannot have.
         """
+        options = renamed(options)
         check_names(options, option_names())
         return cls(**{"mode": mode, **DEFAULTS[mode], **options})
 
@@ -291,6 +298,23 @@ def read_option(name: str, value: Any) -> Any:
     except InputError as error:
         msg = f"{name}: {error}"
         raise InputError(msg) from error
+
+
+def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their present names, with a FutureWarning for each earlier one.
+
+    Raises:
+        InputError: an option is given under both names.
+    """
+    for old in options.keys() & RENAMED.keys():
+        new = RENAMED[old]
+        if new in options:
+            msg = f"{old!r} is the earlier name of {new!r}: give one of them"
+            raise InputError(msg)
+        warnings.warn(
+            f"option {old!r} is called {new!r} now; use that", FutureWarning, stacklevel=4
+        )
+    return {RENAMED.get(name, name): value for name, value in options.items()}
 
 
 def check_names(given: Mapping[str, Any], known: list[str]) -> None:

@@ -119,9 +119,12 @@ class Backend(Plugin):
 
     Attributes:
         layout: layout of the allocated pool; set by `allocate`, None before.
+        takes_codecs: whether the backend stores K/V as `TensorLayout.codec` codes it; a run
+            refuses a codec if not.
     """
 
     kind: ClassVar[str] = "backend"
+    takes_codecs: ClassVar[bool] = False
 
     layout: TensorLayout = None  # type: ignore[assignment]
 
@@ -181,6 +184,10 @@ class Backend(Plugin):
         """Return the memory of K and of V of all blocks of a layer, not copies.
 
         `[blocks, kv_heads, block_size, head_dim]` and `[..., value_dim]`.
+
+        Raises:
+            InputError: the blocks hold codes of a codec; use `read`. The methods of this class
+                that work on the memory are overridden then.
         """
 
     def attend_weighed(

@@ -195,9 +195,14 @@ class Compactor:
     def positions(self, seq: Sequence) -> Tensor:
         """Return the position in the text of each token that `seq` holds.
 
-        `[layers, kv_heads, held]`, integers on the host; not for sequences with holes.
+        `[layers, kv_heads, held]`, integers on the host.
         """
-        return self._known(self._record(seq).positions, seq.held, seq.compacted)
+        import torch  # noqa: PLC0415 - see the module
+
+        known = self._known(self._record(seq).positions, seq.held, seq.compacted)
+        if seq.holes:
+            known = torch.tensor(self._positions_of(seq, seq.held)).expand(known.shape)
+        return known
 
     def _positions_of(self, seq: Sequence, context: int) -> Any:
         """Return the positions by which windows see the tokens of `seq`; None: their places."""

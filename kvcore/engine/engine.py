@@ -10,6 +10,7 @@ from kvcore.cache import KVCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.executor import Clock, TensorExecutor
 from kvcore.engine.generator import Generator
+from kvcore.models.codec import Codec
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
 from kvcore.serving import Batching, LatencyModel, Scheduler
@@ -40,6 +41,7 @@ def run(
     generator: Generator | type[Generator] | str,
     backend: Backend | type[Backend] | str,
     dtype: str = "fp32",
+    codec: Codec | type[Codec] | str | None = None,
     scheduler: Scheduler | None = None,
     latency: LatencyModel | None = None,
     batching: Batching | None = None,
@@ -66,6 +68,7 @@ def run(
             a text such as `transformer:layers=1`.
         backend: stores K/V and computes attention; given as the generator is.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
+        codec: how K/V is kept, such as `int8`; None: as it is computed.
         scheduler: decides which jobs run; None is the `fcfs` plugin.
         latency: gives the duration of a step under the model's clock; None is the
             `roofline` plugin.
@@ -103,6 +106,7 @@ def run(
             built_backend,
             latency,
             dtype=dtype,
+            codec=resolve("codec", codec),
             clock=clock,
             stop_at_eos=stop_at_eos,
             seed=seed,

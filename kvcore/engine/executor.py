@@ -15,6 +15,7 @@ from kvcore.engine.compaction import Compactor, token_retention
 from kvcore.engine.generator import AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
+from kvcore.models.codec import Codec
 from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import FAILURES, policy_error
@@ -62,6 +63,7 @@ class TensorExecutor:
         latency: gives the duration of a step under the model's clock, and the estimates
             that schedulers ask for.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
+        codec: how K/V is kept; None: as it is computed.
         clock: `model` or `wall`, as for `run`.
         stop_at_eos: whether a text ends at an end-of-text token; wall clock only.
         seed: seed of token ids and samples.
@@ -87,6 +89,7 @@ class TensorExecutor:
         latency: LatencyModel,
         *,
         dtype: str = "fp32",
+        codec: Codec | None = None,
         clock: Clock = "model",
         stop_at_eos: bool = False,
         seed: int = 0,
@@ -106,7 +109,8 @@ class TensorExecutor:
         generator.bind()
         backend.bind()
         blocks, block_size = cache.pool.blocks, cache.geometry.block_size
-        layout = tensor_layout(generator.spec, blocks, block_size, dtype)
+        layout = tensor_layout(generator.spec, blocks, block_size, dtype, codec)
+        _check_codec(backend, layout)
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
@@ -273,7 +277,9 @@ class TensorExecutor:
         self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
 
 
-def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> TensorLayout:
+def tensor_layout(
+    spec: ModelSpec, blocks: int, block_size: int, dtype: str, codec: Codec | None = None
+) -> TensorLayout:
     """Return the layout of the K/V of a model in a pool of blocks.
 
     Raises:
@@ -293,7 +299,19 @@ def tensor_layout(spec: ModelSpec, blocks: int, block_size: int, dtype: str) -> 
         head_dim=spec.head_dim,
         value_dim=spec.value_dim,
         dtype=dtype,
+        codec=codec,
     )
+
+
+def _check_codec(backend: Backend, layout: TensorLayout) -> None:
+    """Raise InputError for a codec that the backend would not heed."""
+    codec = layout.codec
+    if codec is not None and codec.dtype != layout.dtype and not backend.takes_codecs:
+        msg = (
+            f"backend {backend.name!r} stores K/V as it is computed, in {layout.dtype}, not as "
+            f"codec {codec.name!r} codes it: leave the codec out, or take backend torch-cpu"
+        )
+        raise InputError(msg)
 
 
 def _check_memory(generator: Generator, backend: Backend, layout: TensorLayout) -> None:

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import attrs
 
-from kvcore.plugins.base import Plugin
+from kvcore.errors import KvcoreError
+from kvcore.plugins.base import FAILURES, Plugin, policy_error
+from kvcore.plugins.options import spec_of
 
 Part: TypeAlias = Literal["keys", "values"]
 """The two halves of K/V, which a codec may code differently."""
@@ -63,6 +65,10 @@ class Codec(Plugin):
 
     dtype: ClassVar[str | None] = None
 
+    def __str__(self) -> str:
+        """Return the codec as text names it, such as `kivi:bits=2`."""
+        return str(spec_of(self))
+
     @abstractmethod
     def planes(self, part: Part, tokens: int, width: int) -> tuple[Plane, ...]:
         """Return the planes of one K/V head in a block of `tokens` tokens of `width` numbers.
@@ -98,11 +104,17 @@ class Codec(Plugin):
 
         Raises:
             InputError: such a block cannot be coded.
+            PolicyError: `planes` failed.
         """
         widths: tuple[tuple[Part, int], ...] = (("keys", key_width), ("values", value_width))
-        return sum(
-            plane.bytes
-            for part, width in widths
-            if width
-            for plane in self.planes(part, tokens, width)
-        )
+        try:
+            return sum(
+                plane.bytes
+                for part, width in widths
+                if width
+                for plane in self.planes(part, tokens, width)
+            )
+        except KvcoreError:
+            raise
+        except FAILURES as error:
+            raise policy_error(self, "planes", error) from error

@@ -9,13 +9,10 @@ from math import ceil
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.models.spec import (
-    KV_DTYPES,
-    DeviceSpec,
-    ModelSpec,
-    bytes_of,
-    count_field,
-)
+from kvcore.models.codec import PLANE_BYTES, Codec, Part
+from kvcore.models.spec import DeviceSpec, ModelSpec, count_field
+from kvcore.plugins import resolve, wrong_answer
+from kvcore.plugins.options import Spec
 from kvcore.units import DECIMAL, format_bytes
 
 USABLE = Fraction(9, 10)
@@ -84,24 +81,39 @@ class Deployment:
         """Return how many blocks fit into `size` bytes, on all devices together."""
         return max(0, size) // self.bytes_per_block
 
-    def blocks(self) -> int:
-        """Return how many blocks fit beside the weights.
+    def staged_bytes(self, sequences: int) -> int:
+        """Return the bytes that unfinished blocks of `sequences` sequences stage, together."""
+        copies = kv_copies(self.layout.model, self.devices)
+        return ceil(sequences * self.layout.staged_bytes() * copies)
+
+    def blocks(self, sequences: int = 0) -> int:
+        """Return how many blocks fit beside the weights, and what is staged.
+
+        Args:
+            sequences: how many may run at a time, each with a block that is not full.
 
         Raises:
             InputError: none; says how much is missing, and on what it would fit.
         """
-        blocks = self.blocks_in(self.kv_bytes)
+        free = self.kv_bytes - self.staged_bytes(sequences)
+        blocks = self.blocks_in(free)
         if not blocks:
             weights = format_bytes(self.layout.model.weight_bytes, DECIMAL)
-            missing = format_bytes(self.bytes_per_block - self.kv_bytes, DECIMAL)
+            missing = format_bytes(self.bytes_per_block - free, DECIMAL)
+            staged = (
+                f", the unfinished blocks of {sequences} sequences,"
+                if self.layout.staged_bytes()
+                else ""
+            )
             msg = (
-                f"{self.layout.model.name} on {self}: weights of {weights} and a block of K/V "
-                f"need {missing} more than {float(USABLE):.0%} of the memory. {self._remedy()}"
+                f"{self.layout.model.name} on {self}: weights of {weights}{staged} and a block "
+                f"of K/V need {missing} more than {float(USABLE):.0%} of the memory. "
+                f"{self._remedy(sequences)}"
             )
             raise InputError(msg)
         return blocks
 
-    def _remedy(self) -> str:
+    def _remedy(self, sequences: int) -> str:
         """Return a sentence with devices on which the model would fit."""
         from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
 
@@ -109,53 +121,100 @@ class Deployment:
         more = (attrs.evolve(self, devices=count) for count in (least, least + 1))
         other = (attrs.evolve(self, device=device) for device in DEVICES.values())
         fitting = [
-            *[str(one) for one in more if one.blocks_in(one.kv_bytes)][:1],
-            *[str(one) for one in other if one.blocks_in(one.kv_bytes)][:_SUGGESTIONS],
+            *[str(one) for one in more if _fits(one, sequences)][:1],
+            *[str(one) for one in other if _fits(one, sequences)][:_SUGGESTIONS],
         ]
         if not fitting:
             return "Take a smaller model, or smaller blocks"
         return f"It fits on {', '.join(fitting)}"
 
 
+def _fits(one: Deployment, sequences: int) -> bool:
+    return one.blocks_in(one.kv_bytes - one.staged_bytes(sequences)) > 0
+
+
+def _built(given: Codec | type[Codec] | Spec | str | None) -> Codec:
+    codec: Codec = resolve("codec", given, "fp16")
+    return codec
+
+
 @attrs.frozen
 class KVLayout:
     """The layout of a model's K/V in blocks, and the bytes that it takes.
 
-    Scales of quantised K/V are not counted.
+    Bytes are those of the codec's planes, scales included. A latent (MLA) is coded as the
+    keys of one head.
 
     Attributes:
         model: the model.
-        dtype: type of a stored number, one of `KV_DTYPES`.
+        codec: how K/V lies in a block; may be given as a class or a text (`kivi:bits=2`);
+            None: fp16.
         block_size: tokens in a block, which holds their K/V of all layers.
 
     Raises:
-        InputError: the dtype is none of K/V, or a block would hold no tokens.
+        InputError: there is no such codec, it cannot code such blocks, or a block would
+            hold no tokens.
+        PolicyError: the codec failed, or has no bytes.
     """
 
     model: ModelSpec
-    dtype: str = attrs.field(default="fp16")
+    codec: Codec = attrs.field(default=None, converter=_built)
     block_size: int = count_field(default=16)
 
-    @dtype.validator
-    def _known(self, _: object, value: str) -> None:
-        if value not in KV_DTYPES:
-            msg = f"K/V cannot be kept in {value!r}; known dtypes: {', '.join(KV_DTYPES)}"
-            raise InputError(msg)
+    def __attrs_post_init__(self) -> None:
+        """Refuse blocks that the codec cannot code."""
+        if self.bytes_per_block < 1:
+            raise wrong_answer(self.codec, "planes()", "none, so K/V would take no bytes")
 
     @property
-    def bytes_per_layer(self) -> int:
-        """Bytes of one token in one layer."""
-        return bytes_of(self.model.kv_width, self.dtype)
+    def _heads(self) -> tuple[int, int, int]:
+        """The K/V heads of a layer, and the width of their keys and of their values."""
+        model = self.model
+        if model.latent:
+            return 1, model.latent, 0
+        return model.kv_heads, model.head_dim, model.value_dim
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Bytes of a block in one layer."""
+        heads, *widths = self._heads
+        return heads * self.codec.head_bytes(self.block_size, *widths)
+
+    @property
+    def bytes_per_layer(self) -> Fraction:
+        """Bytes of one token in one layer: its part of a block, exact."""
+        return Fraction(self._layer_bytes, self.block_size)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.bytes_per_layer * self.model.layers
+        """Bytes of one token in all layers, rounded up."""
+        return ceil(self.bytes_per_layer * self.model.layers)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block: `block_size` tokens in all layers."""
-        return self.bytes_per_token * self.block_size
+        return self._layer_bytes * self.model.layers
+
+    def staged_bytes(self, dtype: str | None = None) -> int:
+        """Return the bytes that a running sequence takes besides its blocks.
+
+        What a codec codes block by block lies as it was computed until its block is full:
+        a block of such numbers for each running sequence.
+
+        Args:
+            dtype: dtype in which K/V is computed; None: that of the model's weights, but
+                bf16 for weights that are quantised.
+        """
+        if dtype is None:
+            dtype = self.model.dtype if self.model.dtype in ("fp32", "fp16") else "bf16"
+        heads, *widths = self._heads
+        parts: tuple[Part, ...] = ("keys", "values")
+        staged = sum(
+            width
+            for part, width in zip(parts, widths, strict=True)
+            if not self.codec.by_token(part)
+        )
+        return staged * heads * self.block_size * self.model.layers * PLANE_BYTES[dtype]
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks that `tokens` tokens occupy, the last perhaps in part."""
@@ -168,25 +227,32 @@ class KVLayout:
         blocks written round and round).
         """
         return sum(
-            layers * self.bytes_per_layer * self.block_size * self.blocks_for(kept)
+            layers * self._layer_bytes * self.blocks_for(kept)
             for kept, layers in self._kept(tokens)
         )
 
     def read_bytes(self, tokens: int) -> int:
-        """Return the bytes of K/V read to decode one token with `tokens` tokens of context."""
-        return sum(layers * self.bytes_per_layer * kept for kept, layers in self._kept(tokens))
+        """Return the bytes of K/V read to decode one token with `tokens` tokens of context.
+
+        Rounded up, where the tokens of a block share scales.
+        """
+        read = sum(layers * kept for kept, layers in self._kept(tokens))
+        return ceil(read * self.bytes_per_layer)
 
     def window_bytes(self, sequences: int, window: int) -> int:
         """Return the bytes of `sequences` sequences that each keep `window` tokens."""
-        return sequences * window * self.bytes_per_token
+        return ceil(sequences * window * self.bytes_per_layer * self.model.layers)
 
     def blocks_in(self, budget: int) -> int:
         """Return how many blocks fit into `budget` bytes."""
         return max(0, budget) // self.bytes_per_block
 
     def requests_in(self, budget: int, tokens: int) -> int:
-        """Return how many requests of `tokens` tokens (1 or more) fit into `budget` bytes."""
-        return max(0, budget) // self.request_bytes(tokens)
+        """Return how many requests of `tokens` tokens (1 or more) fit into `budget` bytes.
+
+        Each takes its blocks, and what it stages.
+        """
+        return max(0, budget) // (self.request_bytes(tokens) + self.staged_bytes())
 
     def _kept(self, tokens: int) -> list[tuple[int, int]]:
         """Return pairs of the tokens that a layer keeps, and the number of such layers."""

@@ -23,7 +23,6 @@ _BYTES_OF_32 = {
 
 
 WEIGHT_DTYPES = tuple(_BYTES_OF_32)
-KV_DTYPES = WEIGHT_DTYPES[:-1]
 
 # Far above any model there is, and low enough that no product of them takes long.
 MAX_LAYERS = 100_000
@@ -142,11 +141,6 @@ class ModelSpec:
         if self.kv_heads == self.query_heads:
             return "MHA"
         return "MQA" if self.kv_heads == 1 else "GQA"
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers a layer stores per token: K and V of every K/V head, or the latent."""
-        return self.latent or self.kv_heads * (self.head_dim + self.value_dim)
 
     @property
     def expert_parameters(self) -> int:

@@ -38,6 +38,9 @@ KINDS = {
 """The kinds of plugins, and the hook that returns the classes of each. The entry points of
 kvcore itself are called as the kind whose hook they have."""
 
+ALIASES = {("codec", "fp8"): "fp8-e4m3"}
+"""Other names of plugins, by kind and name."""
+
 NO_PLUGINS = {
     ("eviction", "belady"): "it is no policy but a bound, and comparisons alone know it",
     ("eviction", "optimum"): "it is no policy but a bound, and comparisons alone know it",
@@ -147,6 +150,7 @@ class Plugins:
                 or an editable install is older than its checkout's entry points.
         """
         found = self._find(kind)
+        name = ALIASES.get((kind, name), name)
         if name in found:
             return found[name][0]
         for info in self._unusable:

@@ -138,6 +138,13 @@ def instantiate(
         raise PluginError(msg) from error
 
 
+def spec_of(plugin: Plugin) -> Spec:
+    """Return the text of a plugin, without the options that have their default."""
+    defaults = {option.name: option.default for option in options_of(type(plugin))}
+    given = plugin.options().items()
+    return Spec(plugin.name, {name: as_text(v) for name, v in given if v != defaults[name]})
+
+
 def takes_path(cls: type[Plugin], option: str) -> bool:
     """Return True if `cls` has an option of that name whose value is the path of a file."""
     types = [_type_of(cls, each) for each in options_of(cls) if each.name == option]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, TextIO
@@ -29,6 +29,7 @@ from kvcore.units import BINARY, format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 
 FORMS = ("png", "svg")
@@ -80,16 +81,27 @@ def plot(report: CurvesReport, form: str) -> bytes:
     Raises:
         PluginError: matplotlib is not installed.
     """
+    return picture(form, lambda figure: draw(figure.add_subplot(), report))
+
+
+def picture(
+    form: str, fill: Callable[[Figure], None], inches: tuple[float, float] = INCHES
+) -> bytes:
+    """Return a figure of the house's style, which `fill` draws into, as `png` or `svg` bytes.
+
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
     module = matplotlib()
     from matplotlib import rc_context  # noqa: PLC0415 - as above
 
-    picture = io.BytesIO()
+    file = io.BytesIO()
     with rc_context(STYLE):
-        figure = module.Figure(figsize=INCHES, layout="constrained")
-        draw(figure.add_subplot(), report)
+        figure = module.Figure(figsize=inches, layout="constrained")
+        fill(figure)
         metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(picture, format=form, dpi=DPI, metadata=metadata)
-    return picture.getvalue()
+        figure.savefig(file, format=form, dpi=DPI, metadata=metadata)
+    return file.getvalue()
 
 
 def draw(axes: Axes, report: CurvesReport) -> None:
@@ -151,14 +163,14 @@ def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
     axes.set_xlim(low / MARGIN, high * MARGIN)
     blocks = counted(report.curves.distinct_blocks, "distinct block")
     tokens = counted(report.curves.block_size, "token")
-    _name(axes.xaxis, low, high, f"pool, as a share of the {blocks} of {tokens}", "%")
+    log_axis(axes.xaxis, low, high, f"pool, as a share of the {blocks} of {tokens}", "%")
     layout = report.layout
     factor, unit = footprint / 100, "blocks"
     if layout is not None:
         factor *= layout.bytes_per_block
         size = "GiB" if high * factor >= BINARY["GiB"] else "MiB"
         factor /= BINARY[size]
-        unit = f"{size} of K/V ({layout.model.name}, {layout.dtype})"
+        unit = f"{size} of K/V ({layout.model.name}, {layout.codec})"
 
     def amount(share: Any) -> Any:
         return share * factor
@@ -169,10 +181,10 @@ def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
     above = axes.secondary_xaxis("top", functions=(amount, share))
     above.tick_params(length=3)
     above.spines["top"].set_visible(True)
-    _name(above.xaxis, low * factor, high * factor, unit, "")
+    log_axis(above.xaxis, low * factor, high * factor, unit)
 
 
-def _name(axis: Axis, low: float, high: float, label: str, sign: str) -> None:
+def log_axis(axis: Axis, low: float, high: float, label: str, sign: str = "") -> None:
     """Label a logarithmic axis, with ticks at 1 and 3 times the powers of ten."""
     powers = range(floor(log10(low)) - 1, ceil(log10(high)) + 1)
     ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]

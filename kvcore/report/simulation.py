@@ -246,7 +246,7 @@ class SimulationReport:
         )
         pool = (
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
-            f"{blocks * size:,} tokens in all, {memory} in {config['kv_dtype']}."
+            f"{blocks * size:,} tokens in all, {memory} in {config['codec']}."
         )
         lines = [run, pool]
         if load is not None:
@@ -293,7 +293,7 @@ class SimulationReport:
         header = {
             **config,
             "mode": config.get("clock", "model"),
-            "model": {"name": config["model"], "kv_dtype": config["kv_dtype"]},
+            "model": {"name": config["model"], "codec": config["codec"]},
             "device": {"name": config["device"], "count": config["tensor_parallel"]},
             "count": summary["count"],
             "block_size": summary["pool"]["block_size"],
@@ -346,6 +346,11 @@ class SimulationReport:
         yield "preemptions", f"{counts['pause']:,} paused, {counts['recompute']:,} recomputed"
         if summary["forgotten_blocks"]:
             yield "forgotten", counted(summary["forgotten_blocks"], "block")
+        if summary["compactions"]:
+            removed = counted(summary["compacted_tokens"], "token")
+            yield "forgotten", f"{removed} in {counted(summary['compactions'], 'compaction')}"
+        if summary["deferred_compactions"]:
+            yield "no room for", counted(summary["deferred_compactions"], "compaction")
         yield "evicted", counted(summary["evicted_blocks"], "block")
         blocks, active = pool["blocks"], pool["active"]
         if active["mean"] is not None:

@@ -213,7 +213,8 @@ def setup(header: Mapping[str, Any]) -> str:
     if workload := header.get("workload"):
         parts.append(f"workload {_wrappable(workload['name'], workload['options'])}")
     if served:
-        dtype = f" in {served['kv_dtype']}" if "kv_dtype" in served else ""
+        kept = served.get("codec", served.get("kv_dtype"))
+        dtype = f" in {kept}" if kept else ""
         where = f" on {device.get('count', 1)} x {device.get('name')}" if device else ""
         parts.append(f"{served.get('name')}{dtype}{where}")
     elif cost:
@@ -223,7 +224,9 @@ def setup(header: Mapping[str, Any]) -> str:
     parts.append(f"{blocks} of {size} ({header['count']} counting)")
     deployment = {
         "model": served.get("name"),
+        "codec": served.get("codec"),
         "kv_dtype": served.get("kv_dtype"),
+        "block_size": header["block_size"],
         "device": device.get("name"),
         "tensor_parallel": device.get("count"),
     }
@@ -263,7 +266,7 @@ def block_bytes(layout: KVLayout) -> str:
     """Return a sentence: the bytes that a block takes."""
     return (
         f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
-        f"{layout.dtype} takes {format_bytes(layout.bytes_per_block)}."
+        f"{layout.codec} takes {format_bytes(layout.bytes_per_block)}."
     )
 
 
@@ -271,7 +274,7 @@ def memory_fields(layout: KVLayout) -> dict[str, Any]:
     """Return what a block takes as a JSON object."""
     return {
         "model": layout.model.name,
-        "kv_dtype": layout.dtype,
+        "codec": str(layout.codec),
         "bytes_per_block": layout.bytes_per_block,
     }
 

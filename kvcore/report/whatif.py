@@ -126,6 +126,9 @@ class WhatIfReport:
         forgotten = [run.forgotten_blocks for run in runs]
         if any(forgotten):
             yield _row("blocks forgotten", forgotten, _count)
+        if any(run.compactions for run in runs):
+            yield _row("compactions", [run.compactions for run in runs], _count)
+            yield _row("tokens forgotten", [run.compacted_tokens for run in runs], _count)
         if not found.timed:
             return
         for key, name in TIMES:

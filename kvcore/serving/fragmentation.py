@@ -29,15 +29,24 @@ class MeasuredAllocator(DecodeAllocator):
         super().__init__(cache, batch)
         self.slots = cache.pool.blocks * self._block_size
         self.idle = self.uncomputed = 0
+        self._compacted = 0
 
     def held(self) -> tuple[int, int]:
-        """Return the slots that open requests hold, and those only the prefix cache holds."""
+        """Return the slots that open requests hold, and those only the prefix cache holds.
+
+        Brings `idle` up to date with what compactions have taken: filled slots, and some
+        idle ones behind them.
+        """
+        stats = self._cache.stats
+        taken = stats.compacted_blocks * self._block_size - stats.compacted_tokens
+        self.idle += self._compacted - taken
+        self._compacted = taken
         cached = self._cache.tree.unpinned_blocks * self._block_size
         return self.slots - self._cache.pool.free_blocks * self._block_size - cached, cached
 
     def slots_of(self, seq: Sequence) -> int:
-        """Return how many slots `seq` has."""
-        return seq.blocks * self._block_size
+        """Return how many slots `seq` has, or had before it was compacted."""
+        return seq.blocks * self._block_size + seq.compacted
 
     def filled(self, prefill: int, decode: int) -> None:
         """Count tokens that came into slots, of prompts and generated ones."""
@@ -58,7 +67,8 @@ class MeasuredAllocator(DecodeAllocator):
         if tokens is not None:
             self._cache.settle(job.seq, tokens)
         left = job.prefill_left
-        self.idle -= self.slots_of(job.seq) - (job.computed if left else job.length)
+        length = job.computed if left else job.length
+        self.idle -= self.slots_of(job.seq) + job.seq.compacted - length
         self.uncomputed -= left
         super().close(job, now)
 
@@ -67,6 +77,12 @@ class MeasuredAllocator(DecodeAllocator):
         before = self.slots_of(seq)
         super().extend(seq, tokens, now)
         self.idle += self.slots_of(seq) - before
+
+    def commit(self, seq: Sequence, tokens: int, now: int) -> None:
+        """Count `tokens` more tokens of `seq` as computed; a compaction gives slots back."""
+        before = self.slots_of(seq) + seq.compacted
+        super().commit(seq, tokens, now)
+        self.idle += self.slots_of(seq) + seq.compacted - before
 
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""

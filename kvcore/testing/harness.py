@@ -21,10 +21,28 @@ from kvcore.request import Key, Request, Retention
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
 
-EVEN = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1, "fork": 1, "rollback": 1}
+EVEN = {
+    "open": 5,
+    "commit": 6,
+    "close": 4,
+    "serve": 3,
+    "extend": 1,
+    "fork": 1,
+    "rollback": 1,
+    "compact": 1,
+}
 """How often the actions come: as many blocks go as come, so neither room nor work runs out."""
 
-FORKS = {"open": 2, "commit": 4, "close": 2, "serve": 1, "extend": 1, "fork": 3, "rollback": 3}
+FORKS = {
+    "open": 2,
+    "commit": 4,
+    "close": 2,
+    "serve": 1,
+    "extend": 1,
+    "fork": 3,
+    "rollback": 3,
+    "compact": 1,
+}
 """As above, with many sequences that share private blocks."""
 
 
@@ -54,10 +72,11 @@ class Step:
     """One call to a cache.
 
     Attributes:
-        action: `open`, `commit`, `close`, `extend`, `fork` or `rollback`; or `serve`, which
-            opens a request, commits all of it and closes it.
+        action: `open`, `commit`, `close`, `extend`, `fork`, `rollback` or `compact`; or
+            `serve`, which opens a request, commits all of it and closes it.
         which: of the sequences open by then, counted round. `commit` counts those that have
-            tokens to commit, `open` the requests closed before if `again`.
+            tokens to commit, `compact` those that have some to lose, `open` the requests
+            closed before if `again`.
         tokens: how many; None for all there are. Unused by `fork`, `close` and `serve`.
         wait: ns since the step before.
         request: what `open` or `serve` opens.
@@ -115,6 +134,7 @@ def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
         "commit": 2 * traffic.key_tokens,
         "extend": 2 * traffic.key_tokens,
         "rollback": traffic.key_tokens,
+        "compact": 3 * traffic.key_tokens,
     }.get(action)
     some = most is not None and draw(1, 4) <= {"open": 1, "commit": 3}.get(action, 4)
     return Step(
@@ -400,6 +420,8 @@ class Driver:
     def _candidates(self, action: str) -> list[Sequence]:
         if action == "commit":
             return [seq for seq in self.sequences if seq.computed < seq.tokens]
+        if action == "compact":
+            return [seq for seq in self.sequences if seq.computed > 1]
         return self.sequences
 
     def _act(self, action: str, seq: Sequence, tokens: int | None) -> None:
@@ -411,6 +433,8 @@ class Driver:
             cache.commit(seq, left if tokens is None else min(tokens, left), now)
         elif action == "rollback":
             cache.rollback(seq, min(tokens or 0, seq.tokens), now)
+        elif action == "compact":
+            cache.compact(seq, min(tokens or 0, seq.computed - 1), now)
         elif action == "fork":
             self.sequences.append(cache.fork(seq, now))
         else:
@@ -472,7 +496,8 @@ _PLAIN = [
 
 def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
     private = None if seq.private is None else list(seq.private)
-    return seq.id, seq.tokens, seq.computed, seq.blocks, seq.span.id, private, seq.is_open
+    lengths = seq.tokens, seq.computed, seq.blocks, seq.compacted, seq.kept, seq.holes
+    return seq.id, lengths, seq.cacheable, seq.span.id, private, seq.is_open
 
 
 def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
@@ -490,7 +515,7 @@ _some_open = precondition(lambda self: bool(self.driver.sequences))
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Opens, commits, extends, forks, rolls back and closes at random, small caches included.
+    """Opens, commits, extends, forks, compacts and closes at random, small caches included.
 
     After each step the cache's invariants hold. A call that is refused, and a probe, leave
     everything as it was: pool, spans, pins, statistics, the policy's data. The policy
@@ -567,6 +592,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.take(step)
 
     @_some_open
+    @rule(step=steps(_TRAFFIC, "compact"))
+    def compact(self, step: Step) -> None:
+        """Go on with some tokens alone; there may be no room."""
+        self.take(step)
+
+    @_some_open
     @rule(step=steps(_TRAFFIC, "close"))
     def close(self, step: Step) -> None:
         """Close a sequence."""
@@ -587,7 +618,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Close every sequence: nothing is private or pinned any more."""
-        if not hasattr(self, "driver"):
+        if not hasattr(self, "driver") or self.driver.cache.tree.failure is not None:
             return
         while self.driver.sequences:
             self.take(Step(action="close"))

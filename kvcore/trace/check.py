@@ -145,7 +145,7 @@ def _report(
 
 
 # Events between the first victim of a call and the lines that take its block.
-ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY"})
+ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY", "COMPACT"})
 
 # Events between a commit and the pins of the forked siblings that share its blocks.
 SHARING = frozenset({"COMMIT", "SPLIT", "FREE"})
@@ -276,11 +276,15 @@ class TraceChecker:
         if event.first != seq.blocks:
             violated(f"sequence {seq.id} has {seq.blocks} blocks: {event.first} is not next")
         self.lifecycles.grow(seq.prompt.id, seq.id)
-        if self._evicting is not None:
-            if self._evicting != seq.prompt.id:
-                self._refuse_victims()
+        self._take(seq, ids)
+
+    def _take(self, seq: TracedSequence, ids: Ids, *, copy: bool = False) -> None:
+        """Check that `seq` gets these blocks, and that victims left for its sake alone."""
+        if self._evicting not in (None, seq.prompt.id):
+            self._refuse_victims()
+        self._order.take(ids, seq.prompt.id, copy=copy)
+        if not self._order.victims:
             self._evicting = None
-        self._order.take(ids, seq.prompt.id)
 
     def _copy(self, event: events.Copy) -> None:
         seq, source = self.state.sequence(event.seq), event.source
@@ -288,9 +292,7 @@ class TraceChecker:
             violated(f"block {source} is not the private tail of sequence {seq.id}")
         if not self._order.pool.unshare(source):
             violated(f"block {source} has one owner, who may write to it")
-        if self._evicting is not None and self._evicting != seq.prompt.id:
-            self._refuse_victims()
-        self._order.take(self.state.ids([(event.to, 1)]), seq.prompt.id, copy=True)
+        self._take(seq, self.state.ids([(event.to, 1)]), copy=True)
 
     def _commit(self, event: events.Commit) -> None:
         seq, count = self.state.sequence(event.seq), event.blocks
@@ -300,7 +302,7 @@ class TraceChecker:
             violated(
                 f"the private blocks of sequence {seq.id} are {seq.span.end} to {seq.blocks}"
             )
-        if seq.holes:
+        if seq.has_forgotten:
             violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
         if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
@@ -392,6 +394,57 @@ class TraceChecker:
         self._must_free(seq, event.runs, freed)
         self._order.pool.release(freed)
 
+    def _compact(self, event: events.Compact) -> None:
+        seq, tokens, held = self.state.sequence(event.seq), event.tokens, event.held
+        layout, pool, ahead = self.state.layout, self._order.pool, event.ahead or 0
+        self._expired_for = None
+        self.lifecycles.grow(seq.prompt.id, seq.id)
+        dropped = sum(end - first for first, end in seq.holes)
+        computed = held + dropped * layout.block_size
+        if layout.blocks_for(held + ahead) != seq.blocks - dropped or held < seq.kept:
+            violated(
+                f"sequence {seq.id} has {seq.blocks - dropped} blocks, and kept {seq.kept} "
+                f"tokens before: they are not for {held} tokens and {ahead} to come"
+            )
+        if tokens >= held or computed < seq.span.end * layout.block_size:
+            violated(
+                f"of {held} tokens {tokens} stay: it must be fewer, and sequence {seq.id} "
+                f"must have computed the {seq.span.end} blocks that it shares"
+            )
+        if self.state.header.mode != "untimed":
+            self._must_be_asked(seq, computed, ahead)
+        keep = layout.blocks_for(tokens + ahead)
+        own = array("i", [block for block in seq.private if block not in pool.owners])
+        new, freed = self.state.ids(event.new or []), own[keep:][::-1]
+        if len(new) != max(0, keep - len(own)):
+            violated(f"{keep} blocks stay, of {len(own)} own ones and {len(new)} new ones")
+        if new:
+            self._take(seq, new)
+        elif self._evicting is not None:
+            self._refuse_victims()
+        self._order.settle()
+        self._must_free(seq, event.runs, freed)
+        pool.free(freed, len(freed))
+        for block in seq.private:
+            pool.unshare(block)
+
+    def _must_be_asked(self, seq: TracedSequence, computed: int, ahead: int) -> None:
+        """Check that a server asks its policy then: after a chunk, or when a block is full.
+
+        The table of `seq` has `computed` computed tokens, and room for `ahead` more.
+        """
+        if self._retention is None:
+            violated("HEADER has no retention policy that asks for it")
+        layout, prompt = self.state.layout, seq.prompt
+        text = computed + ahead + seq.compacted
+        most = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
+        asked = text == prompt.tokens or not (ahead or computed % layout.block_size)
+        if not prompt.tokens <= text <= most or not (asked or seq.resumed):
+            violated(
+                f"sequence {seq.id} has room for {text} tokens of its text, {ahead} of them to "
+                "come: it is compacted after a chunk of its prompt, and when a block is full"
+            )
+
     def _free(self, event: events.Free) -> None:
         seq, reason = self.state.sequence(event.seq), event.reason
         ids = self.state.ids(event.runs)
@@ -408,22 +461,29 @@ class TraceChecker:
             if reason == "rollback":
                 first = event.first if isinstance(event.first, int) else seq.blocks - len(ids)
                 keep = first - seq.span.end - seq.freed
-                if not 0 <= keep < len(seq.private):
-                    violated(f"blocks {seq.span.end} to {seq.blocks} can be rolled back")
+                fixed = seq.span.end or self.state.layout.blocks_for(seq.kept)
+                if not fixed - seq.span.end <= keep < len(seq.private):
+                    violated(f"blocks {fixed} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
         self._must_free(seq, event.runs, self._order.pool.release(dropped[::-1]))
         if reason == "close":
-            if (event.forgotten or []) != seq.forgotten:
-                told = [list(hole) for hole in seq.forgotten]
-                violated(f"sequence {seq.id} has forgotten {told}, as first and count")
-            if self._due is None:
-                self.lifecycles.close(seq.prompt.id, seq.id)
-            prompt, end = seq.prompt, seq.span.end
-            least, most = self._limits(prompt, resumed=True)
-            most = max(most, prompt.cacheable if seq.holes else end)
-            if self.state.header.mode != "untimed":
-                least = max(least, end)
-            self._returning[prompt.id] = least, most
+            self._close(event, seq)
+
+    def _close(self, event: events.Free, seq: TracedSequence) -> None:
+        """Check what `seq` had forgotten, and store how much it may hit when it returns."""
+        if (event.forgotten or []) != seq.forgotten:
+            told = [list(hole) for hole in seq.forgotten]
+            violated(f"sequence {seq.id} has forgotten {told}, as first and count")
+        if (event.compacted or 0) != seq.compacted:
+            violated(f"compactions of sequence {seq.id} removed {seq.compacted} tokens")
+        if self._due is None:
+            self.lifecycles.close(seq.prompt.id, seq.id)
+        prompt, end = seq.prompt, seq.span.end
+        least, most = self._limits(prompt, resumed=True)
+        most = max(most, prompt.cacheable if seq.has_forgotten else end)
+        if self.state.header.mode != "untimed":
+            least = max(least, end)
+        self._returning[prompt.id] = least, most
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.state.sequence(event.seq)
@@ -487,7 +547,8 @@ class TraceChecker:
 
     def _must_have_blocks(self, seq: TracedSequence, output: int) -> None:
         """Check that `seq` has, or has dropped, a block for each token that must be cached."""
-        need = self.state.layout.blocks_for(seq.prompt, output)
+        layout = self.state.layout
+        need = layout.blocks_for(layout.tokens_of(seq.prompt, output) - seq.compacted)
         if seq.blocks < need:
             violated(
                 f"sequence {seq.id} has had {seq.blocks} blocks; its prompt and {output} "
@@ -496,7 +557,8 @@ class TraceChecker:
 
     def _must_not_fit(self, prompt: TracedPrompt) -> None:
         """Check that a request which a server rejects is empty, or larger than the pool."""
-        need = self.state.layout.blocks_for(prompt, self.lifecycles.output(prompt.id))
+        output = self.lifecycles.output(prompt.id)
+        need = self.state.layout.blocks_for(self.state.layout.tokens_of(prompt, output))
         if prompt.tokens and need <= self.state.header.blocks:
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 
@@ -564,19 +626,19 @@ class AllocationOrder:
     def __init__(self, blocks: int) -> None:
         """Start with `blocks` free blocks, none of them used before."""
         self.pool = BlockPool(blocks)
-        self._victims: Ids = array("i")
+        self.victims: Ids = array("i")
         self._requester: int | str | None = None
         self._copied = False
 
     @property
     def free(self) -> int:
         """Blocks that hold nothing."""
-        return self.pool.free_blocks + len(self._victims)
+        return self.pool.free_blocks + len(self.victims)
 
     def evict(self, ids: Ids, requester: int | str) -> None:
         """Record victims, evicted because request `requester` needs blocks."""
         self.serve(requester)
-        self._victims.extend(ids)
+        self.victims.extend(ids)
 
     def expire(self, ids: Ids) -> None:
         """Record blocks that were evicted as expired: they are free at once."""
@@ -592,7 +654,7 @@ class AllocationOrder:
             ViolationError: there are not as many, too many were evicted, or others are next.
         """
         self.serve(requester)
-        victims, count, available = self._victims, len(ids), self.free
+        victims, count, available = self.victims, len(ids), self.free
         if not 0 < count <= available:
             violated(f"{count} blocks are taken; {available} are free")
         if victims and count < available and not copy:
@@ -613,10 +675,10 @@ class AllocationOrder:
 
     def settle(self) -> None:
         """Free what a call evicted that failed before it could use it."""
-        if self._victims:
+        if self.victims:
             if self._copied:
-                violated(f"{len(self._victims)} more blocks were evicted than were missing")
-            ids = self.pool.allocate(self.pool.free_blocks) + self._victims
+                violated(f"{len(self.victims)} more blocks were evicted than were missing")
+            ids = self.pool.allocate(self.pool.free_blocks) + self.victims
             self.pool.free(ids[::-1], len(ids))
-            self._victims = array("i")
+            self.victims = array("i")
         self._copied = False

@@ -225,6 +225,17 @@ class Drop(Event, tag="EVICT"):
     scope: Annotated[Literal["sequence"], _one_of("cache", "sequence")]
 
 
+class Compact(Event, tag="COMPACT"):
+    """A sequence goes on with some of the tokens that it held, in private blocks."""
+
+    seq: Count
+    tokens: Size
+    held: Size
+    runs: Runs
+    new: Runs | UnsetType = UNSET
+    ahead: Count | UnsetType = UNSET
+
+
 class Free(Event, tag="FREE"):
     """Private blocks of a sequence are free again, deepest first."""
 
@@ -235,6 +246,7 @@ class Free(Event, tag="FREE"):
     ]
     first: Count | UnsetType = UNSET
     forgotten: Runs | UnsetType = UNSET
+    compacted: Count | UnsetType = UNSET
 
 
 class Fork(Event, tag="FORK"):
@@ -308,8 +320,8 @@ class End(Event, tag="END"):
 
 
 _TAGGED = (
-    Header | Request | Hit | Miss | Split | Alloc | Commit | Evict | Free | Fork | Copy
-    | FirstToken | Preempt | Resume | Keys | Finish | Reject | End
+    Header | Request | Hit | Miss | Split | Alloc | Commit | Evict | Compact | Free | Fork
+    | Copy | FirstToken | Preempt | Resume | Keys | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {

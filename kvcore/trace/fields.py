@@ -14,6 +14,7 @@ import attrs
 
 from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
+from kvcore.models.codec import Codec
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention
 from kvcore.units import INT64_LIMIT
@@ -100,9 +101,12 @@ def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
 def plain(value: Any) -> Any:
     """Return `value` as JSON for the header, equal in equal runs.
 
-    Infinities and NaN become strings; a path is its text, a model or a device an object of
-    its fields, any other object the name of its class, since its `repr` may hold an address.
+    Infinities and NaN become strings; a path or a codec is its text, a model or a device an
+    object of its fields, any other object the name of its class, since its `repr` may hold
+    an address.
     """
+    if isinstance(value, Codec):
+        value = str(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

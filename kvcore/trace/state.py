@@ -36,7 +36,7 @@ WORK, WORK_OF_LINE = 1 << 25, 1 << 10
 
 APPLIED = (
     *("REQUEST", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
-    *("FREE", "FORK", "KEYS"),
+    *("COMPACT", "FREE", "FORK", "KEYS"),
 )
 """Events that change the cache; each is applied by the method of its name."""
 
@@ -143,15 +143,19 @@ class TraceLayout:
             unkeyed=keyed < most or not keys,
         )
 
-    def blocks_for(self, prompt: TracedPrompt, output: int) -> int:
-        """Return how many blocks a request fills that has so many tokens of output.
+    def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
+        """Return how many tokens of a request have K/V once it has so many of output.
 
-        The K/V of its last token is never computed; where keys are counted, only the prompt
-        takes blocks.
+        The K/V of its last token is never computed; where keys are counted, only that of the
+        prompt is, in whole blocks.
         """
-        if self.count == "keys" or not output:
-            return prompt.blocks
-        return -(-(prompt.tokens + output - 1) // self.block_size)
+        if self.count == "keys":
+            return prompt.blocks * self.block_size
+        return prompt.tokens + max(output - 1, 0)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return how many blocks so many tokens fill."""
+        return -(-tokens // self.block_size)
 
 
 @attrs.define(eq=False)
@@ -193,6 +197,7 @@ class TracedSequence:
         resumed: whether a preempted request was admitted again.
         holes: the blocks it has dropped, as positions `[first, end)` in its table.
         freed: how many of them were private.
+        compacted: tokens that compactions have removed; `kept`, those that the last one left.
         copies: entries of its table that a fork has copied from another sequence's.
     """
 
@@ -204,12 +209,19 @@ class TracedSequence:
     resumed: bool
     holes: tuple[Hole, ...] = ()
     freed: int = 0
+    compacted: int = 0
+    kept: int = 0
     copies: int = 0
 
     @property
     def blocks(self) -> int:
         """How many blocks its table has, dropped ones included."""
         return self.span.end + len(self.private) + self.freed
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether it has dropped blocks, or was compacted: it has nothing more to share."""
+        return bool(self.holes or self.compacted)
 
     @property
     def forgotten(self) -> list[tuple[int, int]]:
@@ -380,6 +392,19 @@ class CacheState:
             violated(f"open forks share more than {MOST_COPIES:,} blocks, which is the most")
         return copies
 
+    def own_blocks(self, seq: TracedSequence) -> Ids:
+        """Return the private blocks of `seq` that no fork of it has too."""
+        if not self._copies:
+            return seq.private
+        family = [
+            other.private
+            for other in self.sequences.values()
+            if other.prompt is seq.prompt and other is not seq
+        ]
+        shared = set[int]().union(*family)
+        self._work += len(seq.private) + sum(map(len, family))
+        return array("i", [block for block in seq.private if block not in shared])
+
     def ids(self, runs: list[tuple[int, int]]) -> Ids:
         """Return the block ids that runs stand for, not to be changed.
 
@@ -434,11 +459,15 @@ class CacheState:
         lower.start, lower.ids, lower.parent = event.at, lower.ids[cut:], upper
 
     def _alloc(self, event: events.Alloc) -> None:
-        ids = self.ids(event.runs)
+        self.sequence(event.seq).private.extend(self._taken(event.runs))
+
+    def _taken(self, runs: list[tuple[int, int]]) -> Ids:
+        """Return the blocks that a sequence gets for itself."""
+        ids = self.ids(runs)
         self.private += len(ids)
         if self.private + self.cached > MOST_BLOCKS:
             violated(f"more than {MOST_BLOCKS:,} blocks are in use, which is the most")
-        self.sequence(event.seq).private.extend(ids)
+        return ids
 
     def _copy(self, event: events.Copy) -> None:
         self.private += 1
@@ -491,11 +520,27 @@ class CacheState:
             first = event.first if isinstance(event.first, int) else seq.blocks - freed
             del seq.private[first - seq.span.end - seq.freed :]
         elif event.reason == "close":
-            seq.span.creator = None
-            for span in path(seq.span):
-                span.pins -= 1
+            self._unpin(seq)
             self._copies -= seq.copies
             del self.sequences[seq.id]
+
+    def _unpin(self, seq: TracedSequence) -> None:
+        """Unpin all that `seq` holds."""
+        seq.span.creator = None
+        for span in path(seq.span):
+            self._work += 1
+            span.pins -= 1
+
+    def _compact(self, event: events.Compact) -> None:
+        seq, freed = self.sequence(event.seq), run_blocks(event.runs)
+        self._work += len(seq.private) >> 4
+        own = self.own_blocks(seq)
+        self.private -= freed
+        seq.private = own[: len(own) - freed] + self._taken(event.new or [])
+        self._unpin(seq)
+        seq.span, seq.holes, seq.freed = self._root, (), 0
+        seq.compacted += event.held - event.tokens
+        seq.kept = event.tokens
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.sequence(event.seq)

@@ -6,10 +6,18 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+from kvcore.cache.pool import Ids
 from kvcore.cache.recorder import Recorder
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
-from kvcore.trace.fields import MODES, SCHEMA, key_fields, plain, request_fields
+from kvcore.trace.fields import (
+    MODES,
+    SCHEMA,
+    encode_runs,
+    key_fields,
+    plain,
+    request_fields,
+)
 from kvcore.trace.jsonl_file import SealedWriter
 
 if TYPE_CHECKING:
@@ -154,6 +162,11 @@ class Trace(SealedWriter, Recorder):
         line = {"n": 0, "t": now, "event": "REQUEST", **fields}
         _write(self.write, f"request {request.id!r}", line)
         self._seen.add(request.id)
+
+    def compact(self, now: int, *, new: Ids | None = None, **fields: Any) -> None:
+        """Write COMPACT, the new blocks as runs."""
+        runs: Any = encode_runs(new) if new else None
+        super().compact(now, new=runs, **fields)
 
     def keys(self, now: int, *, request: int | str, keys: Iterable[Key]) -> None:
         """Write KEYS, the keys as JSON has them.

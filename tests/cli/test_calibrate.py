@@ -85,7 +85,7 @@ def test_roofline_is_fitted_with_the_options_that_are_given(steps):
     """They are in the line that `simulate` takes; shares are told in per cent."""
     printed = run(steps, "--latency", "roofline:model=llama-3-8b,device=h200")
     first, *rest = printed.splitlines()
-    options = "model=llama-3-8b,device=h200,tensor_parallel=4,kv_dtype=fp16,compute="
+    options = "model=llama-3-8b,device=h200,tensor_parallel=4,codec=fp16,block_size=16,compute="
     assert first.startswith(f"--latency roofline:{options}")
     assert any(line.split()[0] == "compute" and "%" in line for line in rest if line)
     assert Plugins().build("latency", first.split()[1]).device == "h200"

@@ -145,16 +145,16 @@ def test_memory_is_what_the_blocks_may_take(report):
     assert [row["blocks"] for row in document["rows"]] == [10, 21]
     assert document["memory"] == {
         "model": "llama-3-8b",
-        "kv_dtype": "fp16",
+        "codec": "fp16",
         "bytes_per_block": 2 * MIB,
         "budgets": [{"bytes": 21 * MIB, "blocks": 10}, {"bytes": 42 * MIB, "blocks": 21}],
     }
 
 
-def test_memory_is_of_the_model_dtype_and_block_size_asked_for(report):
-    """Mistral 7B in fp8 takes 64 KiB a token: 256 KiB a block of 4."""
-    options = ["--model", "mistral-7b", "--kv-dtype", "fp8", "--block-size", "4"]
-    document = report(SMALL, "--eviction", "lru", "--memory", "1MiB", *options)
+def test_memory_is_of_the_model_codec_and_block_size_asked_for(report):
+    """Mistral 7B in fp32 takes 256 KiB a token: 1 MiB a block of 4."""
+    options = ["--model", "mistral-7b", "--codec", "fp32", "--block-size", "4"]
+    document = report(SMALL, "--eviction", "lru", "--memory", "4MiB", *options)
     assert [(row["blocks"], row["block_size"]) for row in document["rows"]] == [(4, 4)]
 
 

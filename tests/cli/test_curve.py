@@ -73,7 +73,7 @@ def test_json_has_these_fields(run):
     first = document["curves"][0]
     assert list(first) == ["eviction", "options", "every_size", "points"]
     assert list(first["points"][0]) == ["blocks", "hit_blocks", "hit_ratio"]
-    assert list(document["memory"]) == ["model", "kv_dtype", "bytes_per_block"]
+    assert list(document["memory"]) == ["model", "codec", "bytes_per_block"]
     assert document["schema"] == 1
 
 

@@ -122,7 +122,7 @@ def test_options_come_from_a_file(run, tmp_path):
     )
     config = json.loads(run("--config", path, "--json"))["config"]
     assert config["plugins"]["generator"]["options"]["layers"] == 1
-    assert config["kv_dtype"] == "fp64"
+    assert config["codec"] == "fp64"
     assert config["bytes_per_block"] == 16 * 2 * (16 + 16) * 8
 
 

@@ -90,7 +90,7 @@ def test_json_has_these_fields(report):
             "model",
             "device",
             "tensor_parallel",
-            "kv_dtype",
+            "codec",
             "bytes_per_block",
         ),
         *("plugins", "batching", "allocation", "rate_scale", "seed"),
@@ -212,23 +212,23 @@ def test_the_pool_is_what_the_devices_leave(report):
 
 
 def test_memory_is_that_of_the_pool(report):
-    """40 MiB are 20 blocks in fp16, and 40 in fp8."""
+    """40 MiB are 20 blocks in fp16, and 10 in fp32."""
     pools = [
-        report(SMALL, "--memory", "40MiB", "--kv-dtype", dtype)["pool"]["blocks"]
-        for dtype in ("fp16", "fp8")
+        report(SMALL, "--memory", "40MiB", "--codec", codec)["pool"]["blocks"]
+        for codec in ("fp16", "fp32")
     ]
-    assert pools == [20, 40]
+    assert pools == [20, 10]
 
 
 def test_model_device_and_devices_set_the_time_as_well(report):
     """The roofline is that of the deployment, where it does not say otherwise."""
     where = ["--model", "llama-3-70b", "--device", "h200", "--tensor-parallel", 8]
-    options = report(SMALL, *where, "--kv-dtype", "fp8")["config"]["plugins"]["latency"][
+    options = report(SMALL, *where, "--codec", "fp32")["config"]["plugins"]["latency"][
         "options"
     ]
     assert options["model"] == "llama-3-70b"
     assert (options["device"], options["tensor_parallel"]) == ("h200", 8)
-    assert options["kv_dtype"] == "fp8"
+    assert options["codec"] == "fp32"
 
 
 def test_what_the_latency_model_says_itself_wins(report):
@@ -309,7 +309,7 @@ def test_the_trace_says_how_to_make_it_again(run, tmp_path):
     assert head["batching"]["max_seqs"] == 256
     assert head["slo"] == {"ttft": 30 * 10**9, "tpot": 10**8}
     assert (head["rate_scale"], head["workload"]["name"]) == (2, "zipf")
-    assert head["model"] == {"name": "llama-3-8b", "kv_dtype": "fp16"}
+    assert head["model"] == {"name": "llama-3-8b", "codec": "fp16"}
     assert head["device"] == {"name": "h100", "count": 4}
 
 

@@ -49,6 +49,7 @@ def test_the_memory_of_a_request():
         "blocks_per_request": 2048,
         "bytes_per_request": 4 * 2**30,
         "bytes_per_batch": 32 * 2**30,
+        "staged_bytes_per_request": 0,
     }
 
 
@@ -107,13 +108,12 @@ def test_the_prefill_floor_is_flop_over_flop_per_second():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bytes_per_token"),
-    [("fp32", 262144), ("bf16", 131072), ("fp8", 65536), ("int8", 65536), ("int4", 32768)],
+    ("codec", "bytes_per_token"), [("fp32", 262144), ("fp16", 131072), ("bf16", 131072)]
 )
-def test_the_dtype_of_k_and_v(dtype, bytes_per_token):
-    """K/V takes four, two, one or half a byte a number."""
-    document = report("llama-3-8b", "--dtype", dtype)
-    assert document["kv"]["bytes_per_token"] == bytes_per_token
+def test_the_codec_of_k_and_v(codec, bytes_per_token):
+    """K/V takes four or two bytes a number."""
+    document = report("llama-3-8b", "--codec", codec)
+    assert (document["codec"], document["kv"]["bytes_per_token"]) == (codec, bytes_per_token)
 
 
 def test_a_partial_block_counts_as_a_whole_one():

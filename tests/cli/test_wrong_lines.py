@@ -48,6 +48,8 @@ explain good.jsonl --model x | '--model'
 demo cache --tokens 3 | '--tokens'
 -x | '-x'
 simulate -z | '-z'
+quality --limit 3 | '--limit'
+quality --budgets 3 | '--budgets' (did you mean '--budget'?)
 # words too many or too few
 simulate W W | unexpected extra argument
 compare W W | unexpected extra argument
@@ -119,7 +121,7 @@ compare W --window 100000: | window 100000:
 simulate W --memory 5 | '5'
 simulate W --memory 5QB | '5QB'
 simulate W --memory 1,5GiB | decimal mark
-simulate W --memory 1B | 1 B is less than a block, which takes 2 MiB
+simulate W --memory 1B | 1 B is less than a block of fp16, which takes 2 MiB
 simulate W --memory 99999999TiB | 99999999TiB
 simulate W --memory lots | 'lots'
 simulate W --blocks 10 --memory 1GiB | --blocks and --memory both say how large
@@ -135,7 +137,9 @@ simulate W --slo deadline=1e30 | too large
 # choices
 simulate W --steps all | 'all'
 simulate W --allocation linked | 'linked'
-simulate W --kv-dtype fp17 | 'fp17'
+simulate W --codec fp17 | --codec: no codec plugin is named 'fp17'
+simulate W --codec kivi:residual=128 | --codec: kivi: residual=128 with blocks of 16 tokens
+simulate W --codec fp16,fp32 | names 2 plugins where one is needed
 simulate W --model llama-9 | 'llama-9'
 simulate W --model '' | --model
 simulate W --model none.json | none.json
@@ -149,7 +153,9 @@ simulate W --model llama-3-70b --tensor-parallel 1 --device h100 | --tensor-para
 compare W --accounting bytes | 'bytes' is not one of 'keys', 'tokens'
 run --dtype fp1 --prompt a | 'fp1' is not one of
 run --clock sun | 'sun'
-size llama-3-8b --dtype fp1 | 'fp1'
+size llama-3-8b --codec fp1 | no codec plugin is named 'fp1'
+size llama-3-8b --codec kivi:group=5 | give group=1, or --block-size 20
+size llama-3-8b --codec fp16:bits=2 | has no option 'bits'
 size llama-3-8b --weights-dtype int3 | 'int3'
 # plugins
 simulate W --eviction lru2 | 'lru2'
@@ -299,7 +305,8 @@ compare W --blocks 2147483648 | at most 2147483647
 compare W --blocks 10 --memory 1GiB | give one of them
 compare W --memory 1B | 1 B is less than a block. A block of 16 tokens of llama-3-8b
 compare W --memory x | size 'x'
-compare W --kv-dtype fp8 | --kv-dtype says what a token takes of --memory
+compare W --codec fp17 --memory 4GiB | no codec plugin is named 'fp17'
+compare W --codec fp32 | --codec says what a token takes of --memory
 compare W --eviction lruu | no eviction plugin is named 'lruu' (did you mean 'lru'?)
 compare W --eviction lru,nope | 'nope'
 compare W --eviction '' | '' has an empty name
@@ -332,7 +339,7 @@ curve W --sizes 1 | a curve through 1 sizes was asked for; give 2 or more
 curve W --sizes 100001 | too many
 curve W --sizes 0,1 | numbers without commas, above 0
 curve W --sizes '' | --sizes
-curve W --kv-dtype fp8 | give that too
+curve W --codec fp8 | give that too
 curve W --jobs 0 | 0 is out of range: it must be at least 1
 curve W --jobs x | '--jobs'
 curve W --out curve | --out
@@ -476,6 +483,23 @@ demo cache --prompt-tokens x | '--prompt-tokens'
 demo cache --block-size -1 | '--block-size'
 demo cache --seed x | '--seed'
 demo cache --output 99999999999999999999 | '--output'
+# quality
+quality --budget x | --budget x: expected shares of the full bytes, such as 0.1,0.25
+quality --budget 0.5,2 | budget 2: give shares of the full bytes
+quality --budget 0 | budget 0: give shares
+quality --tokens 0 | '--tokens'
+quality --needles -1 | '--needles'
+quality --needles 200 | 200 needles in 512 tokens of 1024 token ids
+quality --retention h3o | no retention plugin is named 'h3o' (did you mean 'h2o'?)
+quality --retention h2o:budgt=3 | (did you mean 'budget'?)
+quality --codec int3 | no codec plugin is named 'int3'
+quality --generator sincos:layers=1 | generator 'sincos' has no logits
+quality --generator huggingface:model=./nowhere | there is no such folder
+quality --plot q.pdf | --plot q.pdf: a name says what is drawn; end it with .png or .svg
+quality --plot - | '--plot'
+quality --text good.jsonl --texts 99 | the text has
+quality --text nowhere.txt | nowhere.txt
+quality extra | unexpected extra argument
 """
 
 CONFIGS = r"""
@@ -503,8 +527,8 @@ simulate: model = "nope" | 'nope'
 simulate: model = "" | model
 simulate: device = "nope" | 'nope'
 simulate: device = [] | device
-simulate: kv_dtype = "fp1" | kv_dtype
-simulate: kv_dtype = 16 | kv_dtype
+simulate: codec = "fp1" | codec: no codec plugin is named 'fp1'
+simulate: codec = 16 | codec: 16 is no plugin
 simulate: tensor_parallel = 0 | tensor_parallel
 simulate: tensor_parallel = "x" | tensor_parallel
 simulate: eviction = 3 | eviction

@@ -16,6 +16,8 @@ CONFIGURATIONS = [
     "transformer:model=gpt-oss-20b,layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8",
     "transformer:temperature=0.8,seed=3",
     "transformer:temperature=2,top_k=5,vocab_size=64",
+    "induction:vocab_size=48,head_dim=34",
+    "induction:heads=3,kv_heads=1,vocab_size=16,head_dim=24,temperature=30",
 ]
 
 # Made from options with defaults that need more than torch; tested where they are written.

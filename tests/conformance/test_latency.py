@@ -19,7 +19,7 @@ CONFIGURATIONS = [
     # A window in all layers, in some, experts, a latent, fewer K/V heads than devices.
     "roofline:model=mistral-7b-v0.1,device=a100-40g,tensor_parallel=1",
     "roofline:model=gpt-oss-20b,tensor_parallel=1",
-    "roofline:model=deepseek-v3,device=h200,tensor_parallel=8,kv_dtype=fp8",
+    "roofline:model=deepseek-v3,device=h200,tensor_parallel=8,codec=fp32",
     "roofline:model=gemma-3-27b,tensor_parallel=32",
     "token-rate",
     "token-rate:prefill=0.3,decode=1e9",

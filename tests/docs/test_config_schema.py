@@ -59,7 +59,7 @@ def test_sweeps_that_are_shown_are_valid(toml):
         "blocks = 3.5",
         "memory = 40",
         "steps = 'mixt'",
-        "kv_dtype = 'fp3'",
+        "codec = 3",
         "[batching]\nmax_token = 3",
         "[slo]\nttft = 0",
         "[eviction]\nhalf_life = 3",

@@ -132,7 +132,7 @@ class Forgetful:
 
                 def rank(row, head=head, got=got, oldest=oldest):
                     at = int(head.at[row])
-                    stays = at >= now - policy.recent or at < policy.sinks
+                    stays = at >= now - policy.recent_of(seq) or at < policy.sinks
                     if stays:
                         return 2, 0, at
                     if head.seen_at[row] <= oldest:

@@ -1,6 +1,7 @@
 """What a policy keeps in blocks is what it keeps without them, and attention is the same."""
 
 from contextlib import suppress
+from typing import ClassVar
 
 import attrs
 import pytest
@@ -13,7 +14,8 @@ from helpers.forgetting import Forgetful  # noqa: E402 - needs torch
 from helpers.paged import Paged, loaded_model  # noqa: E402 - needs torch
 
 from kvcore import OutOfBlocks  # noqa: E402
-from kvcore.engine import Reads, ScoreRetention  # noqa: E402
+from kvcore.engine import ScoreRetention, TokenRetention  # noqa: E402
+from kvcore.plugins import resolve  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -22,62 +24,36 @@ MODELS = {
     "MQA, window": "layers=2,hidden=16,heads=4,kv_heads=1,head_dim=4,vocab_size=61,window=7",
     "MHA": "layers=1,hidden=16,heads=2,kv_heads=2,head_dim=8,vocab_size=61",
 }
-SIZES = (1, 4, 5)
+POLICIES = (
+    "full",
+    "window:tokens=5,sinks=1",
+    "window:tokens=5,sinks=2,positions=cache",
+    "window:tokens=8,positions=cache",
+    "h2o:budget=6",
+    "h2o:budget=0.5,recent=1,sinks=2",
+    "snapkv:budget=6,window=3,pool=3",
+    "snapkv:budget=0.5,window=2,pool=1,when=always",
+    "tova:budget=5,sinks=2",
+    "knorm:budget=4,recent=2",
+    "expected:budget=7,sinks=1,queries=4,ahead=8",
+    "random:budget=0.25",
+    "tied:budget=5,sinks=1",
+)
 
 
 @attrs.define(slots=False, eq=False, kw_only=True)
-class ByKeys(ScoreRetention):
-    """Keeps large keys."""
+class Tied(ScoreRetention):
+    """Scores positions with a few numbers, others in each layer and head."""
 
-    name = "by-keys"
-    reads = Reads(keys=True)
-
-    def score(self, held):
-        """Return the norms."""
-        return held.keys.norm(dim=-1)
-
-
-@attrs.define(slots=False, eq=False, kw_only=True)
-class ByValues(ScoreRetention):
-    """Keeps what has got much attention and has small values."""
-
-    name = "by-values"
-    reads = Reads(values=True, attention=True)
+    name: ClassVar[str] = "tied"
 
     def score(self, held):
-        """Return the mass by the norm."""
-        return held.attention / (1 + held.values.norm(dim=-1))
-
-
-@attrs.define(slots=False, eq=False, kw_only=True)
-class ByWeights(ScoreRetention):
-    """Keeps what the newest tokens attend to, and is asked with their queries."""
-
-    name = "by-weights"
-    reads = Reads(queries=3)
-
-    def score(self, held):
-        """Return the sum of weights over queries and query heads, and of the queries."""
-        layers, heads, _ = held.positions.shape
-        late = held.weights * (held.query_positions - held.seq.position + 4)[:, None]
-        return late.view(layers, heads, -1, late.shape[-1]).sum(2) + held.queries.sum()
-
-
-@attrs.define(slots=False, eq=False, kw_only=True)
-class ByPosition(ScoreRetention):
-    """Keeps another choice of positions in each layer and head, many of them tied."""
-
-    name = "by-position"
-
-    def score(self, held):
-        """Return a number of a few."""
+        """Return whole numbers."""
         layers, heads, _ = held.positions.shape
         kinds = torch.tensor(held.layers)[:, None] + torch.arange(heads)
         assert kinds.shape == (layers, heads)
         return held.positions * (kinds[..., None] + 3) % 5
 
-
-POLICIES = [ByKeys, ByValues, ByWeights, ByPosition]
 
 actions = st.lists(
     st.tuples(
@@ -90,10 +66,16 @@ actions = st.lists(
 )
 
 
-def rounded(policy):
-    """Return `policy` with scores that do not tell numbers of different roundings apart."""
-    exact = policy.score
-    policy.score = lambda held: (exact(held) * 2**24).round()
+def built(text):
+    """Return a policy whose scores do not tell numbers of different roundings apart."""
+    policy = (
+        Tied(budget=5, sinks=1)
+        if text.startswith("tied")
+        else resolve("retention", text)
+    )
+    if isinstance(policy, TokenRetention):
+        exact = policy.score
+        policy.score = lambda held: (exact(held) * 2**24).round()
     return policy
 
 
@@ -121,10 +103,10 @@ class Pair:
         elif seq is None:
             return
         elif what == "close":
-            self._closed(seq)
+            del self.alone[seq]
             self.paged.close(seq)
         elif what == "again":
-            self._closed(seq)
+            del self.alone[seq]
             with suppress(OutOfBlocks):
                 self._admitted(self.paged.recompute(seq))
         elif what == "fork" and seq.computed == seq.tokens:
@@ -135,9 +117,6 @@ class Pair:
 
     def _admitted(self, seq):
         self.alone[seq] = Forgetful(self.generator, self.paged.texts[seq], seq.position)
-
-    def _closed(self, seq):
-        del self.alone[seq]
 
     def _step(self, counts):
         before = {seq: seq.compacted for seq in counts}
@@ -151,42 +130,33 @@ class Pair:
                 alone.text.tokens.append(token)
             if seq.compacted != before[seq]:
                 alone.compact(self.policy, seq, seq.held)
+            size = self.paged.cache.geometry.block_size
+            alone.forget({at for a, b in seq.holes for at in range(a * size, b * size)})
             self._compare(seq, alone)
 
     def _compare(self, seq, alone):
         """Check that every head holds the same tokens, with the same K and V."""
-        positions, table = (
-            self.paged.compactor.positions(seq),
-            self.paged.cache.block_table(seq),
-        )
+        positions = self.paged.compactor.positions(seq)
         for layer, heads in enumerate(alone.heads):
-            keys, values = (
-                self.paged.backend.read_heads(layer, part, table, seq.held)
-                for part in ("keys", "values")
-            )
+            kept = self.paged.kept(seq)[layer]
             for number, head in enumerate(heads):
                 order = positions[layer, number].argsort()
                 assert positions[layer, number][order].tolist() == head.at.tolist()
-                close = {"rtol": 1e-10, "atol": 1e-10}
-                expected = alone.turned(layer, head)
-                torch.testing.assert_close(keys[number][order], expected, **close)
-                torch.testing.assert_close(values[number][order], head.values, **close)
+                for found, expected in zip(
+                    kept, (alone.turned(layer, head), head.values), strict=True
+                ):
+                    got = found[order, number]
+                    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("policy", POLICIES)
 @given(
     actions=actions,
+    size=st.sampled_from((1, 4, 5)),
     model=st.sampled_from(sorted(MODELS)),
-    budget=st.sampled_from((3, 6, 0.5)),
-    recent=st.integers(1, 3),
-    sinks=st.sampled_from((0, 0, 2)),
 )
-def test_paged_is_dense(policy, size, actions, model, budget, recent, sinks):
+def test_paged_is_dense(policy, actions, size, model):
     """Shared, forked, returning, in chunks of all sizes: the same tokens, outputs to 1e-10."""
-    if budget == 3 and recent + sinks > 3:
-        budget = 5
-    made = rounded(policy(budget=budget, recent=recent, sinks=sinks))
-    pair = Pair(MODELS[model], 60 // size, size, made)
+    pair = Pair(MODELS[model], 60 // size, size, built(policy))
     for action in actions:
         pair.play(*action)

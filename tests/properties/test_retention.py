@@ -2,18 +2,13 @@
 
 import pytest
 from helpers.engine import compute, decided
+from helpers.retention import retentions, windows
 from helpers.serving import BLOCK, Bent, ask, serve, servers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.trace import check_trace
-from kvcore_plugins.retention import Window
 
-windows = st.builds(
-    lambda tokens, sinks: {"tokens": tokens, "sinks": sinks},
-    st.sampled_from((1, 3, 4, 9, 20)),
-    st.sampled_from((0, 1, 4, 6)),
-)
 schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "fickle"])
 
 
@@ -25,7 +20,7 @@ class Attending(Bent):
         return [(1000 * sum(work.attended_pairs), *(1000 for _ in work.context))]
 
 
-def attended(prompt, output, chunk, reach, window):
+def attended(prompt, output, chunk, reach, policy):
     """Return how many tokens are attended to in all, counted token by token."""
     total = computed = forgotten = 0
     while computed < prompt + output - 1:
@@ -34,11 +29,25 @@ def attended(prompt, output, chunk, reach, window):
             seen = place + 1 - forgotten
             total += sum(seen if most is None else min(seen, most) for most in reach)
         computed += step
-        if computed <= prompt or computed % BLOCK == 0:
-            first = -(-window["sinks"] // BLOCK) * BLOCK
-            end = max(computed - window["tokens"], 0) // BLOCK * BLOCK
-            forgotten = max(end - first, 0)
+        if computed <= prompt or (computed - forgotten) % BLOCK == 0:
+            forgotten += lost(policy, computed - forgotten, computed, prompt)
     return total
+
+
+def lost(policy, held, computed, prompt):
+    """Return how many of the `held` tokens a sequence forgets, by what the policy is to do."""
+    if policy.name == "window":
+        first = -(-policy.sinks // BLOCK) * BLOCK
+        end = max(computed - policy.tokens, 0) // BLOCK * BLOCK
+        return held - computed + max(end - first, 0)
+    if policy.name == "eager":
+        return max(held - policy.tokens, 0)
+    tokens = policy.budget
+    if isinstance(tokens, float):
+        tokens = max(1, int(tokens * prompt))
+    full = policy.when == "always" and held >= (-(-tokens // BLOCK) + 1) * BLOCK
+    asked = computed == prompt or (computed > prompt and full)
+    return max(held - tokens, 0) if asked else 0
 
 
 @given(
@@ -46,25 +55,25 @@ def attended(prompt, output, chunk, reach, window):
     output=st.integers(1, 60),
     chunk=st.sampled_from((5, 8, 99)),
     reach=st.sampled_from(((None,), (None, 6), (3, None, 20))),
-    window=windows,
+    make=retentions,
 )
-def test_what_is_forgotten_takes_no_time(prompt, output, chunk, reach, window):
+def test_what_is_forgotten_takes_no_time(prompt, output, chunk, reach, make):
     """Chunks and decode steps attend to what is left, also in layers with windows."""
     run = serve(
         [ask("a", prompt=prompt, output=output)],
-        retention=Window(**window),
+        retention=make(),
         latency=Attending(reach=reach),
         max_tokens=chunk,
         max_seqs=1,
         trace=False,
     )
-    expected = attended(prompt, output, chunk, reach, window)
+    expected = attended(prompt, output, chunk, reach, make())
     assert run.rows["a"]["finish"] == expected
 
 
-def simulated(server, scheduler, window, **options):
-    """Serve what a random server serves, with a window over its sequences."""
-    return server.run(scheduler, retention=Window(**window), **options)
+def simulated(server, scheduler, make, **options):
+    """Serve what a random server serves, with a policy by which its sequences forget."""
+    return server.run(scheduler, retention=make(), **options)
 
 
 def replayed(trace, path):
@@ -74,40 +83,40 @@ def replayed(trace, path):
 
 
 @schedulers
-@given(server=servers(), window=windows)
-def test_jumps_are_single_steps(scheduler, server, window):
+@given(server=servers(), make=retentions)
+def test_jumps_are_single_steps(scheduler, server, make):
     """Blocks are forgotten at the same times, whether steps are run one by one or not."""
-    jumping, stepping = (simulated(server, scheduler, window, jumps=j) for j in (True, False))
+    jumping, stepping = (simulated(server, scheduler, make, jumps=j) for j in (True, False))
     assert jumping.trace == stepping.trace
 
 
 @schedulers
-@given(server=servers(), window=windows)
-def test_counting_decides_alike(scheduler, server, window):
+@given(server=servers(), make=retentions)
+def test_counting_decides_alike(scheduler, server, make):
     """A run in which blocks have no ids ends the same requests at the same times."""
-    told, counted = (simulated(server, scheduler, window, trace=t) for t in (True, False))
+    told, counted = (simulated(server, scheduler, make, trace=t) for t in (True, False))
     assert told.rows == counted.rows
 
 
-@given(server=servers(), window=windows)
-def test_a_trace_can_be_replayed(tmp_path_factory, server, window):
+@given(server=servers(), make=retentions)
+def test_a_trace_can_be_replayed(tmp_path_factory, server, make):
     """Every line follows from those before it, and in the end everything is free or cached."""
-    run = simulated(server, "urgent", window)
+    run = simulated(server, "urgent", make)
     report = replayed(run.trace, tmp_path_factory.mktemp("trace") / "run.jsonl")
     assert (report.complete, report.pool["private"]) == (True, 0)
     assert report.pool["cached"] == run.result.cache.tree.cached_blocks
 
 
 @schedulers
-@given(server=servers(), window=windows)
-def test_same_decisions_on_tensors(scheduler, server, window):
+@given(server=servers(), make=windows)
+def test_same_decisions_on_tensors(scheduler, server, make):
     """Under the model's clock the trace is the simulator's, but for header and END."""
     run = compute(
         server.requests,
         scheduler=scheduler,
         eviction=server.eviction,
-        retention=Window(**window),
+        retention=make(),
         latency=Bent(reach=server.windows),
         **server.options,
     )
-    assert decided(run.trace) == decided(simulated(server, scheduler, window).trace)
+    assert decided(run.trace) == decided(simulated(server, scheduler, make).trace)

@@ -192,6 +192,7 @@ def prompts(rng, key_tokens):
 def step(rng, cache, requests, sequences, now):
     """Do one random thing to `cache`."""
     actions = ["open", "open", "extend", "commit", "commit", "fork", "rollback", "close"]
+    actions.append("compact")
     action = rng.choice(actions)
     if action == "open" or not sequences:
         first = rng.choice([None, None, rng.randrange(9)])
@@ -206,6 +207,8 @@ def step(rng, cache, requests, sequences, now):
             cache.commit(seq, rng.randrange(seq.tokens - seq.computed + 1), now)
         elif action == "rollback":
             cache.rollback(seq, rng.randrange(9), now)
+        elif action == "compact":
+            cache.compact(seq, rng.randrange(1, 9), now)
         else:
             sequences.append(cache.fork(seq, now))
 

@@ -140,6 +140,8 @@ def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention
         "evicted_blocks",
         "preemptions",
         "forgotten_blocks",
+        "compactions",
+        "compacted_tokens",
     )
     times = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "simulated_s", "goodput")
     for name in (*same, *times, "throughput_tokens_s"):

@@ -9,6 +9,17 @@ from kvcore.plugins.manager import DISABLE, KINDS, Plugins, default
 
 NAMES = {
     "backend": ["torch-cpu", "torch-cuda"],
+    "codec": [
+        "bf16",
+        "fp16",
+        "fp32",
+        "fp64",
+        "fp8-e4m3",
+        "fp8-e5m2",
+        "int4",
+        "int8",
+        "kivi",
+    ],
     "eviction": [
         "adaptive",
         "arc",

@@ -231,7 +231,7 @@ def test_the_setup_has_every_option_but_for_those_that_repeat_the_deployment():
         "blocks": 1000,
         "plugins": plugins,
         "workload": {"name": "zipf", "options": {"requests": 3}},
-        "model": {"name": "mine", "kv_dtype": "fp8"},
+        "model": {"name": "mine", "codec": "fp8"},
         "device": {"name": "h100", "count": 2},
         "batching": {"chunked": True},
         "rate_scale": 2.0,

@@ -13,7 +13,7 @@ CONFIG = {
     "model": "llama-3-8b",
     "device": "h100",
     "tensor_parallel": 2,
-    "kv_dtype": "fp16",
+    "codec": "fp16",
     "bytes_per_block": 2**21,
     "plugins": {
         kind: {"name": name, "options": {}}
@@ -55,6 +55,9 @@ def summary(**changes):
         },
         "preemptions": {"pause": 1, "recompute": 2},
         "forgotten_blocks": 0,
+        "compactions": 0,
+        "compacted_tokens": 0,
+        "deferred_compactions": 0,
         "evicted_blocks": 1,
         "hit": {
             "lookup_blocks": 4,

@@ -51,7 +51,7 @@ def test_nothing_may_be_expected(given, slo):
         ({"chunked": 1}, "chunked: expected true or false, not 1"),
         ({"watermark": "0.1"}, "watermark: expected a number, not '0.1'"),
         ({"memory": "40"}, "memory: size '40': expected a number followed by"),
-        ({"kv_dtype": "fp3"}, "kv_dtype: 'fp3' is not one of 'fp32', 'fp16'"),
+        ({"codec": 3}, "codec: 3 is no plugin: give its name"),
         ({"steps": "mixt"}, "steps: 'mixt' is not one of 'mixed', 'prefill-first'"),
         ({"model": ["a"]}, "model: expected text, not a list"),
         ({"eviction": "lru,lfu"}, "eviction: 'lru,lfu' names 2 plugins where one is needed"),

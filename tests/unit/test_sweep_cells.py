@@ -141,7 +141,7 @@ def test_cells_that_come_to_the_same_are_run_once(swept):
         {"device": "a100-80g"},
         {"model": "llama-3-70b"},
         {"tensor_parallel": 2},
-        {"kv_dtype": "fp8"},
+        {"codec": "fp32"},
         {"retention": "window:tokens=32"},
         {"max_seqs": 9},
         {"max_tokens": 999},

@@ -82,7 +82,7 @@ def test_axes_that_cannot_be_are_refused(mode, axes, reason):
         ("compare", {"blocks": [9, 0]}, "blocks: a pool of 0 blocks"),
         ("compare", {"memory": "1KiB"}, "memory: 1 KiB is less than a block"),
         ("compare", {"blocks": 9, "accounting": "bytes"}, "accounting: 'bytes' is not one of"),
-        ("compare", {"blocks": 9, "kv_dtype": "fp3"}, "kv_dtype: "),
+        ("compare", {"blocks": 9, "codec": 3}, "codec: "),
         ("compare", {"blocks": 9, "eviction": ["lru", "lruu"]}, "eviction: no eviction plugin"),
         ("compare", {"blocks": 9, "eviction": "lfu:half=3"}, "eviction: eviction plugin 'lfu'"),
         ("compare", {"blocks": 9, "eviction": "optimum:by=3"}, "eviction: the optimum has no"),

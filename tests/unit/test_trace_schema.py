@@ -203,12 +203,21 @@ CALLS = {
         "reason": "expired",
     },
     "drop": {"seq": 1, "first": 2, "blocks": 3, "runs": array("i"), "by": "window"},
+    "compact": {
+        "seq": 1,
+        "tokens": 4,
+        "held": 9,
+        "runs": array("i", [3]),
+        "new": array("i", [5, 6]),
+        "ahead": 2,
+    },
     "free": {
         "seq": 1,
         "runs": array("i", [1, 2]),
         "reason": "close",
         "first": 1,
         "forgotten": [(1, 2)],
+        "compacted": 9,
     },
     "fork": {"seq": 1, "child": 2},
     "copy": {"seq": 1, "block": 2, "source": 3, "to": 4},
@@ -267,7 +276,7 @@ def test_what_a_recorder_method_writes_is_read_as_its_event(method, tmp_path):
     required = [field.name for field in describe_fields(type(full)).values() if field.required]
     assert text[2] == required
     for name, value in given.items():
-        if name not in ("runs", "keys", "output_keys"):
+        if name not in ("runs", "new", "keys", "output_keys"):
             assert getattr(full, name) == value
 
 

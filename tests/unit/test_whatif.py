@@ -191,14 +191,14 @@ class TestUnderAClock:
     def test_a_latency_model_is_of_what_was_recorded(self, tmp_path):
         """Named, it takes model and device of the header where it says nothing of them."""
         about = {
-            "model": {"name": "llama-3-8b", "kv_dtype": "fp8"},
+            "model": {"name": "llama-3-8b", "kv_dtype": "bf16"},
             "device": {"name": "h200", "count": 2},
         }
         path = timed(tmp_path / "trace.jsonl", [ask("a")], header=about)
         options = whatif(
             path, latency="roofline:device=a100-80g", plugins=PLUGINS
         ).rerun.config["latency"]["options"]
-        assert (options["device"], options["kv_dtype"]) == ("a100-80g", "fp8")
+        assert (options["device"], options["codec"]) == ("a100-80g", "bf16")
         assert options["tensor_parallel"] == 2
 
     def test_a_model_without_a_name_is_recorded_whole(self, tmp_path):

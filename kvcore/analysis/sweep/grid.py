@@ -11,11 +11,11 @@ from typing import Any, Literal, Self, TypeAlias
 import attrs
 
 from kvcore.config import RunConfig, find_workload, read_plugin, read_toml
-from kvcore.config.run_config import option_type, read_option
+from kvcore.config.run_config import option_type, read_option, renamed
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import find_device, load_model
-from kvcore.plugins import Plugins, nearest, options_of
-from kvcore.plugins.options import Spec, as_text
+from kvcore.plugins import Plugins, nearest
+from kvcore.plugins.options import Spec, spec_of
 from kvcore.workloads import Workload
 
 Mode: TypeAlias = Literal["simulate", "compare"]
@@ -25,13 +25,13 @@ MODES: tuple[Mode, ...] = ("simulate", "compare")
 """The modes of a sweep."""
 
 UNTIMED = (
-    *("workload", "limit", "window", "model", "device", "kv_dtype", "accounting"),
+    *("workload", "limit", "window", "model", "device", "codec", "accounting"),
     *("block_size", "blocks", "memory", "prefix", "seed", "eviction"),
 )
 """The axes of a sweep without a clock. It uses nothing that takes time."""
 
 TIMED = (
-    *("workload", "limit", "window", "model", "device", "tensor_parallel", "kv_dtype"),
+    *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("block_size", "blocks", "memory", "prefix", "retention", "latency", "max_tokens"),
     *("max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
     *("scheduler", "eviction"),
@@ -67,7 +67,7 @@ class Grid:
         if mode not in MODES:
             msg = f"mode: {mode!r} is not known; there are: {', '.join(MODES)}"
             raise InputError(msg)
-        known = axes_of(mode)
+        known, axes = axes_of(mode), renamed(axes)
         for name in axes:
             if name not in known:
                 raise InputError(_unknown(name, mode, known))
@@ -183,14 +183,7 @@ def _workload(given: str | Path | Workload) -> Spec:
     if isinstance(given, str) and given.partition(":")[0].strip() in plugins.names("workload"):
         with suppress(InputError):  # `trace:FILE` is short for a path
             return read_plugin(given)
-    workload = given if isinstance(given, Workload) else find_workload(str(given), plugins)
-    defaults = {option.name: option.default for option in options_of(type(workload))}
-    options = {
-        name: as_text(value)
-        for name, value in workload.options().items()
-        if value != defaults[name]
-    }
-    return Spec(workload.name, options)
+    return spec_of(given if isinstance(given, Workload) else find_workload(str(given), plugins))
 
 
 def _unknown(name: str, mode: Mode, known: list[str]) -> str:

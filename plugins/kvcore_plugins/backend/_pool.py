@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import sys
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from math import lcm
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -30,7 +31,12 @@ TORCH_DTYPES = {
 }
 
 
-def _allocate(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def gathered(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the rows that `index` names, in new memory."""
+    return rows.index_select(0, index)
+
+
+def allocate(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return untouched memory. On Linux, host memory is asked for in huge pages.
 
     Blocks lie anywhere, and looking up a small page for each takes an eighth of attention.
@@ -44,21 +50,111 @@ def _allocate(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
+Gather: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Returns the rows of a matrix that an index names, perhaps in memory used before."""
+
+
+@attrs.frozen
+class Writes:
+    """The new tokens of a step by the blocks that they go into.
+
+    Attributes:
+        full: blocks that are written whole.
+        full_rows: rows in the step of their tokens, `[blocks, block_size]`.
+        part: of the other blocks that are written: id, first slot, and the slot after the
+            last.
+        part_rows: rows in the step of the tokens of these, `[tokens]`.
+        owners, offsets: for each of these tokens the place of its block in `part`, and its
+            slot there.
+    """
+
+    full: list[int]
+    full_rows: Tensor
+    part: list[tuple[int, int, int]]
+    part_rows: Tensor
+    owners: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, batch: RaggedBatch, tables: list[Tensor], size: int) -> Writes:
+        """Divide the new tokens of a batch. O(blocks written + new tokens)."""
+        full, part, row = [], [], 0
+        firsts, starts = [], []
+        for context, length, table in zip(batch.contexts, batch.lengths, tables, strict=True):
+            end = context + length
+            written = range(context // size, -(-end // size))
+            for place, block in zip(written, table[written.start :].tolist(), strict=True):
+                begin = max(context - place * size, 0)
+                stop = min(end - place * size, size)
+                first = row + place * size + begin - context
+                if stop - begin == size:
+                    full.append(block)
+                    firsts.append(first)
+                else:
+                    part.append((block, begin, stop))
+                    starts.append(first - begin)
+            row += length
+        counts = torch.tensor([end - begin for _, begin, end in part], dtype=torch.int64)
+        owners = torch.repeat_interleave(counts)
+        begins = torch.tensor([begin for _, begin, _ in part], dtype=torch.int64)
+        offsets = torch.arange(len(owners)) - (counts.cumsum(0) - counts - begins)[owners]
+        full_rows = torch.tensor(firsts, dtype=torch.int64)[:, None] + torch.arange(size)
+        part_rows = torch.tensor(starts, dtype=torch.int64)[owners] + offsets
+        return cls(full, full_rows, part, part_rows, owners, offsets)
+
+
+class Half(ABC):
+    """K or V of one layer, in all blocks.
+
+    Attributes:
+        shape: blocks, K/V heads, tokens of a block, width of a head.
+        row_stride: rows from one block to the next, where each head has a row.
+    """
+
+    shape: tuple[int, int, int, int]
+    row_stride: int
+
+    @abstractmethod
+    def heads(self, index: Tensor, blocks: Tensor, heads: slice, gather: Gather) -> Tensor:
+        """Return K/V of some heads of `blocks`, `[heads, tokens of the blocks, width]`.
+
+        `index` has their rows, head after head; `blocks` are on the host.
+        """
+
+    @abstractmethod
+    def tokens(self, index: Tensor, gather: Gather) -> Tensor:
+        """Return K/V of the tokens with the rows `index`, `[n, width]`."""
+
+    @abstractmethod
+    def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
+        """Write K/V of new tokens, `[tokens, kv_heads, width]`, into the rows `slots`."""
+
+    def token_rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """Return the rows of tokens in each head, given by block and offset in the block.
+
+        `[tokens]` becomes `[kv_heads, tokens]`, `[n, tokens]` becomes
+        `[n, kv_heads, tokens]`. All on the host.
+        """
+        _, kv_heads, size, _ = self.shape
+        heads = torch.arange(kv_heads)[:, None]
+        return (blocks[..., None, :] * self.row_stride + heads) * size + offsets[..., None, :]
+
+
 @attrs.frozen(eq=False)
-class LayerTensor:
-    """K or V of one layer: three views of the same memory.
+class LayerTensor(Half):
+    """K or V of one layer as plain numbers: three views of the same memory.
 
     Attributes:
         blocks: `[blocks, kv_heads, block_size, width]`.
         by_head: one row for each block and head, `[rows, block_size * width]`; head h of
             block b is row `b * row_stride + h`.
         by_token: one row for each block, head and token, `[rows, width]`.
-        row_stride: rows of `by_head` from one block to the next.
     """
 
     blocks: Tensor
     by_head: Tensor
     by_token: Tensor
+    shape: tuple[int, int, int, int]
     row_stride: int
 
     @classmethod
@@ -74,18 +170,21 @@ class LayerTensor:
             flat.as_strided((blocks, heads, size, width), (stride, run, width, 1), offset),
             flat.as_strided((rows, run), (run, 1), offset),
             flat.as_strided((rows * size, width), (width, 1), offset),
+            (blocks, heads, size, width),
             row_stride,
         )
 
-    def token_rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
-        """Return the rows of `by_token` of tokens, given by block and offset in the block.
+    def heads(self, index: Tensor, blocks: Tensor, heads: slice, gather: Gather) -> Tensor:
+        """Return K/V of some heads of `blocks`, `[heads, tokens of the blocks, width]`."""
+        return gather(self.by_head, index).view(heads.stop - heads.start, -1, self.shape[3])
 
-        `[tokens]` becomes `[kv_heads, tokens]`, `[n, tokens]` becomes
-        `[n, kv_heads, tokens]`. All on the host.
-        """
-        _, kv_heads, size, _ = self.blocks.shape
-        heads = torch.arange(kv_heads)[:, None]
-        return (blocks[..., None, :] * self.row_stride + heads) * size + offsets[..., None, :]
+    def tokens(self, index: Tensor, gather: Gather) -> Tensor:
+        """Return K/V of the tokens with the rows `index`, `[n, width]`."""
+        return gather(self.by_token, index)
+
+    def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
+        """Write K/V of new tokens, `[tokens, kv_heads, width]`, into the rows `slots`."""
+        self.by_token.index_copy_(0, slots, rows.flatten(0, 1))
 
 
 class Pool:
@@ -99,11 +198,18 @@ class Pool:
     Attributes:
         layout: layout of the pool.
         upload: returns a host tensor on the device.
-        keys, values: one `LayerTensor` for each layer.
+        keys, values: a `Half` for each layer.
         matrices: the memory as matrices with one row for each block, `[blocks, numbers]`:
             one matrix together, two for each layer apart.
         bytes: size of the allocation.
+        by_token: whether tokens can be read one by one: not if they are coded by blocks.
     """
+
+    by_token = True
+    keys: Sequence[Half]
+    values: Sequence[Half]
+    matrices: list[Tensor]
+    bytes: int
 
     def __init__(self, layout: TensorLayout, device: torch.device, upload: Upload) -> None:
         """Allocate without touching the memory; `upload` brings indices to the device.
@@ -125,22 +231,23 @@ class Pool:
             key_stride, value_stride = key, value
             offsets = [layer * blocks * (key + value) for layer in range(layers)]
             shift = blocks * key
-        flat = _allocate(blocks * stride, TORCH_DTYPES[layout.dtype], device)
+        flat = allocate(blocks * stride, TORCH_DTYPES[layout.dtype], device)
         self.layout = layout
         self.upload = upload
         self.bytes = flat.nbytes
-        self.keys = [
+        keys = [
             LayerTensor.view(flat, offset, key_stride, layout, layout.head_dim)
             for offset in offsets
         ]
-        self.values = [
+        values = [
             LayerTensor.view(flat, offset + shift, value_stride, layout, layout.value_dim)
             for offset in offsets
         ]
+        self.keys, self.values = keys, values
         if layout.together:
             self.matrices = [flat.view(blocks, stride)]
         else:
-            parts = zip(self.keys, self.values, strict=True)
+            parts = zip(keys, values, strict=True)
             self.matrices = [part.blocks.flatten(1) for pair in parts for part in pair]
 
     @property
@@ -150,8 +257,13 @@ class Pool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of K/V."""
-        return self.matrices[0].dtype
+        """The dtype in which K/V is computed."""
+        return TORCH_DTYPES[self.layout.dtype]
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes besides the allocation, of blocks that a codec has yet to code."""
+        return 0
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks, `(source, target)`; all are read before one is written."""
@@ -163,13 +275,12 @@ class Pool:
         for matrix in self.matrices:
             matrix.index_copy_(0, targets, matrix.index_select(0, sources))
 
-    def read_heads(self, part: LayerTensor, blocks: Sequence[int]) -> Tensor:
+    def read_heads(self, part: Half, blocks: Sequence[int]) -> Tensor:
         """Return a copy of what `blocks` hold of each head, `[kv_heads, tokens, width]`."""
-        _, kv_heads, _, width = part.blocks.shape
-        heads = torch.arange(kv_heads)[:, None]
-        rows = torch.tensor(list(blocks), dtype=torch.int64) * part.row_stride + heads
-        found = part.by_head.index_select(0, self.upload(rows.flatten()))
-        return found.view(kv_heads, -1, width)
+        kv_heads = self.layout.kv_heads
+        ids = torch.tensor([*blocks], dtype=torch.int64)
+        rows = ids * part.row_stride + torch.arange(kv_heads)[:, None]
+        return part.heads(self.upload(rows.flatten()), ids, slice(0, kv_heads), gathered)
 
     def gather(self, blocks: Sequence[int]) -> Tensor:
         """Return copies of blocks, `[len(blocks), numbers of a block in all layers]`."""
@@ -182,6 +293,14 @@ class Pool:
         widths = [matrix.shape[1] for matrix in self.matrices]
         for matrix, piece in zip(self.matrices, torch.split(data, widths, 1), strict=True):
             matrix.index_copy_(0, ids, piece)
+
+    def swap_out(self, blocks: Sequence[int], download: Upload) -> Any:
+        """Return copies of blocks, brought to the host by `download`."""
+        return download(self.gather(blocks))
+
+    def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
+        """Write what `swap_out` returned into `blocks`."""
+        self.scatter(self.upload(host), blocks)
 
     def fill(self, value: float, blocks: Sequence[int] | None) -> None:
         """Set all numbers of `blocks`, or of all blocks, to `value`."""
@@ -227,6 +346,12 @@ class Pool:
                 raise InputError(msg)
             tables.append(ids)
         return tables
+
+    def writes(self, batch: RaggedBatch, tables: list[Tensor]) -> Writes | None:
+        """Return the new tokens by block, for codecs that code blocks; None: by `slots`."""
+        if self.by_token:
+            return None
+        return Writes.of(batch, tables, self.layout.block_size)
 
     def slots(self, batch: RaggedBatch, tables: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return where K and V of the new tokens go: rows of `LayerTensor.by_token`.

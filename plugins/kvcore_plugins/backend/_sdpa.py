@@ -9,6 +9,7 @@ or group after the other into a buffer, and calls torch on it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from math import sqrt
 
@@ -19,7 +20,7 @@ from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from kvcore import InputError
 from kvcore.engine import RaggedBatch
-from kvcore_plugins.backend._pool import Pool
+from kvcore_plugins.backend._pool import Gather, LayerTensor, Pool, Writes
 
 CPU_GATHER_BYTES, GPU_GATHER_BYTES = 1 << 21, 1 << 30
 """Bytes of K/V gathered at a time: what caches hold on a CPU, what occupies a GPU."""
@@ -134,6 +135,7 @@ class Tile:
         bags: for a single token whose V is not gathered: the rows of
             `LayerTensor.by_token` of V, once for each query head, and where each query
             head begins in them; None otherwise.
+        blocks: the blocks of the reach, on the host.
         by_position: whether a window leaves out tokens by `RaggedBatch.held_positions`; the
             reach is without a window then.
     """
@@ -145,6 +147,7 @@ class Tile:
     keys: Tensor
     values: Tensor
     bags: tuple[Tensor, Tensor] | None
+    blocks: Tensor
     by_position: bool
 
 
@@ -243,7 +246,12 @@ class _Divider:
         return (layout.head_dim + layout.value_dim) * self.pool.dtype.itemsize
 
     def _group_size(self, tokens: list[int]) -> int:
-        """Return how many sequences the next group takes; `tokens` is sorted downwards."""
+        """Return how many sequences the next group takes; `tokens` is sorted downwards.
+
+        One if K/V cannot be read token by token.
+        """
+        if not self.pool.by_token:
+            return 1
         longest = tokens[0]
         most = self.group_bytes // (longest * self.pool.layout.kv_heads * self._token_bytes)
         least = longest - max(GROUP_SPREAD, longest // 8)
@@ -291,6 +299,7 @@ class _Divider:
                 pool.upload(keys[some].flatten()),
                 pool.upload(values[some].flatten()),
                 bags,
+                blocks,
                 by_position,
             )
 
@@ -344,12 +353,14 @@ class StepPlan:
         tables: its block tables, in host memory.
         key_slots, value_slots: a row of `LayerTensor.by_token` for each new token and head,
             `[rows * kv_heads]`.
+        writes: the new tokens by block, where a codec codes blocks.
     """
 
     batch: RaggedBatch
     tables: list[Tensor]
     key_slots: Tensor
     value_slots: Tensor
+    writes: Writes | None
     _parts: dict[tuple[int, int | None, int], list[Tile | DecodeGroup]] = attrs.field(
         init=False, factory=dict
     )
@@ -413,7 +424,8 @@ class Sdpa:
         if on_cpu:
             group_bytes = CPU_GATHER_BYTES
             tile_bytes = 2 * CPU_GATHER_BYTES * torch.get_num_threads()
-        bags = on_cpu and pool.dtype in {torch.float32, torch.float64}
+        bags = on_cpu and isinstance(pool.values[0], LayerTensor)
+        bags = bags and pool.dtype in {torch.float32, torch.float64}
         self._pool = pool
         self._divider = _Divider(pool, group_bytes, tile_bytes, bags)
         self._buffers: dict[str, Tensor] = {}
@@ -435,7 +447,8 @@ class Sdpa:
                 "held_positions say what windows reach only together with positions: give both"
             )
             raise InputError(msg)
-        return StepPlan(batch, tables, *self._pool.slots(batch, tables))
+        writes = self._pool.writes(batch, tables)
+        return StepPlan(batch, tables, *self._pool.slots(batch, tables), writes)
 
     def attend(
         self,
@@ -486,8 +499,8 @@ class Sdpa:
         """Compute one token of each sequence; query heads of a K/V head are its rows."""
         pool, layout = self._pool, self._pool.layout
         shape = len(group.rows), layout.kv_heads, -1
-        keys = self._gathered("keys", pool.keys[layer].by_token, group.keys)
-        values = self._gathered("values", pool.values[layer].by_token, group.values)
+        keys = pool.keys[layer].tokens(group.keys, self._gather("keys"))
+        values = pool.values[layer].tokens(group.values, self._gather("values"))
         keys, values = keys.view(*shape, layout.head_dim), values.view(*shape, layout.value_dim)
         asked = queries.index_select(0, group.rows)
         if sums is None:
@@ -525,9 +538,11 @@ class Sdpa:
             if tile.bags is None:
                 found = weights.to(keys.dtype) @ self._values(layer, tile)
             else:
+                stored = self._pool.values[layer]
+                assert isinstance(stored, LayerTensor)
                 found = embedding_bag(
                     tile.bags[0],
-                    self._pool.values[layer].by_token,
+                    stored.by_token,
                     tile.bags[1],
                     mode="sum",
                     per_sample_weights=weights.flatten(),
@@ -594,15 +609,17 @@ class Sdpa:
 
     def _keys(self, layer: int, tile: Tile) -> Tensor:
         """Gather K of a tile, `[heads, total, head_dim]`."""
-        found = self._gathered("keys", self._pool.keys[layer].by_head, tile.keys)
-        heads = tile.heads.stop - tile.heads.start
-        return found.view(heads, -1, self._pool.layout.head_dim)[:, : tile.reach.total]
+        half, gather = self._pool.keys[layer], self._gather("keys")
+        return half.heads(tile.keys, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
 
     def _values(self, layer: int, tile: Tile) -> Tensor:
         """Gather V of a tile, `[heads, total, value_dim]`."""
-        found = self._gathered("values", self._pool.values[layer].by_head, tile.values)
-        heads = tile.heads.stop - tile.heads.start
-        return found.view(heads, -1, self._pool.layout.value_dim)[:, : tile.reach.total]
+        half, gather = self._pool.values[layer], self._gather("values")
+        return half.heads(tile.values, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
+
+    def _gather(self, name: str) -> Gather:
+        """Return a function that gathers rows into the buffer of that name, used again."""
+        return partial(self._gathered, name)
 
     def _gathered(self, name: str, rows: Tensor, index: Tensor) -> Tensor:
         """Gather `rows[index]` into the buffer of that name, which the next call reuses."""

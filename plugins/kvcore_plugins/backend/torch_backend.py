@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
@@ -36,11 +36,13 @@ with two, and 92 ms with two that had to share their cores.
 
 @attrs.define(slots=False, eq=False)
 class TorchBackend(Backend):
-    """Keeps K/V in one torch tensor.
+    """Keeps K/V in one torch tensor, or the planes of a codec, a tensor each.
 
     A derived class names the device, and overrides `upload`, `download` and `stage` where
     that is not the host.
     """
+
+    takes_codecs: ClassVar[bool] = True
 
     attention: Literal["sdpa"] = attrs.field(
         default="sdpa", validator=attrs.validators.in_(("sdpa",)), kw_only=True
@@ -82,6 +84,7 @@ class TorchBackend(Backend):
             InputError: the device cannot take this layout.
             StorageError: there is too little memory.
         """
+        from kvcore_plugins.backend._coded_pool import CodedPool  # noqa: PLC0415 - likewise
         from kvcore_plugins.backend._pool import Pool  # noqa: PLC0415 - see the module
         from kvcore_plugins.backend._sdpa import Sdpa  # noqa: PLC0415 - see the module
 
@@ -89,8 +92,12 @@ class TorchBackend(Backend):
         free = self.memory().free
         if free is not None and layout.bytes > free:
             raise _too_little(layout, free, str(self.torch_device))
+        codec = layout.codec
         try:
-            self._pool = Pool(layout, self.torch_device, self.upload)
+            if codec is None or codec.dtype == layout.dtype:
+                self._pool = Pool(layout, self.torch_device, self.upload)
+            else:
+                self._pool = CodedPool(layout, codec, self.torch_device, self.upload)
         except (RuntimeError, OSError, OverflowError) as error:
             raise _too_little(layout, free, str(self.torch_device)) from error
         self._kernel = Sdpa(self._pool)
@@ -139,7 +146,7 @@ class TorchBackend(Backend):
             ("values", pool.values[layer], plan.value_slots, values, layout.value_dim),
         ):
             self._match(what, rows, (count, layout.kv_heads, width))
-            part.by_token.index_copy_(0, slots, self.stage(rows.detach()).flatten(0, 1))
+            part.store(slots, self.stage(rows.detach()), plan.writes)
 
     def attend(
         self,
@@ -216,8 +223,33 @@ class TorchBackend(Backend):
             return self._kernel.attend(layer, plan, queries, scale, window, sinks, sums)
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the memory of K and of V of a layer."""
-        return self._pool.keys[layer].blocks, self._pool.values[layer].blocks
+        """Return the memory of K and of V of a layer.
+
+        Raises:
+            InputError: a codec stores codes there, not K/V.
+        """
+        from kvcore_plugins.backend._pool import LayerTensor  # noqa: PLC0415 - as above
+
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        if isinstance(keys, LayerTensor) and isinstance(values, LayerTensor):
+            return keys.blocks, values.blocks
+        assert self.layout.codec is not None
+        msg = (
+            f"codec {self.layout.codec.name!r} keeps codes in the blocks: there is no memory "
+            "of K/V to hand out; use `read`, which decodes"
+        )
+        raise InputError(msg)
+
+    def move_tokens(
+        self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
+    ) -> None:
+        """Put tokens of blocks into others; coded bytes move as they are where they can."""
+        from kvcore_plugins.backend._coded_pool import CodedPool  # noqa: PLC0415 - likewise
+
+        if isinstance(self._pool, CodedPool):
+            self._pool.move_tokens(layer, table, into, moves)
+        else:
+            super().move_tokens(layer, table, into, moves)
 
     def read_heads(self, layer: int, part: Part, table: Sequence[int], tokens: int) -> Tensor:
         """Return a copy of K or V of the first tokens, `[kv_heads, tokens, width]`."""
@@ -228,11 +260,11 @@ class TorchBackend(Backend):
         """Copy whole blocks. All sources are read before a target is written."""
         self._pool.copy_blocks(pairs)
 
-    def swap_out(self, blocks: Sequence[int]) -> Tensor:
-        """Return a copy of `blocks` on the host, `[blocks, numbers]`."""
-        return self.download(self._pool.gather(blocks))
+    def swap_out(self, blocks: Sequence[int]) -> Any:
+        """Return a copy of `blocks` on the host."""
+        return self._pool.swap_out(blocks, self.download)
 
-    def swap_in(self, host: Tensor, blocks: Sequence[int]) -> None:
+    def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
         """Write what `swap_out` returned.
 
         Raises:
@@ -241,7 +273,7 @@ class TorchBackend(Backend):
         if len(host) != len(blocks):
             msg = f"{len(host)} blocks were swapped out, and cannot be put into {len(blocks)}"
             raise InputError(msg)
-        self._pool.scatter(self.upload(host), blocks)
+        self._pool.swap_in(host, blocks)
 
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
         """Set every number of the blocks."""
@@ -273,8 +305,9 @@ class TorchBackend(Backend):
 
     @property
     def allocated(self) -> int:
-        """Bytes of the pool and of the gather buffers."""
-        return self._pool.bytes + self._kernel.bytes if self._pool else 0
+        """Bytes of the pool, of the stages of a codec, and of the gather buffers."""
+        pool = self._pool
+        return pool.bytes + pool.staged_bytes + self._kernel.bytes if pool else 0
 
     def _match(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         """Raise InputError unless `tensor` has this shape and the dtype of the pool."""

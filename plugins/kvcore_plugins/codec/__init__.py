@@ -1,5 +1,7 @@
 """The built-in codecs."""
 
-from kvcore_plugins.codec.plain import BF16, FP16, FP32
+from kvcore_plugins.codec.fp8 import E4M3, E5M2
+from kvcore_plugins.codec.integer import INT4, INT8, KIVI
+from kvcore_plugins.codec.plain import BF16, FP16, FP32, FP64
 
-__all__ = ["BF16", "FP16", "FP32"]
+__all__ = ["BF16", "E4M3", "E5M2", "FP16", "FP32", "FP64", "INT4", "INT8", "KIVI"]

@@ -28,6 +28,13 @@ class _Plain(Codec):
         return planes[0]
 
 
+class FP64(_Plain):
+    """Store K/V in double precision, for references: 8 bytes a number."""
+
+    name: ClassVar[str] = "fp64"
+    dtype: ClassVar[str] = "fp64"
+
+
 class FP32(_Plain):
     """Store K/V in single precision: 4 bytes a number."""
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from kvcore import Backend, Generator, InputError
-from kvcore.engine import Attend, RaggedBatch, Rotary
+from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.generator._shape import checked_dtype
-from kvcore_plugins.generator.sampling import sample
+from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -139,33 +139,30 @@ class HuggingFace(Generator):
         switch_over(self.network)
         self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])  # type: ignore[call-arg]
 
-    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
-        """Run the batch as one row of tokens; compute logits only where it samples."""
+    def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run the batch as one row of tokens; return the logits where it samples."""
         import torch  # noqa: PLC0415
 
         from kvcore_plugins.generator._hf_model import PackedCache  # noqa: PLC0415
 
         device, packed = self.network.device, PackedCache(attend)
-        sampled = [
-            (row, (seed, index))
-            for row, seed, index in zip(
-                batch.last_rows, batch.seeds, batch.output_indices, strict=True
-            )
-            if index is not None
-        ]
-        last = [row for row, _ in sampled]
         with torch.no_grad():
             out = self.network(
                 input_ids=torch.tensor([batch.token_ids], device=device),
                 position_ids=torch.tensor([batch.positions], device=device),
                 past_key_values=packed,
                 use_cache=True,
-                logits_to_keep=torch.tensor(last, dtype=torch.long, device=device),
+                logits_to_keep=torch.tensor(
+                    sampled_rows(batch), dtype=torch.long, device=device
+                ),
                 paged=packed,
             )
-        marks = [mark for _, mark in sampled]
-        drawn = iter(sample(out.logits[0], marks, self.temperature, self.top_k))
-        return [None if index is None else next(drawn) for index in batch.output_indices]
+        return out.logits[0]
+
+    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
+        """Run a step; return the likeliest tokens, or samples."""
+        logits = self.logits(batch, attend)
+        return next_tokens(batch, logits, self.temperature, self.top_k)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` by the tokenizer, or hashes of its words."""

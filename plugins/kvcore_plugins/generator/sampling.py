@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from kvcore.engine import RaggedBatch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -59,3 +61,25 @@ def sample(
     tokens = tokens.minimum(torch.searchsorted(reached, sums))
     drawn: list[int] = tokens.squeeze(-1).tolist()
     return drawn
+
+
+def sampled_rows(batch: RaggedBatch) -> list[int]:
+    """Return the last row of each sequence that generates a token in this step."""
+    rows = zip(batch.last_rows, batch.output_indices, strict=True)
+    return [row for row, index in rows if index is not None]
+
+
+def next_tokens(
+    batch: RaggedBatch, logits: Tensor, temperature: float, top_k: int | None = None
+) -> list[int | None]:
+    """Return the next token of each sequence of a step, None where it generates none.
+
+    `logits` has a row for each of `sampled_rows`; the rest is as for `sample`.
+    """
+    marks = [
+        (seed, index)
+        for seed, index in zip(batch.seeds, batch.output_indices, strict=True)
+        if index is not None
+    ]
+    drawn = iter(sample(logits, marks, temperature, top_k))
+    return [None if index is None else next(drawn) for index in batch.output_indices]

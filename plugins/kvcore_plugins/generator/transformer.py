@@ -13,7 +13,7 @@ from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
 from kvcore_plugins.generator._shape import checked_dtype, resized
-from kvcore_plugins.generator.sampling import sample
+from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
 
 if TYPE_CHECKING:
     from kvcore_plugins.generator._decoder import Decoder
@@ -169,24 +169,13 @@ class Transformer(Generator):
         `[sequences with an output index, vocabulary]`.
         """
         tensor = self.backend.tensor
-        sampled = [
-            row
-            for row, index in zip(batch.last_rows, batch.output_indices, strict=True)
-            if index is not None
-        ]
         states = self._decoder.states(tensor(batch.token_ids), tensor(batch.positions), attend)
-        return self._decoder.logits(states[sampled])
+        return self._decoder.logits(states[sampled_rows(batch)])
 
     def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
         """Run a step; return the likeliest tokens, or samples."""
-        marks = [
-            (seed, index)
-            for seed, index in zip(batch.seeds, batch.output_indices, strict=True)
-            if index is not None
-        ]
         logits = self.logits(batch, attend)
-        drawn = iter(sample(logits, marks, self.temperature, self.top_k))
-        return [None if index is None else next(drawn) for index in batch.output_indices]
+        return next_tokens(batch, logits, self.temperature, self.top_k)
 
     def _parameters(self, spec: ModelSpec) -> int:
         """Return the count of numbers in all weight matrices and norms."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import InputError, LatencyModel
+from kvcore import Codec, InputError, LatencyModel
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import pair_flop
 from kvcore.models.memory import KVLayout, kv_copies
@@ -47,7 +47,8 @@ class Roofline(LatencyModel):
         model: a name of the catalogue; in code also a `ModelSpec`.
         device: likewise; in code also a `DeviceSpec`.
         tensor_parallel: devices that share the model.
-        kv_dtype: of the K/V.
+        codec: of the K/V; in code also a `Codec`.
+        block_size: tokens of a block, among which a codec may divide scales.
         compute: share of the FLOP/s that is reached. Training reached 0.38 to 0.43 on H100
             (Dubey et al., "The Llama 3 herd of models", 2024); a forward pass over large
             prefill chunks does somewhat better.
@@ -63,13 +64,15 @@ class Roofline(LatencyModel):
     """
 
     name: ClassVar[str] = "roofline"
+    renamed_options: ClassVar[dict[str, str]] = {"kv_dtype": "codec"}
     fitted_times: ClassVar[tuple[str, ...]] = ("overhead",)
     fitted_shares: ClassVar[tuple[str, ...]] = ("compute", "bandwidth")
 
     model: str | ModelSpec = attrs.field(default="llama-3-8b")
     device: str | DeviceSpec = attrs.field(default="h100")
     tensor_parallel: int = attrs.field(default=4)
-    kv_dtype: str = attrs.field(default="fp16")
+    codec: str | Codec = attrs.field(default="fp16")
+    block_size: int = attrs.field(default=16)
     compute: float = attrs.field(default=0.5)
     bandwidth: float = attrs.field(default=0.8)
     overhead: float = attrs.field(default=0.002)
@@ -80,7 +83,9 @@ class Roofline(LatencyModel):
         device = find_device(self.device) if isinstance(self.device, str) else self.device
         self._names = model.name, device.name
         self._check(model, device)
-        layout = KVLayout(model, self.kv_dtype)
+        layout = KVLayout(model, self.codec, self.block_size)
+        if isinstance(self.codec, str):
+            self.codec = str(layout.codec)
         self._overhead = picoseconds(self.overhead, "roofline: overhead")
 
         flops = device.flops * self.tensor_parallel * Fraction(self.compute)
@@ -93,7 +98,7 @@ class Roofline(LatencyModel):
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
         kv_bandwidth = bandwidth * self.tensor_parallel / kv_copies(model, self.tensor_parallel)
         layers = Counter(model.windows)
-        self._written = _fine(layout.bytes_per_token / kv_bandwidth)
+        self._written = _fine(layout.bytes_per_layer * model.layers / kv_bandwidth)
         self._read = tuple(
             _whole(layout.bytes_per_layer * layers[window] / kv_bandwidth)
             for window in self._windows

@@ -77,6 +77,8 @@ class Table:
     computed: int
     shared: int
     blocks: list[Block]
+    compacted: int = 0
+    kept: int = 0
 
 
 class BlockCache:
@@ -205,7 +207,7 @@ class BlockCache:
         if not 0 <= tokens <= table.tokens - table.computed:
             raise InputError(table.id)
         table.computed += tokens
-        upto = min(table.computed // self.block_size, self.cacheable(table.request))
+        upto = min(table.computed // self.block_size, self._shareable(table))
         for position in range(table.shared, upto):
             self._publish(table, position, now)
         self._share_with_siblings(table)
@@ -213,8 +215,30 @@ class BlockCache:
     def close(self, table, now=0):
         """Let go of all blocks, the last first."""
         del self.sequences[table.id]
+        self._release(table, table.blocks, now)
+
+    def compact(self, table, tokens, now=0):
+        """Go on with `tokens` tokens in blocks that no other table has."""
+        held, ahead = table.computed, table.tokens - table.computed
+        if not 0 < tokens < held or held < table.shared * self.block_size:
+            raise InputError(table.id)
+        count = self._blocks_for(tokens + ahead)
+        own = [b for b in table.blocks[table.shared :] if len(b.holders) == 1][:count]
+        evictable = sum(not block.holders for block in self.cached)
+        if count - len(own) > self.free_blocks + evictable:
+            raise OutOfBlocks(table.request.id)
+        before = list(table.blocks)
+        self._allocate(table, count - len(own), now)
+        new = table.blocks[len(before) :]
+        self._release(table, [block for block in before if block not in own], now)
+        table.blocks, table.shared, table.kept = own + new, 0, tokens
+        table.tokens, table.computed = tokens + ahead, tokens
+        table.compacted += held - tokens
+
+    def _release(self, table, blocks, now):
+        """Let go of `blocks`, the last first."""
         released = []
-        for block in reversed(table.blocks):
+        for block in reversed(blocks):
             block.holders.remove(table.id)
             block.creator = None
             if block.place is not None and not block.holders:
@@ -227,9 +251,8 @@ class BlockCache:
 
     def fork(self, table, _now=0):
         """Share every block with a new sequence."""
-        beyond = table.tokens > max(
-            table.request.prompt_tokens, self.cacheable(table.request) * self.block_size
-        )
+        known = max(table.request.prompt_tokens, self._shareable(table) * self.block_size)
+        beyond = table.tokens + table.compacted > known
         if table.computed < table.tokens and beyond:
             raise InputError(table.id)
         self.serial += 1
@@ -242,7 +265,7 @@ class BlockCache:
     def rollback(self, table, tokens, _now=0):
         """Drop the newest tokens."""
         left = table.tokens - tokens
-        if tokens and left < table.shared * self.block_size:
+        if tokens and left < max(table.shared * self.block_size, table.kept):
             raise InputError(table.id)
         while len(table.blocks) > self._blocks_for(left):
             table.blocks.pop().holders.remove(table.id)
@@ -275,6 +298,10 @@ class BlockCache:
     def _writable(self, block):
         """Say whether its holder may write: a cached block gets what its key says anyway."""
         return block.place is not None or len(block.holders) == 1
+
+    def _shareable(self, table):
+        """Return how many blocks of a table may be shared: none after a compaction."""
+        return 0 if table.compacted else self.cacheable(table.request)
 
     def _blocks_for(self, tokens):
         return -(-tokens // self.block_size)

@@ -1,0 +1,591 @@
+"""What is lost where K/V is bounded or shrunk: attention, next tokens, needles, by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle, islice
+from random import Random
+from typing import Any
+
+import attrs
+
+from kvcore.cache import KVCache, RetentionPolicy
+from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, TensorLayout
+from kvcore.engine.compaction import Compactor
+from kvcore.engine.executor import tensor_layout
+from kvcore.errors import InputError
+from kvcore.extras import import_extra
+from kvcore.plugins.base import options_of
+from kvcore.plugins.manager import Plugins, resolve
+from kvcore.plugins.options import Spec, parse
+from kvcore.progress import Progress, Tick, silent, unseen
+from kvcore.request import Request
+
+FULL = "full"
+"""The retention policy that keeps everything: the baseline of every codec."""
+
+CANNOT_COPY, COPIES = "transformer", "induction"
+"""A generator with random weights, which finds no needle, and the one in its place."""
+
+BLANK = 0
+"""The token behind an announced question: `induction` neither looks it up nor answers it."""
+
+STEP_TOKENS = 2048
+"""The most tokens of a prompt that are computed in a step, of all texts together."""
+
+
+@attrs.frozen(kw_only=True)
+class QualityRow:
+    """What one retention policy and one codec lose at one budget.
+
+    Attributes:
+        retention, codec: as asked for, with the options given.
+        budget: the share of the full bytes asked for; None: all tokens, or what the options
+            of the policy say.
+        bytes_per_token: bytes of the blocks held, the scales of a codec included, a token of
+            context: a mean over the steps.
+        share: these bytes as a share of the full ones.
+        attention_error: error of attention's output relative to its size: of each layer,
+            the norm of the difference over all texts and steps through the norm of the
+            output; the mean over the layers.
+        kl, kl_p95: Kullback-Leibler divergence of the next token's distribution from that of
+            the full run, in nats: mean, and 95th percentile over texts and steps.
+        top1: share of the steps with the same likeliest token.
+        needle: share of the questions that are answered; None: none was asked.
+        needle_by_depth: this share by depth of the answer in the haystack, 0 to 1.
+    """
+
+    retention: str
+    codec: str
+    budget: float | None
+    bytes_per_token: float
+    share: float
+    attention_error: float
+    kl: float
+    kl_p95: float
+    top1: float
+    needle: float | None = None
+    needle_by_depth: tuple[tuple[float, float], ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class Quality:
+    """The result of `measure`: most bytes first, rows of one budget by their divergence.
+
+    Attributes:
+        generator: name of the generator of the texts.
+        needle_generator: name of that of the needles; None: none was asked for.
+        dtype: the dtype of the computation, and of the full run.
+        block_size: tokens in a block.
+        prompt_tokens, tokens: tokens of a prompt, and of what follows it.
+        texts: number of texts, and of haystacks.
+        needles: number of questions about each haystack.
+        announced: whether the prompt ends with the questions.
+        seed: seed of texts and haystacks.
+        full_codec, full_bytes_per_token: what budgets are shares of: all tokens in the first
+            codec, and what a token takes there.
+        rows: one for each combination.
+    """
+
+    generator: str
+    needle_generator: str | None
+    dtype: str
+    block_size: int
+    prompt_tokens: int
+    tokens: int
+    texts: int
+    needles: int
+    announced: bool
+    seed: int
+    full_codec: str
+    full_bytes_per_token: float
+    rows: list[QualityRow]
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the rows, without the depths.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        needed = "to_frame needs polars, which cannot be imported"
+        instead = ", or make a frame of `quality.rows` yourself"
+        pl = import_extra("polars", needed, "lab", instead)
+        left_out = attrs.filters.exclude("needle_by_depth")
+        rows = [attrs.asdict(row, filter=left_out) for row in self.rows]
+        return pl.DataFrame(rows, infer_schema_length=None)
+
+
+@attrs.frozen
+class _Cell:
+    """A retention policy and a codec, and the share of the prompt's tokens that stay."""
+
+    retention: Spec
+    codec: Spec
+    budget: float | None = None
+    tokens: float | None = None
+
+
+def measure(
+    generator: Generator | str,
+    *,
+    retention: str = FULL,
+    codec: str = "fp16",
+    budgets: Iterable[float] = (0.1, 0.25, 0.5),
+    backend: str = "torch-cpu",
+    dtype: str = "fp32",
+    block_size: int = 16,
+    prompt_tokens: int = 512,
+    tokens: int = 64,
+    texts: int = 4,
+    text: str | None = None,
+    needles: int = 12,
+    announced: bool = True,
+    needle_generator: Generator | str | None = None,
+    threads: int | None = None,
+    seed: int = 0,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+) -> Quality:
+    """Compare bounded and shrunk K/V with full K/V in `dtype`, at equal bytes.
+
+    Every text is computed once with all of its K/V, and once for each combination of a
+    policy, a codec and a budget: the prompt first, then token after token as the full run
+    has it, whatever the bounded one would have generated. A budget of 0.1 lets a policy keep
+    as many tokens as take a tenth of the full bytes in the codec at hand, so of short
+    numbers more; where all tokens take less, the row is left out, since `full` has it.
+
+    The needles are pairs of tokens, a key and its value, at even depths of other tokens.
+    The questions come behind the prompt, when a policy has forgotten what it forgets: the
+    token after a key is to be its value. With `announced` the prompt ends with all keys,
+    each before a blank, so that a policy can see what will be asked.
+
+    Costs one run a row. Memory: the K/V of all texts, and of the full run its logits and
+    attention's output for each of the `tokens`.
+
+    Args:
+        generator: an instance that is not in use, or a text such as
+            `huggingface:model=DIR`. Needs `Generator.logits`.
+        retention: policies, as `h2o,window:sinks=4`. Their option `budget`, or `tokens` as
+            `window` has it, is set, unless the text does. `full` is always measured.
+        codec: codecs, as `fp16,int4`. What all tokens take in the first are the full bytes.
+        budgets: shares of the full bytes, above 0 and below 1.
+        backend: the backend.
+        dtype: dtype of the computation, one of `TENSOR_DTYPES`.
+        block_size: tokens in a block.
+        prompt_tokens: tokens of a prompt, and of a haystack with its announced questions.
+        tokens: tokens behind a prompt, 1 or more.
+        texts: number of texts, and of haystacks.
+        text: a text for the generator to encode, from which even parts are taken. None:
+            random tokens, continued by the full run, which samples at temperature 1.
+        needles: questions about each haystack; 0: no haystacks.
+        announced: whether the prompt ends with the questions.
+        needle_generator: answers them. None: `induction` for `transformer`, whose random
+            weights find nothing, else `generator`.
+        threads: number of threads of the host that compute; None: as for `kvcore.run`.
+        seed: seed of texts and haystacks, and of plugins that have an option `seed`.
+        plugins: where names are looked up; None: what is installed.
+        progress: is told how many steps have been computed; None: nobody is.
+
+    Raises:
+        InputError: an unknown name or option, a size out of range, a text that is too
+            short, or a generator without logits.
+        PluginError: a plugin cannot work here.
+        StorageError: K/V does not fit into the device's memory.
+    """
+    plugins = plugins or Plugins()
+    shares = sorted(set(budgets), reverse=True)
+    _check(shares, block_size, prompt_tokens, tokens, texts)
+    defaults = {"seed": seed}
+    built: Generator = _built(plugins, generator, defaults)
+    if needle_generator is None:
+        needle_generator = COPIES if built.name == CANNOT_COPY else built
+    finder: Generator = built
+    if needles and needle_generator is not built:
+        finder = _built(plugins, needle_generator, defaults)
+    given = _given(built, text, prompt_tokens + tokens, texts)
+    hay = [
+        _haystack(finder.vocabulary, prompt_tokens, needles, seed, number, announced=announced)
+        for number in range(texts if needles else 0)
+    ]
+    codecs = parse(codec)
+    policies = [each for each in parse(retention) if str(each) != FULL]
+    bench = _Bench(plugins, backend, dtype, block_size, seed)
+    for each in {id(one): one for one in (built, finder)}.values():
+        bench.load(each)
+    cells = [_Cell(Spec(FULL), each) for each in codecs]
+    for policy in policies:
+        cells += bench.cells(built, policy, codecs, shares)
+    # What cannot be built is refused before anything is computed.
+    for cell in cells:
+        bench.policy(cell, prompt_tokens)
+        bench.layout(finder, cell.codec)
+    steps = tokens * (len(cells) + 1) + 2 * needles * len(cells)
+    with (
+        bench.backend().limit_threads(threads, built.spec),
+        (progress or silent)(f"measuring {built.name}", steps) as bench.tick,
+    ):
+        full = _Full.run(bench, built, given, prompt_tokens, tokens, texts, seed)
+        rows = []
+        for cell in cells:
+            row = full.compared(bench, built, cell)
+            if hay:
+                row = _asked(bench, finder, cell, hay, row)
+            rows.append(row)
+    first = rows[0].bytes_per_token
+    rows = [attrs.evolve(row, share=row.bytes_per_token / first) for row in rows]
+    return Quality(
+        generator=built.name,
+        needle_generator=finder.name if needles else None,
+        dtype=dtype,
+        block_size=block_size,
+        prompt_tokens=prompt_tokens,
+        tokens=tokens,
+        texts=texts,
+        needles=needles,
+        announced=announced,
+        seed=seed,
+        full_codec=str(codecs[0]),
+        full_bytes_per_token=first,
+        rows=sorted(rows, key=_order),
+    )
+
+
+def _check(shares: list[float], *counts: int) -> None:
+    """Raise InputError for sizes below 1, and for budgets that are no shares."""
+    msg = ""
+    if min(counts) < 1:
+        msg = "block_size, prompt_tokens, tokens and texts must be 1 or more"
+    for share in shares:
+        if not 0 < share < 1:
+            msg = f"budget {share:g}: give shares of the full bytes, above 0 and below 1"
+    if msg:
+        raise InputError(msg)
+
+
+def _order(row: QualityRow) -> tuple[float, float]:
+    """Return the key that sorts rows: bytes first, those of one budget together."""
+    return -(row.share if row.budget is None else row.budget), row.kl
+
+
+def _built(plugins: Plugins, generator: Generator | str, defaults: dict[str, Any]) -> Generator:
+    if isinstance(generator, str):
+        made: Generator = plugins.build("generator", generator, defaults)
+        return made
+    found: Generator = resolve("generator", generator)
+    return found
+
+
+def _given(
+    generator: Generator, text: str | None, length: int, texts: int
+) -> list[list[int]] | None:
+    """Return even parts of `text`, each of `length` tokens; None without a text."""
+    if text is None:
+        return None
+    ids = generator.encode(text)
+    if len(ids) < length * texts:
+        msg = (
+            f"the text has {len(ids):,} tokens, and {texts} texts of {length:,} tokens need "
+            f"{length * texts:,}: give fewer or shorter texts, or a longer file"
+        )
+        raise InputError(msg)
+    starts = [number * (len(ids) - length) // max(1, texts - 1) for number in range(texts)]
+    return [ids[start : start + length] for start in starts]
+
+
+@attrs.define
+class _Bench:
+    """Makes the parts of each run."""
+
+    plugins: Plugins
+    backend_name: str
+    dtype: str
+    block_size: int
+    seed: int
+    tick: Tick = unseen
+
+    def backend(self) -> Backend:
+        """Return a backend that is not in use."""
+        backend: Backend = self.plugins.build("backend", self.backend_name)
+        return backend
+
+    def load(self, generator: Generator) -> None:
+        """Load `generator` for all runs."""
+        generator.bind()
+        generator.load(self.backend(), self.dtype)
+
+    def layout(self, generator: Generator, codec: Spec | None, blocks: int = 1) -> TensorLayout:
+        """Return the layout of `blocks` blocks in a codec; None: as computed."""
+        layout = tensor_layout(generator.spec, blocks, self.block_size, self.dtype)
+        made: Codec | None = None if codec is None else self.plugins.build("codec", codec)
+        return attrs.evolve(layout, codec=made)
+
+    def cells(
+        self, generator: Generator, policy: Spec, codecs: Sequence[Spec], shares: list[float]
+    ) -> Iterator[_Cell]:
+        """Yield the combinations of one policy that keep less than all tokens."""
+        cls = self.plugins.get("retention", policy.name)
+        known = {option.name for option in options_of(cls)}
+        budgets = known.intersection(("budget", "tokens"))
+        full = self.layout(generator, codecs[0]).bytes_per_block
+        for codec in codecs:
+            if not budgets or policy.options.keys() & budgets:
+                yield _Cell(policy, codec)
+                continue
+            taken = self.layout(generator, codec).bytes_per_block
+            for share in shares:
+                if share * full < taken:
+                    yield _Cell(policy, codec, share, share * full / taken)
+
+    def policy(self, cell: _Cell, prompt_tokens: int) -> RetentionPolicy | None:
+        """Return the policy of a cell; None: everything is kept."""
+        if cell.retention.name == FULL:
+            return None
+        defaults: dict[str, Any] = {"seed": self.seed}
+        if cell.tokens is not None:
+            sinks = int(cell.retention.options.get("sinks", "0"))
+            kept = int(cell.tokens * prompt_tokens)
+            defaults |= {"budget": cell.tokens, "tokens": max(1, kept - sinks)}
+        policy: RetentionPolicy = self.plugins.build("retention", cell.retention, defaults)
+        return policy
+
+
+class _Run:
+    """Texts of equal length in a pool of their own, computed together.
+
+    Attributes:
+        attended: attention's output of each layer in the last step,
+            `[texts, query_heads, value_dim]`.
+        bytes_per_token: for each step behind the prompts, the bytes of the blocks held, a
+            token of the texts.
+    """
+
+    def __init__(
+        self,
+        bench: _Bench,
+        generator: Generator,
+        cell: _Cell | None,
+        prompts: list[list[int]],
+        more: int,
+    ) -> None:
+        """Compute `prompts`; `more` tokens of each will follow. `cell` None: the full run."""
+        size = bench.block_size
+        blocks = len(prompts) * (-(-(len(prompts[0]) + more) // size) + 2)
+        self._generator, self._tick = generator, bench.tick
+        self._cache = KVCache(
+            blocks,
+            size,
+            retention=None if cell is None else bench.policy(cell, len(prompts[0])),
+            ids=True,
+        )
+        self._backend = bench.backend()
+        self._backend.bind()
+        self._backend.allocate(bench.layout(generator, cell and cell.codec, blocks))
+        self._compactor = Compactor(
+            self._cache, self._backend, generator.windows, generator.rotary
+        )
+        self._seqs = [
+            self._cache.open(Request(id=number, prompt_tokens=len(prompt), key_tokens=size))
+            for number, prompt in enumerate(prompts)
+        ]
+        self._output = 0
+        self.attended: list[Tensor] = []
+        self.bytes_per_token: list[float] = []
+        chunk = max(1, STEP_TOKENS // len(prompts))
+        for start in range(0, len(prompts[0]), chunk):
+            self.logits = self._compute([each[start : start + chunk] for each in prompts])
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append a token to each text; return the logits of the next, `[texts, vocabulary]`."""
+        self._output += 1
+        logits = self._compute([[token] for token in tokens])
+        pool, layout = self._cache.pool, self._backend.layout
+        held = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
+        self.bytes_per_token.append(held / sum(seq.position for seq in self._seqs))
+        self._tick(1)
+        return logits
+
+    def _compute(self, tokens: list[list[int]]) -> Tensor:
+        """Compute more tokens of each text; return the logits behind the last of each."""
+        seqs, backend = self._seqs, self._backend
+        size = backend.layout.block_size
+        for seq, new in zip(seqs, tokens, strict=True):
+            self._cache.extend(seq, max(0, seq.computed + len(new) - seq.tokens))
+        lengths = [len(new) for new in tokens]
+        batch = RaggedBatch(
+            block_tables=[
+                self._cache.block_table(seq)[: -(-(seq.held + n) // size)]
+                for seq, n in zip(seqs, lengths, strict=True)
+            ],
+            contexts=[seq.held for seq in seqs],
+            lengths=lengths,
+            token_ids=[token for new in tokens for token in new],
+            positions=[
+                position
+                for seq, n in zip(seqs, lengths, strict=True)
+                for position in range(seq.position, seq.position + n)
+            ],
+            output_indices=[self._output] * len(seqs),
+            seeds=range(len(seqs)),
+            held_positions=self._compactor.held_positions(seqs, [seq.held for seq in seqs]),
+        )
+        plan, attend = backend.plan(batch), self._compactor.attend(seqs, batch)
+        self.attended = []
+
+        def attended(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
+        ) -> Tensor:
+            backend.store(layer, plan, keys, values)
+            out = attend(layer, plan, queries, **options)
+            self.attended.append(out)
+            return out
+
+        logits = self._generator.logits(batch, attended)
+        for seq, n in zip(seqs, lengths, strict=True):
+            self._cache.commit(seq, n)
+        return logits
+
+
+@attrs.frozen(eq=False)
+class _Full:
+    """What the full run has found: the texts, and what is compared with others.
+
+    Attributes:
+        prompts, outputs: token ids; of the outputs, by step.
+        logits: for each step, `[texts, vocabulary]`.
+        attended: for each step, attention's output of each layer.
+    """
+
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+    logits: list[Tensor]
+    attended: list[list[Tensor]]
+
+    @classmethod
+    def run(
+        cls,
+        bench: _Bench,
+        generator: Generator,
+        given: list[list[int]] | None,
+        prompt_tokens: int,
+        tokens: int,
+        texts: int,
+        seed: int,
+    ) -> _Full:
+        """Compute the texts, and where none are `given`, sample them."""
+        import torch  # noqa: PLC0415 - only runs need it
+
+        source = torch.Generator().manual_seed(seed)
+        if given is None:
+            shape = texts, prompt_tokens
+            prompts = torch.randint(generator.vocabulary, shape, generator=source).tolist()
+        else:
+            prompts = [ids[:prompt_tokens] for ids in given]
+        run = _Run(bench, generator, None, prompts, tokens)
+        full = cls(prompts, [], [], [])
+        logits = run.logits
+        for step in range(tokens):
+            if given is None:
+                chances = logits.double().softmax(-1).cpu()
+                new = torch.multinomial(chances, 1, generator=source)[:, 0].tolist()
+            else:
+                new = [ids[prompt_tokens + step] for ids in given]
+            logits = run.step(new)
+            full.outputs.append(new)
+            full.logits.append(logits)
+            full.attended.append(run.attended)
+        return full
+
+    def compared(self, bench: _Bench, generator: Generator, cell: _Cell) -> QualityRow:
+        """Compute the texts as `cell` says; return what differs."""
+        import torch  # noqa: PLC0415 - see `run`
+
+        run = _Run(bench, generator, cell, self.prompts, len(self.outputs))
+        errors = torch.zeros(len(self.attended[0]), 2, dtype=torch.float64)
+        divergences, agreed = [], []
+        for new, wanted, attended in zip(self.outputs, self.logits, self.attended, strict=True):
+            logits = run.step(new)
+            for layer, (found, right) in enumerate(zip(run.attended, attended, strict=True)):
+                errors[layer, 0] += (found.double() - right.double()).square().sum().cpu()
+                errors[layer, 1] += right.double().square().sum().cpu()
+            divergences.append(divergence(wanted, logits).cpu())
+            agreed.append((wanted.argmax(-1) == logits.argmax(-1)).cpu())
+        apart = torch.cat(divergences)
+        # A layer that attends to nothing has no error either.
+        relative = (errors[:, 0] / errors[:, 1].clamp_min(torch.finfo().tiny)).sqrt()
+        return QualityRow(
+            retention=str(cell.retention),
+            codec=str(cell.codec),
+            budget=cell.budget,
+            bytes_per_token=sum(run.bytes_per_token) / len(run.bytes_per_token),
+            share=1.0,
+            attention_error=float(relative.mean()),
+            kl=float(apart.mean()),
+            kl_p95=float(apart.quantile(0.95)),
+            top1=float(torch.cat(agreed).double().mean()),
+        )
+
+
+def divergence(full: Tensor, bounded: Tensor) -> Tensor:
+    """Return KL(full || bounded) of the distributions of logits, `[rows]`, in nats.
+
+    Computed in fp64; equal logits have exactly 0.
+    """
+    right, found = (logits.double().log_softmax(-1) for logits in (full, bounded))
+    # Rounding may go below 0.
+    return (right.exp() * (right - found)).sum(-1).clamp_min(0)
+
+
+@attrs.frozen
+class _Haystack:
+    """A prompt with needles in it, and the questions: key, value and depth of each."""
+
+    prompt: list[int]
+    questions: list[tuple[int, int, float]]
+
+
+def _haystack(
+    vocabulary: int, length: int, needles: int, seed: int, number: int, *, announced: bool
+) -> _Haystack:
+    """Return a prompt of `length` tokens with needles at even depths.
+
+    The other tokens are all different, as long as there are enough.
+    """
+    hay = length - needles * (4 if announced else 2)
+    if hay < needles or vocabulary < 3 * needles + 2:
+        msg = (
+            f"{needles} needles in {length} tokens of {vocabulary} token ids: give fewer, or "
+            "longer prompts"
+        )
+        raise InputError(msg)
+    random = Random(f"needles {seed} {number}")  # noqa: S311
+    ids = list(range(1, vocabulary))
+    random.shuffle(ids)
+    keys, values, others = ids[:needles], ids[needles : 2 * needles], ids[2 * needles :]
+    prompt = list(islice(cycle(others), hay))
+    questions = []
+    for place in reversed(range(needles)):
+        depth = (place + 0.5) / needles
+        at = int(depth * hay)
+        prompt[at:at] = [keys[place], values[place]]
+        questions.append((keys[place], values[place], depth))
+    random.shuffle(questions)
+    if announced:
+        prompt += [token for key, _, _ in questions for token in (key, BLANK)]
+    return _Haystack(prompt, questions)
+
+
+def _asked(
+    bench: _Bench, finder: Generator, cell: _Cell, hay: list[_Haystack], row: QualityRow
+) -> QualityRow:
+    """Return `row` with the share of the questions about `hay` that are answered."""
+    asked = list(zip(*(each.questions for each in hay), strict=True))
+    run = _Run(bench, finder, cell, [each.prompt for each in hay], 2 * len(asked))
+    found: dict[float, list[bool]] = {}
+    for questions in asked:
+        answers = run.step([key for key, _, _ in questions]).argmax(-1).tolist()
+        for (_, value, depth), answer in zip(questions, answers, strict=True):
+            found.setdefault(depth, []).append(value == answer)
+        run.step([value for _, value, _ in questions])
+    by_depth = tuple((depth, sum(each) / len(each)) for depth, each in sorted(found.items()))
+    accuracy = sum(share for _, share in by_depth) / len(by_depth)
+    return attrs.evolve(row, needle=accuracy, needle_by_depth=by_depth)

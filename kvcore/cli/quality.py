@@ -1,0 +1,162 @@
+"""`kvcore quality`: what is lost where K/V is bounded or shrunk, at equal bytes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcore.analysis.quality import measure
+from kvcore.cli.options import shared
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    input_file,
+    json_option,
+    print_table,
+    print_text,
+    progress,
+)
+from kvcore.cli.verb import Count, plugin_completion, verb
+from kvcore.errors import InputError
+from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.report.mrc import FORMS, matplotlib
+from kvcore.report.quality import QualityReport, plot
+
+RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.5"
+
+
+@verb(
+    "kvcore quality --plot quality.svg",
+    "kvcore quality --generator huggingface:model=DIR --text book.txt --retention snapkv,tova",
+)
+@shared("generator")
+@shared("backend")
+@shared("dtype")
+@click.option(
+    "--retention",
+    metavar="LIST",
+    default=RETENTION,
+    help="Retention policies, such as h2o,window:sinks=4; `full` is always measured.",
+    **plugin_completion("retention"),
+)
+@click.option(
+    "--codec",
+    metavar="LIST",
+    default=CODEC,
+    help="Codecs, such as fp16,kivi:bits=2. Budgets are shares of all tokens in the first.",
+    **plugin_completion("codec"),
+)
+@click.option(
+    "--budget",
+    metavar="LIST",
+    default=BUDGET,
+    help="Bytes that a policy may keep, as shares of the full bytes.",
+)
+@click.option(
+    "--text",
+    callback=input_file,
+    metavar="FILE",
+    help="Text to compute.  "
+    "[default: random tokens, and what the generator samples behind them]",
+)
+@click.option(
+    "--prompt-tokens", type=Count(), default=512, help="Number of tokens of a prompt."
+)
+@click.option(
+    "--tokens", type=Count(), default=64, help="Number of tokens to compare behind a prompt."
+)
+@click.option("--texts", type=Count(), default=4, help="Number of texts, and of haystacks.")
+@click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
+@click.option(
+    "--needles", type=Count(0), default=12, help="Number of questions about each haystack."
+)
+@click.option(
+    "--announce/--no-announce",
+    default=True,
+    help="End the haystack with the questions, so that policies can see them.",
+)
+@click.option(
+    "--needle-generator",
+    metavar="PLUGIN",
+    help="Generator that answers the questions.  [default: induction for transformer, else "
+    "that of --generator]",
+    **plugin_completion("generator"),
+)
+@shared("threads")
+@shared("seed", default=0)
+@click.option(
+    "--plot",
+    "picture",
+    callback=file_path,
+    metavar="FILE",
+    help=f"File for a plot: .{', .'.join(FORMS)}.",
+)
+@json_option
+def quality(**given: Any) -> None:
+    """Measure what is lost where K/V is bounded by a retention policy, or shrunk by a codec.
+
+    A generator computes the same texts with all of its K/V, and with what each policy and
+    codec leave of it at each budget of bytes. What differs is measured: attention's output,
+    the distribution of the next token, and whether a needle in a haystack is found.
+    """
+    out, text = given["picture"], given["text"]
+    kind = _kind(out)
+    if kind:
+        matplotlib()
+    if out is not None and text is not None:
+        refuse_overwrite(out, [text])
+    with nullcontext() if out is None else atomic_file(out) as file:
+        report = QualityReport(
+            measure(
+                str(given["generator"]),
+                backend=str(given["backend"]),
+                text=None if text is None else _read(text),
+                budgets=_budgets(given["budget"]),
+                announced=given["announce"],
+                progress=progress,
+                **{name: given[name] for name in AS_GIVEN},
+            )
+        )
+        if file is not None:
+            file.buffer.write(plot(report, kind))
+    if given["as_json"]:
+        emit_json({"schema": 1, **report.document()})
+        return
+    print_text(report.headline)
+    print_table(report.headers, report.rows, right=report.headers[2:])
+    print_text(f"{report.reading}\n{report.setup}")
+
+
+AS_GIVEN = (
+    *("retention", "codec", "dtype", "block_size", "prompt_tokens", "tokens", "texts"),
+    *("needles", "needle_generator", "threads", "seed"),
+)
+"""Options that are arguments of `measure`, of the same name."""
+
+
+def _kind(out: Path | None) -> str:
+    """Return what `--plot` is to be, by its name."""
+    kind = "" if out is None else out.suffix[1:].lower()
+    if out is not None and kind not in FORMS:
+        msg = f"--plot {out}: a name says what is drawn; end it with .{' or .'.join(FORMS)}"
+        raise InputError(msg)
+    return kind
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        msg = f"--text {path}: not UTF-8 at byte {error.start}: give a file of text"
+        raise InputError(msg) from error
+
+
+def _budgets(text: str) -> list[float]:
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError:
+        msg = f"--budget {text}: expected shares of the full bytes, such as 0.1,0.25"
+        raise InputError(msg) from None

@@ -1,0 +1,226 @@
+"""What bounding and shrinking K/V loses, as a table, a JSON object and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvcore.analysis.quality import FULL, Quality, QualityRow
+from kvcore.report.mrc import (
+    COLOURS,
+    GREY,
+    INK,
+    MARGIN,
+    MARKERS,
+    PALE,
+    log_axis,
+    percent,
+    picture,
+)
+from kvcore.report.tables import counted
+from kvcore.trace.writer import version
+from kvcore.units import format_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INCHES = (9.6, 6.6)
+
+DASHES = ("-", "--", ":", "-.")
+"""Lines of the codecs; colours are the policies'."""
+
+PANELS: tuple[tuple[str, str, float], ...] = (
+    ("attention_error", "error of attention's output", 100),
+    ("kl", "KL divergence of next tokens, nats", 1),
+    ("top1", "same likeliest token", 100),
+    ("needle", "needles found", 100),
+)
+"""What is drawn: the field of a row, its label, and what turns it into percent."""
+
+
+@attrs.frozen
+class QualityReport:
+    """What is lost, for people and for programs.
+
+    Attributes:
+        quality: what is reported.
+    """
+
+    quality: Quality
+
+    @property
+    def headline(self) -> str:
+        """Sentences that say what was compared."""
+        found = self.quality
+        texts = counted(found.texts, "text")
+        return (
+            f"{found.generator}: {texts} of {found.prompt_tokens:,} + "
+            f"{counted(found.tokens, 'token')}, against the same with all K/V in "
+            f"{found.dtype}.\nBudgets are shares of what all tokens take in "
+            f"{found.full_codec}: {format_number(found.full_bytes_per_token)} bytes a token of "
+            "context."
+        )
+
+    @property
+    def headers(self) -> list[str]:
+        """Headers of the table."""
+        needles = ["needles"] if self.quality.needles else []
+        return [
+            *("retention", "codec", "budget", "bytes/token", "of full"),
+            *("attention error", "KL", "KL p95", "top-1", *needles),
+        ]
+
+    @property
+    def rows(self) -> Iterator[list[str]]:
+        """Rows of the table: those with most bytes first."""
+        for row in self.quality.rows:
+            yield [
+                row.retention,
+                row.codec,
+                "" if row.budget is None else percent(row.budget),
+                format_number(row.bytes_per_token),
+                f"{row.share:.0%}",
+                percent(row.attention_error),
+                f"{row.kl:.2g}",
+                f"{row.kl_p95:.2g}",
+                f"{row.top1:.0%}",
+                *([] if row.needle is None else [f"{row.needle:.0%}"]),
+            ]
+
+    @property
+    def reading(self) -> str:
+        """Sentences about what the table shows."""
+        lines = [
+            self._best("Least divergence", lambda row: -row.kl),
+            self._best("Most needles", lambda row: row.needle or 0.0),
+            self._left_out(),
+        ]
+        return "\n".join(line for line in lines if line)
+
+    @property
+    def setup(self) -> str:
+        """What was run."""
+        found = self.quality
+        needles = ""
+        if found.needles:
+            told = "announced" if found.announced else "not announced"
+            needles = (
+                f" Needles: {counted(found.needles, 'question')} {told} about each of "
+                f"{counted(found.texts, 'prompt')}, answered by {found.needle_generator}."
+            )
+        return (
+            f"kvcore {version()}; blocks of {counted(found.block_size, 'token')}; "
+            f"seed {found.seed}.{needles}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the comparison as a JSON object."""
+        return attrs.asdict(self.quality)
+
+    def _best(self, what: str, of: Callable[[QualityRow], float]) -> str:
+        """Return a sentence with the rows that are best at a budget, if there are any."""
+        won: dict[str, list[str]] = {}
+        for budget in sorted({row.budget or 0.0 for row in self.quality.rows} - {0.0}):
+            rows = sorted((r for r in self.quality.rows if r.budget == budget), key=of)
+            if len(rows) > 1 and of(rows[-1]) > of(rows[-2]):
+                name = f"{rows[-1].retention} in {rows[-1].codec}"
+                won.setdefault(name, []).append(percent(budget))
+        told = (f"{name} at {' and '.join(budgets)}" for name, budgets in won.items())
+        return f"{what}: {', '.join(told)}." if won else ""
+
+    def _left_out(self) -> str:
+        """Return a sentence about the budgets that hold all tokens in some codec."""
+        rows = self.quality.rows
+        budgets = sorted({row.budget for row in rows if row.budget is not None})
+        told = [
+            f"{row.codec} at {percent(budget)}"
+            for row in rows
+            if row.retention == FULL
+            for budget in budgets
+            if row.share <= budget
+        ]
+        return f"All tokens take less, so nothing goes: {', '.join(told)}." if told else ""
+
+
+def plot(report: QualityReport, form: str) -> bytes:
+    """Return a plot of the rows as `png` or `svg` bytes: what is lost, by bytes a token.
+
+    One panel a measure. A policy has a colour, a codec a line and a marker; the black line is
+    all tokens in one codec after another.
+
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
+    return picture(form, lambda figure: draw(figure, report), INCHES)
+
+
+def draw(figure: Figure, report: QualityReport) -> None:
+    """Draw the panels and a legend into a matplotlib `figure`."""
+    quality = report.quality
+    panels = PANELS if quality.needles else PANELS[:-1]
+    every: Any = figure.subplots(2, 2).flat
+    for axes, (field, label, factor) in zip(every, panels, strict=False):
+        _panel(axes, quality, field, label, factor)
+    if len(panels) < len(PANELS):
+        every[-1].set_axis_off()
+    handles, labels = every[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+    figure.suptitle(
+        f"{quality.generator}, {counted(quality.texts, 'text')} of "
+        f"{quality.prompt_tokens:,} + {counted(quality.tokens, 'token')}",
+        x=0.01,
+        ha="left",
+        fontsize="medium",
+    )
+
+
+def _panel(axes: Axes, quality: Quality, field: str, label: str, factor: float) -> None:
+    rows = sorted(quality.rows, key=lambda row: row.bytes_per_token)
+    policies = list(dict.fromkeys(row.retention for row in rows if row.retention != FULL))
+    codecs = list(dict.fromkeys(row.codec for row in rows))
+    lines: dict[tuple[str, str], list[QualityRow]] = {}
+    for row in rows:
+        key = (FULL, "") if row.retention == FULL else (row.retention, row.codec)
+        lines.setdefault(key, []).append(row)
+    for (policy, codec), points in sorted(lines.items()):
+        style: dict[str, Any] = {"color": INK, "linewidth": 1, "marker": "."}
+        if policy != FULL:
+            place = codecs.index(codec)
+            style = {
+                "color": COLOURS[policies.index(policy) % len(COLOURS)],
+                "linewidth": 1,
+                "linestyle": DASHES[place % len(DASHES)],
+                "marker": MARKERS[place % len(MARKERS)],
+                "markersize": 4,
+            }
+        axes.plot(
+            [row.bytes_per_token for row in points],
+            [factor * getattr(row, field) for row in points],
+            label=f"{policy}, {codec}" if codec else "all tokens",
+            **style,
+        )
+    for row in lines[FULL, ""]:
+        axes.annotate(
+            row.codec,
+            (row.bytes_per_token, factor * getattr(row, field)),
+            xytext=(0, 5),
+            textcoords="offset points",
+            color=GREY,
+            fontsize="x-small",
+            ha="center",
+        )
+    low, high = rows[0].bytes_per_token, rows[-1].bytes_per_token
+    axes.set_xscale("log")
+    axes.set_xlim(low / MARGIN, high * MARGIN)
+    log_axis(axes.xaxis, low, high, "bytes held, a token of context")
+    axes.set_ylim(bottom=0, top=None if factor == 1 or field == PANELS[0][0] else 108)
+    if factor != 1:
+        axes.yaxis.set_major_formatter("{x:g}%")
+    axes.set_title(label, loc="left", fontsize="small")
+    axes.xaxis.label.set_fontsize("small")
+    axes.grid(color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=3)

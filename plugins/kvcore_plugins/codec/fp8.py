@@ -1,0 +1,86 @@
+"""K/V in 8-bit floating point."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import attrs
+
+from kvcore.engine import Codec, Plane
+from kvcore.models.codec import Part
+
+
+@attrs.define(slots=False, eq=False)
+class _FP8(Codec):
+    """Stores numbers divided by a scale, in a format of 8 bits.
+
+    Attributes:
+        greatest: the greatest number of the format.
+    """
+
+    greatest: ClassVar[float]
+
+    scale: Literal["tensor", "head"] = attrs.field(
+        default="tensor", validator=attrs.validators.in_(("tensor", "head")), kw_only=True
+    )
+    factor: float = attrs.field(default=1.0, validator=attrs.validators.gt(0), kw_only=True)
+
+    def planes(self, part: Part, tokens: int, width: int) -> tuple[Plane, ...]:
+        """Return `numbers` and, for scales by head, `scales` in fp16."""
+        numbers = Plane("numbers", self.name, (tokens, width))
+        if self.scale == "tensor":
+            return (numbers,)
+        return numbers, Plane("scales", "fp16", (tokens, 1))
+
+    def encode(self, part: Part, rows: Any) -> tuple[Any, ...]:
+        """Return the numbers, and their scales if these are by head.
+
+        Greater numbers than the format has, infinite ones too, become its greatest; by head,
+        numbers are cut to the range of fp16 first. NaN stays NaN, by head in the whole row.
+        """
+        import torch  # noqa: PLC0415 - see `plain`
+
+        from kvcore_plugins.codec._uniform import rounded_up, saturated  # noqa: PLC0415
+
+        dtype = torch.float8_e4m3fn if self.name == "fp8-e4m3" else torch.float8_e5m2
+        if self.scale == "tensor":
+            scaled = rows / self.factor
+            return (scaled.clamp(-self.greatest, self.greatest).to(dtype),)
+        rows = saturated(rows)
+        scales = rounded_up(rows.abs().amax(-1, keepdim=True) / self.greatest)
+        return (rows / torch.where(scales == 0, 1, scales)).to(dtype), scales
+
+    def decode(self, part: Part, planes: tuple[Any, ...]) -> Any:
+        """Return the numbers times their scale, in fp32."""
+        numbers = planes[0].float()
+        return numbers.mul_(self.factor if self.scale == "tensor" else planes[1].float())
+
+
+class E4M3(_FP8):
+    """Store K/V in fp8 with 4 bits of exponent: 3 of precision, up to 448.
+
+    Options:
+        scale: `tensor`, the same `factor` for all numbers, or `head`, a scale for each token
+            and head, stored beside.
+        factor: what numbers are divided by, with `scale=tensor`.
+
+    Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
+    """
+
+    name: ClassVar[str] = "fp8-e4m3"
+    greatest = 448.0
+
+
+class E5M2(_FP8):
+    """Store K/V in fp8 with 5 bits of exponent: 2 of precision, up to 57,344.
+
+    Options:
+        scale: `tensor`, the same `factor` for all numbers, or `head`, a scale for each token
+            and head, stored beside.
+        factor: what numbers are divided by, with `scale=tensor`.
+
+    Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
+    """
+
+    name: ClassVar[str] = "fp8-e5m2"
+    greatest = 57344.0

@@ -1,0 +1,224 @@
+"""`--codec`: K/V is sized by it in every verb, whoever wrote it; its earlier names."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+from helpers.commands import run_here
+from helpers.recordings import timed
+from helpers.serving import ask
+from helpers.traces import lines
+
+import kvcore
+from kvcore.analysis import whatif
+from kvcore.analysis.sweep import Grid
+from kvcore.config import RunConfig, RunParts
+from kvcore.config.files import read_toml
+from kvcore.plugins import Plugins
+from kvcore_plugins.latency import Roofline
+
+MIB = 2**20
+HEADS = 32 * 8
+SMALL = "zipf:requests=4,prefixes=2,prefix_tokens=32,suffix_tokens=16,output_tokens=4"
+
+THIRDS = '''
+from kvcore import Codec, hookimpl
+from kvcore.engine import Plane
+
+class Thirds(Codec):
+    """Stores a number in 3 bytes, and some bytes a block; keys wait until it is full."""
+
+    name = "thirds"
+
+    def __init__(self, more: int = 1):
+        self.more = more
+
+    def planes(self, part, tokens, width):
+        return Plane("bytes", "uint8", (tokens, 3 * width)), Plane("top", "int8", (self.more,))
+
+    def encode(self, part, rows):
+        raise NotImplementedError
+
+    def decode(self, part, planes):
+        raise NotImplementedError
+
+    def by_token(self, part):
+        return part == "values"
+
+@hookimpl
+def kvcore_codecs():
+    return [Thirds]
+'''
+BLOCK = HEADS * 2 * (3 * 16 * 128 + 5)
+"""Bytes of a block of 16 tokens of Llama 3 8B under `thirds:more=5`."""
+
+
+@pytest.fixture
+def thirds(tmp_path, monkeypatch):
+    """Install a codec in a distribution of its own; return its text."""
+    site = tmp_path / "site"
+    info = site / "kv_thirds-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "kv_thirds.py").write_text(THIRDS)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kv-thirds\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvcore]\nthirds = kv_thirds\n")
+    monkeypatch.syspath_prepend(site)
+    return "thirds:more=5"
+
+
+def document(*words):
+    """Run a verb with `--json`; return what it prints."""
+    done = run_here(*words, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    return orjson.loads(done.stdout)
+
+
+@pytest.fixture
+def staged():
+    """Return the bytes of keys in bf16 that each running sequence stages."""
+    return HEADS * 16 * 128 * 2
+
+
+def test_size_of_a_codec_from_elsewhere(thirds, staged):
+    """`size` counts its planes, and what it stages."""
+    found = document("size", "llama-3-8b", "--codec", thirds, "--tokens", 32)
+    assert found["codec"] == thirds
+    assert found["kv"] == {
+        "bytes_per_token": BLOCK // 16,
+        "bytes_per_block": BLOCK,
+        "blocks_per_request": 2,
+        "bytes_per_request": 2 * BLOCK,
+        "bytes_per_batch": 2 * BLOCK,
+        "staged_bytes_per_request": staged,
+    }
+    told = run_here("size", "llama-3-8b", "--codec", thirds).stdout
+    assert f"and each running request stages    {staged // MIB} MiB" in told
+
+
+def test_simulation_of_a_codec_from_elsewhere(thirds, staged, tmp_path):
+    """`--memory`, the roofline, the report and the header of the trace have it."""
+    memory = 20 * BLOCK + 2 * staged
+    options = ["--codec", thirds, "--max-seqs", 2, "--trace", tmp_path / "t.jsonl"]
+    found = document("simulate", SMALL, "--memory", f"{memory}B", *options)
+    assert found["pool"]["blocks"] == 20
+    config = found["config"]
+    assert (config["codec"], config["bytes_per_block"]) == (thirds, BLOCK)
+    latency = config["plugins"]["latency"]["options"]
+    assert (latency["codec"], latency["block_size"]) == (thirds, 16)
+    header = lines(tmp_path / "t.jsonl")[0]
+    assert header["model"] == {"name": "llama-3-8b", "codec": thirds}
+    fp16 = document("simulate", SMALL, "--blocks", 20)["config"]["plugins"]["latency"]
+    assert fp16["options"] == {**latency, "codec": "fp16"}
+    again = whatif(tmp_path / "t.jsonl", eviction="fifo").rerun
+    assert again.config["latency"]["options"] == latency
+
+
+def test_comparisons_of_a_codec_from_elsewhere(thirds):
+    """`compare --memory` and `curve --model` size a block by it, a sweep's cells too."""
+    words = [SMALL, "--eviction", "lru", "--codec", thirds]
+    memory = document("compare", *words, "--memory", f"{9 * BLOCK}B")["memory"]
+    assert (memory["codec"], memory["bytes_per_block"]) == (thirds, BLOCK)
+    assert memory["budgets"][0]["blocks"] == 9
+    curve = document("curve", *words, "--jobs", 1, "--model", "llama-3-8b")
+    assert curve["memory"] == {
+        "model": "llama-3-8b", "codec": thirds, "bytes_per_block": BLOCK,
+    }  # fmt: skip
+    cells = [*Grid("compare", workload=SMALL, memory=9 * BLOCK, codec=["fp16", thirds])]
+    assert [RunParts(cell).blocks for cell in cells] == [9 * BLOCK // (2 * MIB), 9]
+
+
+def test_instances_and_classes_are_codecs_too():
+    """In code a codec need not be installed."""
+    names = {}
+    exec(THIRDS, names)  # noqa: S102 - the codec above
+    thirds = names["Thirds"]
+    for codec in (thirds(more=5), lambda: thirds(more=5)):
+        found = RunParts(RunConfig.of(workload=SMALL, codec=codec, blocks=5)).describe()
+        assert (found["codec"], found["bytes_per_block"]) == ("thirds:more=5", BLOCK)
+    assert kvcore.simulate(SMALL, codec=thirds, blocks=50).latency.codec.more == 1
+    rows = kvcore.compare(SMALL, "lru", memory=9 * BLOCK, codec=thirds(more=5)).rows
+    assert rows[0].blocks == 9
+
+
+def test_a_pool_that_what_is_staged_leaves_no_room_for(thirds):
+    """The error says what is staged, and for how many sequences."""
+    done = run_here("simulate", SMALL, "--codec", thirds, "--memory", "200MiB")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "kvcore: error: --memory: 200 MiB is less than a block of thirds:more=5, which takes "
+        "3 MiB, beside the unfinished blocks of 256 sequences, which take 256 MiB: give more, "
+        "or a smaller max_seqs\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "old"),
+    [
+        (["size", "llama-3-8b"], "--dtype"),
+        (["size", "llama-3-8b"], "--kv-dtype"),
+        (["simulate", SMALL, "--blocks", 50, "--no-search"], "--kv-dtype"),
+        (["compare", SMALL, "--eviction", "lru", "--memory", "1GiB"], "--kv-dtype"),
+        (["curve", SMALL, "--sizes", "2", "--jobs", "1", "--model", "gpt2"], "--kv-dtype"),
+    ],
+)
+def test_earlier_names_of_the_option(words, old):
+    """They are taken with a notice, the value beside them or after a sign."""
+    for given in ([old, "fp8"], [f"{old}=fp8"]):
+        done = run_here(*words, *given, "--json")
+        assert done.returncode == 0
+        assert done.stderr == f"kvcore: {old} is called --codec now; use that\n"
+        assert b'"codec": "fp8-e4m3"' in orjson.dumps(orjson.loads(done.stdout)).replace(
+            b'":"', b'": "'
+        )
+
+
+def test_the_dtype_of_a_run_is_no_codec():
+    """`run` has a `--dtype` of its own, and the others have none."""
+    assert "codec" not in run_here("run", "--dtype", "fp3").stderr
+    assert run_here("simulate", SMALL, "--dtype", "bf16").returncode == 2
+
+
+def test_earlier_name_of_the_key(tmp_path):
+    """In TOML and in Python it is taken with a warning."""
+    (tmp_path / "c.toml").write_text('kv-dtype = "fp8"')
+    notice = "option 'kv_dtype' is called 'codec' now; use that"
+    with pytest.warns(FutureWarning, match=notice):
+        assert read_toml(tmp_path / "c.toml")["codec"].name == "fp8"
+    with pytest.warns(FutureWarning, match=notice):
+        assert str(RunParts(RunConfig.of(kv_dtype="fp8")).codec) == "fp8-e4m3"
+    with pytest.warns(FutureWarning, match=notice):
+        assert list(Grid("simulate", kv_dtype="bf16").axes) == ["codec"]
+    with pytest.warns(FutureWarning, match=notice):
+        kvcore.compare(SMALL, "lru", 9, kv_dtype="bf16")
+    with pytest.warns(FutureWarning, match="'kv_dtype' of latency plugin 'roofline'"):
+        assert Plugins().build("latency", "roofline:kv_dtype=fp8").codec == "fp8-e4m3"
+    with pytest.raises(kvcore.InputError, match="'kv_dtype' is the earlier name of 'codec'"):
+        RunConfig.of(kv_dtype="fp8", codec="fp8")
+
+
+class EarlierRoofline(Roofline):
+    """Describes itself as it did before there were codecs."""
+
+    def options(self):
+        """Return `kv_dtype` in place of what came after it."""
+        given = {**super().options(), "kv_dtype": "fp8"}
+        return {name: given[name] for name in given if name not in ("codec", "block_size")}
+
+
+def test_traces_of_before_there_were_codecs(tmp_path):
+    """Their header has a `kv_dtype`; the run is made again, without a word."""
+    about = {
+        "model": {"name": "llama-3-8b", "kv_dtype": "fp8"},
+        "device": {"name": "h100", "count": 4},
+    }
+    path = timed(
+        tmp_path / "t.jsonl", [ask("a")], header=about, latency=EarlierRoofline(codec="fp8")
+    )
+    assert "codec" not in lines(path)[0]["plugins"]["latency"]["options"]
+    options = whatif(path, eviction="fifo", plugins=Plugins()).rerun.config["latency"][
+        "options"
+    ]
+    assert options["codec"] == "fp8-e4m3"
+    assert RunConfig.from_trace(path).codec.name == "fp8"
+    report = run_here("replay", path, "--json")
+    assert report.returncode == 0

@@ -1,0 +1,90 @@
+"""`kvcore quality`: what it prints, draws and refuses."""
+
+import json
+
+import pytest
+from helpers.commands import run_here
+
+pytest.importorskip("torch", reason="runs compute on torch")
+
+SMALL = ("--prompt-tokens", 64, "--tokens", 4, "--texts", 1, "--needles", 2, "--codec", "fp32")
+
+
+def told(*arguments, cwd=None):
+    """Run a small comparison, which must succeed, and return what it prints."""
+    done = run_here("quality", *SMALL, *arguments, cwd=cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_table_has_a_row_each():
+    """Most bytes first; the sentences name the best at a budget, and what was run."""
+    text = told("--retention", "h2o,random", "--budget", "0.2,0.6")
+    lines = text.splitlines()
+    assert lines[0].startswith("transformer: 1 text of 64 + 4 tokens, against")
+    (header,) = [at for at, line in enumerate(lines) if line.startswith("retention")]
+    found = [line.split()[:3] for line in lines[header + 2 : header + 7]]
+    assert found[0][:2] == ["full", "fp32"]
+    assert [row[2] for row in found[1:]] == ["60%", "60%", "20%", "20%"]
+    assert "needles" in lines[header]
+    assert "Least divergence: " in text
+    assert "Needles: 2 questions announced about each of 1 prompt" in text.replace("\n", " ")
+
+
+def test_budgets_that_hold_all_tokens_are_told():
+    """They have no row of their own, and a sentence says so."""
+    text = told("--codec", "fp32,fp16", "--retention", "window", "--budget", "0.6")
+    assert "All tokens take less, so nothing goes: fp16 at 60%." in text
+    assert text.count("60%") == 2
+
+
+def test_without_needles_there_is_no_column():
+    """No question, no answer."""
+    assert "needle" not in told("--retention", "window", "--needles", 0).lower()
+
+
+def test_json_has_these_fields():
+    """The document is the one that is documented, no field more or less."""
+    document = json.loads(told("--retention", "tova", "--budget", "0.5", "--json"))
+    assert list(document) == [
+        *("schema", "generator", "needle_generator", "dtype", "block_size"),
+        *("prompt_tokens", "tokens", "texts", "needles", "announced", "seed"),
+        *("full_codec", "full_bytes_per_token", "rows"),
+    ]
+    assert document["schema"] == 1
+    full, bounded = document["rows"]
+    assert list(full) == [
+        *("retention", "codec", "budget", "bytes_per_token", "share", "attention_error"),
+        *("kl", "kl_p95", "top1", "needle", "needle_by_depth"),
+    ]
+    assert (full["kl"], full["top1"], full["needle"]) == (0, 1, 1)
+    assert full["needle_by_depth"] == [[0.25, 1], [0.75, 1]]
+    assert 0 < bounded["share"] < 1
+    assert full["bytes_per_token"] == document["full_bytes_per_token"]
+
+
+@pytest.mark.parametrize(("name", "magic"), [("q.png", b"\x89PNG"), ("q.SVG", b"<?xml")])
+def test_plot_draws_a_picture(tmp_path, name, magic):
+    """The end of the name says which kind; the table is printed all the same."""
+    pytest.importorskip("matplotlib")
+    assert "full" in told("--retention", "window", "--plot", name, cwd=tmp_path)
+    assert (tmp_path / name).read_bytes().startswith(magic)
+
+
+def test_a_failure_leaves_no_plot(tmp_path):
+    """Neither a whole one nor a part."""
+    pytest.importorskip("matplotlib")
+    done = run_here("quality", "--retention", "h3o", "--plot", "q.svg", cwd=tmp_path)
+    assert done.returncode == 2
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_text_is_read(tmp_path):
+    """The generator encodes the file, so that the seed has no say in the text."""
+    (tmp_path / "text").write_text(" ".join(map(str, range(100))))
+    given = ("--text", "text", "--generator", "transformer:seed=5", "--retention", "window")
+    rows = [
+        json.loads(told(*given, "--needles", 0, "--seed", seed, "--json", cwd=tmp_path))["rows"]
+        for seed in (0, 1)
+    ]
+    assert rows[0] == rows[1]

@@ -1,0 +1,141 @@
+"""Whatever sequences forget, a cached block holds what its keys stand for, and nothing else."""
+
+import pytest
+from helpers.retention import Eager
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import KVCache
+from kvcore.testing import Driver, Traffic, random_steps, step_lists
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+from kvcore_plugins.retention import Window
+
+KEY = 6
+TRAFFIC = Traffic(
+    key_tokens=KEY,
+    mix={
+        "open": 5,
+        "commit": 6,
+        "extend": 4,
+        "close": 2,
+        "fork": 2,
+        "rollback": 1,
+        "compact": 3,
+    },
+)
+TAINTED = "computed without some of the tokens before it"
+
+
+class Slots(Driver):
+    """Performs steps, and keeps book of what a backend would have in every slot.
+
+    A slot holds the key and position of the token that was computed into it, or `TAINTED`:
+    the sequence had forgotten something by then.
+    """
+
+    def __init__(self, cache):
+        super().__init__(cache)
+        self.size = cache.geometry.block_size
+        self.slots = {}
+        cache.on_copy, cache.on_compact = self.copied, self.compacted
+
+    def copied(self, source, target):
+        """Copy a block."""
+        for slot in range(self.size):
+            self.slots[target, slot] = self.slots.get((source, slot))
+
+    def compacted(self, seq, before, held):
+        """Copy the newest tokens, in the order that is the worst for who reads too late."""
+        kept = [self.slots[self.place(before, at)] for at in reversed(range(held))]
+        table = seq.table()
+        for at in range(seq.computed):
+            self.slots[self.place(table, at)] = kept[at]
+
+    def place(self, table, at):
+        """Return the slot of a token in a table."""
+        return table[at // self.size], at % self.size
+
+    def _act(self, action, seq, tokens):
+        if action == "commit":
+            left = seq.tokens - seq.computed
+            self._compute(seq, left if tokens is None else min(tokens, left))
+        super()._act(action, seq, tokens)
+
+    def _compute(self, seq, tokens):
+        table, hidden = seq.table(), seq.dropped * self.size
+        for at in range(seq.computed, seq.computed + tokens):
+            value = TAINTED if seq.holes or seq.compacted else self.value(seq.keys, at)
+            self.slots[self.place(table, at - hidden)] = value
+
+    def value(self, keys, at):
+        """Return what a token at a position is, by the keys of its prompt."""
+        key = at // self.size // self.cache.geometry.ratio
+        return (keys[key] if key < len(keys) else None), at
+
+    def step(self, step):
+        """Perform `step`; check every cached block, and the tables of who has all tokens."""
+        decision = super().step(step)
+        for span in self.cache.tree.spans():
+            for at in range(span.start * self.size, span.end * self.size):
+                place = self.place(span.ids, at - span.start * self.size)
+                assert self.slots[place] == self.value(span.path_keys, at), (span, at)
+        for seq in self.sequences:
+            if not (seq.holes or seq.compacted):
+                table = seq.table()
+                for at in range(seq.computed):
+                    assert self.slots[self.place(table, at)] == self.value(seq.keys, at), seq
+        return decision
+
+
+def make(blocks, size, policy):
+    """Return a driver of a cache whose sequences forget by `policy`."""
+    return Slots(
+        KVCache(
+            blocks,
+            size,
+            eviction=LRU(),
+            prefix=Radix(),
+            key_tokens=KEY,
+            retention=policy,
+            ids=True,
+        )
+    )
+
+
+policies = st.sampled_from((
+    *(lambda: None, lambda: Eager(1), lambda: Eager(5), lambda: Eager(11)),
+    *(lambda: Window(tokens=5), lambda: Window(tokens=7, sinks=3)),
+))  # fmt: skip
+sizes = st.sampled_from((1, 2, 3, 6, 12))
+
+
+@given(
+    steps=step_lists(TRAFFIC),
+    blocks=st.sampled_from((6, 20, 60)),
+    size=sizes,
+    make_policy=policies,
+)
+def test_a_sequence_that_forgets_never_poisons_the_cache(steps, blocks, size, make_policy):
+    """Prefixes shared, forks, blocks evicted and used again: nobody finds a tainted block."""
+    make(blocks, size, make_policy()).run(steps)
+
+
+@given(steps=step_lists(TRAFFIC, most=40), size=sizes)
+def test_nobody_elses_hits_change(steps, size):
+    """Where there is room, what hits is the same before and after every compaction."""
+    driver = make(4000, size, None)
+    asked = [step.request for step in steps if step.request is not None]
+    for step in steps:
+        before = [driver.cache.probe(request, driver.now) for request in asked]
+        decision = driver.step(step)
+        if decision.action in ("compact", "extend", "fork", "close", "rollback"):
+            assert [driver.cache.probe(request, driver.now) for request in asked] == before
+
+
+def test_the_book_finds_a_poisoned_cache(monkeypatch):
+    """A sequence that forgets before it has computed what its fork published is found out."""
+    monkeypatch.setattr("kvcore.cache.retention.is_past_shared", lambda _: True)
+    drivers = [(make(20, 2, Window(tokens=1)), random_steps(i, 60, TRAFFIC)) for i in range(50)]
+    with pytest.raises(AssertionError, match="computed without"):
+        [driver.run(steps) for driver, steps in drivers]

@@ -1,0 +1,214 @@
+"""The bytes of K/V are those of its codec, wherever memory is counted."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from kvcore import Codec, PolicyError
+from kvcore.config import EngineParts, RunConfig
+from kvcore.engine import Plane
+from kvcore.errors import InputError
+from kvcore.models.catalogue import MODELS, find_device, find_model
+from kvcore.models.cost import decode_step_bytes
+from kvcore.models.memory import Deployment, KVLayout
+from kvcore.models.spec import ModelSpec
+from kvcore.plugins import Plugins
+from kvcore.plugins.options import spec_of
+from kvcore_plugins.codec import FP16, INT8, KIVI
+from kvcore_plugins.latency import Roofline
+
+LLAMA = find_model("llama-3-8b")
+HEADS = 32 * 8
+"""K/V heads of Llama 3 8B in all layers, each 128 numbers wide."""
+
+MIB = 2**20
+
+# Bytes of the K and V of one head in a block of 16 tokens: codes, and what comes on top.
+HEAD_BYTES = {
+    "fp64": 16 * 256 * 8,
+    "fp32": 16 * 256 * 4,
+    "fp16": 16 * 256 * 2,
+    "bf16": 16 * 256 * 2,
+    "fp8-e4m3": 16 * 256,
+    "fp8-e5m2": 16 * 256,
+    "fp8-e4m3:scale=head": 16 * (256 + 2 * 2),
+    "int8": 16 * (256 + 2 * 4),
+    "int4": 16 * (128 + 2 * 4),
+    "int4:keys=channel": 16 * 128 + 128 * 4 + 16 * 4,
+    "kivi": 16 * 64 + 128 * 4 + 16 * 4 * 4,
+    "kivi:bits=4,group=8": 16 * 128 + 2 * 128 * 4 + 16 * 16 * 4,
+}
+
+
+class Thirds(Codec):
+    """Stores a number in 3 bytes, and some bytes a block; keys wait until it is full."""
+
+    name = "thirds"
+
+    def __init__(self, more=1):
+        self.more = more
+
+    def planes(self, part, tokens, width):
+        """Return the numbers, and what comes on top."""
+        del part
+        return Plane("bytes", "uint8", (tokens, 3 * width)), Plane("top", "int8", (self.more,))
+
+    def encode(self, part, rows):
+        """Code nothing: sizes are all that is asked for here."""
+        raise NotImplementedError
+
+    decode = encode
+
+    def by_token(self, part):
+        """Return True for values."""
+        return part == "values"
+
+
+def tiny(**more):
+    """Make a model with round numbers."""
+    shape = {"layers": 3, "query_heads": 4, "kv_heads": 2, "head_dim": 4, "hidden_size": 16}
+    return ModelSpec(name="tiny", **{**shape, "parameters": 1000, **more})
+
+
+@pytest.mark.parametrize("codec", HEAD_BYTES)
+def test_a_block_takes_what_the_formula_of_its_codec_says(codec):
+    """Codes, scales and zeros of each head in each layer; a token takes its part of them."""
+    layout = KVLayout(LLAMA, codec, 16)
+    assert layout.bytes_per_block == HEADS * HEAD_BYTES[codec]
+    assert layout.bytes_per_token == HEADS * HEAD_BYTES[codec] / 16
+    assert str(layout.codec) == codec
+
+
+def test_every_built_in_has_a_formula():
+    """The table above leaves out no built-in codec."""
+    names = {text.partition(":")[0] for text in HEAD_BYTES}
+    assert names == set(Plugins().names("codec"))
+
+
+@pytest.mark.parametrize("codec", HEAD_BYTES.keys() - {"kivi"})  # heads of 80 need group=16
+def test_every_known_model_has_a_layout(codec):
+    """Each model of the table can be laid out under each codec."""
+    assert all(KVLayout(model, codec).bytes_per_token > 0 for model in MODELS.values())
+
+
+def test_kivi_as_published():
+    """Blocks of 128 tokens in groups of 32: 2 bits, and 2 x 16 bits a group, is 3 a number."""
+    layout = KVLayout(LLAMA, "kivi:group=32,residual=128", 128)
+    assert layout.bytes_per_block == HEADS * 128 * 256 * 3 // 8
+
+
+def test_a_latent_is_the_keys_of_one_head():
+    """Under MLA there is one vector a layer, and no values."""
+    layout = KVLayout(tiny(latent=10), INT8, 4)
+    assert layout.bytes_per_block == 3 * 4 * (10 + 4)
+    assert KVLayout(tiny(latent=10), Thirds, 4).staged_bytes() == 3 * 4 * 10 * 2
+
+
+def test_windows_keep_blocks_of_the_codec():
+    """A layer with a window keeps whole blocks, scales included."""
+    layout = KVLayout(tiny(windows=(None, 10, 20)), Thirds(), 16)
+    block = 2 * (2 * 16 * 4 * 3 + 2)
+    assert layout.request_bytes(40) == (3 + 1 + 2) * block
+
+
+def test_bytes_that_tokens_share_are_rounded_up_once():
+    """A byte for a block of 5 tokens is a fifth of each; together they are whole again."""
+    layout = KVLayout(tiny(), Thirds(), 5)
+    heads = 2 * 3
+    assert layout.bytes_per_layer == 2 * (24 + Fraction(2, 5))
+    assert layout.bytes_per_token == heads * 24 + 3
+    assert [layout.read_bytes(tokens) for tokens in (1, 2, 5)] == [147, 293, heads * 122]
+    assert layout.window_bytes(1, 5) == layout.bytes_per_block
+    assert decode_step_bytes(layout, 5, 2) == 2000 + 2 * heads * 122
+
+
+@pytest.mark.parametrize(
+    ("codec", "block_size", "numbers"),
+    [("int8", 16, 0), ("int4:keys=channel", 16, 16 * 128), ("kivi", 32, 32 * 256)],
+)
+def test_an_unfinished_block_is_staged_as_it_was_computed(codec, block_size, numbers):
+    """What is coded a block at a time takes a block of plain numbers for each sequence."""
+    layout = KVLayout(LLAMA, codec, block_size)
+    assert layout.staged_bytes() == HEADS * numbers * 2
+    assert layout.staged_bytes("fp32") == HEADS * numbers * 4
+
+
+def test_a_request_takes_its_blocks_and_what_it_stages():
+    """One byte less than both, and it does not fit."""
+    layout = KVLayout(tiny(), Thirds(), 16)
+    need = layout.request_bytes(20) + layout.staged_bytes()
+    assert [layout.requests_in(size, 20) for size in (need - 1, need)] == [0, 1]
+
+
+def test_a_deployment_leaves_room_for_what_is_staged():
+    """Each sequence that may run takes a block in bf16 from what is left for the pool."""
+    deployment = Deployment(KVLayout(LLAMA, "kivi", 16), find_device("h100"))
+    staged, block = 2 * MIB, HEADS * HEAD_BYTES["kivi"]
+    assert deployment.staged_bytes(10) == 10 * staged
+    assert deployment.blocks(10) == (deployment.kv_bytes - 10 * staged) // block
+    with pytest.raises(InputError, match="the unfinished blocks of 90000 sequences, and a b"):
+        deployment.blocks(90_000)
+
+
+def test_the_roofline_reads_what_the_codec_stores():
+    """A token of context takes its part of a block from the bandwidth, exactly."""
+    model = find_model("llama-3-8b")
+    found = Roofline(codec="kivi", block_size=16, tensor_parallel=1, bandwidth=1.0)
+    per_token = Fraction(HEADS * HEAD_BYTES["kivi"], 16)
+    (ps,) = found.coefficients()["memory"]["context_ps"]
+    assert ps == round(per_token / find_device("h100").bandwidth * 10**12)
+    assert found.codec == "kivi"
+    assert Roofline(model, codec=KIVI(bits=4)).options()["codec"].bits == 4
+
+
+def test_a_codec_that_fails_is_named():
+    """What `planes` raises is the codec's fault, and so is a block without bytes."""
+    with pytest.raises(
+        PolicyError, match=r"codec plugin 'thirds' .* raised TypeError in plane"
+    ):
+        KVLayout(LLAMA, Thirds("x"))
+
+    class Nothing(Thirds):
+        """Stores nothing."""
+
+        def planes(self, *_):
+            """Return no planes."""
+            return ()
+
+    with pytest.raises(PolicyError, match=r"answered planes.. with none"):
+        KVLayout(LLAMA, Nothing)
+
+
+def test_codecs_are_named_with_options_that_are_set():
+    """Text of a codec is what builds it, without what is default."""
+    named = {str(FP16()): "fp16", str(KIVI()): "kivi", str(KIVI(bits=4)): "kivi:bits=4"}
+    assert all(text == wanted for text, wanted in named.items())
+    assert spec_of(Thirds(3)).options == {"more": "3"}
+
+
+def test_tensors_are_sized_by_the_codec_and_staged_in_their_dtype():
+    """A pool of tensors has the blocks that fit beside what two sequences stage in fp32."""
+
+    def blocks(**options):
+        config = RunConfig.of("run", workload="zipf:requests=1", max_seqs=2, **options)
+        return EngineParts(config)
+
+    spec = blocks().model
+    numbers = spec.layers * spec.kv_heads * spec.head_dim * 16
+    heads = spec.layers * spec.kv_heads
+    block = 2 * 3 * numbers + 2 * heads
+    staged = 2 * 4 * numbers
+    parts = blocks(codec=Thirds(), memory=10 * block + staged)
+    assert parts.blocks == 10
+    assert parts.arguments()["codec"] is parts.codec
+    assert parts.describe()["codec"] == parts.header()["model"]["codec"] == "thirds"
+    assert blocks(memory=10 * 2 * 4 * numbers).blocks == 10
+
+
+def test_tensors_without_a_codec_are_kept_as_computed():
+    """The dtype of the run sizes the pool; fp64 is timed as fp32."""
+    parts = EngineParts(RunConfig.of("run", workload="zipf:requests=1", dtype="fp64"))
+    assert parts.arguments()["codec"] is None
+    assert (parts.describe()["codec"], str(parts.codec)) == ("fp64", "fp32")

@@ -1,0 +1,356 @@
+"""Compaction: a sequence goes on with some of its tokens, in blocks of its own."""
+
+from array import array
+
+import pytest
+from helpers.caches import (
+    BLOCK,
+    Lines,
+    Recorded,
+    ask,
+    compute,
+    make,
+    pins,
+    serve,
+    spans,
+    start,
+    table,
+)
+from helpers.retention import Budget, Eager
+from helpers.serving import ask as request
+from helpers.serving import serve as serve_all
+
+from kvcore import InputError, OutOfBlocks, PolicyError, Request
+from kvcore.testing.harness import snapshot
+from kvcore.trace import read_events
+from kvcore.trace.check import TraceChecker
+from kvcore_plugins.retention import Window
+
+
+def unkeyed(cache, tokens):
+    """Return a sequence with a prompt that nobody shares."""
+    return compute(cache, cache.open(Request(id=0, prompt_tokens=tokens, key_tokens=BLOCK)))
+
+
+def grown(cache, seq, tokens):
+    """Generate `tokens` tokens, one by one."""
+    for _ in range(tokens):
+        cache.extend(seq, 1)
+        compute(cache, seq)
+    return seq
+
+
+def compact(cache, seq, tokens):
+    """Compact a sequence, and return its table."""
+    cache.compact(seq, tokens)
+    cache.check_integrity()
+    return table(cache, seq)
+
+
+def test_its_first_own_blocks_stay_and_the_others_are_free():
+    """Deepest first, as at close."""
+    cache = make()
+    seq = unkeyed(cache, 18)
+    assert compact(cache, seq, 6) == [0, 1]
+    assert (list(cache.pool.free_ids()), cache.pool.free_blocks) == ([4, 3, 2], 6)
+
+
+def test_what_it_shared_stays_cached_and_can_be_evicted():
+    """It is unpinned; the tokens that stay go to new blocks, after those of its own."""
+    cache = make(retention=None)
+    seq = start(cache, "abc", 14)
+    assert compact(cache, seq, 10) == [3, 4, 5]
+    assert (pins(cache), cache.tree.unpinned_blocks) == ({"|abc": 0}, 3)
+    serve(cache, "vwxyz")
+    assert spans(cache).keys() == {"|vwxyz"}
+
+
+def test_the_lengths_of_its_table_are_those_of_what_is_left():
+    """Its text is as long as before."""
+    cache = make()
+    seq = start(cache, "abc", 14)
+    cache.compact(seq, 6)
+    assert (seq.tokens, seq.computed, seq.held) == (6, 6, 6)
+    assert (seq.blocks, seq.private_blocks) == (2, 2)
+    assert (seq.compacted, seq.dropped_tokens, seq.position) == (8, 8, 14)
+    grown(cache, seq, 3)
+    assert (seq.held, seq.position, seq.blocks) == (9, 17, 3)
+    cache.compact(seq, 4)
+    assert (seq.held, seq.compacted, seq.position, seq.blocks) == (4, 13, 17, 1)
+
+
+def test_tokens_that_are_not_computed_yet_keep_their_room():
+    """A chunk of the prompt is compacted, and the rest goes on after it."""
+    cache = make()
+    seq = cache.open(ask("abcdef", 23))
+    compute(cache, seq, 9)
+    assert compact(cache, seq, 3) == [2, 3, 4, 5, 6]
+    assert (seq.tokens, seq.computed) == (3 + 14, 3)
+    compute(cache, seq)
+    assert (seq.held, seq.position) == (17, 23)
+
+
+def test_holes_are_gone():
+    """What had been dropped before is in no table, and is counted with what is removed."""
+    cache = make(retention=Window(tokens=4))
+    seq = grown(cache, start(cache, "ab"), 8)
+    assert (seq.dropped, seq.held) == (3, 4)
+    cache.compact(seq, 2)
+    assert (seq.holes, seq.dropped, seq.freed, seq.compacted) == ((), 0, 0, 14)
+    assert (seq.held, seq.position) == (2, 16)
+    cache.close(seq)
+    assert cache.pool.free_blocks + cache.tree.unpinned_blocks == 8
+
+
+def test_it_publishes_nothing_from_then_on():
+    """Neither of its prompt nor of what it generates, also where the keys come later."""
+    cache = make(12)
+    seq = cache.open(ask("abcd"))
+    compute(cache, seq, 8)
+    cache.compact(seq, 4)
+    compute(cache, seq)
+    assert spans(cache).keys() == {"|ab"}
+    seq = cache.open(ask("xy", output_keys=["xyz", "xyzz"]))
+    compute(cache, seq)
+    cache.compact(seq, 4)
+    grown(cache, seq, 8)
+    assert spans(cache).keys() == {"|ab", "|xy"}
+
+
+def test_others_find_what_it_had_published():
+    """A compaction takes nothing from the cache."""
+    cache = make(12)
+    seq = start(cache, "abcd")
+    cache.compact(seq, 5)
+    assert cache.probe(ask("abcde")) == 4
+
+
+def test_victims_make_room_but_never_what_it_holds():
+    """Its K/V is copied from there: the path is unpinned when the copy is made."""
+    cache = make(7)
+    serve(cache, "xy")
+    seq = start(cache, "abcd", 17)
+    assert cache.pool.free_blocks == 0
+    assert compact(cache, seq, 12) == [6, 1, 0]
+    assert spans(cache).keys() == {"|abcd"}
+    assert cache.tree.unpinned_blocks == 4
+
+
+def test_without_room_nothing_changes():
+    """Blocks that only this sequence pins are no room for it."""
+    cache = make(4)
+    seq = start(cache, "abc")
+    before = snapshot(cache)
+    with pytest.raises(OutOfBlocks, match="needs 2 more blocks; 1 of 4 are free and 0 can"):
+        cache.compact(seq, 8)
+    assert snapshot(cache) == before
+
+
+def test_a_policy_is_asked_again_where_there_was_no_room():
+    """The commit succeeds, the compaction is deferred, and comes with the next one."""
+    cache = make(5, retention=Eager(8))
+    other = cache.open(ask("z"))
+    seq = start(cache, "abc")
+    assert (seq.compacted, cache.stats.deferred_compactions) == (0, 1)
+    cache.close(other)
+    grown(cache, seq, 1)
+    assert (seq.compacted, cache.stats.compactions, cache.stats.compacted_tokens) == (5, 1, 5)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 12, 13])
+def test_some_tokens_stay_and_some_go(tokens):
+    """None, all that it holds, and more are refused, with what would do."""
+    cache = make()
+    seq = start(cache, "abc")
+    with pytest.raises(InputError, match="it holds 12; give 1 to 11"):
+        cache.compact(seq, tokens)
+
+
+def test_it_must_have_computed_what_it_shares():
+    """A fork has published those blocks before: their tokens are not this sequence's yet."""
+    cache = make()
+    seq = cache.open(ask("abc"))
+    child = cache.fork(seq)
+    compute(cache, seq)
+    compute(cache, child, 8)
+    with pytest.raises(InputError, match="once it has computed all 3 blocks that it shares"):
+        cache.compact(child, 1)
+    assert compact(cache, compute(cache, child), 1) == [3]
+
+
+def test_a_closed_sequence_is_refused():
+    """As for every call."""
+    cache = make()
+    seq = start(cache, "abc")
+    cache.close(seq)
+    with pytest.raises(InputError, match="is closed"):
+        cache.compact(seq, 1)
+
+
+def test_a_fork_keeps_the_blocks_that_both_had():
+    """They are the sibling's alone from then on, which writes into them without a copy."""
+    cache = make(12)
+    seq = unkeyed(cache, 10)
+    child = cache.fork(seq)
+    cache.extend(child, 3)
+    compute(cache, child)
+    assert (table(cache, seq), table(cache, child)) == ([0, 1, 2], [0, 1, 3, 4])
+    assert compact(cache, child, 9) == [3, 4, 5]
+    assert child.family is None
+    cache.extend(seq, 3)
+    assert (table(cache, seq), cache.pool.owners) == ([0, 1, 2, 6], {})
+    cache.close(seq)
+    cache.close(child)
+    assert cache.pool.free_blocks == 12
+
+
+def test_a_fork_that_commits_shares_with_what_is_left_of_the_family():
+    """Not with a sibling that was compacted: it has no block of that prompt."""
+    cache = make(12)
+    seq = cache.open(ask("abcd", 18))
+    compute(cache, seq, 4)
+    parent, child = cache.fork(seq), cache.fork(seq)
+    compute(cache, child, 1)
+    cache.compact(child, 2)
+    compute(cache, seq)
+    assert (pins(cache), child.private_blocks) == ({"|a": 2, "a|bcd": 2}, 4)
+    for open_ in (parent, child, seq):
+        cache.close(open_)
+        cache.check_integrity()
+
+
+def test_a_fork_of_a_compacted_sequence_copies_on_write():
+    """Both have the tokens that are left, and what one computes the other does not see."""
+    cache = make(8)
+    seq = unkeyed(cache, 14)
+    cache.compact(seq, 6)
+    child = cache.fork(seq)
+    assert (child.compacted, child.position, table(cache, child)) == (8, 14, [0, 1])
+    grown(cache, child, 1)
+    grown(cache, seq, 1)
+    assert (table(cache, child), table(cache, seq)) == ([0, 2], [0, 1])
+    cache.close(seq)
+    grown(cache, child, 6)
+    cache.close(child)
+    assert cache.pool.free_blocks == 8
+
+
+def test_a_fork_of_tokens_that_are_not_computed():
+    """Beyond the prompt the two would compute different ones, however few slots there are."""
+    cache = make()
+    seq = unkeyed(cache, 14)
+    cache.compact(seq, 6)
+    cache.extend(seq, 1)
+    with pytest.raises(InputError, match="1 allocated tokens are not committed"):
+        cache.fork(seq)
+
+
+def test_rollback_stops_at_what_the_compaction_left():
+    """Nobody knows which of those tokens are the newest: each head has its own."""
+    cache = make()
+    seq = unkeyed(cache, 14)
+    cache.compact(seq, 6)
+    grown(cache, seq, 4)
+    before = snapshot(cache)
+    with pytest.raises(InputError, match="it has 10, of which the first 6 are shared or forg"):
+        cache.rollback(seq, 5)
+    assert snapshot(cache) == before
+    cache.rollback(seq, 4)
+    assert (seq.computed, seq.blocks, seq.position) == (6, 2, 14)
+    cache.check_integrity()
+
+
+def test_counting_decides_alike():
+    """A cache without ids has as many blocks free at every token."""
+    caches = [make(12, retention=Eager(6), ids=ids) for ids in (True, False)]
+    sequences = [start(cache, "abc", 14) for cache in caches]
+    for _ in range(30):
+        for cache, seq in zip(caches, sequences, strict=True):
+            grown(cache, seq, 1)
+        assert caches[0].pool.free_blocks == caches[1].pool.free_blocks
+        assert caches[0].stats == caches[1].stats
+
+
+def test_who_copies_is_told_of_the_table_before():
+    """With as many tokens as it held; the sequence has its new table by then."""
+    told = []
+    cache = make(on_compact=lambda *call: told.append((*call, table(cache, call[0]))))
+    seq = start(cache, "abc", 14)
+    cache.compact(seq, 6)
+    assert told == [(seq, array("i", [0, 1, 2, 3]), 14, [3, 4])]
+
+
+def test_a_copy_that_fails_ends_the_use_of_the_cache():
+    """The table is that of after, and the K/V is not: nobody may go on."""
+
+    def fail(*_):
+        msg = "no memory"
+        raise RuntimeError(msg)
+
+    cache = make(on_compact=fail, retention=Eager(4))
+    with pytest.raises(PolicyError, match=r"'eager'.* raised .*on_compact.*no memory"):
+        start(cache, "abc")
+    with pytest.raises(PolicyError, match="no memory"):
+        cache.probe(ask("a"))
+
+
+@pytest.mark.parametrize("answer", [0, -3, 1.5, "2"])
+def test_a_wrong_number_ends_the_use_of_the_cache(answer):
+    """The plugin is named, and what it answered."""
+    cache = make(retention=Eager(answer))
+    with pytest.raises(PolicyError, match=r"'eager'.* raised .*in keeps\(\)"):
+        start(cache, "abc")
+
+
+def test_as_many_as_it_holds_is_no_compaction():
+    """A policy may name its budget at any time."""
+    cache = make(retention=Eager(12))
+    assert start(cache, "abc").span.end == 3
+    assert cache.stats.compactions == 0
+
+
+def test_the_eviction_policy_is_told_of_what_is_released():
+    """As at close: leaf to root."""
+    cache = make(12, Recorded())
+    serve(cache, "ab")
+    seq = start(cache, "abcd")
+    cache.eviction.told.clear()
+    cache.compact(seq, 3)
+    assert cache.eviction.told == [("on_release", "ab|cd"), ("on_release", "|ab")]
+
+
+def test_a_line_says_what_stays_what_goes_and_what_is_new():
+    """COMPACT has the lengths; at the end FREE has all that was removed."""
+    lines = Lines()
+    cache = make(12, trace=lines)
+    seq = cache.open(ask("abcd", 18), 15)
+    compute(cache, seq, 12)
+    cache.compact(seq, 5)
+    compute(cache, seq)
+    cache.compact(seq, 1)
+    cache.close(seq)
+    none, some = array("i"), array("i", [4])
+    assert lines.of("COMPACT") == [
+        {"seq": 1, "tokens": 5, "held": 12, "runs": none, "new": some, "ahead": 3},
+        {"seq": 1, "tokens": 1, "held": 8, "runs": some},
+    ]
+    assert lines.of("FREE")[-1]["compacted"] == 14
+
+
+def test_a_long_text_never_holds_more_than_its_budget(tmp_path):
+    """100,000 tokens under 1,024, in blocks of 16: at most two blocks more than those.
+
+    By the pool, and by the trace, which replays.
+    """
+    text = request("a", prompt=100, output=100_000, key_tokens=16)
+    run = serve_all([text], blocks=6400, block_size=16, retention=Budget(budget=1024))
+    bound = 1024 // 16 + 2
+    assert bound - 1 <= run.result.summary()["pool"]["active"]["peak"] <= bound
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(run.trace)
+    header, *lines = read_events(path)
+    checker, most = TraceChecker(header), 0
+    for line in lines:
+        checker.apply(line)
+        most = max(most, checker.state.private + checker.state.cached)
+    assert bound - 1 <= most <= bound

@@ -1,0 +1,161 @@
+"""The `induction` generator: it answers what followed before, and only from that K/V."""
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch", reason="generators compute on torch")
+
+from kvcore import InputError, Plugins  # noqa: E402
+from kvcore.testing.dense import (  # noqa: E402
+    DenseCache,
+    Text,
+    attention,
+    generate,
+    loaded,
+    next_batch,
+)
+from kvcore_plugins.generator import Induction  # noqa: E402
+
+KEY, VALUE = 700, 800
+
+
+def built(options="", dtype="fp32"):
+    """Return a loaded generator."""
+    return loaded(Plugins().build("generator", f"induction:{options}".rstrip(":")), dtype)
+
+
+def others(count, vocabulary=600):
+    """Return tokens that are neither key nor value."""
+    source = torch.Generator().manual_seed(5)
+    return torch.randint(1, vocabulary, (count,), generator=source).tolist()
+
+
+def chances(generator, tokens, attend=None):
+    """Return the probabilities of the token after `tokens`."""
+    attend = attend or DenseCache().attend([0], [len(tokens)])
+    logits = generator.logits(next_batch([Text(tokens)], [len(tokens)]), attend)
+    return logits[0].double().softmax(-1)
+
+
+def without(place, layer=1, heads=slice(None)):
+    """Return an `attend` for which the K/V of one place in one layer is not there."""
+
+    def attend(at, queries, keys, values, **_):
+        if at != layer:
+            return attention(queries, keys, values)
+        gone = values.clone()
+        keys = keys.clone()
+        keys[place, heads], gone[place, heads] = 0, 0
+        return attention(queries, keys, gone)
+
+    return attend
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("length", "place"), [(3, 0), (200, 90), (1000, 17)])
+def test_answers_what_followed(dtype, length, place):
+    """Behind a second mention of the key comes its value."""
+    tokens = others(length)
+    tokens[place : place + 2] = [KEY, VALUE]
+    assert chances(built(dtype=dtype), [*tokens, KEY])[VALUE] > 0.999
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp16"])
+def test_positions_are_told_apart_far_into_a_text(dtype):
+    """At positions beyond a hundred thousand a token still finds the one before it."""
+    generator, tokens = built(dtype=dtype), [*others(50), KEY, VALUE, *others(50), KEY]
+    step = next_batch([Text(tokens)], [len(tokens)])
+    far = attrs.evolve(step, positions=[131_071 + place for place in step.positions])
+    logits = generator.logits(far, DenseCache().attend([0], [len(tokens)]))
+    assert int(logits.argmax()) == VALUE
+
+
+def test_answers_every_key_from_its_own_head():
+    """Keys of all residues are answered, each by the one K/V head that looks it up."""
+    generator = built()
+    for key in range(KEY, KEY + 4):
+        tokens = [*others(20), key, VALUE, *others(30), key]
+        assert chances(generator, tokens)[VALUE] > 0.999
+        head = key % 4 // 2
+        missed = chances(generator, tokens, without(21, heads=head))
+        assert missed[VALUE] < 0.01
+        found = chances(generator, tokens, without(21, heads=1 - head))
+        assert found[VALUE] > 0.999
+
+
+def test_a_forgotten_needle_is_missed():
+    """Without the K/V of the value's place in layer 1 another token is the likeliest."""
+    tokens = [*others(50), KEY, VALUE, *others(50), KEY]
+    missed = chances(built(), tokens, without(51))
+    assert int(missed.argmax()) != VALUE
+    assert missed[VALUE] < 0.01
+
+
+def test_what_never_came_before_has_no_answer():
+    """A new token is followed by the blank or anything else, all about as likely."""
+    found = chances(built(), [*others(100), KEY])
+    assert float(found.max()) < 0.01
+
+
+def test_a_blank_answers_nothing():
+    """A key before a blank, besides its value: the value is certain all the same."""
+    found = chances(built(), [*others(50), KEY, VALUE, KEY, 0, KEY, 0, KEY])
+    assert found[VALUE] > 0.999
+
+
+def test_generates_a_period_again_and_again():
+    """A text that repeats goes on repeating, token by token."""
+    period = [5, 9, 2, 7, 300]
+    (output,) = generate(built(), [Text([*period, 5])], 14)
+    assert output == [9, 2, 7, 300, 5, 9, 2, 7, 300, 5, 9, 2, 7, 300]
+
+
+def test_rotary_turns_keys_as_positions_do():
+    """A key of layer 0 that its rotary embedding turns by d is that of d positions on."""
+    generator = built(dtype="fp64")
+    rotary, none = generator.rotary
+    keys = []
+
+    def attend(_layer, queries, k, _values, **_):
+        keys.append(k)
+        return queries
+
+    generator.logits(next_batch([Text(others(9))], [9]), attend)
+    angles = 3 * torch.tensor(rotary.speeds, dtype=torch.float64)
+    a, b = keys[0][5, 0].chunk(2)
+    turned = torch.cat(
+        (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
+    )
+    torch.testing.assert_close(turned, keys[0][8, 0])
+    assert none.speeds == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ("head_dim=32", "58 or more"),
+        ("head_dim=63", "must be even"),
+        ("vocab_size=1", "vocab_size must be 2"),
+        ("seed=-1", "seed 0 to"),
+        ("heads=3", "3 query heads cannot share 2"),
+        ("temperature=-1", "temperature"),
+    ],
+)
+def test_refuses(options, wrong):
+    """Codes that could be mistaken, and sizes that do not fit, are refused with the reason."""
+    with pytest.raises(InputError, match=wrong):
+        Plugins().build("generator", f"induction:{options}")
+
+
+def test_codes_that_pass_are_told_apart():
+    """The narrowest codes that are let pass are alike by a cosine of 0.7 at most."""
+    for size, width in ((16, 24), (1024, 58), (4096, 70)):
+        generator = loaded(Induction(vocab_size=size, head_dim=width))
+        alike = generator._codes @ generator._codes.T
+        assert float(alike.fill_diagonal_(0).max()) < 0.7
+
+
+def test_without_torch_says_what_to_install(monkeypatch):
+    """It is listed as unusable, with the reason."""
+    monkeypatch.setattr("kvcore_plugins.generator.induction.find_spec", lambda _: None)
+    assert "pip install 'kvcore[torch]'" in Induction.unavailable()

@@ -1,0 +1,277 @@
+"""What bounding and shrinking K/V loses, against small computations of its own."""
+
+import sys
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="runs compute on torch")
+
+from kvcore import InputError, PluginError, Plugins, ScoreRetention, hookimpl  # noqa: E402
+from kvcore.analysis.quality import FULL, divergence, measure  # noqa: E402
+from kvcore.testing.dense import Text, attention, loaded, next_batch  # noqa: E402
+
+SMALL = {"prompt_tokens": 96, "tokens": 12, "texts": 2, "needles": 0, "block_size": 4}
+WORDS = " ".join(f"word{number % 37}" for number in range(400))
+
+
+class Oracle(ScoreRetention):
+    """Keeps what it is told to."""
+
+    name = "oracle"
+    places = ()
+
+    def score(self, held):
+        """Return 1 for these positions."""
+        return torch.isin(held.positions, torch.tensor(self.places)).double()
+
+
+class Hooks:
+    """Registers the policy."""
+
+    @hookimpl
+    def kvcore_retention_policies(self):
+        """Return it."""
+        return [Oracle]
+
+
+@cache
+def rows(retention, generator="transformer", codec="fp32", **options):
+    """Return the rows of a small comparison."""
+    return measure(generator, retention=retention, codec=codec, **(SMALL | options)).rows
+
+
+def only(found, retention, budget=None):
+    """Return the one row of a policy and a budget."""
+    (row,) = [r for r in found if r.retention == retention and r.budget == budget]
+    return row
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_all_tokens_as_computed_lose_nothing(dtype):
+    """The same numbers in the same blocks are the same result, to the last bit."""
+    (row,) = measure("transformer", codec=dtype, dtype=dtype, **SMALL).rows
+    assert (row.attention_error, row.kl, row.kl_p95, row.top1) == (0, 0, 0, 1)
+    assert (row.share, row.budget, row.needle) == (1, None, None)
+
+
+def test_divergence_is_that_of_the_definition():
+    """Sum p log(p / q), by hand in Python; 0 for equal logits, however large."""
+    p, q = [0.5, 0.25, 0.25], [0.125, 0.125, 0.75]
+    found = divergence(torch.tensor([p, q]).log() + 7, torch.tensor([q, q]).log() - 3)
+    by_hand = 0.5 * 1.3862943611 + 0.25 * 0.6931471806 + 0.25 * -1.0986122887
+    assert found.tolist() == pytest.approx([by_hand, 0], abs=1e-6)
+    assert divergence(*[torch.tensor([[1e4, -1e4]])] * 2).tolist() == [0]
+
+
+def test_a_window_is_what_dense_attention_over_it_is():
+    """With blocks of one token, a window of 20 is attention to the last 20 and oneself."""
+    kept, prompt = 20, 96
+    generator = loaded(Plugins().build("generator", "transformer"), "fp32")
+    ids = [generator.encode(WORDS)[:108], generator.encode(WORDS)[-108:]]
+    errors, apart, same = torch.zeros(2, 2), [], []
+    for tokens in ids:
+        full, bounded = (dense(generator, tokens, prompt, each) for each in (None, kept))
+        for (wanted, right), (logits, found) in zip(full, bounded, strict=True):
+            for layer in range(2):
+                errors[layer, 0] += (found[layer] - right[layer]).square().sum()
+                errors[layer, 1] += right[layer].square().sum()
+            chances = wanted.double().softmax(-1)
+            apart.append(float((chances * (chances / logits.double().softmax(-1)).log()).sum()))
+            same.append(int(wanted.argmax()) == int(logits.argmax()))
+    row = only(rows(f"window:tokens={kept}", text=WORDS, block_size=1), "window:tokens=20")
+    assert row.attention_error == pytest.approx(
+        float((errors[:, 0] / errors[:, 1]).sqrt().mean()), rel=1e-4
+    )
+    assert row.kl == pytest.approx(sum(apart) / len(apart), rel=1e-4)
+    assert row.kl_p95 == pytest.approx(float(torch.tensor(apart).quantile(0.95)), rel=1e-3)
+    assert row.top1 == sum(same) / len(same)
+    # 2 layers of 2 heads of 16 numbers, K and V, in 4 bytes.
+    contexts = range(prompt + 1, prompt + 13)
+    assert row.bytes_per_token == pytest.approx(
+        sum(512 * kept / context for context in contexts) / 12
+    )
+
+
+def dense(generator, tokens, prompt, kept):
+    """Yield logits and attention of the steps behind `prompt`, with the last `kept` tokens."""
+    held, seen = {}, {}
+
+    def attend(layer, queries, keys, values, **_):
+        before = held.get(layer)
+        if before is not None:
+            keys, values = (
+                torch.cat(pair) for pair in zip(before, (keys, values), strict=True)
+            )
+        seen[layer] = attention(queries, keys, values)
+        held[layer] = keys[-(kept or 0) :], values[-(kept or 0) :]
+        return seen[layer]
+
+    text = Text(tokens[:prompt])
+    generator.logits(next_batch([text], [prompt]), attend)
+    text.computed = prompt
+    for token in tokens[prompt:]:
+        text.tokens.append(token)
+        logits = generator.logits(next_batch([text], [1]), attend)
+        text.computed += 1
+        yield logits[0], dict(seen)
+
+
+def test_more_tokens_lose_less():
+    """Of one policy a larger budget has less of every loss."""
+    found = rows("random", budgets=(0.2, 0.5, 0.9))
+    few, some, most = (only(found, "random", budget) for budget in (0.2, 0.5, 0.9))
+    for field in ("attention_error", "kl"):
+        assert getattr(few, field) > getattr(some, field) > getattr(most, field) > 0
+    assert few.top1 <= some.top1 <= most.top1 < 1
+
+
+def test_a_budget_is_bytes_whatever_the_codec():
+    """Of numbers half as long, twice as many tokens stay; where all do, there is no row."""
+    found = rows("random", codec="fp32,fp16", budgets=(0.25, 0.75))
+    assert [(row.codec, row.budget) for row in found] == [
+        ("fp32", None),
+        ("fp32", 0.75),
+        ("fp16", None),
+        ("fp16", 0.25),
+        ("fp32", 0.25),
+    ]
+    shorter, longer = found[3:]
+    assert shorter.kl < longer.kl
+    # Up to two blocks of four tokens more than the budget, of 96.
+    assert 0.2 < shorter.share < 0.25 + 8 / 96
+    assert 0.2 < longer.share < 0.25 + 8 / 96
+
+
+def test_options_of_the_text_come_first():
+    """A policy that says its budget is measured once, as it says."""
+    found = rows("window:tokens=10,random:budget=0.5", budgets=(0.1, 0.2))
+    assert [row.retention for row in found] == [FULL, "random:budget=0.5", "window:tokens=10"]
+    assert {row.budget for row in found} == {None}
+
+
+def test_every_needle_is_found_where_all_is_kept():
+    """Whether the policy could have known the questions or not, and at every depth."""
+    for announced in (True, False):
+        (row,) = rows(FULL, needles=6, announced=announced)
+        assert row.needle == 1
+        assert [depth for depth, _ in row.needle_by_depth] == pytest.approx(
+            [(place + 0.5) / 6 for place in range(6)]
+        )
+
+
+def test_chance_finds_its_share():
+    """A tenth kept at random answers about a tenth of 128 questions."""
+    found = rows("random", prompt_tokens=400, texts=8, needles=16, budgets=(0.1,))
+    assert 0.02 < only(found, "random", 0.1).needle < 0.22
+
+
+def test_an_oracle_finds_all_and_its_opposite_none(monkeypatch):
+    """Kept values are found, whatever else goes; without them nothing is."""
+    plugins = Plugins(extra=[Hooks()])
+    options = SMALL | {"needles": 4, "announced": False, "prompt_tokens": 100, "texts": 3}
+    # 92 other tokens, with a needle before the one at an eighth, three eighths, ...
+    values = [int(92 * (place + 0.5) / 4) + 2 * place + 1 for place in range(4)]
+    for places, share in ((values, 1), (set(range(100)) - {*values}, 0)):
+        monkeypatch.setattr(Oracle, "places", [*places])
+        found = measure(
+            "induction", retention="oracle", budgets=(0.3,), plugins=plugins, **options
+        ).rows
+        assert only(found, "oracle", 0.3).needle == share
+
+
+def test_policies_that_see_the_question_keep_the_answer():
+    """Attention from announced questions marks their answers for h2o, later ones do not."""
+    options = {"prompt_tokens": 300, "texts": 4, "needles": 8, "budgets": (0.15,)}
+    seen = only(rows("h2o", **options), "h2o", 0.15)
+    unseen = only(rows("h2o", announced=False, **options), "h2o", 0.15)
+    assert seen.needle == 1
+    assert unseen.needle < 0.5
+
+
+def test_texts_are_those_of_the_seed():
+    """The same seed has the same rows; another has other texts."""
+    assert (
+        rows("window:tokens=20")
+        == measure("transformer", retention="window:tokens=20", codec="fp32", **SMALL).rows
+    )
+    assert rows("window:tokens=20") != rows("window:tokens=20", seed=1)
+
+
+def test_a_model_of_hugging_face(tmp_path):
+    """A folder is measured as any generator is, and asked for needles itself."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    tiny = import_module("helpers.hugging").tiny
+    tiny("llama").save_pretrained(tmp_path)
+    found = measure(
+        f"huggingface:model={tmp_path}",
+        retention="h2o,window",
+        codec="fp32,fp16",
+        budgets=(0.3,),
+        **(SMALL | {"needles": 4}),
+    )
+    assert (found.generator, found.needle_generator) == ("huggingface", "huggingface")
+    full = only(found.rows[:1], FULL)
+    assert (full.kl, full.top1) == (0, 1)
+    assert all(row.kl > 0 for row in found.rows if row.budget)
+    # Random weights copy nothing.
+    assert full.needle < 0.5
+
+
+def test_a_frame_has_a_row_each(monkeypatch):
+    """With polars a frame of the rows; without it, what to install."""
+    found = measure("transformer", retention="window", codec="fp32", budgets=(0.5,), **SMALL)
+    polars = pytest.importorskip("polars")
+    frame = found.to_frame()
+    assert isinstance(frame, polars.DataFrame)
+    assert frame["retention"].to_list() == [FULL, "window"]
+    assert "needle_by_depth" not in frame.columns
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(PluginError, match="needs polars"):
+        found.to_frame()
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"tokens": 0}, "must be 1 or more"),
+        ({"texts": 0}, "must be 1 or more"),
+        ({"budgets": (0.5, 1)}, "budget 1: give shares"),
+        ({"budgets": (0,)}, "budget 0: give shares"),
+        ({"needles": 40}, "40 needles in 96 tokens"),
+        ({"text": "too short"}, "the text has 2 tokens, and 2 texts of 108 tokens need 216"),
+        ({"generator": "sincos:layers=1"}, "'sincos' has no logits"),
+        ({"generator": "transformr"}, "did you mean 'transformer'"),
+        ({"retention": "h3o"}, "h3o"),
+        ({"codec": "fp99"}, "fp99"),
+        ({"retention": "h2o:budgt=3"}, "did you mean 'budget'"),
+        ({"dtype": "fp7"}, "fp7"),
+    ],
+)
+def test_refuses(options, wrong):
+    """What cannot be measured is refused, by its name."""
+    with pytest.raises(InputError, match=wrong):
+        measure(**({"generator": "transformer"} | SMALL | options))
+
+
+def test_steps_are_told():
+    """The ticks add up to what was announced."""
+    told = []
+
+    @contextmanager
+    def progress(_name, total):
+        told.append(-total)
+        yield told.append
+
+    rows_ = measure(
+        "transformer",
+        retention="window",
+        codec="fp32",
+        budgets=(0.5,),
+        progress=progress,
+        **(SMALL | {"needles": 2}),
+    ).rows
+    assert len(rows_) == 2
+    assert sum(told) == 0
