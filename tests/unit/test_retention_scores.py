@@ -336,7 +336,7 @@ def test_full_is_as_no_policy():
         ("window:positions=none", "positions"),
         ("snapkv:window=0", "snapkv: window=0, pool=5: give 1 token or more"),
         ("snapkv:pool=4", "an odd number of tokens"),
-        ("snapkv:budget=16", "recent=32 and sinks=0 are more than the budget of 16"),
+        ("snapkv:budget=16", "sinks=0 are more than the budget of 16 tokens: give a smaller"),
         ("expected:queries=0", "expected: queries=0, ahead=512: give 1 or more of each"),
         ("h2o:budget=1.5", "h2o: budget=1.5: give 1 token or more, or a share up to 1.0"),
     ],
