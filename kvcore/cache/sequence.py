@@ -106,6 +106,13 @@ class Sequence:
         """Tokens of its text that are computed, whether their K/V is still held or not."""
         return self.computed + self.compacted
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its text is computed; False where its output is not known."""
+        request = self.request
+        last = request.prompt_tokens + request.output_tokens - 1
+        return request.output_tokens > 0 and self.position >= last
+
     def dropped_between(self, first: int, end: int) -> int:
         """Count the blocks from position `first` up to `end` that it has dropped."""
         return sum(max(min(end, high) - max(first, low), 0) for low, high in self.holes)

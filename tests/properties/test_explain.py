@@ -8,6 +8,7 @@ from tempfile import NamedTemporaryFile
 
 import hypothesis.strategies as st
 from helpers.policies import POLICIES, build
+from helpers.retention import retentions
 from helpers.serving import servers
 from hypothesis import given, settings
 
@@ -86,11 +87,15 @@ def test_a_cache_that_shares_nothing_stores_nothing(requests, blocks, layout):
     assert told <= {"compulsory", "unstored", "granularity", "no_keys", "truncated"}
 
 
-@given(server=servers(), scheduler=st.sampled_from(["fcfs", "lpm", "fair", "srpt"]))
+@given(
+    server=servers(),
+    scheduler=st.sampled_from(["fcfs", "lpm", "fair", "srpt"]),
+    retention=st.just(lambda: None) | retentions,
+)
 @settings(max_examples=60)
-def test_the_categories_add_up_under_a_clock(server, scheduler):
-    """So they do where requests overlap, wait, are preempted and rejected."""
-    run = server.run(scheduler)
+def test_the_categories_add_up_under_a_clock(server, scheduler, retention):
+    """So they do where requests overlap, wait, forget, are preempted and rejected."""
+    run = server.run(scheduler, retention=retention())
     check_sums(explained(run.trace), run.result.cache.stats.hit_tokens)
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 from helpers.engine import compute, decided
-from helpers.retention import retentions, windows
+from helpers.retention import compactions, retentions, windows
 from helpers.serving import BLOCK, Bent, ask, serve, servers
-from hypothesis import given
+from hypothesis import find, given
 from hypothesis import strategies as st
 
 from kvcore.trace import check_trace
@@ -88,6 +88,7 @@ def test_jumps_are_single_steps(scheduler, server, make):
     """Blocks are forgotten at the same times, whether steps are run one by one or not."""
     jumping, stepping = (simulated(server, scheduler, make, jumps=j) for j in (True, False))
     assert jumping.trace == stepping.trace
+    assert jumping.result.cache.stats == stepping.result.cache.stats
 
 
 @schedulers
@@ -96,6 +97,7 @@ def test_counting_decides_alike(scheduler, server, make):
     """A run in which blocks have no ids ends the same requests at the same times."""
     told, counted = (simulated(server, scheduler, make, trace=t) for t in (True, False))
     assert told.rows == counted.rows
+    assert told.result.cache.stats == counted.result.cache.stats
 
 
 @given(server=servers(), make=retentions)
@@ -105,6 +107,19 @@ def test_a_trace_can_be_replayed(tmp_path_factory, server, make):
     report = replayed(run.trace, tmp_path_factory.mktemp("trace") / "run.jsonl")
     assert (report.complete, report.pool["private"]) == (True, 0)
     assert report.pool["cached"] == run.result.cache.tree.cached_blocks
+    assert report.events.get("COMPACT", 0) == run.result.cache.stats.compactions
+
+
+def test_random_servers_compact_and_defer_it():
+    """The servers above are tight enough for both, beside preemptions and hits."""
+
+    def tight(drawn):
+        run = simulated(drawn[0], "urgent", drawn[1], trace=False)
+        stats = run.result.cache.stats
+        counts = stats.compactions, stats.deferred_compactions, stats.hit_blocks
+        return min(*counts, run.sum("recomputes")) > 0
+
+    find(st.tuples(servers(), compactions), tight)
 
 
 @schedulers

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from helpers.engine import Exact, compute, decided
 from helpers.policies import POLICIES, build
+from helpers.retention import Budget, Eager
 from helpers.schedulers import SCHEDULERS, STAND_INS, scheduler_of
 from helpers.serving import EVICTIONS, Bent, Single, servers
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ few = settings(max_examples=max(settings.default.max_examples // 4, 1))
 
 
 class StandIns:
-    """The schedulers and latency models of these tests, as plugins with names."""
+    """The schedulers, latency models and policies of these tests, as plugins with names."""
 
     @hookimpl
     def kvcore_schedulers(self):
@@ -37,6 +38,11 @@ class StandIns:
     def kvcore_latency_models(self):
         """Return the latency models."""
         return [Bent, Single]
+
+    @hookimpl
+    def kvcore_retention_policies(self):
+        """Return the retention policies."""
+        return [Budget, Eager]
 
 
 PLUGINS = Plugins(extra=[StandIns()])
@@ -108,7 +114,12 @@ def simulated(server, scheduler, *, latency, scale, slo, prefix, retention):
     scale=st.sampled_from(SCALES),
     slo=st.sampled_from(SLOS),
     prefix=st.sampled_from(["radix", "none"]),
-    retention=st.sampled_from([None, None, "window:tokens=9,sinks=2"]),
+    retention=st.sampled_from(
+        [
+            *(None, None, "window:tokens=9,sinks=2", "eager:tokens=5"),
+            *("budget:budget=9", "budget:budget=0.5,when=prompt"),
+        ]
+    ),
 )
 def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention):
     """Whatever schedules, evicts and arrives, sessions and rejected requests included.
