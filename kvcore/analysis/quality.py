@@ -11,10 +11,12 @@ import attrs
 
 from kvcore.cache import KVCache, RetentionPolicy
 from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, TensorLayout
+from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.engine.compaction import Compactor
 from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
+from kvcore.models.codec import Part
 from kvcore.plugins.base import options_of
 from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import Spec, parse
@@ -42,7 +44,8 @@ class QualityRow:
         retention, codec: as asked for, with the options given.
         budget: the share of the full bytes asked for; None: all tokens, or what the options
             of the policy say.
-        bytes_per_token: bytes of the blocks held, the scales of a codec included, a token of
+        bytes_per_token: bytes of the blocks held, the scales of a codec included, and of
+            the tokens that wait as they are until their block can be coded, by tokens of the
             context: a mean over the steps.
         share: these bytes as a share of the full ones.
         attention_error: error of attention's output relative to its size: of each layer,
@@ -355,8 +358,8 @@ class _Run:
     Attributes:
         attended: attention's output of each layer in the last step,
             `[texts, query_heads, value_dim]`.
-        bytes_per_token: for each step behind the prompts, the bytes of the blocks held, a
-            token of the texts.
+        bytes_per_token: for each step behind the prompts, the bytes held by tokens of the
+            texts.
     """
 
     def __init__(
@@ -398,11 +401,26 @@ class _Run:
         """Append a token to each text; return the logits of the next, `[texts, vocabulary]`."""
         self._output += 1
         logits = self._compute([[token] for token in tokens])
-        pool, layout = self._cache.pool, self._backend.layout
-        held = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
-        self.bytes_per_token.append(held / sum(seq.position for seq in self._seqs))
+        context = sum(seq.position for seq in self._seqs)
+        self.bytes_per_token.append(self._held_bytes() / context)
         self._tick(1)
         return logits
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of the blocks in use, and of the tokens that wait to be coded."""
+        pool, layout = self._cache.pool, self._backend.layout
+        held = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
+        codec = layout.codec
+        if codec is None:
+            return held
+        widths: tuple[tuple[Part, int], ...] = (
+            ("keys", layout.head_dim),
+            ("values", layout.value_dim),
+        )
+        waiting = sum(width for part, width in widths if not codec.by_token(part))
+        tokens = sum(seq.held % layout.block_size for seq in self._seqs)
+        number = BYTES_PER_NUMBER[layout.dtype]
+        return held + tokens * waiting * layout.kv_heads * layout.layers * number
 
     def _compute(self, tokens: list[list[int]]) -> Tensor:
         """Compute more tokens of each text; return the logits behind the last of each."""

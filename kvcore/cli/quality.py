@@ -127,7 +127,7 @@ def quality(**given: Any) -> None:
         return
     print_text(report.headline)
     print_table(report.headers, report.rows, right=report.headers[2:])
-    print_text(f"{report.reading}\n{report.setup}")
+    print_text("\n".join(filter(None, (report.reading, report.setup))))
 
 
 AS_GIVEN = (

@@ -5,6 +5,7 @@ Needs the extra `testing`: pytest and hypothesis.
 
 import kvcore.testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
 from kvcore.testing.backend import BackendTests
+from kvcore.testing.codec import CodecTests
 from kvcore.testing.eviction import EvictionPolicyTests
 from kvcore.testing.generator import GeneratorTests
 from kvcore.testing.harness import (
@@ -36,6 +37,7 @@ __all__ = [
     "FORKS",
     "STEP",
     "BackendTests",
+    "CodecTests",
     "Decision",
     "Driver",
     "EvictionPolicyTests",

@@ -1,0 +1,62 @@
+"""The built-in codecs pass the tests that every codec must pass, within tighter bounds."""
+
+import pytest
+
+from kvcore import Plugins
+from kvcore.testing import CodecTests
+
+torch = pytest.importorskip("torch", reason="codecs code torch tensors")
+
+CONFIGURATIONS = [
+    "fp64",
+    "fp32",
+    "fp16",
+    "bf16",
+    "fp8-e4m3",
+    "fp8-e5m2:factor=0.5",
+    "fp8-e4m3:scale=head",
+    "fp8-e5m2:scale=head",
+    "int8",
+    "int4",
+    "int4:keys=channel",
+    "kivi",
+    "kivi:bits=4,group=8,residual=32",
+]
+PRECISION = {"fp64": 53, "fp32": 24, "fp16": 11, "bf16": 8, "fp8-e4m3": 4, "fp8-e5m2": 3}
+"""Significant bits of floating-point formats."""
+SMALLEST = {"fp16": 2**-24, "fp8-e4m3": 2**-9, "fp8-e5m2": 2**-16}
+"""Their least numbers above 0, where rows come near them."""
+GREATEST = {"fp8-e4m3": 448, "fp8-e5m2": 57344}
+
+
+class TestBuiltIn(CodecTests):
+    """Every configuration in the list above: the bounds are those of the reference page."""
+
+    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
+    def _configured(self, request):
+        self.spec = request.param
+
+    def make(self):
+        """Build it."""
+        return Plugins().build("codec", self.spec)
+
+    def bound(self, part, rows):
+        """Return half a step: of the floating-point format, or of the grid."""
+        codec, rows = self.make(), rows.double()
+        if codec.name in PRECISION:
+            scale = getattr(codec, "factor", 1)
+            if getattr(codec, "scale", None) == "head":
+                scale = rows.abs().amax(-1, keepdim=True) / GREATEST[codec.name] * (1 + 2**-9)
+            least = SMALLEST.get(codec.name, 0) * scale
+            return rows.abs() * 2.0 ** -PRECISION[codec.name] + least / 2
+        _, grids = codec.encode(part, rows)
+        if grids.shape[3] == 2:
+            steps = grids[..., :1].expand(-1, -1, -1, rows.shape[2] // grids.shape[2])
+        else:
+            steps = grids[:, :, :1].expand(-1, -1, rows.shape[1] // grids.shape[1], -1)
+        return steps.reshape(rows.shape).double() / 2 + 1e-6 * rows.abs().amax()
+
+
+def test_every_codec_is_in_the_list():
+    """Each registered codec is tested in at least one configuration."""
+    assert {spec.partition(":")[0] for spec in CONFIGURATIONS} == set(Plugins().names("codec"))
