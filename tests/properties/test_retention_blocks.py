@@ -6,24 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCache
-from kvcore.testing import Driver, Traffic, random_steps, step_lists
+from kvcore.testing import COMPACTIONS, Driver, Traffic, random_steps, step_lists
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.retention import Window
 
 KEY = 6
-TRAFFIC = Traffic(
-    key_tokens=KEY,
-    mix={
-        "open": 5,
-        "commit": 6,
-        "extend": 4,
-        "close": 2,
-        "fork": 2,
-        "rollback": 1,
-        "compact": 3,
-    },
-)
+TRAFFIC = Traffic(key_tokens=KEY, mix=COMPACTIONS)
 TAINTED = "computed without some of the tokens before it"
 
 
