@@ -9,9 +9,17 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="runs compute on torch")
 
-from kvcore import InputError, PluginError, Plugins, ScoreRetention, hookimpl  # noqa: E402
+from kvcore import (  # noqa: E402
+    InputError,
+    PluginError,
+    Plugins,
+    PolicyError,
+    ScoreRetention,
+    hookimpl,
+)
 from kvcore.analysis.quality import FULL, divergence, measure  # noqa: E402
 from kvcore.testing.dense import Text, attention, loaded, next_batch  # noqa: E402
+from kvcore_plugins.generator import Transformer  # noqa: E402
 
 SMALL = {"prompt_tokens": 96, "tokens": 12, "texts": 2, "needles": 0, "block_size": 4}
 WORDS = " ".join(f"word{number % 37}" for number in range(400))
@@ -147,7 +155,7 @@ def test_a_budget_is_bytes_whatever_the_codec():
 
 def test_options_of_the_text_come_first():
     """A policy that says its budget is measured once, as it says."""
-    found = rows("window:tokens=10,random:budget=0.5", budgets=(0.1, 0.2))
+    found = rows("window:tokens=10,random:budget=0.5,window:tokens=10", budgets=(0.1, 0.2))
     assert [row.retention for row in found] == [FULL, "random:budget=0.5", "window:tokens=10"]
     assert {row.budget for row in found} == {None}
 
@@ -254,6 +262,17 @@ def test_refuses(options, wrong):
     """What cannot be measured is refused, by its name."""
     with pytest.raises(InputError, match=wrong):
         measure(**({"generator": "transformer"} | SMALL | options))
+
+
+def test_a_failing_generator_is_named(monkeypatch):
+    """What it raises is an error of its plugin; NaN has a remedy."""
+    monkeypatch.setattr(Transformer, "logits", lambda *_: 1 / 0)
+    with pytest.raises(PolicyError, match=r"transformer.*logits\(\).*division by zero"):
+        measure("transformer", codec="fp32", **SMALL)
+    nan = torch.full((2, 512), float("nan"))
+    monkeypatch.setattr(Transformer, "logits", lambda *_: nan)
+    with pytest.raises(InputError, match="NaN in fp32: take another dtype"):
+        measure("transformer", codec="fp32", **SMALL)
 
 
 def test_steps_are_told():
