@@ -256,6 +256,10 @@ def test_a_frame_has_a_row_each(monkeypatch):
         ({"codec": "fp99"}, "fp99"),
         ({"retention": "h2o:budgt=3"}, "did you mean 'budget'"),
         ({"dtype": "fp7"}, "fp7"),
+        (
+            {"retention": "window:positions=cache", "codec": "fp16"},
+            "codec 'fp16' would round its keys anew with every rotation: take fp32",
+        ),
     ],
 )
 def test_refuses(options, wrong):
