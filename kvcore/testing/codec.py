@@ -202,7 +202,7 @@ class CodecTests:
                 group = queries.shape[1] // keys.shape[1]
                 key_errors, value_errors = (
                     self._errors(part, rows).repeat_interleave(group, 1)
-                    for part, rows in (("keys", keys), ("values", values))
+                    for (part, _), rows in zip(_halves(batch), (keys, values), strict=True)
                 )
                 shift = torch.einsum("qhd,khd->qhk", asked.abs(), key_errors).amax(-1)
                 change = (shift * queries.shape[2] ** -0.5 / 2).tanh()[..., None]
@@ -241,14 +241,13 @@ class CodecTests:
         batch.stored()
         back = size + size // 2
         batch.store([back], [size - size // 2 + 1])
-        for part, rows in zip(
-            get_args(Part), batch.read(0, batch.tables[0], 2 * size), strict=True
-        ):
-            whole = (batch.keys if part == "keys" else batch.values)[0][0][: 2 * size]
-            near = 2 * self._errors(part, whole.double()) + batch.tolerance
-            assert ((rows - whole.double()).abs() <= near).all()
+        found = batch.read(0, batch.tables[0], 2 * size)
+        for (part, half), rows in zip(_halves(batch), found, strict=True):
+            whole = half[0][0][: 2 * size]
+            near = 2 * self._errors(part, whole) + batch.tolerance
+            assert ((rows - whole).abs() <= near).all()
             first = self._coded_rows(part, whole)[:size]
-            torch.testing.assert_close(rows[:size], first.double(), atol=0, rtol=0)
+            torch.testing.assert_close(rows[:size], first, atol=0, rtol=0)
 
     def test_copies_part_in_two(self) -> None:
         """A copy has what its source has, coded or not full yet; both go on by themselves."""
@@ -365,7 +364,7 @@ class CodecTests:
         if done:
             tokens = 1 if codec.by_token(part) else self.block_size
             # [blocks * heads, tokens of a block, width]
-            blocks = rows[:done].unflatten(0, (-1, tokens)).transpose(1, 2)
+            blocks = rows[:done].view(-1, tokens, *rows.shape[1:]).transpose(1, 2)
             found = codec.decode(part, codec.encode(part, blocks.flatten(0, 1)))
             found = found.to(rows.dtype).view(blocks.shape)
             out[:done] = found.transpose(1, 2).flatten(0, 1)
@@ -375,7 +374,7 @@ class CodecTests:
         """Return the bound of each of `[tokens, heads, width]`."""
         count = -(-len(rows) // self.block_size) * self.block_size
         padded = rows[[min(place, len(rows) - 1) for place in range(count)]]
-        blocks = padded.unflatten(0, (-1, self.block_size)).transpose(1, 2)
+        blocks = padded.view(-1, self.block_size, *rows.shape[1:]).transpose(1, 2)
         bounds = self.bound(part, blocks.flatten(0, 1)).expand(-1, *blocks.shape[2:])
         found = bounds.reshape(blocks.shape).transpose(1, 2).flatten(0, 1)
         return found[: len(rows)]

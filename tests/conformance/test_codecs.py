@@ -1,5 +1,8 @@
 """The built-in codecs pass the tests that every codec must pass, within tighter bounds."""
 
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
 import pytest
 
 from kvcore import Plugins
@@ -7,6 +10,7 @@ from kvcore.testing import CodecTests
 
 torch = pytest.importorskip("torch", reason="codecs code torch tensors")
 
+EXAMPLE = Path(__file__).parents[2] / "examples/third_party_codec/kvcore_shared_exponent.py"
 CONFIGURATIONS = [
     "fp64",
     "fp32",
@@ -55,6 +59,21 @@ class TestBuiltIn(CodecTests):
         else:
             steps = grids[:, :, :1].expand(-1, -1, rows.shape[1] // grids.shape[1], -1)
         return steps.reshape(rows.shape).double() / 2 + 1e-6 * rows.abs().amax()
+
+
+def example():
+    """Return the module of the example, which is not installed here."""
+    spec = spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestExample(CodecTests):
+    """A third party's thirty lines."""
+
+    codec = example().SharedExponent
+    error = 1 / 127
 
 
 def test_every_codec_is_in_the_list():
