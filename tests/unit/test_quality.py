@@ -199,6 +199,13 @@ def test_policies_that_see_the_question_keep_the_answer():
     assert unseen.needle < 0.5
 
 
+def test_what_a_window_of_the_model_hides_is_no_loss():
+    """Tokens out of every layer's reach go first: while the others stay nothing is lost."""
+    found = rows("knorm,h2o,random", "transformer:window=8", budgets=(0.2,))
+    assert all(row.kl < 1e-12 and row.top1 == 1 for row in found), found
+    assert max(row.share for row in found[1:]) < 0.4
+
+
 def test_texts_are_those_of_the_seed():
     """The same seed has the same rows; another has other texts."""
     assert (
