@@ -169,7 +169,7 @@ class CodecTests:
     @_seeds
     def test_attends_to_what_it_decodes(self, seed: int) -> None:
         """Attention over blocks is that in fp64 over decoded rows: chunks, windows, heads."""
-        batch = self.batch(seed)
+        batch = self._ragged(seed)
         plan = batch.stored()
         coded = self.coded(batch)
         windows: list[dict[str, Any]] = [{}, {"window": 20, "sinks": 3}, {"window": 1}]
@@ -188,7 +188,7 @@ class CodecTests:
 
         from kvcore.testing.dense import attention  # noqa: PLC0415 - as above
 
-        batch = self.batch(seed)
+        batch = self._ragged(seed)
         plan = batch.stored()
         for layer in range(LAYERS):
             exact, allowed = [], []
@@ -354,6 +354,12 @@ class CodecTests:
             for part, half in _halves(batch)
         )
         return attrs.evolve(batch, keys=keys, values=values)
+
+    def _ragged(self, seed: int) -> RandomBatch:
+        """Return sequences that prefill and decode, in blocks that are full or not."""
+        size = self.block_size
+        contexts = [0, 2 * size + 3, size - 1, size, 5]
+        return self.batch(seed, contexts=contexts, lengths=[size + 5, 1, 4, 1, 1])
 
     def _coded_rows(self, part: Part, rows: Tensor) -> Tensor:
         """Return `[tokens, heads, width]` as read; tokens of a part of a block may wait."""
