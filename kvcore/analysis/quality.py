@@ -14,14 +14,17 @@ from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, Tensor
 from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.engine.compaction import Compactor
 from kvcore.engine.executor import tensor_layout
-from kvcore.errors import InputError
+from kvcore.errors import InputError, KvcoreError
 from kvcore.extras import import_extra
 from kvcore.models.codec import Part
+from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import options_of
 from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import Request
+
+__all__ = ["Quality", "QualityRow", "measure"]
 
 FULL = "full"
 """The retention policy that keeps everything: the baseline of every codec."""
@@ -210,8 +213,7 @@ def measure(
         _haystack(finder.vocabulary, prompt_tokens, needles, seed, number, announced=announced)
         for number in range(texts if needles else 0)
     ]
-    codecs = parse(codec)
-    policies = [each for each in parse(retention) if str(each) != FULL]
+    codecs, policies = _specs(codec), [one for one in _specs(retention) if str(one) != FULL]
     bench = _Bench(plugins, backend, dtype, block_size, seed)
     for each in {id(one): one for one in (built, finder)}.values():
         bench.load(each)
@@ -263,6 +265,11 @@ def _check(shares: list[float], *counts: int) -> None:
             msg = f"budget {share:g}: give shares of the full bytes, above 0 and below 1"
     if msg:
         raise InputError(msg)
+
+
+def _specs(text: str) -> list[Spec]:
+    """Return the plugins that a text names, each once."""
+    return list({str(each): each for each in parse(text)}.values())
 
 
 def _order(row: QualityRow) -> tuple[float, float]:
@@ -382,7 +389,9 @@ class _Run:
         )
         self._backend = bench.backend()
         self._backend.bind()
-        self._backend.allocate(bench.layout(generator, cell and cell.codec, blocks))
+        self._backend.allocate(
+            bench.layout(generator, None if cell is None else cell.codec, blocks)
+        )
         self._compactor = Compactor(
             self._cache, self._backend, generator.windows, generator.rotary
         )
@@ -457,7 +466,12 @@ class _Run:
             self.attended.append(out)
             return out
 
-        logits = self._generator.logits(batch, attended)
+        try:
+            logits = self._generator.logits(batch, attended)
+        except KvcoreError:
+            raise
+        except FAILURES as error:
+            raise policy_error(self._generator, "logits", error) from error
         for seq, n in zip(seqs, lengths, strict=True):
             self._cache.commit(seq, n)
         return logits
@@ -504,6 +518,12 @@ class _Full:
         for step in range(tokens):
             if given is None:
                 chances = logits.double().softmax(-1).cpu()
+                if chances.isnan().any():
+                    msg = (
+                        f"generator {generator.name!r} computes NaN in {bench.dtype}: take "
+                        "another dtype"
+                    )
+                    raise InputError(msg)
                 new = torch.multinomial(chances, 1, generator=source)[:, 0].tolist()
             else:
                 new = [ids[prompt_tokens + step] for ids in given]

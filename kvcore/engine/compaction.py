@@ -469,17 +469,18 @@ class Compactor:
     def _check_rebasing(self, policy: TokenRetention) -> None:
         """Raise InputError where `policy` gives tokens new positions that keys cannot have."""
         plain = [layer for layer, rotary in enumerate(self._rotary) if rotary is None]
-        codec = self._backend.layout.codec
+        layout = self._backend.layout
+        codec = layout.codec
         why = ""
         if plain:
             why = (
                 f"layer {plain[0]} of the model has no rotary embedding that it tells of, so "
                 "its keys cannot be rotated to them"
             )
-        elif codec is not None and codec.dtype is None:
+        elif codec is not None and codec.dtype != layout.dtype:
             why = (
-                f"codec {codec.name!r} would round its keys anew with every rotation: take a "
-                "plain one such as fp16"
+                f"codec {codec.name!r} would round its keys anew with every rotation: take "
+                f"{layout.dtype}, as they are computed"
             )
         if why:
             msg = f"retention {policy.name!r} gives tokens new positions, and {why}"
