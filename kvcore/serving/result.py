@@ -200,7 +200,10 @@ class Result(Outcome):
     def offered_load(self) -> float | None:
         """Arrival rate times the least time a request needs; see `offered_load`."""
         tokens = self.cache.pool.blocks * self.cache.geometry.block_size
-        return offered_load(self.log, self.batching, self.latency, tokens)
+        forgetting = self.cache.retention is not None
+        return offered_load(
+            self.log, self.batching, self.latency, tokens, forgetting=forgetting
+        )
 
     @cached_property
     def saturation(self) -> Saturation | None:
