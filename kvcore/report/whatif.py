@@ -37,12 +37,14 @@ class WhatIfReport:
         """One sentence: what was run again, and with which options changed."""
         found, before, after = self._parts
         lines = [f"{found.workload}: {counted(before.requests, 'request')} of {found.file}."]
-        names = [name for name in after.config if after.config[name] != before.config[name]]
+        old, new = before.config, after.config
+        # Without a retention policy a configuration has no such name.
+        names = [name for name in {**new, **old} if new.get(name) != old.get(name)]
         if not names:
             lines.append("Run again as recorded: nothing was to be different.")
         for name in names:
-            old, new = (_config(run.config[name]) for run in (before, after))
-            lines.append(f"{name.replace('_', ' ')}: {new} instead of {old}")
+            was, now = (_config(config.get(name)) for config in (old, new))
+            lines.append(f"{name.replace('_', ' ')}: {now} instead of {was}")
         if found.kvcore != found.here:
             lines.append(
                 f"Recorded by kvcore {found.kvcore}; this is {found.here}, which may decide "
@@ -183,6 +185,8 @@ def _config(value: Any) -> str:
     """Return a part of a configuration in the command line's form."""
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
         return plugin_text(value["name"], value["options"])
+    if value is None:
+        return "none"
     if isinstance(value, Mapping):
         return plugin_text("", value).removeprefix(":") or "none"
     return f"{value:,}" if type(value) is int else as_text(value)

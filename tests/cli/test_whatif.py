@@ -70,6 +70,19 @@ def test_an_export_is_the_trace_again(folder, tmp_path, name):
     assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.parametrize(("recorded", "asked"), [("h2o:budget=32", "none"), ("none", "h2o")])
+def test_a_bound_is_taken_away_or_set(tmp_path, recorded, asked):
+    """`--retention none` is a question like any other, and there may have been no policy."""
+    workload = "zipf:requests=4,output_tokens=90,suffix_tokens=64,prefix_tokens=32"
+    options = ["--blocks", 80, "--retention", recorded, "--trace", "t.jsonl"]
+    assert run("simulate", workload, *options, cwd=tmp_path).returncode == 0
+    done = run("replay", "t.jsonl", "--retention", asked, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    changed = done.stdout.replace("\n", " ")
+    assert f"retention: {asked}" in changed
+    assert f"instead of {recorded}" in changed
+
+
 def test_an_export_can_be_asked_what_if_again(folder, tmp_path):
     """The trace of a new run is as good as a recorded one."""
     new, back = tmp_path / "new.jsonl.gz", tmp_path / "back.jsonl.gz"

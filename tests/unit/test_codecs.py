@@ -131,7 +131,11 @@ def test_refuses_blocks_it_cannot_code(spec, tokens, width, message):
 
 
 @pytest.mark.parametrize(
-    "spec", ["kivi:bits=3", "kivi:group=0", "int4:keys=head", "fp8-e4m3:factor=0"]
+    "spec",
+    [
+        *("kivi:bits=3", "kivi:group=0", "int4:keys=head"),
+        *("fp8-e4m3:factor=0", "fp8-e5m2:factor=inf"),
+    ],
 )
 def test_refuses_options(spec):
     """Options out of range are refused when the codec is built."""

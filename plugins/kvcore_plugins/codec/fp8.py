@@ -25,7 +25,12 @@ class _FP8(Codec):
     scale: Literal["tensor", "head"] = attrs.field(
         default="tensor", validator=attrs.validators.in_(("tensor", "head")), kw_only=True
     )
-    factor: float = attrs.field(default=1.0, validator=attrs.validators.gt(0), kw_only=True)
+    factor: float = attrs.field(
+        default=1.0,
+        # Beyond these, K/V in fp32 would be all zero, or infinite.
+        validator=(attrs.validators.ge(1e-30), attrs.validators.le(1e30)),
+        kw_only=True,
+    )
 
     def planes(self, part: Part, tokens: int, width: int) -> tuple[Plane, ...]:
         """Return `numbers` and, for scales by head, `scales` in fp16."""
