@@ -419,10 +419,6 @@ class DecodeAllocator:
         """Allocate `tokens` more slots of `seq`."""
         self._cache.extend(seq, tokens, now)
 
-    def commit(self, seq: Sequence, tokens: int, now: int) -> None:
-        """Count `tokens` more tokens of `seq` as computed: it may share or forget blocks."""
-        self._cache.commit(seq, tokens, now)
-
     def settle(self, job: Job) -> None:
         """Set the cached length of a job that has left the batch and keeps its blocks.
 

@@ -190,7 +190,7 @@ class ServingLoop:
         for job, tokens in chunks:
             assert job.seq is not None
             job.computed += tokens
-            self.allocator.commit(job.seq, tokens, now)
+            self._cache.commit(job.seq, tokens, now)
         if batch.committing and decodes:
             self._commit(now)
         prefilled = [job for job, _ in chunks if job.computed == job.target]
@@ -317,7 +317,7 @@ class ServingLoop:
             assert seq is not None
             self._cache.settle(seq, job.length)
             before = seq.dropped_tokens
-            self.allocator.commit(seq, seq.tokens - seq.computed, now)
+            self._cache.commit(seq, seq.tokens - seq.computed, now)
             if seq.dropped_tokens > before:
                 self.batch.forgot(job, seq.dropped_tokens - before)
             self.batcher.computed()

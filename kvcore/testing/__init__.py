@@ -9,6 +9,7 @@ from kvcore.testing.codec import CodecTests
 from kvcore.testing.eviction import EvictionPolicyTests
 from kvcore.testing.generator import GeneratorTests
 from kvcore.testing.harness import (
+    COMPACTIONS,
     EVEN,
     FORKS,
     Decision,
@@ -33,6 +34,7 @@ from kvcore.testing.scheduler import STEP, SchedulerTests, ToyServer, watched
 from kvcore.testing.workload import WorkloadTests
 
 __all__ = [
+    "COMPACTIONS",
     "EVEN",
     "FORKS",
     "STEP",

@@ -169,7 +169,7 @@ class CodecTests:
     @_seeds
     def test_attends_to_what_it_decodes(self, seed: int) -> None:
         """Attention over blocks is that in fp64 over decoded rows: chunks, windows, heads."""
-        batch = self.batch(seed)
+        batch = self._ragged(seed)
         plan = batch.stored()
         coded = self.coded(batch)
         windows: list[dict[str, Any]] = [{}, {"window": 20, "sinks": 3}, {"window": 1}]
@@ -188,7 +188,7 @@ class CodecTests:
 
         from kvcore.testing.dense import attention  # noqa: PLC0415 - as above
 
-        batch = self.batch(seed)
+        batch = self._ragged(seed)
         plan = batch.stored()
         for layer in range(LAYERS):
             exact, allowed = [], []
@@ -202,7 +202,7 @@ class CodecTests:
                 group = queries.shape[1] // keys.shape[1]
                 key_errors, value_errors = (
                     self._errors(part, rows).repeat_interleave(group, 1)
-                    for part, rows in (("keys", keys), ("values", values))
+                    for (part, _), rows in zip(_halves(batch), (keys, values), strict=True)
                 )
                 shift = torch.einsum("qhd,khd->qhk", asked.abs(), key_errors).amax(-1)
                 change = (shift * queries.shape[2] ** -0.5 / 2).tanh()[..., None]
@@ -241,14 +241,13 @@ class CodecTests:
         batch.stored()
         back = size + size // 2
         batch.store([back], [size - size // 2 + 1])
-        for part, rows in zip(
-            get_args(Part), batch.read(0, batch.tables[0], 2 * size), strict=True
-        ):
-            whole = (batch.keys if part == "keys" else batch.values)[0][0][: 2 * size]
-            near = 2 * self._errors(part, whole.double()) + batch.tolerance
-            assert ((rows - whole.double()).abs() <= near).all()
+        found = batch.read(0, batch.tables[0], 2 * size)
+        for (part, half), rows in zip(_halves(batch), found, strict=True):
+            whole = half[0][0][: 2 * size]
+            near = 2 * self._errors(part, whole) + batch.tolerance
+            assert ((rows - whole).abs() <= near).all()
             first = self._coded_rows(part, whole)[:size]
-            torch.testing.assert_close(rows[:size], first.double(), atol=0, rtol=0)
+            torch.testing.assert_close(rows[:size], first, atol=0, rtol=0)
 
     def test_copies_part_in_two(self) -> None:
         """A copy has what its source has, coded or not full yet; both go on by themselves."""
@@ -356,6 +355,12 @@ class CodecTests:
         )
         return attrs.evolve(batch, keys=keys, values=values)
 
+    def _ragged(self, seed: int) -> RandomBatch:
+        """Return sequences that prefill and decode, in blocks that are full or not."""
+        size = self.block_size
+        contexts = [0, 2 * size + 3, size - 1, size, 5]
+        return self.batch(seed, contexts=contexts, lengths=[size + 5, 1, 4, 1, 1])
+
     def _coded_rows(self, part: Part, rows: Tensor) -> Tensor:
         """Return `[tokens, heads, width]` as read; tokens of a part of a block may wait."""
         codec, done = self.make(), len(rows)
@@ -365,7 +370,7 @@ class CodecTests:
         if done:
             tokens = 1 if codec.by_token(part) else self.block_size
             # [blocks * heads, tokens of a block, width]
-            blocks = rows[:done].unflatten(0, (-1, tokens)).transpose(1, 2)
+            blocks = rows[:done].view(-1, tokens, *rows.shape[1:]).transpose(1, 2)
             found = codec.decode(part, codec.encode(part, blocks.flatten(0, 1)))
             found = found.to(rows.dtype).view(blocks.shape)
             out[:done] = found.transpose(1, 2).flatten(0, 1)
@@ -375,7 +380,7 @@ class CodecTests:
         """Return the bound of each of `[tokens, heads, width]`."""
         count = -(-len(rows) // self.block_size) * self.block_size
         padded = rows[[min(place, len(rows) - 1) for place in range(count)]]
-        blocks = padded.unflatten(0, (-1, self.block_size)).transpose(1, 2)
+        blocks = padded.view(-1, self.block_size, *rows.shape[1:]).transpose(1, 2)
         bounds = self.bound(part, blocks.flatten(0, 1)).expand(-1, *blocks.shape[2:])
         found = bounds.reshape(blocks.shape).transpose(1, 2).flatten(0, 1)
         return found[: len(rows)]

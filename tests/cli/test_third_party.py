@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "third_party_policy"
 RETENTION = ROOT / "examples" / "third_party_retention"
+CODEC = ROOT / "examples" / "third_party_codec"
 HOW_TO = ROOT / "docs" / "how-to" / "write-a-plugin.md"
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
@@ -28,7 +29,7 @@ def scripts(tmp_path_factory):
     pip = [scripts / "python", "-m", "pip", "install", "--quiet"]
     pins = ["--constraint", ROOT / "constraints.txt"]
     newest = written(HOW_TO.read_text("utf-8"), home.parent / "newest")
-    packages = [f"{ROOT}[testing]", EXAMPLE, RETENTION, "--editable", newest]
+    packages = [f"{ROOT}[testing]", EXAMPLE, RETENTION, CODEC, "--editable", newest]
     subprocess.run([*pip, *pins, *packages], check=True)
     return scripts
 
@@ -58,6 +59,7 @@ def test_it_is_found_through_its_entry_point(scripts, tmp_path):
     found = {p["name"]: p["distribution"] for p in json.loads(done.stdout)["plugins"]}
     assert found["deepest"] == "kvcore-depth-policy"
     assert found["big-values"] == "kvcore-big-values"
+    assert found["shared-exponent"] == "kvcore-shared-exponent"
     assert found["newest"] == "kvcore-newest", "the plugin of the how-to, installed as it says"
 
 

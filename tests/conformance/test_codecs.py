@@ -1,5 +1,9 @@
 """The built-in codecs pass the tests that every codec must pass, within tighter bounds."""
 
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
 import pytest
 
 from kvcore import Plugins
@@ -7,6 +11,10 @@ from kvcore.testing import CodecTests
 
 torch = pytest.importorskip("torch", reason="codecs code torch tensors")
 
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/third_party_codec/kvcore_shared_exponent.py"
+PAGES = {"Truncated": "docs/reference/codecs.md", "Absmax": "docs/how-to/quantise.md"}
+"""Codecs that pages write, with their kits."""
 CONFIGURATIONS = [
     "fp64",
     "fp32",
@@ -27,6 +35,15 @@ PRECISION = {"fp64": 53, "fp32": 24, "fp16": 11, "bf16": 8, "fp8-e4m3": 4, "fp8-
 SMALLEST = {"fp16": 2**-24, "fp8-e4m3": 2**-9, "fp8-e5m2": 2**-16}
 """Their least numbers above 0, where rows come near them."""
 GREATEST = {"fp8-e4m3": 448, "fp8-e5m2": 57344}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Leave the other cores to other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class TestBuiltIn(CodecTests):
@@ -55,6 +72,40 @@ class TestBuiltIn(CodecTests):
         else:
             steps = grids[:, :, :1].expand(-1, -1, rows.shape[1] // grids.shape[1], -1)
         return steps.reshape(rows.shape).double() / 2 + 1e-6 * rows.abs().amax()
+
+
+def example():
+    """Return the module of the example, which is not installed here."""
+    spec = spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestExample(CodecTests):
+    """A third party's thirty lines."""
+
+    codec = example().SharedExponent
+    error = 1 / 127
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_codecs_of_the_pages(name):
+    """The codec of a page keeps the bound of the kit's class there, and NaN."""
+    page = (ROOT / PAGES[name]).read_text("utf-8")
+    fences = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    names = {"__name__": "page"}
+    for fence in fences:
+        if name in fence:
+            exec(fence.partition("\nfound = ")[0], names)  # noqa: S102
+    kit = names[f"Test{name}"]()
+    for part in ("keys", "values"):
+        for dtype in ("fp32", "fp64", "fp16", "bf16"):
+            kit.test_round_trip(part, dtype)
+        kit.test_nan_is_not_lost(part)
+        kit.test_infinity_stays_the_greatest(part, 1)
+        kit.test_tokens_are_coded_alone(part)
+    kit.test_attention_is_near(0)
 
 
 def test_every_codec_is_in_the_list():

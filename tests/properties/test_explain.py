@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from kvcore import KVCache, Request, Trace
 from kvcore.analysis import Belady, Future, explain, replay, served
 from kvcore.cache.layout import BlockLayout
-from kvcore.testing import Driver, Traffic, request_lists, step_lists
+from kvcore.testing import COMPACTIONS, Driver, Traffic, request_lists, step_lists
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 
@@ -99,7 +99,12 @@ def test_the_categories_add_up_under_a_clock(server, scheduler, retention):
     check_sums(explained(run.trace), run.result.cache.stats.hit_tokens)
 
 
-@given(steps=step_lists(TRAFFIC, most=60), blocks=st.integers(4, 30), layout=LAYOUTS)
+@given(
+    steps=step_lists(TRAFFIC, most=60)
+    | step_lists(Traffic(key_tokens=6, mix=COMPACTIONS), most=60),
+    blocks=st.integers(4, 30),
+    layout=LAYOUTS,
+)
 def test_the_categories_add_up_whatever_is_called(steps, blocks, layout):
     """So they do where sequences fork, roll back, and stay open."""
     out = BytesIO()

@@ -1,10 +1,13 @@
 """Sequences that forget: the same decisions everywhere, and the right tokens on tensors."""
 
+from functools import partial
+from random import Random
+
 import pytest
 from helpers.engine import compute, decided
-from helpers.retention import compactions, retentions, windows
-from helpers.serving import BLOCK, Bent, ask, serve, servers
-from hypothesis import find, given
+from helpers.retention import Eager, retentions, windows
+from helpers.serving import BLOCK, Bent, ask, random_server, serve, servers
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.trace import check_trace
@@ -113,13 +116,14 @@ def test_a_trace_can_be_replayed(tmp_path_factory, server, make):
 def test_random_servers_compact_and_defer_it():
     """The servers above are tight enough for both, beside preemptions and hits."""
 
-    def tight(drawn):
-        run = simulated(drawn[0], "urgent", drawn[1], trace=False)
+    def is_tight(seed):
+        server = random_server(Random(seed).randint)  # noqa: S311
+        run = simulated(server, "urgent", partial(Eager, 9), trace=False)
         stats = run.result.cache.stats
         counts = stats.compactions, stats.deferred_compactions, stats.hit_blocks
         return min(*counts, run.sum("recomputes")) > 0
 
-    find(st.tuples(servers(), compactions), tight)
+    assert any(map(is_tight, range(100)))
 
 
 @schedulers

@@ -168,8 +168,9 @@ def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention
     prefix=st.sampled_from(["radix", "none"]),
     blocks=st.integers(1, 40),
     size=st.sampled_from([6, 3, 2, 1]),
+    retention=st.sampled_from([None, None, "eager:tokens=5", "budget:budget=0.5"]),
 )
-def test_without_a_clock(eviction, requests, count, prefix, blocks, size):
+def test_without_a_clock(eviction, requests, count, prefix, blocks, size, retention):
     """Every policy, both countings, requests longer than the pool, hints and tenants."""
     out = BytesIO()
     with Trace(out) as trace:
@@ -178,6 +179,7 @@ def test_without_a_clock(eviction, requests, count, prefix, blocks, size):
             size,
             eviction=build(eviction),
             prefix=PLUGINS.build("prefix", prefix),
+            retention=retention and PLUGINS.build("retention", retention),
             accounting=count,
             key_tokens=6,
             trace=trace,

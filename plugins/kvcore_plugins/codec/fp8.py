@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
-from kvcore.engine import Codec, Plane
-from kvcore.models.codec import Part
+from kvcore.models.codec import Codec, Part, Plane
 
 if TYPE_CHECKING:
     from torch import Tensor
