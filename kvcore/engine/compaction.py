@@ -365,8 +365,10 @@ class Compactor:
         if reads.attention:
             # A fork may be compacted that has computed nothing.
             sums = record.attention
-            got = torch.zeros(positions.shape) if sums is None else sums[layer, :, :held]
-            found["attention"] = backend.tensor(got)
+            if sums is None:
+                found["attention"] = backend.tensor(torch.zeros(positions.shape), "fp32")
+            else:
+                found["attention"] = sums[layer, :, :held]
         scale = self._options.get(layer, {}).get("scale")
         if reads.queries:
             rows = [(at, row) for row, at in enumerate(record.asked) if 0 <= at < seq.position]

@@ -118,6 +118,29 @@ def test_what_is_declared_is_read(name):
     assert [each.shape[:3] for each in seen] == [(1, 2, 30)] * 2
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_sums_are_exact_enough(dtype):
+    """Attention is summed and read in fp32, whatever K/V is computed in."""
+    seen = []
+    policy = Told(
+        budget=8,
+        needs=Reads(attention=True),
+        answer=lambda held: seen.append(held.attention) or held.attention,
+    )
+    request = Request(id=0, prompt_tokens=30, keys=(), key_tokens=4, output_tokens=2)
+    compute(
+        [request],
+        retention=policy,
+        generator=f"transformer:{MODEL}",
+        backend="torch-cpu",
+        dtype=dtype,
+    )
+    assert [each.dtype for each in seen] == [torch.float32] * 2
+    for each in seen:
+        # Each of 30 tokens has given 1 in each of the 4 query heads.
+        torch.testing.assert_close(each.sum((1, 2)), torch.tensor([120.0]), atol=0.5, rtol=0)
+
+
 def test_only_what_must_move_moves(monkeypatch):
     """In the long run a compaction moves no more tokens than a block has."""
     texts = paged(Random(budget=24))
