@@ -171,6 +171,19 @@ def test_it_forgets_with_the_sequence():
     assert not texts.compactor._records
 
 
+def test_forks_go_their_own_way():
+    """What one of two forks computes is noted for that one alone."""
+    texts = paged(Told(budget=90, needs=Reads(attention=True, queries=2), answer=by_position))
+    seq = prefilled(texts)
+    child = texts.fork(seq, seed=1)
+    records = texts.compactor._records
+    before = records[seq].attention.clone(), records[seq].queries[1].clone()
+    texts.run(child, output=6)
+    assert records[seq].attention.equal(before[0])
+    assert records[seq].queries[1].equal(before[1])
+    assert not records[child].queries[1].equal(before[1])
+
+
 def test_a_fork_of_which_nobody_tells():
     """Its tokens are unknown, so that it is not compacted at random."""
     texts = paged(KNorm(budget=8))
