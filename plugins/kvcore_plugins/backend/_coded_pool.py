@@ -388,12 +388,3 @@ class CodedPool(Pool):
         """Set all numbers of `blocks`, or of all blocks, to `value`."""
         for half in self.halves:
             half.fill(value, blocks)
-
-    def move_tokens(
-        self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
-    ) -> None:
-        """Move tokens in a layer, as `Backend.move_tokens` does."""
-        for halves in (self.keys, self.values):
-            half = halves[layer]
-            assert isinstance(half, CodedHalf)
-            half.move(table, into, moves)
