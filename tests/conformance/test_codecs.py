@@ -25,6 +25,7 @@ CONFIGURATIONS = [
     "fp8-e4m3:scale=head",
     "fp8-e5m2:scale=head",
     "int8",
+    "int8:keys=channel",
     "int4",
     "int4:keys=channel",
     "kivi",
