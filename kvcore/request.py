@@ -224,6 +224,8 @@ class Request:
             nanoseconds after request `after` of the same session has finished.
         output_keys: keys of the blocks that follow the prompt's full ones, where they are
             known.
+        publishes: whether blocks it generates are shared: `output_keys` are known, or a run
+            tells them.
 
     Raises:
         InputError: a length or time is no whole number, or out of range; or keys cannot be
@@ -246,14 +248,11 @@ class Request:
     after: int | str | None = None
     think_time: int = 0
     output_keys: Sequence[Key] = ()
-
-    @property
-    def publishes(self) -> bool:
-        """Whether blocks it generates are shared: their keys are known, or a run tells them."""
-        return bool(self.output_keys)
+    publishes: bool = attrs.field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check what is counted by."""
+        self.publishes = bool(self.output_keys)
         if (
             type(self.prompt_tokens) is not int
             or type(self.output_tokens) is not int
@@ -306,10 +305,10 @@ class TextRequest(Request):
     tokens: Sequence[int]
     publish: bool = False
 
-    @property
-    def publishes(self) -> bool:
-        """Whether it says so."""
-        return self.publish
+    def __attrs_post_init__(self) -> None:
+        """Check as for any request; whether it publishes, it says itself."""
+        super().__attrs_post_init__()
+        self.publishes = self.publish
 
 
 def text_request(

@@ -23,8 +23,8 @@ from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.loop import RunLog
 from kvcore.serving.result import Outcome, hit_fields
-from kvcore.serving.run_log import RunLog
 from kvcore.serving.simulate import serve
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import TraceChecker, check_event

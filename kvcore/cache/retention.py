@@ -149,6 +149,7 @@ def drop_blocks(
     seq.holes = merge_holes([*seq.holes, *holes])
     count = sum(end - first for first, end in holes)
     seq.dropped += count
+    seq.dropped_tokens += count * seq.span.geometry.block_size
     if trace is not None:
         for (first, end), ids in zip(holes, freed, strict=True):
             trace.drop(now, seq=seq.id, first=first, blocks=end - first, runs=ids, by=by)

@@ -61,6 +61,8 @@ class Sequence:
         dropped, freed: how many those are, and how many of them were private, and are free
             again; the others stay cached.
         compacted: tokens that compactions have removed; `kept`, those that the last one left.
+        dropped_tokens: computed tokens whose K/V it attends to no longer: those in dropped
+            blocks, and `compacted` ones.
         is_open: False once closed.
     """
 
@@ -84,6 +86,7 @@ class Sequence:
     freed: int = 0
     compacted: int = 0
     kept: int = 0
+    dropped_tokens: int = 0
     is_open: bool = True
 
     @property
@@ -92,14 +95,9 @@ class Sequence:
         return self.blocks - self.span.end - self.freed
 
     @property
-    def dropped_tokens(self) -> int:
-        """Computed tokens whose K/V it attends to no longer."""
-        return self.dropped * self.span.geometry.block_size + self.compacted
-
-    @property
     def held(self) -> int:
         """Computed tokens whose K/V is in its table: those that the next one attends to."""
-        return self.computed - self.dropped * self.span.geometry.block_size
+        return self.computed + self.compacted - self.dropped_tokens
 
     @property
     def position(self) -> int:
@@ -137,6 +135,7 @@ class Sequence:
         self.kept = tokens
         self.span, self.cacheable = root, 0
         self.holes, self.dropped, self.freed = (), 0, 0
+        self.dropped_tokens = self.compacted
 
     def check_fork(self) -> None:
         """Refuse a fork of tokens beyond the prompt that are not computed.

@@ -16,7 +16,7 @@ import attrs
 from kvcore.models.cost import attended_pairs
 from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import LatencyModel, StepWork
-from kvcore.serving.run_log import RunLog
+from kvcore.serving.loop import RunLog
 from kvcore.units import NS_PER_S, PS_PER_NS, format_number
 
 FEWEST = 30

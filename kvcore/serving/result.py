@@ -19,7 +19,7 @@ from kvcore.request import SLO, Request
 from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import Executor, LatencyModel
 from kvcore.serving.load import Saturation, offered_load, saturation_of
-from kvcore.serving.run_log import MET, UNJUDGED, RunLog
+from kvcore.serving.loop import MET, UNJUDGED, RunLog
 from kvcore.serving.scheduler import Scheduler
 from kvcore.serving.stats import Fragmentation, Percentiles
 from kvcore.units import NS_PER_S, PS_PER_S
