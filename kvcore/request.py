@@ -224,8 +224,6 @@ class Request:
             nanoseconds after request `after` of the same session has finished.
         output_keys: keys of the blocks that follow the prompt's full ones, where they are
             known.
-        publishes: whether blocks it generates are shared: `output_keys` are known, or a run
-            tells them.
 
     Raises:
         InputError: a length or time is no whole number, or out of range; or keys cannot be
@@ -248,11 +246,14 @@ class Request:
     after: int | str | None = None
     think_time: int = 0
     output_keys: Sequence[Key] = ()
-    publishes: bool = attrs.field(init=False, eq=False, repr=False)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether blocks it generates are shared: their keys are known, or a run tells them."""
+        return bool(self.output_keys)
 
     def __attrs_post_init__(self) -> None:
         """Check what is counted by."""
-        self.publishes = bool(self.output_keys)
         if (
             type(self.prompt_tokens) is not int
             or type(self.output_tokens) is not int
@@ -305,10 +306,10 @@ class TextRequest(Request):
     tokens: Sequence[int]
     publish: bool = False
 
-    def __attrs_post_init__(self) -> None:
-        """Check as for any request; whether it publishes, it says itself."""
-        super().__attrs_post_init__()
-        self.publishes = self.publish
+    @property
+    def publishes(self) -> bool:
+        """Whether it says so."""
+        return self.publish
 
 
 def text_request(

@@ -145,7 +145,8 @@ class BlockLayout:
             return keys, blocks * size, blocks, blocks, blocks, blocks
         length = request.prompt_tokens
         full = length // size
-        publishes = request.publishes
+        # A plain request publishes what it has keys for: it is not asked, which costs a call.
+        publishes = request.output_keys or (type(request) is not Request and request.publishes)
         if publishes:
             keys = self._with_output(request)
         if self._stride > 1:

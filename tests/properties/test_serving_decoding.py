@@ -119,6 +119,7 @@ def _remove(model, batch, job):
 def _forget(model, batch, job, most):
     left = model.lengths[job] - job.seq.dropped_tokens
     tokens = min(left // model.size, most) * model.size
+    job.seq.tokens = model.lengths[job]
     job.seq.dropped_tokens += tokens
     batch.forgot(job, tokens)
     model.removed = True
