@@ -542,7 +542,8 @@ class KVCache:
                 self.stats.dropped_blocks += drop_blocks(
                     self.pool, seq, holes, self.trace, retention.name, now
                 )
-        if self._keeps is None or not is_past_shared(seq):
+        # Nothing will attend to what a whole text holds.
+        if self._keeps is None or not is_past_shared(seq) or seq.is_whole:
             return
         try:
             kept = self._keeps(seq)

@@ -61,8 +61,8 @@ class Sequence:
         dropped, freed: how many those are, and how many of them were private, and are free
             again; the others stay cached.
         compacted: tokens that compactions have removed; `kept`, those that the last one left.
-        dropped_tokens: computed tokens whose K/V it attends to no longer: those in dropped
-            blocks, and `compacted` ones.
+        dropped_tokens: computed tokens whose K/V it attends to no longer: dropped, or
+            compacted.
         is_open: False once closed.
     """
 
@@ -104,6 +104,13 @@ class Sequence:
         """Tokens of its text that are computed, whether their K/V is still held or not."""
         return self.computed + self.compacted
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its text is computed; False where its output is not known."""
+        request = self.request
+        last = request.prompt_tokens + request.output_tokens - 1
+        return request.output_tokens > 0 and self.position >= last
+
     def dropped_between(self, first: int, end: int) -> int:
         """Count the blocks from position `first` up to `end` that it has dropped."""
         return sum(max(min(end, high) - max(first, low), 0) for low, high in self.holes)
@@ -131,11 +138,11 @@ class Sequence:
         """
         ahead = self.tokens - self.computed
         self.compacted += self.computed - tokens
+        self.dropped_tokens = self.compacted
         self.tokens, self.computed, self.blocks = tokens + ahead, tokens, blocks
         self.kept = tokens
         self.span, self.cacheable = root, 0
         self.holes, self.dropped, self.freed = (), 0, 0
-        self.dropped_tokens = self.compacted
 
     def check_fork(self) -> None:
         """Refuse a fork of tokens beyond the prompt that are not computed.

@@ -89,18 +89,19 @@ REST = "Options"
 HEADINGS = {
     "Requests": (
         *("limit", "window", "shrink", "prompts", "max_output", "rate_scale", "slo"),
-        *("stop_at_eos", "check"),
+        *("stop_at_eos", "check", "text", "prompt_tokens", "tokens", "texts", "needles"),
+        "announce",
     ),
     "Model and device": (
         *("model", "device", "tensor_parallel", "generator", "backend", "dtype", "codec"),
-        *("clock", "weights_dtype", "threads"),
+        *("clock", "weights_dtype", "needle_generator", "threads"),
     ),
     "Pool": ("blocks", "memory", "block_size", "accounting", "allocation", "sizes"),
-    "Policies": ("eviction", "scheduler", "prefix", "retention", "latency", "seed"),
+    "Policies": ("eviction", "scheduler", "prefix", "retention", "budget", "latency", "seed"),
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
     "Output": (
         *("residency", "trace", "out", "csv", "step_times", "export", "prometheus", "as_json"),
-        "at",
+        *("at", "picture"),
     ),
     REST: (),
 }

@@ -26,7 +26,8 @@ from kvcore.engine.backend import Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import Rotary
 from kvcore.engine.retention import HeldTokens, TokenRetention
-from kvcore.errors import InputError
+from kvcore.errors import InputError, PolicyError
+from kvcore.models.codec import Part
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class _Record:
 
     positions: torch.Tensor | None = None
     turned: torch.Tensor | None = None
-    originals: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    originals: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None
     attention: torch.Tensor | None = None
     queries: dict[int, torch.Tensor] = attrs.field(factory=dict)
     asked: list[int] = attrs.field(factory=list)
@@ -114,7 +115,8 @@ class Compactor:
     of tokens to layers with windows. What it knows of a sequence goes with the sequence.
 
     Args:
-        cache: the cache; its `on_compact` is set if its policy picks single tokens.
+        cache: the cache, whose `on_compact` is set. Without a policy that picks single tokens
+            it cannot be compacted.
         backend: the backend with its K/V.
         windows: attention window of each layer.
         rotary: rotary embedding of each layer, as in `Generator.rotary`.
@@ -137,13 +139,13 @@ class Compactor:
         self._has_windows = any(window is not None for window in self._windows)
         self._options: dict[int, dict[str, Any]] = {}
         self._records: WeakKeyDictionary[Sequence, _Record] = WeakKeyDictionary()
-        if self._policy is None:
-            return
-        if self._policy.rebases:
+        if self._policy is not None and self._policy.rebases:
             self._check_rebasing(self._policy)
         cache.on_compact = self._compact
 
-    def attend(self, sequences: list[Sequence], batch: RaggedBatch) -> Callable[..., Tensor]:
+    def attend(
+        self, sequences: Iterable[Sequence], batch: RaggedBatch
+    ) -> Callable[..., Tensor]:
         """Return what attends in a step of `sequences`, in place of `Backend.attend`.
 
         That is the backend's own, unless there is something to note for the policy.
@@ -154,6 +156,7 @@ class Compactor:
         reads = policy.reads
         if not (reads.attention or reads.queries or self._has_windows):
             return backend.attend
+        sequences = list(sequences)
         records = [self._record(seq) for seq in sequences]
         newest = self._newest(records, sequences, batch, reads.queries)
 
@@ -267,7 +270,12 @@ class Compactor:
         import torch  # noqa: PLC0415 - see the module
 
         backend, policy = self._backend, self._policy
-        assert policy is not None
+        if policy is None:
+            msg = (
+                f"sequence {seq.id} is compacted, and the cache has no retention policy that "
+                "says which tokens stay: give it one that does"
+            )
+            raise PolicyError(msg)
         into, kept = seq.table(), seq.computed
         record = self._record(seq)
         compacted = seq.compacted - (held - kept)
@@ -280,36 +288,64 @@ class Compactor:
         text = self._known(record.positions, held, compacted)
         seen = text if record.turned is None else self._known(record.turned, held, compacted)
         back = _places_before(into, table, backend.layout.block_size, kept, held)
-        chosen, positions, turned, originals = [], [], [], []
+        places, positions, turned, originals = [], [], [], []
         with torch.no_grad():
             for layers in self._slabs(held):
                 slab = slice(layers.start, layers.stop)
                 tokens = self._read(seq, record, layers, text[slab], seen[slab], table)
                 scores = self._ranked(policy, tokens, text[slab], seen[slab])
                 sources, stays = _assign(_choose(scores, text[slab], kept), back)
-                chosen.append(sources)
+                places.append(sources)
                 positions.append(text[slab].gather(2, sources))
                 if policy.rebases:
                     ranks = positions[-1].argsort(2).argsort(2)
                     turned.append(ranks + seq.position - kept)
                 for number, layer in enumerate(layers):
-                    keys = None
-                    if policy.rebases:
-                        shift = turned[-1][number] - positions[-1][number]
-                        keys = self._originals(record, layer, table, sources[number], shift)
-                        originals.append(keys)
-                    heads, places = (~stays[number]).nonzero().unbind(1)
-                    if len(heads):
-                        moves = torch.stack((heads, sources[number][heads, places], places))
-                        backend.move_tokens(layer, table, into, moves)
-                    if keys is not None:
-                        self._write_turned(layer, into, shift, keys)
-            record.positions = torch.cat(positions)
-            if policy.rebases:
-                record.turned, record.originals = torch.cat(turned), originals
-            if record.attention is not None:
-                order = backend.tensor(torch.cat(chosen))
-                record.attention = record.attention.gather(2, order)
+                    shift = turned[-1] - positions[-1] if policy.rebases else None
+                    originals.append(
+                        self._move(
+                            record,
+                            layer,
+                            (table, into),
+                            sources[number],
+                            stays[number],
+                            None if shift is None else shift[number],
+                        )
+                    )
+        record.positions = torch.cat(positions)
+        if policy.rebases:
+            record.turned, record.originals = torch.cat(turned), originals
+        if record.attention is not None:
+            order = backend.tensor(torch.cat(places))
+            record.attention = record.attention.gather(2, order)
+
+    def _move(
+        self,
+        record: _Record,
+        layer: int,
+        tables: tuple[Ids, Ids],
+        sources: torch.Tensor,
+        stays: torch.Tensor,
+        shift: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Move the tokens of a layer that do not stay where they are, and rotate keys.
+
+        `tables` are the blocks before and after, `sources` and `stays` those of `_assign`,
+        and `shift` by how many positions keys are rotated. Returns `_Record.originals`.
+        """
+        import torch  # noqa: PLC0415 - see the module
+
+        table, into = tables
+        originals = None
+        if shift is not None:
+            originals = self._originals(record, layer, table, sources, shift)
+        heads, places = (~stays).nonzero().unbind(1)
+        if len(heads):
+            moves = torch.stack((heads, sources[heads, places], places))
+            self._backend.move_tokens(layer, table, into, moves)
+        if shift is not None and originals is not None:
+            self._write_turned(layer, into, shift, originals[1])
+        return originals
 
     def _slabs(self, held: int) -> Iterator[range]:
         """Yield the layers in ranges of which `SLAB_BYTES` hold what the policy reads."""
@@ -340,7 +376,11 @@ class Compactor:
         backend, reads, held = self._backend, self._policy.reads, positions.shape[2]
         found: dict[str, Any] = {}
         weighs = reads.queries > 0 and reads.weights
-        for part, wanted in (("keys", reads.keys or weighs), ("values", reads.values)):
+        halves: tuple[tuple[Part, bool], ...] = (
+            ("keys", reads.keys or weighs),
+            ("values", reads.values),
+        )
+        for part, wanted in halves:
             if wanted:
                 heads = (backend.read_heads(layer, part, table, held) for layer in layers)
                 found[part] = torch.stack(list(heads))
@@ -381,7 +421,8 @@ class Compactor:
 
     def _reach(self, layer: int, seen: torch.Tensor, asked: Any) -> torch.Tensor:
         """Return which tokens at `seen` are attended to from the positions `asked`."""
-        window, reach = self._windows[layer], seen <= asked
+        window = self._windows[layer]
+        reach: torch.Tensor = seen <= asked
         if window is not None:
             sinks = self._options.get(layer, {}).get("sinks", 0)
             reach &= (seen > asked - window) | (seen < sinks)
@@ -428,17 +469,18 @@ class Compactor:
     def _check_rebasing(self, policy: TokenRetention) -> None:
         """Raise InputError where `policy` gives tokens new positions that keys cannot have."""
         plain = [layer for layer, rotary in enumerate(self._rotary) if rotary is None]
-        codec = self._backend.layout.codec
+        layout = self._backend.layout
+        codec = layout.codec
         why = ""
         if plain:
             why = (
                 f"layer {plain[0]} of the model has no rotary embedding that it tells of, so "
                 "its keys cannot be rotated to them"
             )
-        elif codec is not None and codec.dtype is None:
+        elif codec is not None and codec.dtype != layout.dtype:
             why = (
-                f"codec {codec.name!r} would round its keys anew with every rotation: take a "
-                "plain one such as fp16"
+                f"codec {codec.name!r} would round its keys anew with every rotation: take "
+                f"{layout.dtype}, as they are computed"
             )
         if why:
             msg = f"retention {policy.name!r} gives tokens new positions, and {why}"
@@ -461,8 +503,9 @@ class Compactor:
         heads, places = shift.nonzero().unbind(1)
         from_ = sources[heads, places]
         rows: torch.Tensor = self._keys_at(layer, table, heads, from_)
-        if record.originals is not None:
-            numbers, kept = record.originals[layer]
+        before = None if record.originals is None else record.originals[layer]
+        if before is not None:
+            numbers, kept = before
             known = from_ < numbers.shape[1]
             number = torch.full_like(from_, -1)
             number[known] = numbers[heads[known], from_[known]]
@@ -477,7 +520,7 @@ class Compactor:
         layer: int,
         into: Ids,
         shift: torch.Tensor,
-        originals: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
     ) -> None:
         """Write the keys that are rotated into their places in `into`."""
         import torch  # noqa: PLC0415 - see the module
@@ -486,7 +529,6 @@ class Compactor:
         assert rotary is not None
         heads, places = shift.nonzero().unbind(1)
         by = self._backend.tensor(shift[heads, places])
-        keys = originals[1]
         turned = keys.to(torch.promote_types(keys.dtype, torch.float32))
         turned = rotary.rotate(turned, *rotary.angles(by))
         index = self._slots(into, heads, places)

@@ -114,9 +114,7 @@ class TensorExecutor:
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
-        self._compactor = None
-        if cache.retention is not None:
-            self._compactor = Compactor(cache, backend, generator.windows, generator.rotary)
+        self._compactor = Compactor(cache, backend, generator.windows, generator.rotary)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
@@ -180,12 +178,10 @@ class TensorExecutor:
             ],
             output_indices=[each.output_index for each in sequences],
             seeds=[each.stream.seed for each in sequences],
-            held_positions=compactor.held_positions(held, contexts) if compactor else (),
+            held_positions=compactor.held_positions(held, contexts),
         )
         plan = self._call(backend.plan, batch)
-        attended = backend.attend
-        if compactor is not None:
-            attended = compactor.attend(held, batch)
+        attended = compactor.attend(held, batch)
         try:
 
             def attend(

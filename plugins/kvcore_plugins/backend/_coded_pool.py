@@ -249,6 +249,8 @@ class CodedHalf(Half):
 
     def _put(self, blocks: list[int], content: Tensor) -> None:
         """Code whole blocks, `[blocks, kv_heads, block_size, width]`."""
+        if not blocks:
+            return
         ids = self._upload(torch.tensor(blocks, dtype=torch.int64))
         coded = self._encoded(content.flatten(0, 1))
         for plane, data in zip(self.block_planes, coded, strict=True):

@@ -474,6 +474,7 @@ class Sdpa:
             if isinstance(part, DecodeGroup):
                 self._attend_group(layer, part, grouped, out, scale, sums)
                 continue
+            mask: Tensor | None
             if part.by_position:
                 mask = plan.mask_by_position(part, layer, window, sinks, self._pool)
             else:

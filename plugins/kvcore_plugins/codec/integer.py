@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from kvcore import InputError
-from kvcore.engine import Codec, Plane
-from kvcore.models.codec import Part
+from kvcore.errors import InputError
+from kvcore.models.codec import Codec, Part, Plane
 
 _GROUP = 32
 """Numbers of a group of KIVI, as published."""
