@@ -539,7 +539,7 @@ class SpanTree:
         lower.parent = upper
         lower.start = at
         if not lower.ref_count:
-            self.unpinned_blocks -= upper.blocks
+            self.unpinned_blocks -= at - upper.start
         if self.trace is not None:
             self.trace.split(self._now, span=lower.id, upper=upper.id, at=at)
         if self._index_split is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Lines
 from heapq import heappop, heappush
 from math import isqrt
 from typing import TypeAlias
@@ -352,7 +353,7 @@ class StepTimes:
     __slots__ = ("_lines",)
 
     def __init__(
-        self, pieces: Sequence[LinearPiece], context: Sequence[int], growth: Sequence[int]
+        self, pieces: Lines[LinearPiece], context: Lines[int], growth: Lines[int]
     ) -> None:
         """Turn lines in the context into lines in the number of the step.
 
@@ -365,7 +366,7 @@ class StepTimes:
             (start,), (more,) = context, growth
             if len(pieces) == 1:
                 a, b = pieces[0]
-                self._lines: Sequence[tuple[int, int]] = ((a + b * start, b * more),)
+                self._lines: Lines[tuple[int, int]] = ((a + b * start, b * more),)
                 return
             lines = [(a + b * start, b * more) for a, b in pieces]
         else:
@@ -550,7 +551,7 @@ class DecodeAllocator:
         return True
 
     def jump(
-        self, lines: Iterable[LinearPiece], clock_ps: int, event_ps: int | None
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
     ) -> tuple[int, int]:
         """Run decode steps as long as nothing changes but lengths, and allocate for them.
 
