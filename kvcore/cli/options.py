@@ -21,8 +21,8 @@ from kvcore.config.run_config import (
     option_names,
     option_type,
     read_option,
+    slo_text,
 )
-from kvcore.config.values import slo_text
 from kvcore.errors import InputError
 from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
