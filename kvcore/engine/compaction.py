@@ -273,7 +273,9 @@ class Compactor:
                 "says which tokens stay: give it one that does"
             )
             raise PolicyError(msg)
-        into, kept = seq.table(), seq.computed
+        # Without the blocks of tokens to come: a codec takes all blocks but the last for full.
+        kept = seq.computed
+        into = seq.table()[: -(-kept // backend.layout.block_size)]
         record = self._record(seq)
         compacted = seq.compacted - (held - kept)
         if compacted and record.positions is None:
