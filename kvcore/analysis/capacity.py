@@ -12,7 +12,7 @@ from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.serving import Result, simulate
-from kvcore.serving.load import offered_load
+from kvcore.serving.result import offered_load
 
 MOST_RATES = 6
 """Simulations in search of a rate, at most."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from kvcore.cli.options import what_if
 from kvcore.cli.output import (
@@ -75,9 +74,6 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
 
     given = {name: value for name, value in asked.items() if value is not None}
-    source = click.get_current_context().get_parameter_source("retention")
-    if asked["retention"] is None and source is ParameterSource.COMMANDLINE:
-        given["retention"] = "none"  # It is read as None, like an option that is not given.
     if is_recording(file):
         if given or at is not None:
             msg = (

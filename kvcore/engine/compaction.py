@@ -288,7 +288,9 @@ class Compactor:
                 "says which tokens stay: give it one that does"
             )
             raise PolicyError(msg)
-        into, kept = seq.table(), seq.computed
+        # Without the blocks of tokens to come: a codec takes all blocks but the last for full.
+        kept = seq.computed
+        into = seq.table()[: -(-kept // backend.layout.block_size)]
         record = self._record(seq)
         compacted = seq.compacted - (held - kept)
         if compacted and record.positions is None:
@@ -380,8 +382,10 @@ class Compactor:
         if reads.attention:
             # A fork may be compacted that has computed nothing.
             sums = record.attention
-            got = torch.zeros(positions.shape) if sums is None else sums[layer, :, :held]
-            found["attention"] = backend.tensor(got)
+            if sums is None:
+                found["attention"] = backend.tensor(torch.zeros(positions.shape), "fp32")
+            else:
+                found["attention"] = sums[layer, :, :held]
         scale = self._options.get(layer, {}).get("scale")
         if reads.queries:
             rows = [(at, row) for row, at in enumerate(record.asked) if 0 <= at < seq.position]
@@ -438,18 +442,19 @@ class Compactor:
         scores = found[0].detach().cpu()
         if not scores.is_floating_point():
             scores = scores.double()
-        if bool(scores.isnan().any()):
+        low, high = scores.aminmax()
+        if low.isnan():
             count = int(scores.isnan().sum())
             raise wrong_answer(policy, "score()", f"NaN for {count} of {scores.numel()} tokens")
         limits = torch.finfo(scores.dtype)
-        scores = scores.clamp(limits.min, limits.max)
+        if low < limits.min or high > limits.max:
+            scores = scores.clamp(limits.min, limits.max)
         now = tokens.seq.position
         if self._windows[tokens.layers[0]] is not None:
-            scores[~self._reach(tokens.layers[0], seen, now)] = -torch.inf
-        recent = policy.recent_of(tokens.seq)
-        return scores.masked_fill_(
-            (positions >= now - recent) | (positions < policy.sinks), torch.inf
-        )
+            gone = ~self._reach(tokens.layers[0], seen, now)
+            scores = scores.masked_fill(gone, -torch.inf)
+        stays = positions >= now - policy.recent_of(tokens.seq)
+        return scores.masked_fill(stays | (positions < policy.sinks), torch.inf)
 
     def _check_rebasing(self, policy: TokenRetention) -> None:
         """Raise InputError where `policy` gives tokens new positions that keys cannot have."""

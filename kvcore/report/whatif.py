@@ -37,14 +37,14 @@ class WhatIfReport:
         """One sentence: what was run again, and with which options changed."""
         found, before, after = self._parts
         lines = [f"{found.workload}: {counted(before.requests, 'request')} of {found.file}."]
-        old, new = before.config, after.config
-        # Without a retention policy a configuration has no such name.
-        names = [name for name in {**new, **old} if new.get(name) != old.get(name)]
+        # A run without a retention policy has no name for it.
+        one, other = before.config, after.config
+        names = [n for n in {**one, **other} if one.get(n) != other.get(n)]
         if not names:
             lines.append("Run again as recorded: nothing was to be different.")
         for name in names:
-            was, now = (_config(config.get(name)) for config in (old, new))
-            lines.append(f"{name.replace('_', ' ')}: {now} instead of {was}")
+            old, new = (_config(config.get(name)) for config in (one, other))
+            lines.append(f"{name.replace('_', ' ')}: {new} instead of {old}")
         if found.kvcore != found.here:
             lines.append(
                 f"Recorded by kvcore {found.kvcore}; this is {found.here}, which may decide "
@@ -183,10 +183,10 @@ def _ttft(time: int | None) -> str:
 
 def _config(value: Any) -> str:
     """Return a part of a configuration in the command line's form."""
-    if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
-        return plugin_text(value["name"], value["options"])
     if value is None:
         return "none"
+    if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
+        return plugin_text(value["name"], value["options"])
     if isinstance(value, Mapping):
         return plugin_text("", value).removeprefix(":") or "none"
     return f"{value:,}" if type(value) is int else as_text(value)

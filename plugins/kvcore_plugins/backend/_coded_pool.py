@@ -63,7 +63,7 @@ class Stage:
         if row is None:
             if not self._free:
                 held = len(self.rows)
-                more = self.rows.new_empty((max(4, held), *self.rows.shape[1:]))
+                more = self.rows.new_empty((max(4, held // 4), *self.rows.shape[1:]))
                 self.rows = torch.cat((self.rows, more))
                 self._free = [*range(held, len(self.rows))]
             row = self._row_of[block] = self._free.pop()
@@ -267,9 +267,9 @@ class CodedHalf(Half):
         """Return the planes of `[n, tokens, width]` as bytes, `[n, bytes]`."""
         try:
             coded = self._codec.encode(self._part, rows)
+            found = [(tuple(data.shape), data.dtype) for data in coded]
         except FAILURES as error:
             raise policy_error(self._codec, "encode", error) from error
-        found = [(tuple(data.shape), data.dtype) for data in coded]
         wanted = [
             ((len(rows), *self._shape(plane, rows.shape[1])), PLANE_DTYPES[plane.dtype])
             for plane in self._described
@@ -290,7 +290,12 @@ class CodedHalf(Half):
             rows: Tensor = self._codec.decode(self._part, tensors)
         except FAILURES as error:
             raise policy_error(self._codec, "decode", error) from error
-        return rows.to(self.stage.rows.dtype)
+        wanted = len(planes[0]), tokens, self.shape[3]
+        found = getattr(rows, "shape", type(rows).__name__)
+        if found != wanted:
+            asked = f"decode() of {self._part}"
+            raise wrong_answer(self._codec, asked, f"{found}, where it coded {wanted}")
+        return rows.to(self.stage.rows.dtype).contiguous()
 
 
 @attrs.frozen(eq=False)

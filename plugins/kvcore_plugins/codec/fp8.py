@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
+from kvcore import InputError
 from kvcore.models.codec import Codec, Part, Plane
 
 if TYPE_CHECKING:
@@ -31,6 +32,14 @@ class _FP8(Codec):
         validator=(attrs.validators.ge(1e-30), attrs.validators.le(1e30)),
         kw_only=True,
     )
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a factor that nothing would be divided by."""
+        if self.scale == "head" and self.factor != 1:
+            msg = (
+                f"{self.name}: factor={self.factor} is for scale=tensor: leave one of them out"
+            )
+            raise InputError(msg)
 
     def planes(self, part: Part, tokens: int, width: int) -> tuple[Plane, ...]:
         """Return `numbers` and, for scales by head, `scales` in fp16."""
