@@ -14,6 +14,7 @@ from helpers.retention import Eager  # noqa: E402
 
 from kvcore import InputError, PolicyError, Request, ScoreRetention  # noqa: E402
 from kvcore.engine import Reads  # noqa: E402
+from kvcore.engine.compaction import SAMPLED, _bar  # noqa: E402
 from kvcore.testing.dense import loaded  # noqa: E402
 from kvcore_plugins.generator import SinCos  # noqa: E402
 from kvcore_plugins.retention import KNorm, Random, Window  # noqa: E402
@@ -225,3 +226,14 @@ def test_codes_that_cannot_be_rotated_are_refused(codec):
             backend="torch-cpu",
             codec=codec,
         )
+
+
+@pytest.mark.parametrize("few", [1, 7, 40])
+@pytest.mark.parametrize("values", [2, 9, 10_000])
+def test_the_bar_is_the_score_of_the_last_that_stays(few, values):
+    """Of many tokens it is found in a few of them; a sample that misleads costs time alone."""
+    source = torch.Generator().manual_seed(few * values)
+    scores = torch.randint(values, (3, 900), generator=source).float()
+    scores[1, ::SAMPLED] += values
+    best_first = scores.sort(dim=1, descending=True).values
+    torch.testing.assert_close(_bar(scores, few), best_first[:, few - 1 : few], rtol=0, atol=0)
