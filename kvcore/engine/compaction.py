@@ -13,7 +13,7 @@ tokens in a table means nothing: K/V carries its position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -32,9 +32,6 @@ from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 
 if TYPE_CHECKING:
     import torch
-
-SLAB_BYTES = 1 << 26
-"""Bytes of what a policy reads that a compaction holds at a time, but at least a layer's."""
 
 
 def token_retention(cache: KVCache) -> TokenRetention | None:
@@ -276,7 +273,9 @@ class Compactor:
                 "says which tokens stay: give it one that does"
             )
             raise PolicyError(msg)
-        into, kept = seq.table(), seq.computed
+        # Without the blocks of tokens to come: a codec takes all blocks but the last for full.
+        kept = seq.computed
+        into = seq.table()[: -(-kept // backend.layout.block_size)]
         record = self._record(seq)
         compacted = seq.compacted - (held - kept)
         if compacted and record.positions is None:
@@ -290,33 +289,25 @@ class Compactor:
         back = _places_before(into, table, backend.layout.block_size, kept, held)
         places, positions, turned, originals = [], [], [], []
         with torch.no_grad():
-            for layers in self._slabs(held):
-                slab = slice(layers.start, layers.stop)
-                tokens = self._read(seq, record, layers, text[slab], seen[slab], table)
-                scores = self._ranked(policy, tokens, text[slab], seen[slab])
-                sources, stays = _assign(_choose(scores, text[slab], kept), back)
+            for layer in range(backend.layout.layers):
+                tokens = self._read(seq, record, layer, text[layer], seen[layer], table)
+                scores = self._ranked(policy, tokens, text[layer], seen[layer])
+                sources, stays = _assign(_choose(scores, text[layer], kept), back)
                 places.append(sources)
-                positions.append(text[slab].gather(2, sources))
+                positions.append(text[layer].gather(1, sources))
+                shift = None
                 if policy.rebases:
-                    ranks = positions[-1].argsort(2).argsort(2)
+                    ranks = positions[-1].argsort(1).argsort(1)
                     turned.append(ranks + seq.position - kept)
-                for number, layer in enumerate(layers):
-                    shift = turned[-1] - positions[-1] if policy.rebases else None
-                    originals.append(
-                        self._move(
-                            record,
-                            layer,
-                            (table, into),
-                            sources[number],
-                            stays[number],
-                            None if shift is None else shift[number],
-                        )
-                    )
-        record.positions = torch.cat(positions)
+                    shift = turned[-1] - positions[-1]
+                originals.append(
+                    self._move(record, layer, (table, into), sources, stays, shift)
+                )
+        record.positions = torch.stack(positions)
         if policy.rebases:
-            record.turned, record.originals = torch.cat(turned), originals
+            record.turned, record.originals = torch.stack(turned), originals
         if record.attention is not None:
-            order = backend.tensor(torch.cat(places))
+            order = backend.tensor(torch.stack(places))
             record.attention = record.attention.gather(2, order)
 
     def _move(
@@ -347,33 +338,23 @@ class Compactor:
             self._write_turned(layer, into, shift, originals[1])
         return originals
 
-    def _slabs(self, held: int) -> Iterator[range]:
-        """Yield the layers in ranges of which `SLAB_BYTES` hold what the policy reads."""
-        assert self._policy is not None
-        layout, reads = self._backend.layout, self._policy.reads
-        queries = reads.queries * reads.weights
-        widths = (reads.keys or queries > 0) * layout.head_dim
-        widths += reads.values * layout.value_dim
-        # Positions, scores and what comes of them are about 64 bytes a token.
-        a_layer = held * layout.kv_heads * (64 + 4 * (widths + 8 * queries))
-        step = max(1, SLAB_BYTES // a_layer)
-        for first in range(0, layout.layers, step):
-            yield range(first, min(first + step, layout.layers))
-
     def _read(
         self,
         seq: Sequence,
         record: _Record,
-        layers: range,
+        layer: int,
         positions: torch.Tensor,
         seen: torch.Tensor,
         table: Ids,
     ) -> HeldTokens:
-        """Return what the policy reads of the held tokens in `layers`."""
+        """Return what the policy reads of the held tokens of a layer.
+
+        They have `positions` in the text; attention sees them at `seen`, `[kv_heads, held]`.
+        """
         import torch  # noqa: PLC0415 - see the module
 
         assert self._policy is not None
-        backend, reads, held = self._backend, self._policy.reads, positions.shape[2]
+        backend, reads, held = self._backend, self._policy.reads, positions.shape[1]
         found: dict[str, Any] = {}
         weighs = reads.queries > 0 and reads.weights
         halves: tuple[tuple[Part, bool], ...] = (
@@ -382,41 +363,34 @@ class Compactor:
         )
         for part, wanted in halves:
             if wanted:
-                heads = (backend.read_heads(layer, part, table, held) for layer in layers)
-                found[part] = torch.stack(list(heads))
+                found[part] = backend.read_heads(layer, part, table, held, reuse=True)
         if reads.attention:
+            # A fork may be compacted that has computed nothing.
             sums = record.attention
-            if sums is None:  # it has computed nothing
-                sums = torch.zeros(backend.layout.layers, backend.layout.kv_heads, held)
-            found["attention"] = backend.tensor(sums[layers.start : layers.stop, :, :held])
+            if sums is None:
+                found["attention"] = backend.tensor(torch.zeros(positions.shape), "fp32")
+            else:
+                found["attention"] = sums[layer, :, :held]
+        scale = self._options.get(layer, {}).get("scale")
         if reads.queries:
             rows = [(at, row) for row, at in enumerate(record.asked) if 0 <= at < seq.position]
             asked, order = (torch.tensor(each) for each in zip(*sorted(rows), strict=True))
-            order = backend.tensor(order)
-            queries = torch.stack([record.queries[layer][order] for layer in layers])
-            found["queries"] = queries = queries.transpose(1, 2)
-            found["query_positions"] = backend.tensor(asked)
-        if weighs:
-            weights = [
-                _weights(
-                    queries[number],
-                    found["keys"][number],
-                    backend.tensor(self._reach(layer, seen[number][:, None], asked[:, None])),
-                    self._options.get(layer, {}).get("scale"),
-                )
-                for number, layer in enumerate(layers)
-            ]
-            found["weights"] = torch.stack(weights)
-            if not reads.keys:
-                del found["keys"]
+            queries = record.queries[layer][backend.tensor(order)].transpose(0, 1)
+            found["queries"] = queries
+            if weighs:
+                reach = backend.tensor(self._reach(layer, seen[:, None], asked[:, None]))
+                found["weights"] = _weights(queries, found["keys"], reach, scale)
+        if not reads.keys:
+            found.pop("keys", None)
         return HeldTokens(
             seq=seq,
-            layers=layers,
-            positions=backend.tensor(positions),
-            scales=tuple(self._options.get(layer, {}).get("scale") for layer in layers),
-            windows=self._windows[layers.start : layers.stop],
-            rotary=self._rotary[layers.start : layers.stop],
-            **found,
+            layers=range(layer, layer + 1),
+            positions=backend.tensor(positions)[None],
+            query_positions=backend.tensor(asked) if reads.queries else None,
+            scales=(scale,),
+            windows=(self._windows[layer],),
+            rotary=self._rotary[layer : layer + 1],
+            **{name: each[None] for name, each in found.items()},
         )
 
     def _reach(self, layer: int, seen: torch.Tensor, asked: Any) -> torch.Tensor:
@@ -435,7 +409,7 @@ class Compactor:
         positions: torch.Tensor,
         seen: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the scores of `policy` on the host, with what stays and what goes anyway.
+        """Return the scores of a layer on the host, with what stays and what goes anyway.
 
         Raises:
             PolicyError: there is not one number for each token.
@@ -443,28 +417,29 @@ class Compactor:
         import torch  # noqa: PLC0415 - see the module
 
         try:
-            scores = policy.score(tokens)
+            found = policy.score(tokens)
         except FAILURES as error:
             raise policy_error(policy, "score", error) from error
-        shape = list(positions.shape)
-        if not isinstance(scores, torch.Tensor) or list(scores.shape) != shape:
-            got = list(scores.shape) if hasattr(scores, "shape") else type(scores).__name__
+        shape = [1, *positions.shape]
+        if not isinstance(found, torch.Tensor) or list(found.shape) != shape:
+            got = list(found.shape) if hasattr(found, "shape") else type(found).__name__
             raise wrong_answer(policy, "score()", f"{got} where the held tokens are {shape}")
-        scores = scores.detach().cpu()
+        scores = found[0].detach().cpu()
         if not scores.is_floating_point():
             scores = scores.double()
-        if bool(scores.isnan().any()):
+        low, high = scores.aminmax()
+        if low.isnan():
             count = int(scores.isnan().sum())
             raise wrong_answer(policy, "score()", f"NaN for {count} of {scores.numel()} tokens")
         limits = torch.finfo(scores.dtype)
-        scores = scores.clamp(limits.min, limits.max)
+        if low < limits.min or high > limits.max:
+            scores = scores.clamp(limits.min, limits.max)
         now = tokens.seq.position
-        for number, layer in enumerate(tokens.layers):
-            if self._windows[layer] is not None:
-                scores[number][~self._reach(layer, seen[number], now)] = -torch.inf
-        recent = policy.recent_of(tokens.seq)
-        scores[(positions >= now - recent) | (positions < policy.sinks)] = torch.inf
-        return scores
+        if self._windows[tokens.layers[0]] is not None:
+            gone = ~self._reach(tokens.layers[0], seen, now)
+            scores = scores.masked_fill(gone, -torch.inf)
+        stays = positions >= now - policy.recent_of(tokens.seq)
+        return scores.masked_fill(stays | (positions < policy.sinks), torch.inf)
 
     def _check_rebasing(self, policy: TokenRetention) -> None:
         """Raise InputError where `policy` gives tokens new positions that keys cannot have."""
@@ -572,20 +547,21 @@ def _weights(
 
 
 def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """Return which `count` tokens of each layer and head stay, `[layers, kv_heads, tokens]`.
+    """Return which `count` tokens of each head stay, bool `[kv_heads, tokens]`.
 
     Those of the highest scores; of tokens with the same score, the newer. O(tokens).
     """
     import torch  # noqa: PLC0415 - see the module
 
-    bar = scores.kthvalue(scores.shape[2] - count + 1, dim=2, keepdim=True).values
-    above, tied = scores > bar, scores == bar
-    room = count - above.sum(2, keepdim=True)
-    if not torch.equal(tied.sum(2, keepdim=True), room):
-        newest = torch.where(tied, positions, -1)
-        oldest = newest.sort(2, descending=True).values.gather(2, room - 1)
-        tied &= newest >= oldest
-    return above | tied
+    bar = scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values
+    keep = scores >= bar
+    if int(keep.count_nonzero()) > count * len(keep):
+        above = scores > bar
+        newest = torch.where(keep & ~above, positions, -1)
+        room = count - above.count_nonzero(1)[:, None]
+        oldest = newest.sort(1, descending=True).values.gather(1, room - 1)
+        keep = above | (newest >= oldest)
+    return keep
 
 
 def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> torch.Tensor:
@@ -605,17 +581,17 @@ def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> to
 def _assign(keep: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the place before of each place after, and which tokens stay where they are.
 
-    Both `[layers, kv_heads, kept]`. `keep` says which places before stay, and `back` which of
-    them the places after are (`_places_before`).
+    Both `[kv_heads, kept]`. `keep` says which places before stay, and `back` which of them
+    the places after are (`_places_before`).
     """
     import torch  # noqa: PLC0415 - see the module
 
     there = back >= 0
-    stays = torch.zeros(*keep.shape[:2], len(back), dtype=torch.bool)
-    stays[..., there] = keep[..., back[there]]
+    stays = torch.zeros(len(keep), len(back), dtype=torch.bool)
+    stays[:, there] = keep[:, back[there]]
     moving = keep.clone()
-    moving[..., back[there]] = False
+    moving[:, back[there]] = False
     # In each head as many tokens move as places are free for them, both in order.
     sources = back.expand(stays.shape).clone()
-    sources[~stays] = moving.nonzero()[:, 2]
+    sources[~stays] = moving.nonzero()[:, 1]
     return sources, stays

@@ -170,7 +170,12 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
 
 
 def offered_load(
-    log: RunLog, batching: Batching, latency: LatencyModel, pool_tokens: int
+    log: RunLog,
+    batching: Batching,
+    latency: LatencyModel,
+    pool_tokens: int,
+    *,
+    forgetting: bool,
 ) -> float | None:
     """Return arrival rate times the least time a request needs; None without a rate.
 
@@ -184,6 +189,9 @@ def offered_load(
     - tokens of K/V that decoding requests hold, step by step, but for those that hit, over
       the tokens that the pool holds (requests that compute the same block at the same time
       hold it once, and are counted twice).
+
+    Of sequences that are `forgetting`, under a retention policy, it is not known here how many
+    tokens they hold and attend to: that work is not counted.
 
     Where prefill and decode do not share steps, either has its own. One average step is
     no longer than the mean of the steps it averages as long as a step's time is a maximum
@@ -203,13 +211,16 @@ def offered_load(
     misses = list(map(sub, prompts, hits))
     later = [output - 1 if output else 0 for output in outputs]
     prefill, decode = sum(misses), sum(later)
-    pairs = [_attended(hits, misses, window) for window in latency.windows]
-    context = [_attended(prompts, later, window) for window in latency.windows]
+    none = [0] * len(latency.windows)
+    pairs, context, held = none, none, 0
+    if not forgetting:
+        pairs = [_attended(hits, misses, window) for window in latency.windows]
+        context = [_attended(prompts, later, window) for window in latency.windows]
+        held = _attended(misses, later, None)
     longest = 0 if batching.chunked else max(misses)
     most = max(batching.max_tokens, longest)
     prefills = sum([-(-tokens // most) for tokens in misses])
-    seats, room = batching.max_seqs, Fraction(_attended(misses, later, None), pool_tokens)
-    none = [0] * len(pairs)
+    seats, room = batching.max_seqs, Fraction(held, pool_tokens)
     if batching.steps == "mixed" and seats > 1:
         fewest = Fraction(prefill + decode, most), Fraction(prefills + decode, seats), room
         work = _time(latency, prefill, pairs, decode, context, max(fewest))
@@ -392,7 +403,10 @@ class Result(Outcome):
     def offered_load(self) -> float | None:
         """Arrival rate times the least time a request needs; see `offered_load`."""
         tokens = self.cache.pool.blocks * self.cache.geometry.block_size
-        return offered_load(self.log, self.batching, self.latency, tokens)
+        forgetting = self.cache.retention is not None
+        return offered_load(
+            self.log, self.batching, self.latency, tokens, forgetting=forgetting
+        )
 
     @cached_property
     def saturation(self) -> Saturation | None:

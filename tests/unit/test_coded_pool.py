@@ -2,13 +2,16 @@
 
 import pytest
 
-from kvcore import Codec, InputError, PolicyError
-from kvcore.engine import Plane, RaggedBatch, TensorLayout
+from kvcore import Codec, InputError, KVCache, PolicyError, Request
+from kvcore.engine import Compactor, Plane, RaggedBatch, TensorLayout
 
 torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 
 from kvcore_plugins.backend import TorchCPU  # noqa: E402 - need torch
 from kvcore_plugins.codec import E4M3, FP16, FP32, INT4, INT8, KIVI  # noqa: E402
+from kvcore_plugins.eviction import LRU  # noqa: E402
+from kvcore_plugins.prefix import Radix  # noqa: E402
+from kvcore_plugins.retention import KNorm  # noqa: E402
 
 SIZE = 8
 
@@ -92,6 +95,18 @@ def test_a_last_block_goes_on_after_tokens_moved():
     expected = codec.decode("keys", codec.encode("keys", block)).transpose(0, 1)
     found, _ = made.read(0, [5], SIZE)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_compaction_leaves_the_block_that_is_not_full_on_the_stage():
+    """Also where blocks are allocated behind it, for tokens that are yet to be computed."""
+    made = backend(KIVI())
+    cache = KVCache(16, SIZE, eviction=LRU(), prefix=Radix(), retention=KNorm(), ids=True)
+    Compactor(cache, made, [None] * 2, [None] * 2)
+    seq = cache.open(Request(id=0, prompt_tokens=5 * SIZE, key_tokens=SIZE))
+    store(made, seq.table(), 0, 3 * SIZE)
+    cache.commit(seq, 3 * SIZE)
+    cache.compact(seq, SIZE + 3)
+    assert [*made._pool.keys[0].stage] == seq.table().tolist()[1:2]
 
 
 def test_hands_out_no_memory():
