@@ -33,6 +33,9 @@ from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 if TYPE_CHECKING:
     import torch
 
+FEW, SAMPLED = 8, 16
+"""How many tokens there are for each that stays, and which of them `_bar` looks at first."""
+
 
 def token_retention(cache: KVCache) -> TokenRetention | None:
     """Return the retention policy of `cache` if it picks single tokens, else None.
@@ -553,7 +556,7 @@ def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.
     """
     import torch  # noqa: PLC0415 - see the module
 
-    bar = scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values
+    bar = _bar(scores, count)
     keep = scores >= bar
     if int(keep.count_nonzero()) > count * len(keep):
         above = scores > bar
@@ -562,6 +565,28 @@ def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.
         oldest = newest.sort(1, descending=True).values.gather(1, room - 1)
         keep = above | (newest >= oldest)
     return keep
+
+
+def _bar(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count`-th highest score of each head, `[kv_heads, 1]`.
+
+    Of few among many, the others are left out first: those below what seems, from every 16th
+    token, to be a bar a little too low. That takes a third of the time.
+    """
+    import torch  # noqa: PLC0415 - see the module
+
+    if scores.shape[1] < FEW * count:
+        return scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values
+    sample, rank = scores[:, ::SAMPLED], count // SAMPLED
+    rank += int(4 * rank**0.5) + 4
+    low = sample.kthvalue(max(1, sample.shape[1] - rank + 1), dim=1).values
+    bars = []
+    for row, guess in zip(scores, low, strict=True):
+        likely = row[row >= guess]
+        if len(likely) < count:
+            likely = row
+        bars.append(likely.kthvalue(len(likely) - count + 1, keepdim=True).values)
+    return torch.stack(bars)
 
 
 def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> torch.Tensor:

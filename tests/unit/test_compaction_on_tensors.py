@@ -14,6 +14,7 @@ from helpers.retention import Eager  # noqa: E402
 
 from kvcore import InputError, PolicyError, Request, ScoreRetention  # noqa: E402
 from kvcore.engine import Reads  # noqa: E402
+from kvcore.engine.compaction import SAMPLED, _bar  # noqa: E402
 from kvcore.testing.dense import loaded  # noqa: E402
 from kvcore_plugins.generator import SinCos  # noqa: E402
 from kvcore_plugins.retention import KNorm, Random, Window  # noqa: E402
@@ -171,6 +172,19 @@ def test_it_forgets_with_the_sequence():
     assert not texts.compactor._records
 
 
+def test_forks_go_their_own_way():
+    """What one of two forks computes is noted for that one alone."""
+    texts = paged(Told(budget=90, needs=Reads(attention=True, queries=2), answer=by_position))
+    seq = prefilled(texts)
+    child = texts.fork(seq, seed=1)
+    records = texts.compactor._records
+    before = records[seq].attention.clone(), records[seq].queries[1].clone()
+    texts.run(child, output=6)
+    assert records[seq].attention.equal(before[0])
+    assert records[seq].queries[1].equal(before[1])
+    assert not records[child].queries[1].equal(before[1])
+
+
 def test_a_fork_of_which_nobody_tells():
     """Its tokens are unknown, so that it is not compacted at random."""
     texts = paged(KNorm(budget=8))
@@ -212,3 +226,14 @@ def test_codes_that_cannot_be_rotated_are_refused(codec):
             backend="torch-cpu",
             codec=codec,
         )
+
+
+@pytest.mark.parametrize("few", [1, 7, 40])
+@pytest.mark.parametrize("values", [2, 9, 10_000])
+def test_the_bar_is_the_score_of_the_last_that_stays(few, values):
+    """Of many tokens it is found in a few of them; a sample that misleads costs time alone."""
+    source = torch.Generator().manual_seed(few * values)
+    scores = torch.randint(values, (3, 900), generator=source).float()
+    scores[1, ::SAMPLED] += values
+    best_first = scores.sort(dim=1, descending=True).values
+    torch.testing.assert_close(_bar(scores, few), best_first[:, few - 1 : few], rtol=0, atol=0)
