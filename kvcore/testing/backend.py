@@ -195,7 +195,8 @@ class BackendTests:
 
         A backend that cannot refuses the plan.
         """
-        batch = self.batch(seed, contexts=[30, 25, 0, 60], lengths=[1, 20, 30, 7])
+        contexts, lengths = [30, 25, 0, 60], [1, 20, 30, 7]
+        batch = self.batch(seed, contexts=contexts, lengths=lengths, value_dim=16)
         batch.check_by_position(seed, window=20, sinks=3, alike=alike)
 
     @_together
