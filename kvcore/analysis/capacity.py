@@ -12,7 +12,7 @@ from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.serving import Result, simulate
-from kvcore.serving.load import offered_load
+from kvcore.serving.result import offered_load
 
 MOST_RATES = 6
 """Simulations in search of a rate, at most."""
@@ -105,7 +105,8 @@ class _Search:
         """Return False if the offered load rules a pool or a number of GPUs out."""
         parts, tokens = self.parts, blocks * self.parts.geometry.block_size
         latency = self.result.latency if devices is None else parts.latency(devices)
-        load = offered_load(self.result.log, parts.batching, latency, tokens)
+        log, forgetting = self.result.log, self.result.cache.retention is not None
+        load = offered_load(log, parts.batching, latency, tokens, forgetting=forgetting)
         return load is None or load <= 1
 
     def _holds(self, **changes: Any) -> bool:

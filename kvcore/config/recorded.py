@@ -10,8 +10,7 @@ from typing import Any
 import attrs
 
 from kvcore.config.parts import RunParts
-from kvcore.config.run_config import RunConfig
-from kvcore.config.values import read_plugin
+from kvcore.config.run_config import RunConfig, read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.catalogue import find_model
 from kvcore.models.cost import PrefillCost, read_cost

@@ -33,6 +33,9 @@ from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 if TYPE_CHECKING:
     import torch
 
+FEW, SAMPLED = 8, 16
+"""How many tokens there are for each that stays, and which of them `_bar` looks at first."""
+
 
 def token_retention(cache: KVCache) -> TokenRetention | None:
     """Return the retention policy of `cache` if it picks single tokens, else None.
@@ -367,8 +370,10 @@ class Compactor:
         if reads.attention:
             # A fork may be compacted that has computed nothing.
             sums = record.attention
-            got = torch.zeros(positions.shape) if sums is None else sums[layer, :, :held]
-            found["attention"] = backend.tensor(got)
+            if sums is None:
+                found["attention"] = backend.tensor(torch.zeros(positions.shape), "fp32")
+            else:
+                found["attention"] = sums[layer, :, :held]
         scale = self._options.get(layer, {}).get("scale")
         if reads.queries:
             rows = [(at, row) for row, at in enumerate(record.asked) if 0 <= at < seq.position]
@@ -425,18 +430,19 @@ class Compactor:
         scores = found[0].detach().cpu()
         if not scores.is_floating_point():
             scores = scores.double()
-        if bool(scores.isnan().any()):
+        low, high = scores.aminmax()
+        if low.isnan():
             count = int(scores.isnan().sum())
             raise wrong_answer(policy, "score()", f"NaN for {count} of {scores.numel()} tokens")
         limits = torch.finfo(scores.dtype)
-        scores = scores.clamp(limits.min, limits.max)
+        if low < limits.min or high > limits.max:
+            scores = scores.clamp(limits.min, limits.max)
         now = tokens.seq.position
         if self._windows[tokens.layers[0]] is not None:
-            scores[~self._reach(tokens.layers[0], seen, now)] = -torch.inf
-        recent = policy.recent_of(tokens.seq)
-        return scores.masked_fill_(
-            (positions >= now - recent) | (positions < policy.sinks), torch.inf
-        )
+            gone = ~self._reach(tokens.layers[0], seen, now)
+            scores = scores.masked_fill(gone, -torch.inf)
+        stays = positions >= now - policy.recent_of(tokens.seq)
+        return scores.masked_fill(stays | (positions < policy.sinks), torch.inf)
 
     def _check_rebasing(self, policy: TokenRetention) -> None:
         """Raise InputError where `policy` gives tokens new positions that keys cannot have."""
@@ -550,7 +556,7 @@ def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.
     """
     import torch  # noqa: PLC0415 - see the module
 
-    bar = scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values
+    bar = _bar(scores, count)
     keep = scores >= bar
     if int(keep.count_nonzero()) > count * len(keep):
         above = scores > bar
@@ -559,6 +565,28 @@ def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.
         oldest = newest.sort(1, descending=True).values.gather(1, room - 1)
         keep = above | (newest >= oldest)
     return keep
+
+
+def _bar(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count`-th highest score of each head, `[kv_heads, 1]`.
+
+    Of few among many, the others are left out first: those below what seems, from every 16th
+    token, to be a bar a little too low. That takes a third of the time.
+    """
+    import torch  # noqa: PLC0415 - see the module
+
+    if scores.shape[1] < FEW * count:
+        return scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values
+    sample, rank = scores[:, ::SAMPLED], count // SAMPLED
+    rank += int(4 * rank**0.5) + 4
+    low = sample.kthvalue(max(1, sample.shape[1] - rank + 1), dim=1).values
+    bars = []
+    for row, guess in zip(scores, low, strict=True):
+        likely = row[row >= guess]
+        if len(likely) < count:
+            likely = row
+        bars.append(likely.kthvalue(len(likely) - count + 1, keepdim=True).values)
+    return torch.stack(bars)
 
 
 def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
-from typing import Any, Literal, NoReturn, Unpack
+from typing import Any, Literal, Unpack
 
 import attrs
 
@@ -131,14 +131,6 @@ class TensorExecutor:
         else:
             took_ps = self._timed.run(work, (), ()).took_ps
         return StepResult(took_ps, ended, named)
-
-    def decode_times(
-        self, jobs: int, context: Sequence[int], growth: Sequence[int]
-    ) -> NoReturn:
-        """Raise InputError: every step has to be computed."""
-        del context, growth
-        msg = f"steps of {jobs} jobs are computed, not foreseen: run them one by one"
-        raise InputError(msg)
 
     def _prefilled(self, job: Job, tokens: int) -> _ScheduledSequence:
         """Return a chunk of a prefill; the last chunk generates a token if any is wanted."""

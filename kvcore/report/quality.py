@@ -20,7 +20,7 @@ from kvcore.report.mrc import (
     picture,
 )
 from kvcore.report.tables import counted
-from kvcore.trace.writer import version
+from kvcore.trace.fields import version
 from kvcore.units import format_number
 
 if TYPE_CHECKING:

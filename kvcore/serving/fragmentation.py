@@ -61,11 +61,11 @@ class MeasuredAllocator(DecodeAllocator):
             self.uncomputed += seq.tokens - seq.computed
         return seq
 
-    def close(self, job: Job, now: int, tokens: int | None = None) -> None:
+    def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Give the blocks of `job` back."""
         assert job.seq is not None
-        if tokens is not None:
-            self._cache.settle(job.seq, tokens)
+        if length is not None:
+            self._cache.settle(job.seq, length)
         left = job.prefill_left
         self.idle -= self.slots_of(job.seq) - (job.computed if left else job.length)
         self.uncomputed -= left

@@ -538,7 +538,7 @@ class RandomBatch:
                 tokens, heads = keys.shape[:2]
                 apart = torch.eye(tokens).double()[:, None].expand(-1, heads, -1)
                 weights = attention(queries.double(), keys, apart, **options)
-                summed = weights.unflatten(1, (heads, -1)).sum((0, 2))
+                summed = weights.reshape(len(queries), heads, -1, tokens).sum((0, 2))
                 torch.testing.assert_close(self.numbers(found), summed, **close)
 
     def check_by_position(self, seed: int, *, window: int, sinks: int, alike: bool) -> None:

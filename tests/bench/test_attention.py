@@ -136,8 +136,8 @@ def test_coded_decode(spec: str) -> None:
     share = paged.layout.bytes / (keys.nbytes + values.nbytes)
     print(
         f"\ndecode, {spec}, {SEQUENCES} x {CONTEXT:,} tokens, {torch.get_num_threads()} "
-        f"threads, in ms: paged {ours * 1e3:.1f}, contiguous fp32 {best * 1e3:.1f}: {ours / best:.2f} of its time, "
-        f"for {share:.0%} of its bytes, {error:.1%} off"
+        f"threads, in ms: paged {ours * 1e3:.1f}, contiguous fp32 {best * 1e3:.1f}: "
+        f"{ours / best:.2f} of its time, for {share:.0%} of its bytes, {error:.1%} off"
     )
 
 

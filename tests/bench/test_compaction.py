@@ -151,7 +151,7 @@ def test_compaction() -> None:
     ours, plain, run = medians(RUNS, compact, copy, timed(lambda: target.copy_(rows)))
     print(
         f"\ncompaction of {LONG:,} tokens to {KEPT:,}, in ms: {ours * 1e3:.2f}; a copy of the "
-        f"{moved[0]:,} rows of K and V that move {plain * 1e3:.2f}, of a run of as many bytes in "
-        f"cache {run * 1e3:.2f}: {ours / plain:.1f} times as long"
+        f"{moved[0]:,} rows of K and V that move {plain * 1e3:.2f}, of as many bytes in a run "
+        f"{run * 1e3:.2f}: {ours / plain:.1f} times as long"
     )
     assert ours <= 3 * plain

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="codecs code torch tensors")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/third_party_codec/kvcore_shared_exponent.py"
-PAGES = {"Truncated": "docs/reference/codecs.md", "Absmax": "docs/how-to/quantise.md"}
+PAGES = {"Truncated": "docs/reference/codecs.md", "SharedExponent": "docs/how-to/quantise.md"}
 """Codecs that pages write, with their kits."""
 CONFIGURATIONS = [
     "fp64",
@@ -25,6 +25,7 @@ CONFIGURATIONS = [
     "fp8-e4m3:scale=head",
     "fp8-e5m2:scale=head",
     "int8",
+    "int8:keys=channel",
     "int4",
     "int4:keys=channel",
     "kivi",

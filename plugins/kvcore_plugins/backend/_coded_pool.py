@@ -63,7 +63,7 @@ class Stage:
         if row is None:
             if not self._free:
                 held = len(self.rows)
-                more = self.rows.new_empty((max(4, held), *self.rows.shape[1:]))
+                more = self.rows.new_empty((max(4, held // 4), *self.rows.shape[1:]))
                 self.rows = torch.cat((self.rows, more))
                 self._free = [*range(held, len(self.rows))]
             row = self._row_of[block] = self._free.pop()
@@ -290,7 +290,7 @@ class CodedHalf(Half):
             rows: Tensor = self._codec.decode(self._part, tensors)
         except FAILURES as error:
             raise policy_error(self._codec, "decode", error) from error
-        return rows.to(self.stage.rows.dtype)
+        return rows.to(self.stage.rows.dtype).contiguous()
 
 
 @attrs.frozen(eq=False)

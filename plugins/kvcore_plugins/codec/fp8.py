@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
+from kvcore import InputError
 from kvcore.models.codec import Codec, Part, Plane
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ class _FP8(Codec):
         default="tensor", validator=attrs.validators.in_(("tensor", "head")), kw_only=True
     )
     factor: float = attrs.field(default=1.0, validator=attrs.validators.gt(0), kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a factor that nothing would be divided by."""
+        if self.scale == "head" and self.factor != 1:
+            msg = (
+                f"{self.name}: factor={self.factor} is for scale=tensor: leave one of them out"
+            )
+            raise InputError(msg)
 
     def planes(self, part: Part, tokens: int, width: int) -> tuple[Plane, ...]:
         """Return `numbers` and, for scales by head, `scales` in fp16."""
