@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.cache import KVCache
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
@@ -20,10 +21,11 @@ from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batcher import Batching
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeAllocator
-from kvcore.serving.latency import LatencyModel, SimulatedExecutor
+from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
 from kvcore.serving.load import LAST, Queue, moments, offered_load
 from kvcore.serving.loop import AllocatorFactory, ServingLoop
 from kvcore.serving.run_log import RunLog
+from kvcore.serving.scheduler import Scheduler
 
 MOST_RATES = 6
 """Simulations in search of a rate, at most."""
@@ -32,7 +34,8 @@ DOUBLINGS = 5
 """How often a pool or a number of GPUs is doubled, at most."""
 
 CLOSE = 1.05
-"""How near the rate that holds and the next one that does not are, as a ratio."""
+"""How near the rate that holds and the next one that does not are, as a ratio;
+to two digits."""
 
 
 def find_capacity(
@@ -41,9 +44,10 @@ def find_capacity(
     """Return options with which the queue of a workload does not grow to the end.
 
     Empty if it does not grow as it is. Else as many of these as are found, each for itself:
-    `rate_scale`, the fastest rate within 5 %; `blocks`, the smallest doubling of a pool
-    whose size was given; `tensor_parallel`, the smallest doubling of the GPUs. Each was
-    simulated: some 10 runs like `result`, at most 16.
+    `rate_scale`, the fastest rate of two digits within 5 %; `blocks`, the smallest doubling
+    of a pool whose size was given; `tensor_parallel`, the smallest doubling of the GPUs. Each
+    was simulated: mostly 3 to 5 runs, at most 16, which end when their verdict is certain.
+    The requests are read once, and stay in memory for the time of the search.
 
     Args:
         parts: what was simulated; plugins must be named there, since each run has its own.
@@ -146,7 +150,7 @@ class _Search:
             cache,
             again.scheduler(),
             SimulatedExecutor(latency),
-            batching=parts.batching,
+            parts.batching,
             slo=again.slo,
             allocator=allocator,
         )
@@ -199,8 +203,16 @@ class _QueueLoop(ServingLoop):
     moments: list[int]
     grows: bool | None = None
 
-    def __init__(self, *parts: Any, batching: Batching, **options: Any) -> None:
-        super().__init__(*parts, batching=batching, **options)
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        cache: KVCache,
+        scheduler: Scheduler,
+        executor: Executor,
+        batching: Batching,
+        **options: Any,
+    ) -> None:
+        super().__init__(arrivals, cache, scheduler, executor, batching, **options)
         self.moments = []
         self._max_seqs = batching.max_seqs
         self._all_came: int | None = None
@@ -225,7 +237,7 @@ class _QueueLoop(ServingLoop):
         return now
 
     def _waits(self, at: int) -> bool:
-        """Return True if a job waited, or was off the batch, at the time `at` just passed."""
+        """Return True if a job waited at the time `at`, which the last step has passed."""
         jobs = self.batcher
         return any(job.arrival < at for job in jobs.waiting) or any(
             job.arrival < at < (job.admitted or 0) for job in jobs.running

@@ -82,15 +82,15 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
     if log.reasons:
         done = [finish >= 0 for finish in log.finish]
         columns = [array("q", compress(column, done)) for column in columns]
-    queue = Queue.of(*columns, max_seqs)
+    came, admitted, finished = columns
+    queue = Queue.of(came, admitted, finished, max_seqs)
     if queue is None:
         return None
     overloaded = load is not None and load > 1
     saturated = queue.grows and (overloaded or queue.persists)
-    first, last = min(columns[0]), max(columns[2])
-    come = (queue.requests - 1) * NS_PER_S / queue.span
-    served = queue.requests * NS_PER_S / (last - first)
-    return Saturation(saturated, queue.half, queue.end, come, served)
+    come_per_s = (queue.requests - 1) * NS_PER_S / queue.span
+    served_per_s = queue.requests * NS_PER_S / (max(finished) - min(came))
+    return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s)
 
 
 @attrs.frozen
