@@ -27,6 +27,7 @@ ROOMS = (
     "kvcore.engine",
     "kvcore.trace",
     "kvcore.analysis",
+    "kvcore.analysis.quality",
     "kvcore.analysis.sweep",
     "kvcore.workloads",
     "kvcore.models",

@@ -21,8 +21,7 @@ from kvcore.cli.run import run
 from kvcore.cli.simulate import simulate
 from kvcore.cli.sweep import sweep
 from kvcore.config.files import GROUPS
-from kvcore.config.run_config import option_choices, option_help, option_names
-from kvcore.config.values import EXPECTATIONS
+from kvcore.config.run_config import EXPECTATIONS, option_choices, option_help, option_names
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvcore.analysis.comparison import Policy
     from kvcore.cache import PrefixIndex
     from kvcore.config import EngineParts, RunParts
-    from kvcore.config.values import PluginChoice
+    from kvcore.config.run_config import PluginChoice
     from kvcore.engine.engine import RunResult
     from kvcore.models.cost import PrefillCost
     from kvcore.progress import Progress
@@ -364,7 +364,7 @@ def _opened(workload: Source, plugins: Plugins | None) -> Iterable[Request]:
     """Return the requests of a workload, which is opened if it is a name or a path."""
     if not isinstance(workload, str | Spec | PathLike):
         return workload
-    from kvcore.config.lookup import opened  # noqa: PLC0415 - as above
+    from kvcore.workloads.selection import opened  # noqa: PLC0415 - as above
 
     named = str(workload) if isinstance(workload, Spec) else workload
     requests: Iterable[Request] = opened(named, plugins or Plugins())

@@ -17,14 +17,12 @@ from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
-from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batcher import Batching
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.load import LAST, Queue, moments, offered_load
-from kvcore.serving.loop import AllocatorFactory, ServingLoop
-from kvcore.serving.run_log import RunLog
+from kvcore.serving.loop import NEVER, AllocatorFactory, Arrivals, RunLog, ServingLoop
+from kvcore.serving.result import LAST, Queue, moments, offered_load
 from kvcore.serving.scheduler import Scheduler
 
 MOST_RATES = 6
@@ -131,7 +129,8 @@ class _Search:
         """Return False if the offered load rules a pool or a number of GPUs out."""
         parts, tokens = self.parts, blocks * self.parts.geometry.block_size
         latency = self.result.latency if devices is None else parts.latency(devices)
-        load = offered_load(self.result.log, parts.batching, latency, tokens)
+        log, forgetting = self.result.log, self.result.cache.retention is not None
+        load = offered_load(log, parts.batching, latency, tokens, forgetting=forgetting)
         return load is None or load <= 1
 
     def _holds(self, **changes: Any) -> bool:
@@ -180,7 +179,8 @@ class _Search:
         log.output.extend(each.output_tokens for each in served)
         log.hit.extend([0] * len(served))
         tokens = parts.blocks * parts.geometry.block_size
-        load = offered_load(log, parts.batching, latency, tokens)
+        forgetting = parts.config.retention is not None
+        load = offered_load(log, parts.batching, latency, tokens, forgetting=forgetting)
         if load is None or load > 1:
             return []
         return moments(log.arrival[0], log.arrival[-1])[: -LAST - 1 : -1]

@@ -16,7 +16,6 @@ from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
-from kvcore.config.lookup import opened
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import refuse_overwrite
@@ -28,6 +27,7 @@ from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload, check_keys
+from kvcore.workloads.selection import opened
 
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""

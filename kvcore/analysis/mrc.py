@@ -27,7 +27,6 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.workers import WorkerDied, work_all
 from kvcore.cache import EvictionPolicy
 from kvcore.cache.residency import CacheStats
-from kvcore.config.lookup import opened
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.plugins import FAILURES
@@ -35,6 +34,7 @@ from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
+from kvcore.workloads.selection import opened
 
 if TYPE_CHECKING:
     from kvcore.analysis._reuse import Reuse

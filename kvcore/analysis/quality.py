@@ -11,15 +11,20 @@ import attrs
 
 from kvcore.cache import KVCache, RetentionPolicy
 from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, TensorLayout
+from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.engine.compaction import Compactor
 from kvcore.engine.executor import tensor_layout
-from kvcore.errors import InputError
+from kvcore.errors import InputError, KvcoreError
 from kvcore.extras import import_extra
+from kvcore.models.codec import Part
+from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import options_of
 from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import Request
+
+__all__ = ["Quality", "QualityRow", "measure"]
 
 FULL = "full"
 """The retention policy that keeps everything: the baseline of every codec."""
@@ -42,7 +47,8 @@ class QualityRow:
         retention, codec: as asked for, with the options given.
         budget: the share of the full bytes asked for; None: all tokens, or what the options
             of the policy say.
-        bytes_per_token: bytes of the blocks held, the scales of a codec included, a token of
+        bytes_per_token: bytes of the blocks held, the scales of a codec included, and of
+            the tokens that wait as they are until their block can be coded, by tokens of the
             context: a mean over the steps.
         share: these bytes as a share of the full ones.
         attention_error: error of attention's output relative to its size: of each layer,
@@ -207,8 +213,7 @@ def measure(
         _haystack(finder.vocabulary, prompt_tokens, needles, seed, number, announced=announced)
         for number in range(texts if needles else 0)
     ]
-    codecs = parse(codec)
-    policies = [each for each in parse(retention) if str(each) != FULL]
+    codecs, policies = _specs(codec), [one for one in _specs(retention) if str(one) != FULL]
     bench = _Bench(plugins, backend, dtype, block_size, seed)
     for each in {id(one): one for one in (built, finder)}.values():
         bench.load(each)
@@ -260,6 +265,11 @@ def _check(shares: list[float], *counts: int) -> None:
             msg = f"budget {share:g}: give shares of the full bytes, above 0 and below 1"
     if msg:
         raise InputError(msg)
+
+
+def _specs(text: str) -> list[Spec]:
+    """Return the plugins that a text names, each once."""
+    return list({str(each): each for each in parse(text)}.values())
 
 
 def _order(row: QualityRow) -> tuple[float, float]:
@@ -355,8 +365,8 @@ class _Run:
     Attributes:
         attended: attention's output of each layer in the last step,
             `[texts, query_heads, value_dim]`.
-        bytes_per_token: for each step behind the prompts, the bytes of the blocks held, a
-            token of the texts.
+        bytes_per_token: for each step behind the prompts, the bytes held by tokens of the
+            texts.
     """
 
     def __init__(
@@ -379,7 +389,9 @@ class _Run:
         )
         self._backend = bench.backend()
         self._backend.bind()
-        self._backend.allocate(bench.layout(generator, cell and cell.codec, blocks))
+        self._backend.allocate(
+            bench.layout(generator, None if cell is None else cell.codec, blocks)
+        )
         self._compactor = Compactor(
             self._cache, self._backend, generator.windows, generator.rotary
         )
@@ -398,11 +410,26 @@ class _Run:
         """Append a token to each text; return the logits of the next, `[texts, vocabulary]`."""
         self._output += 1
         logits = self._compute([[token] for token in tokens])
-        pool, layout = self._cache.pool, self._backend.layout
-        held = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
-        self.bytes_per_token.append(held / sum(seq.position for seq in self._seqs))
+        context = sum(seq.position for seq in self._seqs)
+        self.bytes_per_token.append(self._held_bytes() / context)
         self._tick(1)
         return logits
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of the blocks in use, and of the tokens that wait to be coded."""
+        pool, layout = self._cache.pool, self._backend.layout
+        held = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
+        codec = layout.codec
+        if codec is None:
+            return held
+        widths: tuple[tuple[Part, int], ...] = (
+            ("keys", layout.head_dim),
+            ("values", layout.value_dim),
+        )
+        waiting = sum(width for part, width in widths if not codec.by_token(part))
+        tokens = sum(seq.held % layout.block_size for seq in self._seqs)
+        number = BYTES_PER_NUMBER[layout.dtype]
+        return held + tokens * waiting * layout.kv_heads * layout.layers * number
 
     def _compute(self, tokens: list[list[int]]) -> Tensor:
         """Compute more tokens of each text; return the logits behind the last of each."""
@@ -439,7 +466,12 @@ class _Run:
             self.attended.append(out)
             return out
 
-        logits = self._generator.logits(batch, attended)
+        try:
+            logits = self._generator.logits(batch, attended)
+        except KvcoreError:
+            raise
+        except FAILURES as error:
+            raise policy_error(self._generator, "logits", error) from error
         for seq, n in zip(seqs, lengths, strict=True):
             self._cache.commit(seq, n)
         return logits
@@ -486,6 +518,12 @@ class _Full:
         for step in range(tokens):
             if given is None:
                 chances = logits.double().softmax(-1).cpu()
+                if chances.isnan().any():
+                    msg = (
+                        f"generator {generator.name!r} computes NaN in {bench.dtype}: take "
+                        "another dtype"
+                    )
+                    raise InputError(msg)
                 new = torch.multinomial(chances, 1, generator=source)[:, 0].tolist()
             else:
                 new = [ids[prompt_tokens + step] for ids in given]

@@ -15,7 +15,7 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config.recorded import RecordedParts
-from kvcore.config.values import PluginChoice
+from kvcore.config.run_config import PluginChoice
 from kvcore.errors import InputError, TraceError
 from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
@@ -23,14 +23,13 @@ from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.loop import RunLog
 from kvcore.serving.result import Outcome, hit_fields
-from kvcore.serving.run_log import RunLog
 from kvcore.serving.simulate import serve
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import TraceChecker, check_event
-from kvcore.trace.fields import read_request
+from kvcore.trace.fields import read_request, version
 from kvcore.trace.reader import TraceReader
-from kvcore.trace.writer import version
 from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:

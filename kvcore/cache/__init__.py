@@ -3,14 +3,14 @@
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.ghost import GhostTree
 from kvcore.cache.kvcache import KVCache
-from kvcore.cache.layout import BlockLayout, PromptBlocks
+from kvcore.cache.layout import BlockLayout, PromptBlocks, common_prefix
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.span import Span, common_prefix
+from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
 
 __all__ = [

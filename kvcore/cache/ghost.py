@@ -6,8 +6,8 @@ from collections.abc import Sequence as Keys
 
 import attrs
 
-from kvcore.cache.layout import BlockLayout
-from kvcore.cache.span import Span, common_prefix
+from kvcore.cache.layout import BlockLayout, common_prefix
+from kvcore.cache.span import Span
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 

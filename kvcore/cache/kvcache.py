@@ -140,9 +140,6 @@ class KVCache:
             self._keeps = find_override(self.retention, "keeps")
             if self._keeps is None and find_override(self.retention, "droppable") is None:
                 self.retention = None  # It keeps everything: not worth a call.
-        self._on_miss: Callable[[Request, int, int], None] | None = find_override(
-            self.eviction, "on_miss"
-        )
         if trace is not None:
             trace.begin(
                 count=accounting,
@@ -280,15 +277,7 @@ class KVCache:
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
-        tree.open(seq, match, now)
-        if self._on_miss is not None and not resumed and hit < limit:
-            try:
-                self._on_miss(request, hit, now)
-            except BaseException as error:
-                raise tree.fail(self.eviction, "on_miss", error) from error
-        seq.private = self._allocate(need, seq, now)
-        # The access counts after the evictions that the admission needs.
-        tree.record_hit(seq, now, resumed=resumed)
+        tree.open(seq, match, need, now, missed=hit < limit, resumed=resumed)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit, length, hit * size, resumed=resumed)
         if trace is not None:
@@ -321,7 +310,7 @@ class KVCache:
         if need:
             if need > self.pool.free_blocks + self.tree.unpinned_blocks:
                 raise OutOfBlocks(self._no_room(seq.request, need, 0))
-            ids = self._allocate(need, seq, now)
+            ids = self.tree.allocate(need, seq, now)
             if tail is not None and ids is not None:
                 self._copy_tail(seq, tail, ids[0], now)
                 ids = ids[1:]
@@ -390,7 +379,7 @@ class KVCache:
         if need > self.pool.free_blocks + self.tree.unpinned_blocks:
             raise OutOfBlocks(self._no_room(seq.request, need, 0))
         before = None if seq.private is None else seq.table()
-        new = self._allocate(need, seq, now)
+        new = self.tree.allocate(need, seq, now)
         freed = compact_blocks(self.pool, seq, blocks, new)
         self.stats.compactions += 1
         self.stats.compacted_tokens += held - tokens
@@ -415,13 +404,18 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(self, seq: Sequence, now: int | None = None) -> None:
-        """Unpin what `seq` shares, which stays cached, and free the rest."""
+    def close(self, seq: Sequence, now: int | None = None, length: int | None = None) -> None:
+        """Unpin what `seq` shares, which stays cached, and free the rest.
+
+        `length` is that of its text, where `settle` has yet to set it.
+        """
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
+        if length is not None:
+            self.settle(seq, length)
         seq.is_open = False
         del self.sequences[seq.id]
         if seq.family is not None:
@@ -487,24 +481,17 @@ class KVCache:
 
     @property
     def counts_only(self) -> bool:
-        """Whether blocks have no ids, so that they may be reserved for several sequences."""
-        return not isinstance(self.pool, BlockPool)
+        """Whether blocks have no ids, so that they may be reserved for several sequences.
 
-    def reserve_blocks(self, blocks: int) -> None:
-        """Allocate `blocks` free blocks for open sequences together. O(1).
-
-        Each sequence gets its share when `settle` sets its length, at the latest before the
-        next call for it.
-
-        Raises:
-            OutOfBlocks: fewer are free.
+        What `pool.allocate` then takes becomes the share of each when `settle` sets its length,
+        at the latest before the next call for it.
         """
-        self.pool.allocate(blocks)
+        return not isinstance(self.pool, BlockPool)
 
     def settle(self, seq: Sequence, tokens: int) -> None:
         """Set the length of the text of `seq` to `tokens`. O(1).
 
-        Its blocks are allocated or reserved.
+        Its blocks are allocated or reserved (see `counts_only`).
         """
         tokens -= seq.compacted
         seq.tokens = tokens
@@ -525,18 +512,6 @@ class KVCache:
             seq.cacheable += len(keys)
 
     # Blocks.
-
-    def _allocate(self, need: int, seq: Sequence, now: int) -> Ids | None:
-        """Return `need` blocks: free ones, then those of victims. The caller tested room."""
-        pool = self.pool
-        missing = need - pool.free_blocks
-        if missing <= 0:
-            return pool.allocate(need)
-        victims = self.tree.evict(missing, seq.request.id, now)
-        ids = pool.allocate(pool.free_blocks)
-        if ids is not None and victims is not None:
-            ids.extend(victims)
-        return ids
 
     def _free_last(self, seq: Sequence, count: int) -> Ids | None:
         """Free the last `count` blocks of `seq`, deepest first.
@@ -567,7 +542,8 @@ class KVCache:
                 self.stats.dropped_blocks += drop_blocks(
                     self.pool, seq, holes, self.trace, retention.name, now
                 )
-        if self._keeps is None or not is_past_shared(seq):
+        # Nothing will attend to what a whole text holds.
+        if self._keeps is None or not is_past_shared(seq) or seq.is_whole:
             return
         try:
             kept = self._keeps(seq)

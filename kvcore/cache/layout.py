@@ -145,7 +145,8 @@ class BlockLayout:
             return keys, blocks * size, blocks, blocks, blocks, blocks
         length = request.prompt_tokens
         full = length // size
-        publishes = request.publishes
+        # A plain request publishes what it has keys for: it is not asked, which costs a call.
+        publishes = request.output_keys or (type(request) is not Request and request.publishes)
         if publishes:
             keys = self._with_output(request)
         if self._stride > 1:
@@ -191,3 +192,22 @@ class BlockLayout:
             )
             raise InputError(msg)
         return [*request.keys[:whole], *request.output_keys]
+
+
+def common_prefix(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:
+    """Return the position, at most `end`, up to which two paths have equal keys.
+
+    The paths are equal up to and including the key at block position `start`, and a key
+    stands for `ratio` blocks. Keys are chained, so equal keys mean equal paths before them,
+    and bisection finds the first difference: O(log keys).
+    """
+    low, high = start // ratio, (end - 1) // ratio
+    if high <= low or one[high] == other[high]:
+        return end
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[middle] == other[middle]:
+            low = middle
+        else:
+            high = middle
+    return high * ratio

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.cache.span import Span, common_prefix
+from kvcore.cache.layout import common_prefix
+from kvcore.cache.span import Span
 from kvcore.histogram import Histogram
 from kvcore.request import Key
 from kvcore.units import NS_PER_S

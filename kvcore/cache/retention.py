@@ -54,7 +54,9 @@ class RetentionPolicy(Plugin):
         Pure, and a function of lengths alone: `held`, `position`, `target`, `compacted`.
         What it says of a sequence whose prompt is partly computed (`position < target`)
         holds for the chunks that follow too. Where there is no room for the blocks of a
-        compaction, the cache asks again when more is computed. None unless overridden.
+        compaction, the cache asks again when more is computed. It does not ask when prompt and
+        output are computed, but for the last token: nothing attends to them any more. None
+        unless overridden.
         """
         del seq
         return None
@@ -149,6 +151,7 @@ def drop_blocks(
     seq.holes = merge_holes([*seq.holes, *holes])
     count = sum(end - first for first, end in holes)
     seq.dropped += count
+    seq.dropped_tokens += count * seq.span.geometry.block_size
     if trace is not None:
         for (first, end), ids in zip(holes, freed, strict=True):
             trace.drop(now, seq=seq.id, first=first, blocks=end - first, runs=ids, by=by)

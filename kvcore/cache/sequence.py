@@ -61,6 +61,8 @@ class Sequence:
         dropped, freed: how many those are, and how many of them were private, and are free
             again; the others stay cached.
         compacted: tokens that compactions have removed; `kept`, those that the last one left.
+        dropped_tokens: computed tokens whose K/V it attends to no longer: dropped, or
+            compacted.
         is_open: False once closed.
     """
 
@@ -84,6 +86,7 @@ class Sequence:
     freed: int = 0
     compacted: int = 0
     kept: int = 0
+    dropped_tokens: int = 0
     is_open: bool = True
 
     @property
@@ -92,19 +95,21 @@ class Sequence:
         return self.blocks - self.span.end - self.freed
 
     @property
-    def dropped_tokens(self) -> int:
-        """Computed tokens whose K/V it attends to no longer."""
-        return self.dropped * self.span.geometry.block_size + self.compacted
-
-    @property
     def held(self) -> int:
         """Computed tokens whose K/V is in its table: those that the next one attends to."""
-        return self.computed - self.dropped * self.span.geometry.block_size
+        return self.computed + self.compacted - self.dropped_tokens
 
     @property
     def position(self) -> int:
         """Tokens of its text that are computed, whether their K/V is still held or not."""
         return self.computed + self.compacted
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its text is computed; False where its output is not known."""
+        request = self.request
+        last = request.prompt_tokens + request.output_tokens - 1
+        return request.output_tokens > 0 and self.position >= last
 
     def dropped_between(self, first: int, end: int) -> int:
         """Count the blocks from position `first` up to `end` that it has dropped."""
@@ -133,6 +138,7 @@ class Sequence:
         """
         ahead = self.tokens - self.computed
         self.compacted += self.computed - tokens
+        self.dropped_tokens = self.compacted
         self.tokens, self.computed, self.blocks = tokens + ahead, tokens, blocks
         self.kept = tokens
         self.span, self.cacheable = root, 0

@@ -112,22 +112,3 @@ class Span:
     def __repr__(self) -> str:
         """Show id, place and pins."""
         return f"<Span {self.id}: blocks {self.start}-{self.end}, pins {self.ref_count}>"
-
-
-def common_prefix(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:
-    """Return the position, at most `end`, up to which two paths have equal keys.
-
-    The paths are equal up to and including the key at block position `start`, and a key
-    stands for `ratio` blocks. Keys are chained, so equal keys mean equal paths before them,
-    and bisection finds the first difference: O(log keys).
-    """
-    low, high = start // ratio, (end - 1) // ratio
-    if high <= low or one[high] == other[high]:
-        return end
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[middle] == other[middle]:
-            low = middle
-        else:
-            high = middle
-    return high * ratio

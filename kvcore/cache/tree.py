@@ -69,6 +69,7 @@ class SpanTree:
         "_on_extend",
         "_on_insert",
         "_on_leaf",
+        "_on_miss",
         "_on_pin",
         "_on_release",
         "_on_remove",
@@ -123,6 +124,7 @@ class SpanTree:
         self._on_extend = find_override(eviction, "on_extend")
         self._on_split = find_override(eviction, "on_split")
         self._on_pin = find_override(eviction, "on_pin")
+        self._on_miss = find_override(eviction, "on_miss")
         self._on_release = find_override(eviction, "on_release")
         self._on_leaf = find_override(eviction, "on_leaf")
         self._on_trim = find_override(eviction, "on_trim")
@@ -163,8 +165,22 @@ class SpanTree:
 
     # Admission and release: pins.
 
-    def open(self, seq: Sequence, match: PrefixMatch, now: int) -> None:
-        """Drop what has expired, split where the hit ends, and pin the path. O(its spans)."""
+    def open(
+        self,
+        seq: Sequence,
+        match: PrefixMatch,
+        need: int,
+        now: int,
+        *,
+        missed: bool,
+        resumed: bool,
+    ) -> None:
+        """Admit `seq`: pin what it hits, and allocate `need` private blocks. O(its spans).
+
+        What has expired is dropped, and the span in which the hit ends is split. `missed`:
+        not all that could hit did. A `resumed` request finds its own blocks, which neither
+        misses nor reuses.
+        """
         self._now = now
         span, hit, _, expired = match
         if expired is not None:
@@ -189,11 +205,19 @@ class SpanTree:
                 span = span.parent  # type: ignore[assignment]
         except BaseException as error:
             raise self.fail(self.eviction, "on_pin", error) from error
+        if self._on_miss is not None and missed and not resumed:
+            self._call(
+                self.eviction, "on_miss", self._on_miss, seq.request, seq.hit_blocks, now
+            )
+        seq.private = self.allocate(need, seq, now)
+        # The access counts after the evictions that the admission needs.
+        if seq.span is not root:
+            self._record_hit(seq, now, resumed=resumed)
 
-    def record_hit(self, seq: Sequence, now: int, *, resumed: bool) -> None:
+    def _record_hit(self, seq: Sequence, now: int, *, resumed: bool) -> None:
         """Count the access of every span that `seq` hit. O(their number).
 
-        A `resumed` request found its own blocks: the spans were used, but not reused.
+        For a `resumed` request the spans were used, but not reused.
         """
         span = seq.span
         root = self.root
@@ -515,7 +539,7 @@ class SpanTree:
         lower.parent = upper
         lower.start = at
         if not lower.ref_count:
-            self.unpinned_blocks -= upper.blocks
+            self.unpinned_blocks -= at - upper.start
         if self.trace is not None:
             self.trace.split(self._now, span=lower.id, upper=upper.id, at=at)
         if self._index_split is not None:
@@ -535,6 +559,18 @@ class SpanTree:
             span = span.parent  # type: ignore[assignment]
 
     # Eviction and expiry.
+
+    def allocate(self, need: int, seq: Sequence, now: int) -> Ids | None:
+        """Return `need` blocks: free ones, then those of victims. The caller tested room."""
+        pool = self.pool
+        missing = need - pool.free_blocks
+        if missing <= 0:
+            return pool.allocate(need)
+        victims = self.evict(missing, seq.request.id, now)
+        ids = pool.allocate(pool.free_blocks)
+        if ids is not None and victims is not None:
+            ids.extend(victims)
+        return ids
 
     def evict(self, blocks: int, requester: int | str, now: int) -> Ids | None:
         """Evict exactly `blocks` blocks, victim by victim, each from its tail.

@@ -9,8 +9,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, input_file, json_option, print_table, print_text
-from kvcore.cli.terminal import echo
-from kvcore.cli.verb import plugin_completion, verb
+from kvcore.cli.verb import echo, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse

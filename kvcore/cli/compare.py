@@ -33,8 +33,7 @@ from kvcore.cli.output import (
     progress,
     prometheus_option,
 )
-from kvcore.cli.terminal import echo
-from kvcore.cli.verb import plugin_completion, verb
+from kvcore.cli.verb import echo, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.config.run_config import option_default, option_help
 from kvcore.errors import InputError

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.output import emit_json, file_path, input_file, json_option, progress
-from kvcore.cli.terminal import echo
-from kvcore.cli.verb import verb
+from kvcore.cli.verb import echo, verb
 from kvcore.errors import StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite
 from kvcore.progress import Tick

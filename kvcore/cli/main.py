@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from kvcore.cli.terminal import echo
+from kvcore.cli.verb import echo
 from kvcore.errors import KvcoreError, PluginError
 from kvcore.plugins.options import nearest
 

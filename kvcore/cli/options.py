@@ -21,8 +21,8 @@ from kvcore.config.run_config import (
     option_names,
     option_type,
     read_option,
+    slo_text,
 )
-from kvcore.config.values import slo_text
 from kvcore.errors import InputError
 from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
@@ -47,14 +47,18 @@ TEXT = ("model", "device", *METAVARS)
 
 
 def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Read the text of an option as `RunConfig` does; None stays."""
+    """Read the text of an option as `RunConfig` does; None stays, and text that says it.
+
+    Where a trace is run again, an option that is not given is None: as recorded.
+    """
     if value is None:
         return None
     try:
-        return read_option(name, value)
+        read = read_option(name, value)
     except InputError as error:
         reason = str(error).removeprefix(f"{name}: ")
         raise click.BadParameter(reason, ctx, param) from None
+    return value if read is None else read
 
 
 workload_argument = click.argument(

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvcore.cli.terminal import VerbT, echo, escaped, escaped_json, results, results_alone
+from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import STDIN, atomic_file, input_path, refuse_overwrite
 from kvcore.progress import unseen

@@ -86,7 +86,7 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
     **plugin_completion("generator"),
 )
 @shared("threads")
-@shared("seed", default=0)
+@shared("seed", default=0, text="Seed of texts, haystacks, and plugins that draw.")
 @click.option(
     "--plot",
     "picture",
@@ -127,7 +127,7 @@ def quality(**given: Any) -> None:
         return
     print_text(report.headline)
     print_table(report.headers, report.rows, right=report.headers[2:])
-    print_text(f"{report.reading}\n{report.setup}")
+    print_text("\n".join(filter(None, (report.reading, report.setup))))
 
 
 AS_GIVEN = (

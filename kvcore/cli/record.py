@@ -14,8 +14,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, file_path, json_option, print_table
-from kvcore.cli.terminal import echo, escaped
-from kvcore.cli.verb import Count, verb
+from kvcore.cli.verb import Count, echo, escaped, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
 

@@ -28,9 +28,8 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.cli.serving import document_of, outputs, print_report, report_of
-from kvcore.cli.terminal import echo
-from kvcore.cli.verb import Count, verb
+from kvcore.cli.simulate import document_of, outputs, print_report, report_of
+from kvcore.cli.verb import Count, echo, verb
 from kvcore.config import EngineParts
 from kvcore.config.run_config import option_help
 from kvcore.engine.engine import RunResult

@@ -12,8 +12,7 @@ import attrs
 import click
 
 from kvcore.cli.output import emit_json, json_option, print_table
-from kvcore.cli.terminal import echo
-from kvcore.cli.verb import Count, plugin_completion, verb
+from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, decode_step_bytes, prefill_flop

@@ -19,8 +19,7 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.cli.terminal import echo
-from kvcore.cli.verb import Count, verb
+from kvcore.cli.verb import Count, echo, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins

@@ -1,20 +1,76 @@
-"""What verbs are made with: help pages under headings, whole numbers, completion by a shell."""
+"""What verbs are made with: help pages under headings, whole numbers, completion by a shell.
+
+And text on its way to a terminal: files and servers cannot control that, plugins not add to it.
+"""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from contextlib import redirect_stdout
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 
-from kvcore.cli.terminal import echo
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.units import check_whole, parse_whole
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+
+VerbT = TypeVar("VerbT", bound=Callable[..., Any])
+
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
+)
+"""C0 but for tab and newline, C1, line separators, and what turns the direction of text."""
+
+
+def escaped(text: str) -> str:
+    """Return `text` with each control character as `<U+001B>`: visible, ASCII, and inert."""
+    return _CONTROLS.sub(lambda found: f"<U+{ord(found[0]):04X}>", text)
+
+
+def escaped_json(document: bytes) -> bytes:
+    r"""Return a JSON document, equal when parsed, with control characters as `\u009b`.
+
+    The encoder has escaped those of ASCII but DEL; all are in texts.
+    """
+    if document.isascii() and b"\x7f" not in document:
+        return document
+    text = document.decode()
+    # A document's own line ends are the only control characters between its texts.
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print `text` on stdout, or with `err` on stderr, its control characters escaped."""
+    click.echo(escaped(text), file=None if err else results(), err=err, nl=nl)
+
+
+_RESULTS = "kvcore.results"
+
+
+def results() -> TextIO:
+    """Return where results are printed: the stdout that the verb was called with."""
+    context = click.get_current_context(silent=True)
+    return cast("TextIO", context.meta.get(_RESULTS, sys.stdout) if context else sys.stdout)
+
+
+def results_alone(verb: VerbT) -> VerbT:
+    """Return `verb`, during which only results go to stdout; what plugins print, to stderr."""
+
+    @wraps(verb)
+    def called(*args: Any, **options: Any) -> Any:
+        click.get_current_context().meta[_RESULTS] = sys.stdout
+        with redirect_stdout(sys.stderr):
+            return verb(*args, **options)
+
+    return called  # type: ignore[return-value]
 
 
 RENAMED = {"--count": "--accounting", "--kv-dtype": "--codec"}
@@ -89,18 +145,19 @@ REST = "Options"
 HEADINGS = {
     "Requests": (
         *("limit", "window", "shrink", "prompts", "max_output", "rate_scale", "slo"),
-        *("stop_at_eos", "check"),
+        *("stop_at_eos", "check", "text", "prompt_tokens", "tokens", "texts", "needles"),
+        "announce",
     ),
     "Model and device": (
         *("model", "device", "tensor_parallel", "generator", "backend", "dtype", "codec"),
-        *("clock", "weights_dtype", "threads"),
+        *("clock", "weights_dtype", "needle_generator", "threads"),
     ),
     "Pool": ("blocks", "memory", "block_size", "accounting", "allocation", "sizes"),
-    "Policies": ("eviction", "scheduler", "prefix", "retention", "latency", "seed"),
+    "Policies": ("eviction", "scheduler", "prefix", "retention", "budget", "latency", "seed"),
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
     "Output": (
         *("residency", "trace", "out", "csv", "step_times", "export", "prometheus", "as_json"),
-        "at",
+        *("at", "picture"),
     ),
     REST: (),
 }

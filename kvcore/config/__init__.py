@@ -1,10 +1,9 @@
 """The configuration of a run: its options, how they are read, and the parts they make."""
 
 from kvcore.config.files import read_toml
-from kvcore.config.lookup import find_workload
 from kvcore.config.parts import EngineParts, RunParts
-from kvcore.config.run_config import MODES, Mode, RunConfig
-from kvcore.config.values import read_plugin, read_slo
+from kvcore.config.run_config import MODES, Mode, RunConfig, read_plugin, read_slo
+from kvcore.workloads.selection import find_workload
 
 __all__ = [
     "MODES",

@@ -9,14 +9,23 @@ from typing import Annotated, Any, get_args, get_origin
 
 import attrs
 
-from kvcore.config.lookup import with_path
-from kvcore.config.run_config import RENAMED, option_names, option_type, read_option, renamed
-from kvcore.config.values import EXPECTATIONS, convert, read_plugin, shown
+from kvcore.config.run_config import (
+    EXPECTATIONS,
+    RENAMED,
+    convert,
+    option_names,
+    option_type,
+    read_option,
+    read_plugin,
+    renamed,
+    shown,
+)
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import Spec, nearest, takes_path
+from kvcore.workloads.selection import with_path
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "batching": ("max_tokens", "max_seqs", "chunked", "steps", "watermark"),

@@ -13,7 +13,6 @@ import attrs
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
-from kvcore.config.lookup import find_workload
 from kvcore.config.run_config import MEMORY, RunConfig, read_option
 from kvcore.engine import Backend, Generator
 from kvcore.errors import InputError, PluginError
@@ -26,11 +25,11 @@ from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import Batching, LatencyModel, Scheduler
-from kvcore.serving.arrivals import Arrivals
-from kvcore.trace.fields import plain
-from kvcore.trace.writer import version
+from kvcore.serving.loop import Arrivals
+from kvcore.trace.fields import plain, version
 from kvcore.units import format_bytes
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample, part_of
+from kvcore.workloads.selection import find_workload
 
 BLOCK_SIZE = 16
 """Tokens of a block under a clock, where no block size is given: what most servers have."""

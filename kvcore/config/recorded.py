@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvcore.config.parts import RunParts
-from kvcore.config.run_config import RunConfig
+from kvcore.config.run_config import RunConfig, read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.catalogue import find_model
 from kvcore.models.cost import PrefillCost, read_cost
@@ -51,6 +51,9 @@ def recorded_config(
         for kind, recorded in header["plugins"].items()
         if kind in (*OF_CACHES, *OF_SERVERS)
     }
+    deployment = _deployment(header)
+    if "codec" in deployment:
+        _check_codec(file, deployment["codec"], plugins)
     try:
         caps = attrs.asdict(Batching(**header.get("batching", {})))
     except TypeError as error:
@@ -64,7 +67,7 @@ def recorded_config(
         slo=slo_of(header["slo"]) if header.get("slo") else SLO(),
         rate_scale=header.get("rate_scale", 1),
         seed=header["seed"],
-        **_deployment(header),
+        **deployment,
         **caps,
         **recorded,
     )
@@ -121,18 +124,12 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
         )
         raise PluginError(msg)
     cls = plugins.get(kind, name)
-    for key, value in options.items():
-        if isinstance(value, str) and takes_path(cls, key):
-            msg = (
-                f"{file} was recorded with {kind} plugin {name!r} and its {key}={value!r}: no "
-                f"file is opened because a trace names it. Name it yourself: --{kind} "
-                f"{name}:{key}=FILE"
-            )
-            raise InputError(msg)
+    _refuse_paths(file, cls, options)
     for old in options.keys() & cls.renamed_options.keys():
         options[cls.renamed_options[old]] = options.pop(old)
     try:
         if kind == "latency" and "codec" in options:
+            _check_codec(file, options["codec"], plugins)
             options["codec"] = str(plugins.build("codec", options["codec"]))
         # Text is read as the command line is, which knows infinities.
         texts = {key: value for key, value in options.items() if isinstance(value, str)}
@@ -152,6 +149,26 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
         )
         raise InputError(msg)
     return plugin
+
+
+def _check_codec(file: Path, codec: Any, plugins: Plugins) -> None:
+    """Refuse a recorded codec that no text names, or whose options are paths."""
+    spec = read_plugin(str(codec))
+    if spec.name in plugins.names("codec"):
+        _refuse_paths(file, plugins.get("codec", spec.name), spec.options)
+
+
+def _refuse_paths(file: Path, cls: type[Plugin], options: Mapping[str, Any]) -> None:
+    """Refuse options that are paths: no file is opened because a trace names it."""
+    for key, value in options.items():
+        if isinstance(value, str) and takes_path(cls, key):
+            kind, name = cls.kind, cls.name
+            msg = (
+                f"{file} was recorded with {kind} plugin {name!r} and its {key}={value!r}: no "
+                f"file is opened because a trace names it. Name it yourself: --{kind} "
+                f"{name}:{key}=FILE"
+            )
+            raise InputError(msg)
 
 
 class RecordedParts(RunParts):

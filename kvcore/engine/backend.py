@@ -233,11 +233,21 @@ class Backend(Plugin):
             moved = part[old[sources // size], heads, sources % size]
             part[new[targets // size], heads, targets % size] = moved
 
-    def read_heads(self, layer: int, part: Part, table: Sequence[int], tokens: int) -> Tensor:
+    def read_heads(
+        self,
+        layer: int,
+        part: Part,
+        table: Sequence[int],
+        tokens: int,
+        *,
+        reuse: bool = False,
+    ) -> Tensor:
         """Return a copy of K or V of the first `tokens` tokens in the blocks of `table`.
 
-        `[kv_heads, tokens, width]`, in the dtype of the layout.
+        `[kv_heads, tokens, width]`, in the dtype of the layout. With `reuse` it may lie in
+        memory that the next call, or the next step, overwrites.
         """
+        del reuse
         blocks = self.layer_blocks(layer)[part == "values"]
         # [table, kv_heads, block_size, width] to [kv_heads, table * block_size, width]
         heads = blocks[self._block_ids(table)].swapaxes(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
-from typing import Any, Literal, NoReturn, Unpack
+from typing import Any, Literal, Unpack
 
 import attrs
 
@@ -114,9 +114,7 @@ class TensorExecutor:
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
-        self._compactor = None
-        if cache.retention is not None:
-            self._compactor = Compactor(cache, backend, generator.windows, generator.rotary)
+        self._compactor = Compactor(cache, backend, generator.windows, generator.rotary)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
@@ -133,14 +131,6 @@ class TensorExecutor:
         else:
             took_ps = self._timed.run(work, (), ()).took_ps
         return StepResult(took_ps, ended, named)
-
-    def decode_times(
-        self, jobs: int, context: Sequence[int], growth: Sequence[int]
-    ) -> NoReturn:
-        """Raise InputError: every step has to be computed."""
-        del context, growth
-        msg = f"steps of {jobs} jobs are computed, not foreseen: run them one by one"
-        raise InputError(msg)
 
     def _prefilled(self, job: Job, tokens: int) -> _ScheduledSequence:
         """Return a chunk of a prefill; the last chunk generates a token if any is wanted."""
@@ -188,12 +178,10 @@ class TensorExecutor:
             ],
             output_indices=[each.output_index for each in sequences],
             seeds=[each.stream.seed for each in sequences],
-            held_positions=compactor.held_positions(held, contexts) if compactor else (),
+            held_positions=compactor.held_positions(held, contexts),
         )
         plan = self._call(backend.plan, batch)
-        attended = backend.attend
-        if compactor is not None:
-            attended = compactor.attend(held, batch)
+        attended = compactor.attend(held, batch)
         try:
 
             def attend(

@@ -36,8 +36,9 @@ class Reads:
 class HeldTokens:
     """The tokens that a sequence holds in some of the layers, as a policy scores them.
 
-    Tensors are torch's. A policy may be asked for a few layers at a time: it must not score
-    the tokens of one layer by those of another. What `Reads` does not name is None.
+    Tensors are torch's, and good until `score` returns. A policy may be asked for a few layers
+    at a time: it must not score the tokens of one layer by those of another. What `Reads` does
+    not name is None.
 
     Attributes:
         seq: the sequence. Its lengths are those after its compaction.

@@ -46,8 +46,8 @@ from kvcore.kv_events.model import (
 )
 from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart, StreamItem
 from kvcore.kv_events.subscriber import Subscriber
+from kvcore.trace.fields import version
 from kvcore.trace.jsonl_file import SealedReader, SealedWriter
-from kvcore.trace.writer import version
 from kvcore.workloads.files import lines
 
 SCHEMA = 1

@@ -20,7 +20,7 @@ from kvcore.report.mrc import (
     picture,
 )
 from kvcore.report.tables import counted
-from kvcore.trace.writer import version
+from kvcore.trace.fields import version
 from kvcore.units import format_number
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def draw(figure: Figure, report: QualityReport) -> None:
 def _panel(axes: Axes, quality: Quality, field: str, label: str, factor: float) -> None:
     rows = sorted(quality.rows, key=lambda row: row.bytes_per_token)
     policies = list(dict.fromkeys(row.retention for row in rows if row.retention != FULL))
-    codecs = list(dict.fromkeys(row.codec for row in rows))
+    codecs = list(dict.fromkeys(row.codec for row in quality.rows))
     lines: dict[tuple[str, str], list[QualityRow]] = {}
     for row in rows:
         key = (FULL, "") if row.retention == FULL else (row.retention, row.codec)

@@ -346,11 +346,11 @@ class SimulationReport:
         yield "preemptions", f"{counts['pause']:,} paused, {counts['recompute']:,} recomputed"
         if summary["forgotten_blocks"]:
             yield "forgotten", counted(summary["forgotten_blocks"], "block")
-        if summary["compactions"]:
+        compactions, deferred = summary["compactions"], summary["deferred_compactions"]
+        if compactions or deferred:
             removed = counted(summary["compacted_tokens"], "token")
-            yield "forgotten", f"{removed} in {counted(summary['compactions'], 'compaction')}"
-        if summary["deferred_compactions"]:
-            yield "no room for", counted(summary["deferred_compactions"], "compaction")
+            later = f", {deferred:,} times put off without room" if deferred else ""
+            yield "compactions", f"{compactions:,} removed {removed}{later}"
         yield "evicted", counted(summary["evicted_blocks"], "block")
         blocks, active = pool["blocks"], pool["active"]
         if active["mean"] is not None:

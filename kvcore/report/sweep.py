@@ -18,7 +18,7 @@ from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, counted, share
-from kvcore.trace.writer import version
+from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
 
 POLICIES = ("prefix", "retention", "scheduler", "eviction")

@@ -13,7 +13,7 @@ from kvcore.analysis import SHARING, Belady, Comparison, Curve, Infinite, Row, S
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.options import Spec, as_text
-from kvcore.trace.writer import version
+from kvcore.trace.fields import version
 from kvcore.units import NS_PER_S, format_bytes
 
 Named = TypeVar("Named", Row, Curve)

@@ -37,11 +37,13 @@ class WhatIfReport:
         """One sentence: what was run again, and with which options changed."""
         found, before, after = self._parts
         lines = [f"{found.workload}: {counted(before.requests, 'request')} of {found.file}."]
-        names = [name for name in after.config if after.config[name] != before.config[name]]
+        # A run without a retention policy has no name for it.
+        one, other = before.config, after.config
+        names = [n for n in {**one, **other} if one.get(n) != other.get(n)]
         if not names:
             lines.append("Run again as recorded: nothing was to be different.")
         for name in names:
-            old, new = (_config(run.config[name]) for run in (before, after))
+            old, new = (_config(config.get(name)) for config in (one, other))
             lines.append(f"{name.replace('_', ' ')}: {new} instead of {old}")
         if found.kvcore != found.here:
             lines.append(
@@ -181,6 +183,8 @@ def _ttft(time: int | None) -> str:
 
 def _config(value: Any) -> str:
     """Return a part of a configuration in the command line's form."""
+    if value is None:
+        return "none"
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
         return plugin_text(value["name"], value["options"])
     if isinstance(value, Mapping):

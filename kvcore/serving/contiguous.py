@@ -9,9 +9,8 @@ from kvcore.cache import KVCache, Sequence
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
-from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.decode_batch import DecodeBatch, StepTimes
 from kvcore.serving.fragmentation import MeasuredAllocator
-from kvcore.serving.latency import StepTimes
 from kvcore.serving.scheduler import Job
 
 
@@ -153,17 +152,16 @@ class ContiguousAllocator(MeasuredAllocator):
         self.uncomputed += seq.tokens
         return seq
 
-    def close(self, job: Job, now: int, tokens: int | None = None) -> None:
+    def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Give the piece of `job` back."""
-        del tokens
+        del length
         seq = job.seq
         assert seq is not None
         left = job.prefill_left
         self.idle -= self.slots_of(seq) - (job.computed if left else job.length)
         self.uncomputed -= left
         self.space.give(*self._pieces.pop(seq.id))
-        self._cache.settle(seq, 0)
-        self._cache.close(seq, now)
+        self._cache.close(seq, now, 0)
         self._count_blocks()
 
     def can_extend(self, seq: Sequence) -> bool:

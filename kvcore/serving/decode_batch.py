@@ -19,13 +19,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Lines
 from heapq import heappop, heappush
+from math import isqrt
 from typing import TypeAlias
 
 from kvcore.cache import KVCache, Sequence
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request
-from kvcore.serving.latency import StepTimes, Windows
+from kvcore.serving.latency import LinearPiece, Windows
 from kvcore.serving.scheduler import DecodeSteps, Job
 from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
 from kvcore.units import PS_PER_NS
@@ -106,7 +108,7 @@ class DecodeBatch:
         """Add `job`, which has generated `generated` tokens; it decodes from the next step."""
         request, seq, count = job.request, job.seq, self.steps.count
         assert seq is not None
-        job.join(generated)
+        job.generated_before, job.joined = generated, count
         length = request.prompt_tokens + generated - 1
         residue = (count - length + seq.compacted) % self._block_size
         end = (count + job.output_tokens - generated, seq.admission, residue, job)
@@ -116,7 +118,8 @@ class DecodeBatch:
         self.fresh.append(job)
         insort(self._residues, residue)
         _put(self._classes, residue, job, seq.admission)
-        if self._forgetting or request.publishes:
+        publishes = request.output_keys or (type(request) is not Request and request.publishes)
+        if publishes or self._forgetting:
             _put(self.committing, residue, job, seq.admission)
         attended = length + 1 - seq.dropped_tokens
         if self._is_plain:
@@ -132,13 +135,16 @@ class DecodeBatch:
             self.fresh.remove(job)
         else:
             job.last_token_ps = self.last_step_ps
+        assert job.seq is not None
+        assert job.joined is not None
+        job.generated_before += self.steps.count - job.joined
+        job.joined = None
         residue = self._ends.pop(job)[2]
         del self._residues[bisect_left(self._residues, residue)]
         _drop(self._classes, residue, job)
         if self.committing and job in self.committing.get(residue, ()):
             _drop(self.committing, residue, job)
-        assert job.seq is not None
-        attended = job.request.prompt_tokens + job.leave() - job.seq.dropped_tokens
+        attended = job.request.prompt_tokens + job.generated_before - job.seq.dropped_tokens
         if self._is_plain:
             self.context[0] -= attended
             self.growth[0] -= 1
@@ -337,6 +343,111 @@ def _drop(classes: dict[int, list[Job]], residue: int, job: Job) -> None:
         del classes[residue]
 
 
+class StepTimes:
+    """The times of consecutive decode steps of the same sequences, in picoseconds.
+
+    Step i takes `max(a + b * i)` over a few lines, since the context grows by as much with
+    every step. All methods are exact; they cost O(lines that are the maximum somewhere).
+    """
+
+    __slots__ = ("_lines",)
+
+    def __init__(
+        self, pieces: Lines[LinearPiece], context: Lines[int], growth: Lines[int]
+    ) -> None:
+        """Turn lines in the context into lines in the number of the step.
+
+        Args:
+            pieces: lines in the context.
+            context: the context of the first step, by attention window.
+            growth: how much each step adds to it.
+        """
+        if len(growth) == 1:
+            (start,), (more,) = context, growth
+            if len(pieces) == 1:
+                a, b = pieces[0]
+                self._lines: Lines[tuple[int, int]] = ((a + b * start, b * more),)
+                return
+            lines = [(a + b * start, b * more) for a, b in pieces]
+        else:
+            lines = [
+                (
+                    piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True)),
+                    sum(b * g for b, g in zip(piece[1:], growth, strict=True)),
+                )
+                for piece in pieces
+            ]
+        if len(lines) > 1:
+            top, steepest = max(lines), max(line[1] for line in lines)
+            if top[1] == steepest:
+                lines = [top]
+        self._lines = lines
+
+    def segments(self, steps: int) -> Iterable[tuple[int, int, int]]:
+        """Return (time of the first step, what each adds to it, steps) of straight parts."""
+        lines = self._lines
+        if len(lines) == 1:
+            a, b = lines[0]
+            return ((a, b, steps),)
+        return self._parts(steps)
+
+    def total(self, steps: int) -> int:
+        """Return the picoseconds that the first `steps` steps take together."""
+        lines = self._lines
+        if len(lines) == 1:
+            a, b = lines[0]
+            return steps * a + b * (steps * (steps - 1) // 2)
+        return sum(_sum(first, slope, count) for first, slope, count in self._parts(steps))
+
+    def reach(self, time: int, most: int) -> int:
+        """Return the number of steps (at least 1) until `time` ps have passed, or `most`."""
+        lines = self._lines
+        if len(lines) == 1:
+            a, b = lines[0]
+            if most * a + b * (most * (most - 1) // 2) < time:
+                return most
+            return max(1, _steps_for(a, b, most, time))
+        done = 0
+        for first, slope, count in self._parts(most):
+            whole = _sum(first, slope, count)
+            if whole >= time:
+                return max(1, done + _steps_for(first, slope, count, time))
+            time -= whole
+            done += count
+        return most
+
+    def _parts(self, steps: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the straight parts of the first `steps` steps."""
+        lines, step = self._lines, 0
+        while step < steps:
+            _, b, a = max((a + b * step, b, a) for a, b in lines)
+            # Where a steeper line rises above this one.
+            overtakes = [(a - c) // (d - b) + 1 for c, d in lines if d > b]
+            end = min([*overtakes, steps])
+            yield a + b * step, b, end - step
+            step = end
+
+
+def _sum(first: int, slope: int, count: int) -> int:
+    """Return first + (first + slope) + ..., `count` terms."""
+    return count * first + slope * (count * (count - 1) // 2)
+
+
+def _steps_for(first: int, slope: int, count: int, time: int) -> int:
+    """Return the fewest of `count` steps whose sum is at least `time`, which all reach."""
+    if time <= 0:
+        return 0
+    if not slope:
+        return -(-time // first)
+    # first·k + slope·k(k-1)/2 = time, rounded down; the root may fall one short.
+    p = 2 * first - slope
+    steps = (isqrt(p * p + 8 * slope * time) - p) // (2 * slope)
+    steps = min(max(steps, 0), count)
+    while _sum(first, slope, steps) < time:
+        steps += 1
+    return steps
+
+
 class DecodeAllocator:
     """Allocates the blocks of jobs: at admission, and while they decode, many steps ahead.
 
@@ -401,15 +512,13 @@ class DecodeAllocator:
         except OutOfBlocks:
             return None
 
-    def close(self, job: Job, now: int, tokens: int | None = None) -> None:
+    def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Give the blocks of `job` back.
 
-        `tokens` is its length if it was in the batch until now; None: it was settled before.
+        `length` is that of its text if it was in the batch until now; None: it was settled.
         """
         assert job.seq is not None
-        if tokens is not None:
-            self._cache.settle(job.seq, tokens)
-        self._cache.close(job.seq, now)
+        self._cache.close(job.seq, now, length)
 
     def can_extend(self, seq: Sequence) -> bool:
         """Return True if `seq` can get a slot more."""
@@ -418,10 +527,6 @@ class DecodeAllocator:
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
         self._cache.extend(seq, tokens, now)
-
-    def commit(self, seq: Sequence, tokens: int, now: int) -> None:
-        """Count `tokens` more tokens of `seq` as computed: it may share or forget blocks."""
-        self._cache.commit(seq, tokens, now)
 
     def settle(self, job: Job) -> None:
         """Set the cached length of a job that has left the batch and keeps its blocks.
@@ -445,20 +550,29 @@ class DecodeAllocator:
             self.allocated_until = step + 1
         return True
 
-    def jump(self, times: StepTimes, clock_ps: int, event_ps: int | None) -> int:
-        """Return how many steps change nothing but lengths, and allocate for them.
+    def jump(
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
+    ) -> tuple[int, int]:
+        """Run decode steps as long as nothing changes but lengths, and allocate for them.
 
         The first of them is allocated already.
 
         Args:
-            times: the times of the steps.
+            lines: the time of a step, as the maximum of lines in the context.
             clock_ps: when they begin.
             event_ps: when the next event comes from outside; None: never.
+
+        Returns:
+            The number of steps, and the picoseconds they took.
         """
-        steps = self._batch.until_change()
+        batch = self._batch
+        times = StepTimes(lines, batch.context, batch.growth)
+        steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
-        return self._allocate_ahead(steps, clock_ps, times) if steps > 1 else steps
+        if steps > 1:
+            steps = self._allocate_ahead(steps, clock_ps, times)
+        return batch.advance(clock_ps, times.segments(steps))
 
     def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there was room."""
@@ -485,7 +599,7 @@ class DecodeAllocator:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
         cache = self._cache
         if self._by_count and len(jobs) <= cache.pool.free_blocks:
-            cache.reserve_blocks(len(jobs))
+            cache.pool.allocate(len(jobs))
             return
         for job in jobs:
             assert job.seq is not None
@@ -494,4 +608,4 @@ class DecodeAllocator:
 
     def _grow_by_count(self, blocks: int) -> None:
         """Allocate free blocks for the batch as a whole, to be settled per job later."""
-        self._cache.reserve_blocks(blocks)
+        self._cache.pool.allocate(blocks)

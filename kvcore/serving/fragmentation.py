@@ -61,14 +61,13 @@ class MeasuredAllocator(DecodeAllocator):
             self.uncomputed += seq.tokens - seq.computed
         return seq
 
-    def close(self, job: Job, now: int, tokens: int | None = None) -> None:
+    def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Give the blocks of `job` back."""
         assert job.seq is not None
-        if tokens is not None:
-            self._cache.settle(job.seq, tokens)
+        if length is not None:
+            self._cache.settle(job.seq, length)
         left = job.prefill_left
-        length = job.computed if left else job.length
-        self.idle -= self.slots_of(job.seq) + job.seq.compacted - length
+        self.idle -= self.slots_of(job.seq) - (job.computed if left else job.length)
         self.uncomputed -= left
         super().close(job, now)
 
@@ -77,12 +76,6 @@ class MeasuredAllocator(DecodeAllocator):
         before = self.slots_of(seq)
         super().extend(seq, tokens, now)
         self.idle += self.slots_of(seq) - before
-
-    def commit(self, seq: Sequence, tokens: int, now: int) -> None:
-        """Count `tokens` more tokens of `seq` as computed; a compaction gives slots back."""
-        before = self.slots_of(seq) + seq.compacted
-        super().commit(seq, tokens, now)
-        self.idle += self.slots_of(seq) + seq.compacted - before
 
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""

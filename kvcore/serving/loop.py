@@ -14,24 +14,285 @@ The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
+from fractions import Fraction
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
-from kvcore.request import SLO, Key, TextRequest
-from kvcore.serving.arrivals import NEVER, Arrivals
+from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving.batcher import Batcher, Batching
-from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
-from kvcore.serving.latency import Executor, ServiceEstimates, StepTimes, StepWork
-from kvcore.serving.run_log import RunLog
+from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch, StepTimes
+from kvcore.serving.latency import (
+    Executor,
+    LatencyModel,
+    LinearPiece,
+    StepWork,
+    decode_lines,
+)
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
-from kvcore.serving.stats import PENDING_EVENTS, Fragmentation
+from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, PoolTimeline, TokenGaps
 from kvcore.units import INT64_LIMIT, PS_PER_NS
 
 AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
+
+
+NEVER = INT64_LIMIT
+"""A time (ns) that does not come: the clock ends before it."""
+
+
+class Arrivals:
+    """The requests of a workload in the order in which they arrive.
+
+    Open-loop requests are read as their time comes: memory holds one. A request that comes
+    `after` another is sent `think` after that one's end, whatever time was recorded for it;
+    from the first request of a session on, the rest of the workload is read at once, since
+    a session may run ahead of its recording.
+
+    Args:
+        requests: the workload.
+        rate_scale: how many times as fast open-loop requests arrive.
+
+    Attributes:
+        next_at: when (ns) the next request arrives that is known of, or NEVER.
+        following: requests that wait for the end of another one, with their place in the
+            workload, by the id of the other one.
+
+    Raises:
+        InputError: a rate that is not positive; while reading: an arrival before the one
+            before it or before 0, an id for the second time.
+    """
+
+    def __init__(self, requests: Iterable[Request], rate_scale: float = 1.0) -> None:
+        if not 0 < rate_scale < float("inf"):
+            msg = (
+                f"rate_scale={rate_scale}: give how many times as fast requests arrive, above 0"
+            )
+            raise InputError(msg)
+        self._scale = Fraction(str(rate_scale))
+        self._scaled = rate_scale != 1
+        self._requests = iter(requests)
+        self._session_of: dict[int | str, str | None] = {}
+        self._last = 0
+        self._closed = False
+        self._due: list[tuple[int, int, Request]] = []
+        self.following: dict[int | str, list[tuple[int, Request]]] = {}
+        self._read()
+        self.next_at = self._due[0][0] if self._due else NEVER
+
+    def take(self) -> tuple[int, Request]:
+        """Remove and return the next request, with its time of arrival (ns)."""
+        due = self._due
+        at, _, request = heappop(due)
+        if request.after is None:
+            self._read()
+        self.next_at = due[0][0] if due else NEVER
+        return at, request
+
+    def ended(self, request: Request, now: int) -> None:
+        """Called when `request` has ended: schedules the requests that come after it."""
+        followers = self.following.pop(request.id, None)
+        if followers is not None:
+            for place, follower in followers:
+                self._enter(now + follower.think_time, place, follower)
+            self.next_at = self._due[0][0]
+
+    def check_all_came(self) -> None:
+        """Raise InputError if requests wait for one that never ends."""
+        for awaited, ((_, first), *_) in self.following.items():
+            known = awaited in self._session_of
+            why = "in the end waits for it" if known else "is not in the workload"
+            msg = f"request {first.id!r} comes after request {awaited!r}, which {why}"
+            raise InputError(msg)
+
+    def _read(self) -> None:
+        """Read up to the next open-loop request; from the first of a session on, to the end."""
+        for request in self._requests:
+            at = request.arrival
+            if request.id in self._session_of:
+                msg = f"request {request.id!r}: an earlier request has the same id"
+                raise InputError(msg)
+            self._session_of[request.id] = request.session
+            self._closed |= request.session is not None
+            place = len(self._session_of)
+            if at < self._last:
+                msg = (
+                    f"request {request.id!r} (number {place}) arrives at {at} ns, before "
+                    f"{self._last} ns: times start at 0 and never decrease; sort the workload"
+                )
+                raise InputError(msg)
+            self._last = at
+            if request.after is not None:
+                session = self._session_of.get(request.after, request.session)
+                if request.session is None or session != request.session:
+                    msg = (
+                        f"request {request.id!r} of session {request.session!r} comes after "
+                        f"request {request.after!r} of session {session!r}: give both the same"
+                    )
+                    raise InputError(msg)
+                self.following.setdefault(request.after, []).append((place, request))
+                continue
+            if self._scaled:
+                at = int(at / self._scale)
+            self._enter(at, place, request)
+            if not self._closed:
+                return
+
+    def _enter(self, at: int, place: int, request: Request) -> None:
+        if at >= NEVER:
+            msg = f"request {request.id!r} arrives 2^63 ns (292 years) or more from the start"
+            raise InputError(msg)
+        heappush(self._due, (at, place, request))
+
+
+UNJUDGED, MISSED, MET = -1, 0, 1
+"""How a request fared by its SLO: nothing can be judged, it has missed it, it has met it."""
+
+
+class RunLog:
+    """Columns of a run, one row a request, in the order in which these ended.
+
+    Attributes:
+        slo: what is expected for requests that bring no SLO of their own.
+        ids, tenants: of the requests.
+        arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
+        prompt, output, hit, pauses, recomputes: their numbers.
+        verdict: how they fared by their SLO.
+        reasons: why the request of a row was rejected; the others have finished.
+        itl: times between two tokens of a request.
+        pool: the pool's blocks over time.
+        steps, busy_ps: steps run, and the picoseconds they took.
+        own_slos: requests that brought an SLO of their own.
+    """
+
+    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
+        self.slo = slo
+        self.ids: list[int | str] = []
+        self.tenants: list[str | None] = []
+        self.arrival, self.admitted = array("q"), array("q")
+        self.first_token, self.finish = array("q"), array("q")
+        self.prompt, self.output, self.hit = array("q"), array("q"), array("q")
+        self.pauses, self.recomputes, self.verdict = array("i"), array("i"), array("b")
+        self.reasons: dict[int, str] = {}
+        self.itl = TokenGaps()
+        self.pool = PoolTimeline(blocks)
+        self.steps = self.busy_ps = self.own_slos = 0
+
+    def ended(self, job: Job, now: int) -> None:
+        """Record a finished request."""
+        request = job.request
+        self.own_slos += request.slo is not None
+        self.verdict.append(UNJUDGED if job.slo is None else _verdict(job, job.slo, now))
+        self.ids.append(request.id)
+        self.tenants.append(request.tenant)
+        self.arrival.append(job.arrival)
+        self.admitted.append(-1 if job.admitted is None else job.admitted)
+        self.first_token.append(-1 if job.first_token is None else job.first_token)
+        self.finish.append(now)
+        self.prompt.append(request.prompt_tokens)
+        self.output.append(job.output_tokens)
+        self.hit.append(job.hit)
+        self.pauses.append(job.pauses)
+        self.recomputes.append(job.recomputes)
+
+    def rejected(self, job: Job, why: str) -> None:
+        """Record a rejected request."""
+        self.reasons[len(self.ids)] = why
+        self.ended(job, -1)
+        if job.slo is not None and job.slo != SLO():
+            self.verdict[-1] = MISSED
+
+    def tpot(self) -> list[int]:
+        """Return the mean picoseconds of the tokens after the first by row; -1 for none."""
+        columns = self.first_token, self.finish, self.output
+        return [
+            (finish - first) * PS_PER_NS // (output - 1) if finish >= 0 and output > 1 else -1
+            for first, finish, output in zip(*columns, strict=True)
+        ]
+
+
+def _verdict(job: Job, slo: SLO, now: int) -> int:
+    """Judge a job that finished at `now` by what it has samples of."""
+    arrival, first, output = job.arrival, job.first_token, job.output_tokens
+    verdict = UNJUDGED
+    if slo.deadline_ns is not None:
+        verdict = MET if now - arrival <= slo.deadline_ns else MISSED
+    if first is not None and verdict != MISSED:
+        if slo.ttft_ns is not None:
+            verdict = MET if first - arrival <= slo.ttft_ns else MISSED
+        if slo.tpot_ns is not None and output > 1 and verdict != MISSED:
+            verdict = MET if now - first <= slo.tpot_ns * (output - 1) else MISSED
+    return verdict
+
+
+_STRETCH = 256
+"""Tokens for which a latency model without lines is asked once."""
+
+
+class ServiceEstimates:
+    """Estimates for schedulers (`ServiceTimes`), from the cache and the latency model."""
+
+    def __init__(self, cache: KVCache, latency: LatencyModel, max_seqs: int) -> None:
+        self._cache = cache
+        self._latency = latency
+        self._windows = latency.windows
+        self._max_seqs = max_seqs
+        self._decode_pieces: dict[int, Sequence[LinearPiece]] = {}
+
+    def probe(self, request: Request, now: int) -> int:
+        """Return how many prompt tokens of `request` would hit."""
+        return self._cache.probe(request, now) * self._cache.geometry.block_size
+
+    def prefill_ns(self, tokens: int, context: int) -> int:
+        """Return the ns to prefill `tokens` tokens after `context` in a step of their own."""
+        if not tokens:
+            return 0
+        windows = self._windows
+        pairs = tuple(attended_pairs(context, tokens, window) for window in windows)
+        work = StepWork(tokens, pairs, 0, (0,) * len(windows))
+        return self._latency.duration(work) // PS_PER_NS
+
+    def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
+        """Return the ns in which `sequences` sequences generate `tokens` tokens each.
+
+        Exact by the lines of a latency model. A model without lines is taken to need, for
+        each token, its time at the end of a stretch of contexts: stretches lie fixed, so that
+        the time left never rises while tokens are generated.
+        """
+        count, end, time_ps = min(sequences, self._max_seqs), context + tokens, 0
+        part = self._by_lines if self._latency.jumps else self._by_samples
+        while context < end:
+            context, took_ps = part(count, context, end)
+            time_ps += took_ps
+        return time_ps // PS_PER_NS
+
+    def _by_lines(self, count: int, context: int, end: int) -> tuple[int, int]:
+        """Return up to where no window fills, at most `end`, and the ps up to there."""
+        windows = self._windows
+        full = (window - 1 for window in windows if window is not None)
+        upto = min((at for at in full if context < at < end), default=end)
+        growth = [count if window is None or context + 1 < window else 0 for window in windows]
+        pieces = self._decode_pieces.get(count)
+        if pieces is None:
+            pieces = self._decode_pieces[count] = decode_lines(self._latency, count)
+        times = StepTimes(pieces, self._step(count, context).context, growth)
+        return upto, times.total(upto - context)
+
+    def _by_samples(self, count: int, context: int, end: int) -> tuple[int, int]:
+        """Return where the stretch of `context` ends, at most `end`, and the ps up to there."""
+        border = (context // _STRETCH + 1) * _STRETCH
+        upto = min(border, end)
+        longest = self._latency.duration(self._step(count, border - 1))
+        return upto, (upto - context) * longest
+
+    def _step(self, count: int, context: int) -> StepWork:
+        """Return a step in which `count` sequences of `context` tokens generate one more."""
+        pairs = [min(context + 1, window or context + 1) for window in self._windows]
+        return StepWork(0, (0,) * len(pairs), count, tuple(count * each for each in pairs))
 
 
 class ServingLoop:
@@ -88,6 +349,8 @@ class ServingLoop:
         self._mixed = batching.steps == "mixed"
         self._jumps = jumps and executor.jumps
         self._serial = 0
+        # By number of jobs: a latency model is asked once for each.
+        self._lines: dict[int, Sequence[LinearPiece]] = {}
         self._no_pairs = (0,) * len(windows)
         self._is_plain = windows == (None,)
 
@@ -139,7 +402,8 @@ class ServingLoop:
                 request.slo or self.log.slo,
                 output_tokens=request.output_tokens,
             )
-            self._cache.announce(request, at)
+            if self._cache.trace is not None:
+                self._cache.announce(request, at)
             if request.prompt_tokens:
                 why = self.allocator.never_fits(request)
             else:
@@ -190,7 +454,7 @@ class ServingLoop:
         for job, tokens in chunks:
             assert job.seq is not None
             job.computed += tokens
-            self.allocator.commit(job.seq, tokens, now)
+            self._cache.commit(job.seq, tokens, now)
         if batch.committing and decodes:
             self._commit(now)
         prefilled = [job for job, _ in chunks if job.computed == job.target]
@@ -206,17 +470,23 @@ class ServingLoop:
         batch = self.batch
         named: Sequence[tuple[Job, Sequence[Key]]] = ()
         if self._jumps:
-            times = self._executor.decode_times(batch.size, batch.context, batch.growth)
-            steps = self._steps_to_event(times)
-            segments = times.segments(steps)
+            lines = self._lines.get(batch.size)
+            if lines is None:
+                lines = decode_lines(self._executor.latency, batch.size)
+                self._lines[batch.size] = lines
+            event = self._arrivals.next_at
+            if self.batcher.timers:
+                event = min(event, self.batcher.timers[0][0])
+            event_ps = event * PS_PER_NS if event < NEVER else None
+            tokens = batch.size
+            steps, took_ps = self.allocator.jump(lines, self.clock_ps, event_ps)
         else:
             work = StepWork(0, self._no_pairs, batch.size, tuple(batch.context))
             took_ps, ended, named = self._executor.run(work, (), batch)
             if ended:
                 self._cut_short(ended)
-            segments = ((took_ps, 0, 1),)
-        tokens = batch.size
-        steps, took_ps = batch.advance(self.clock_ps, segments)
+            tokens = batch.size
+            steps, took_ps = batch.advance(self.clock_ps, ((took_ps, 0, 1),))
         now = self._pass(steps, took_ps, 0, tokens * steps, named)
         self.batcher.without_progress = 0
         if batch.committing:
@@ -224,14 +494,6 @@ class ServingLoop:
         done = batch.pop_finished()
         if done:
             self._finish(done, now)
-
-    def _steps_to_event(self, times: StepTimes) -> int:
-        """Return how many steps change nothing but lengths, and allocate for them."""
-        event = self._arrivals.next_at
-        if self.batcher.timers:
-            event = min(event, self.batcher.timers[0][0])
-        event_ps = event * PS_PER_NS if event < NEVER else None
-        return self.allocator.jump(times, self.clock_ps, event_ps)
 
     def _cut_short(self, ended: Iterable[tuple[Job, int]]) -> None:
         """Reduce the output of jobs whose text has ended to the tokens they have."""
@@ -317,7 +579,7 @@ class ServingLoop:
             assert seq is not None
             self._cache.settle(seq, job.length)
             before = seq.dropped_tokens
-            self.allocator.commit(seq, seq.tokens - seq.computed, now)
+            self._cache.commit(seq, seq.tokens - seq.computed, now)
             if seq.dropped_tokens > before:
                 self.batch.forgot(job, seq.dropped_tokens - before)
             self.batcher.computed()

@@ -56,6 +56,8 @@ class Job:
         output_tokens: tokens it generates: those the request asks for, or fewer where a run
             on tensors has ended its text.
         named_keys: block keys of generated tokens that became known while it ran.
+        generated_before: output tokens it had when it last joined or left the decode batch.
+        joined: the decode step from which on it generates a token a step; None: it does not.
     """
 
     request: Request
@@ -77,15 +79,15 @@ class Job:
     last_token_ps: int = 0
     output_tokens: int = attrs.field(default=attrs.Factory(_requested_output, takes_self=True))
     named_keys: tuple[Key, ...] = ()
-    _generated: int = 0
-    _joined: int | None = None
+    generated_before: int = 0
+    joined: int | None = None
 
     @property
     def generated(self) -> int:
         """Output tokens so far."""
-        if self._joined is None:
-            return self._generated
-        return self._generated + self.steps.count - self._joined
+        if self.joined is None:
+            return self.generated_before
+        return self.generated_before + self.steps.count - self.joined
 
     @property
     def prefill_left(self) -> int:
@@ -113,17 +115,6 @@ class Job:
         """Tokens of K/V it has: all but the newest, which the next step computes."""
         generated = self.generated
         return self.request.prompt_tokens + generated - 1 if generated else self.computed
-
-    def join(self, generated: int) -> None:
-        """Make it generate with every decode step from now on, `generated` tokens so far."""
-        self._generated, self._joined = generated, self.steps.count
-
-    def leave(self) -> int:
-        """Stop generating; return how many tokens there are."""
-        if self._joined is not None:
-            self._generated += self.steps.count - self._joined
-            self._joined = None
-        return self._generated
 
     def known_request(self) -> Request:
         """Return the request with all output keys that are known by now."""

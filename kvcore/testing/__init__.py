@@ -5,9 +5,11 @@ Needs the extra `testing`: pytest and hypothesis.
 
 import kvcore.testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
 from kvcore.testing.backend import BackendTests
+from kvcore.testing.codec import CodecTests
 from kvcore.testing.eviction import EvictionPolicyTests
 from kvcore.testing.generator import GeneratorTests
 from kvcore.testing.harness import (
+    COMPACTIONS,
     EVEN,
     FORKS,
     Decision,
@@ -32,10 +34,12 @@ from kvcore.testing.scheduler import STEP, SchedulerTests, ToyServer, watched
 from kvcore.testing.workload import WorkloadTests
 
 __all__ = [
+    "COMPACTIONS",
     "EVEN",
     "FORKS",
     "STEP",
     "BackendTests",
+    "CodecTests",
     "Decision",
     "Driver",
     "EvictionPolicyTests",

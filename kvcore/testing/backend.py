@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import nan
+from math import inf, nan, sqrt
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,7 @@ import pytest
 
 from kvcore.engine import Backend, RaggedBatch, TensorLayout
 from kvcore.engine.backend import TENSOR_DTYPES
-from kvcore.errors import StorageError
+from kvcore.errors import InputError, StorageError
 from kvcore.plugins.base import qualified
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 
@@ -177,6 +177,55 @@ class BackendTests:
         keys, _ = batch.backend.read(0, batch.tables[0], 1)
         batch.backend.fill(0)
         assert self.numbers(keys).equal(batch.keys[0][0][:1].double())
+
+    @_windows
+    @_seeds
+    def test_weighs_tokens(self, seed: int, window: int | None, sinks: int) -> None:
+        """`attend_weighed` has the output of `attend`, and sums of the attention weights.
+
+        A backend that does not tell the weights says so.
+        """
+        self.batch(seed).check_weighed(window=window, sinks=sinks)
+        self.batch(seed, lengths=[1] * 9).check_weighed(window=window, sinks=sinks)
+
+    @pytest.mark.parametrize("alike", [False, True], ids=["by head", "alike"])
+    @_seeds
+    def test_windows_go_by_position(self, seed: int, alike: bool) -> None:  # noqa: FBT001
+        """Of a sequence that has lost tokens, a window sees those at the positions it holds.
+
+        A backend that cannot refuses the plan.
+        """
+        batch = self.batch(seed, contexts=[30, 25, 0, 60], lengths=[1, 20, 1, 7])
+        batch.check_by_position(seed, window=20, sinks=3, alike=alike)
+
+    @_together
+    @_dtypes
+    def test_moves_tokens(self, dtype: str, together: bool) -> None:  # noqa: FBT001
+        """Tokens change places in each head by itself: all are read before one is written."""
+        import torch  # noqa: PLC0415 - as above
+
+        batch = self.batch(6, dtype, contexts=[0], lengths=[50], room=1, together=together)
+        batch.stored()
+        (table,), heads = batch.tables, range(batch.layout.kv_heads)
+        turn = [torch.randperm(50, generator=torch.Generator().manual_seed(h)) for h in heads]
+        moves = [
+            (head, int(source), place)
+            for head, order in enumerate(turn)
+            for place, source in enumerate(order)
+            if place != source
+        ]
+        batch.backend.move_tokens(1, table, table, torch.tensor(moves).T)
+        for part, whole in zip(
+            batch.read(1, table, 50), (batch.keys, batch.values), strict=True
+        ):
+            for head, order in enumerate(turn):
+                assert part[:, head].equal(whole[1][0][order, head].double())
+        assert all(
+            part.equal(whole[0][0].double())
+            for part, whole in zip(
+                batch.read(0, table, 50), (batch.keys, batch.values), strict=True
+            )
+        )
 
     @_together
     def test_copies_blocks(self, together: bool) -> None:  # noqa: FBT001
@@ -462,6 +511,86 @@ class RandomBatch:
                 )
                 expected.append(attention(queries[begin:], keys, values, **options))
             found = self.attend(layer, plan, begins, counts, **options)
+            torch.testing.assert_close(
+                found, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
+            )
+
+    def check_weighed(self, **options: Any) -> None:
+        """Compare the attention and its summed weights, in all layers, with those in fp64."""
+        import torch  # noqa: PLC0415 - as above
+
+        from kvcore.testing.dense import attention  # noqa: PLC0415 - as above
+
+        plan = self.stored()
+        close: Any = {"atol": 8 * self.tolerance, "rtol": 8 * self.tolerance}
+        for layer in range(LAYERS):
+            new = [rows[n:] for rows, n in zip(self.queries[layer], self.contexts, strict=True)]
+            given = self.backend.tensor(torch.cat(new), self.layout.dtype)
+            try:
+                out, sums = self.backend.attend_weighed(layer, plan, given, **options)
+            except InputError as error:
+                pytest.skip(str(error))
+            expected = self.attend(layer, plan, **options)
+            torch.testing.assert_close(self.numbers(out), expected, **close)
+            for queries, keys, found in zip(new, self.keys[layer], sums, strict=True):
+                # Attention over values of which each has a dimension of its own.
+                tokens, heads = keys.shape[:2]
+                apart = torch.eye(tokens).double()[:, None].expand(-1, heads, -1)
+                weights = attention(queries.double(), keys, apart, **options)
+                summed = weights.reshape(len(queries), heads, -1, tokens).sum((0, 2))
+                torch.testing.assert_close(self.numbers(found), summed, **close)
+
+    def check_by_position(self, seed: int, *, window: int, sinks: int, alike: bool) -> None:
+        """Compare attention within a window where tokens have random positions, in no order.
+
+        All layers and heads have the same if `alike`.
+        """
+        import torch  # noqa: PLC0415 - as above
+
+        draw, lost = torch.Generator().manual_seed(seed), 40
+        shape = (1, 1) if alike else (LAYERS, self.layout.kv_heads)
+        held = [
+            torch.rand(*shape, n + lost, generator=draw).argsort(2)[..., :n]
+            for n in self.contexts
+        ]
+        starts = [n + lost if n else 0 for n in self.contexts]
+        positions = [
+            torch.arange(start, start + length)
+            for start, length in zip(starts, self.lengths, strict=True)
+        ]
+        self.stored()
+        batch = RaggedBatch(
+            self.tables,
+            self.contexts,
+            self.lengths,
+            positions=torch.cat(positions).tolist(),
+            held_positions=[(at[0, 0] if alike else at) if at.numel() else None for at in held],
+        )
+        try:
+            plan = self.backend.plan(batch)
+        except InputError as error:
+            pytest.skip(str(error))
+        for layer in range(LAYERS):
+            expected = []
+            for number, own in enumerate(positions):
+                queries, keys, values = (
+                    part[layer][number].double()
+                    for part in (self.queries, self.keys, self.values)
+                )
+                group = queries.shape[1] // keys.shape[1]
+                old = held[number][layer % len(held[number])].expand(keys.shape[1], -1)
+                at = torch.cat((old, own.expand(len(old), -1)), 1)[:, None]
+                here = own[:, None]
+                seen = (at <= here) & ((at > here - window) | (at < sinks))
+                scores = torch.einsum(
+                    "qhd,khd->hqk",
+                    queries[-len(own) :],
+                    keys.repeat_interleave(group, 1),
+                ) / sqrt(keys.shape[2])
+                weights = scores.masked_fill(~seen.repeat_interleave(group, 0), -inf).softmax(2)
+                shared = values.repeat_interleave(group, 1)
+                expected.append(torch.einsum("hqk,khd->qhd", weights, shared))
+            found = self.attend(layer, plan, window=window, sinks=sinks)
             torch.testing.assert_close(
                 found, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
             )

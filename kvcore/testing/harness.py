@@ -21,29 +21,14 @@ from kvcore.request import Key, Request, Retention
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
 
-EVEN = {
-    "open": 5,
-    "commit": 6,
-    "close": 4,
-    "serve": 3,
-    "extend": 1,
-    "fork": 1,
-    "rollback": 1,
-    "compact": 1,
-}
+EVEN = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1, "fork": 1, "rollback": 1}
 """How often the actions come: as many blocks go as come, so neither room nor work runs out."""
 
-FORKS = {
-    "open": 2,
-    "commit": 4,
-    "close": 2,
-    "serve": 1,
-    "extend": 1,
-    "fork": 3,
-    "rollback": 3,
-    "compact": 1,
-}
+FORKS = {"open": 2, "commit": 4, "close": 2, "serve": 1, "extend": 1, "fork": 3, "rollback": 3}
 """As above, with many sequences that share private blocks."""
+
+COMPACTIONS = EVEN | {"open": 6, "extend": 3, "fork": 2, "compact": 4}
+"""As above, with many sequences that are compacted."""
 
 
 @attrs.frozen(kw_only=True)

@@ -250,14 +250,14 @@ class ToyServer:
                 job.admitted, job.hit = self._now, job.computed
         job.stage = PREFILL if job.prefill_left else DECODE
         if job.stage == DECODE:
-            job.join(job.generated)
+            job.joined = self._steps.count
         del self._waiting[job]
         self._due.pop(job, None)
         self._running[job] = None
         self._scheduler.admitted(job, self._now)
 
     def _pause(self, job: Job) -> None:
-        job.leave()
+        job.generated_before, job.joined = job.generated, None
         job.stage = PAUSED
         job.pauses += 1
         del self._running[job]
@@ -289,13 +289,14 @@ class ToyServer:
                 job.stage = DECODE
                 self._changed = True
                 if job.request.output_tokens:
-                    job.join(job.generated + 1)
+                    job.generated_before += 1
+                    job.joined = self._steps.count
                     job.first_token = job.first_token or self._now
             if not job.output_left:
                 self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        job.leave()
+        job.generated_before, job.joined = job.generated, None
         job.stage = DONE
         del self._running[job]
         self._free += self._held.pop(job)

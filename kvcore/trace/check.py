@@ -414,7 +414,9 @@ class TraceChecker:
         if self.state.header.mode != "untimed":
             self._must_be_asked(seq, computed, ahead)
         keep = layout.blocks_for(tokens + ahead)
-        own = array("i", [block for block in seq.private if block not in pool.owners])
+        own = seq.private
+        if pool.owners:
+            own = array("i", [block for block in own if block not in pool.owners])
         new, freed = self.state.ids(event.new or []), own[keep:][::-1]
         if len(new) != max(0, keep - len(own)):
             violated(f"{keep} blocks stay, of {len(own)} own ones and {len(new)} new ones")
@@ -425,8 +427,9 @@ class TraceChecker:
         self._order.settle()
         self._must_free(seq, event.runs, freed)
         pool.free(freed, len(freed))
-        for block in seq.private:
-            pool.unshare(block)
+        if pool.owners:
+            for block in seq.private:
+                pool.unshare(block)
 
     def _must_be_asked(self, seq: TracedSequence, computed: int, ahead: int) -> None:
         """Check that a server asks its policy then: after a chunk, or when a block is full.

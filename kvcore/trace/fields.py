@@ -124,6 +124,16 @@ def plain(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
+def version() -> str:
+    """Return the version of kvcore that a header names."""
+    from importlib import metadata  # noqa: PLC0415  (slow)
+
+    try:
+        return metadata.version("kvcore")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
     """Return the optional fields of REQUEST that are not at their default."""
     pairs = zip(_OPTIONAL, values, _DEFAULTS, strict=True)

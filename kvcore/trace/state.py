@@ -402,7 +402,7 @@ class CacheState:
             if other.prompt is seq.prompt and other is not seq
         ]
         shared = set[int]().union(*family)
-        self._work += len(seq.private) + sum(map(len, family))
+        self._work += len(self.sequences) + len(seq.private) + sum(map(len, family))
         return array("i", [block for block in seq.private if block not in shared])
 
     def ids(self, runs: list[tuple[int, int]]) -> Ids:

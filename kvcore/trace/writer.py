@@ -17,6 +17,7 @@ from kvcore.trace.fields import (
     key_fields,
     plain,
     request_fields,
+    version,
 )
 from kvcore.trace.jsonl_file import SealedWriter
 
@@ -274,13 +275,3 @@ def _source(workload: Workload | Mapping[str, Any] | None) -> Mapping[str, Any] 
     if workload is None or isinstance(workload, Mapping):
         return workload
     return {"name": workload.name, "digest": workload.digest, "options": workload.options()}
-
-
-def version() -> str:
-    """Return the version of kvcore that a header names."""
-    from importlib import metadata  # noqa: PLC0415  (slow)
-
-    try:
-        return metadata.version("kvcore")
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,8 +1,14 @@
 """Workloads: the contract, the files they read, and workloads made of others."""
 
-from kvcore.workloads.base import Workload, check_keys, checked, json_fields, recognise
+from kvcore.workloads.base import Workload, check_keys, checked, json_fields
 from kvcore.workloads.files import file_digest, lines
-from kvcore.workloads.sample import PromptWorkload, WorkloadSample, part_of
+from kvcore.workloads.selection import (
+    PromptWorkload,
+    WorkloadSample,
+    find_workload,
+    part_of,
+    recognise,
+)
 
 __all__ = [
     "PromptWorkload",
@@ -11,6 +17,7 @@ __all__ = [
     "check_keys",
     "checked",
     "file_digest",
+    "find_workload",
     "json_fields",
     "lines",
     "part_of",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import closing
 from functools import wraps
 from itertools import islice
-from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, ClassVar, Self
@@ -18,7 +16,7 @@ import orjson
 from kvcore.errors import InputError, KvcoreError, shorten
 from kvcore.plugins.base import FAILURES, Plugin, policy_error, wrong_answer
 from kvcore.request import Key, Request
-from kvcore.workloads.files import file_digest, lines
+from kvcore.workloads.files import file_digest
 
 CHECKED_REQUESTS = 4_000
 """Requests at the start of each run whose keys are checked; costs some 50 ns a key."""
@@ -176,38 +174,6 @@ def _what_it_is(item: object, method: Callable[..., object]) -> str:
     return f"{shorten(repr(item))}: yield instances of kvcore.Request ({place})"
 
 
-def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
-    """Return the workload that reads `path`: of the one class that recognises its first line.
-
-    Raises:
-        InputError: the file cannot be read, or no class or several recognise it.
-    """
-    with closing(lines(path)) as source:
-        first_line = next(source)[1]
-    readers = sorted((cls for cls in candidates if _reads_files(cls)), key=_name)
-    found, faults = [], ""
-    for cls in readers:
-        try:
-            if cls.recognises(first_line):
-                found.append(cls)
-        except FAILURES as error:
-            faults += f"; recognises() of {cls.name} raised {error!r}"
-    if len(found) == 1:
-        return found[0].from_file(path)
-    if found:
-        names = " and ".join(map(_name, found))
-        msg = (
-            f"{path}: {names} all recognise it; say which, as in '{found[0].name}:path={path}'"
-        )
-        raise InputError(msg)
-    known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
-    msg = (
-        f"{path}: no known workload format: {_beginning(first_line)}"
-        f"{_near_misses(first_line, readers)}{faults}; formats:\n{known}"
-    )
-    raise InputError(msg)
-
-
 def json_fields(line: bytes) -> set[str]:
     """Return the field names of a line that is a JSON object; no names if it is not."""
     try:
@@ -297,53 +263,5 @@ def _place(workload: Iterable[Request], request: Request, number: int) -> str:
     return f"{where}: request {request.id!r}, number {number}"
 
 
-def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
-    """Return the formats of whose fields the line has most but not all, and what it lacks."""
-    found = json_fields(first_line)
-    if not found:
-        found = {cell.strip() for cell in first_line.decode(errors="replace").split(",")}
-    near = []
-    for cls in readers:
-        for wanted in cls.line_fields:
-            lacking = [name for name in wanted if name not in found]
-            if len(lacking) < len(wanted) / 2:
-                near.append((len(lacking) / len(wanted), cls.name, ", ".join(lacking)))
-    best = min((rank for rank, _, _ in near if rank), default=0)
-    hints = [
-        f"nearly {name}: {f'it lacks {lacking}' if rank else 'a field is of another type'}"
-        for rank, name, lacking in near
-        if rank in (0, best)
-    ]
-    return f"; {', or '.join(hints)}" if hints else ""
-
-
-def _described(cls: type[Workload]) -> str:
-    """Return the fields by which a format is told, for the list of formats."""
-    kinds = map(", ".join, cls.line_fields)
-    return "; or ".join(kinds) or (cls.__doc__ or "").partition("\n")[0]
-
-
-def _beginning(first_line: bytes) -> str:
-    """Describe the beginning of a line that no format recognises, and why it is not JSON."""
-    text = first_line[:60].decode(errors="replace").rstrip()
-    begins = f"its first line begins {text!r}"
-    if not text.startswith("{"):
-        return begins
-    try:
-        orjson.loads(first_line)
-    except orjson.JSONDecodeError as error:
-        return f"{begins} and is not JSON: {error.msg} (column {error.colno})"
-    return begins
-
-
 def _key_text(key: Hashable) -> str:
     return key.hex() if isinstance(key, bytes) else repr(key)
-
-
-def _reads_files(cls: type[Workload]) -> bool:
-    """Return True if `cls` has a format of its own to recognise."""
-    own = (base for base in cls.__mro__ if base is not Workload)
-    return bool(cls.line_fields) or any("recognises" in vars(base) for base in own)
-
-
-_name = attrgetter("name")

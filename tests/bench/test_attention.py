@@ -14,7 +14,7 @@ from time import perf_counter
 import pytest
 from bench.harness import medians
 
-from kvcore import Backend
+from kvcore import Backend, Codec, Plugins
 from kvcore.engine import RaggedBatch, TensorLayout
 from kvcore_plugins.backend import TorchCPU
 
@@ -39,19 +39,22 @@ def timed(call: Callable[[], object]) -> Callable[[], float]:
     return measure
 
 
-def backend(tokens: int, dtype: str) -> tuple[Backend, list[int]]:
+def backend(
+    tokens: int, dtype: str, block: int = BLOCK, codec: Codec | None = None
+) -> tuple[Backend, list[int]]:
     """Return a backend with room for so many tokens, and its blocks in random order."""
-    blocks = tokens // BLOCK
+    blocks = tokens // block
     made = TorchCPU()
     made.allocate(
         TensorLayout(
             blocks=blocks,
-            block_size=BLOCK,
+            block_size=block,
             layers=1,
             kv_heads=KV_HEADS,
             head_dim=WIDTH,
             value_dim=WIDTH,
             dtype=dtype,
+            codec=codec,
         )
     )
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
@@ -101,6 +104,41 @@ def test_decode(dtype: str) -> None:
     )
     if torch.get_num_threads() == 1:
         assert best / ours >= PROMISED
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("spec", ["int8", "fp8-e4m3", "int4", "kivi:bits=4", "kivi:bits=2"])
+def test_coded_decode(spec: str) -> None:
+    """Print what decoding blocks costs attention; nothing is promised but its error."""
+    block = 128
+    codec = Plugins().build("codec", spec)
+    paged, order = backend(SEQUENCES * CONTEXT, "fp32", block, codec)
+    held = CONTEXT // block
+    tables = [order[first : first + held] for first in range(0, len(order), held)]
+    keys, values = (torch.randn(SEQUENCES, KV_HEADS, CONTEXT, WIDTH) for _ in range(2))
+    rows = [x.transpose(1, 2).reshape(-1, KV_HEADS, WIDTH) for x in (keys, values)]
+    filled = paged.plan(RaggedBatch(tables, [0] * SEQUENCES, [CONTEXT] * SEQUENCES))
+    paged.store(0, filled, *rows)
+    queries = torch.randn(SEQUENCES, HEADS, WIDTH)
+    packed = queries.view(SEQUENCES, KV_HEADS, HEADS // KV_HEADS, WIDTH)
+    plan = paged.plan(RaggedBatch(tables, [CONTEXT - 1] * SEQUENCES, [1] * SEQUENCES))
+    dense = torch.nn.functional.scaled_dot_product_attention
+
+    found, exact = paged.attend(0, plan, queries).view_as(packed), dense(packed, keys, values)
+    error = float((found - exact).norm() / exact.norm())
+    assert error < {"kivi:bits=2": 1.0}.get(spec, 0.2)
+
+    ours, best = medians(
+        RUNS,
+        timed(lambda: paged.attend(0, plan, queries)),
+        timed(lambda: dense(packed, keys, values)),
+    )
+    share = paged.layout.bytes / (keys.nbytes + values.nbytes)
+    print(
+        f"\ndecode, {spec}, {SEQUENCES} x {CONTEXT:,} tokens, {torch.get_num_threads()} "
+        f"threads, in ms: paged {ours * 1e3:.1f}, contiguous fp32 {best * 1e3:.1f}: "
+        f"{ours / best:.2f} of its time, for {share:.0%} of its bytes, {error:.1%} off"
+    )
 
 
 @pytest.mark.usefixtures("_threads")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import orjson
 import pytest
 from helpers.commands import run_here
@@ -63,6 +65,7 @@ def thirds(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kv-thirds\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[kvcore]\nthirds = kv_thirds\n")
     monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "kv_thirds", raising=False)
     return "thirds:more=5"
 
 
@@ -194,6 +197,16 @@ def test_earlier_name_of_the_key(tmp_path):
         assert Plugins().build("latency", "roofline:kv_dtype=fp8").codec == "fp8-e4m3"
     with pytest.raises(kvcore.InputError, match="'kv_dtype' is the earlier name of 'codec'"):
         RunConfig.of(kv_dtype="fp8", codec="fp8")
+
+
+def test_a_codec_whose_options_are_paths_is_not_built_from_a_trace(thirds, tmp_path):
+    """No file is opened because a trace names it."""
+    source = "from pathlib import Path" + THIRDS.replace("more: int", "more: Path")
+    (tmp_path / "site" / "kv_thirds.py").write_text(source)
+    about = {"model": {"name": "llama-3-8b", "codec": thirds}}
+    path = timed(tmp_path / "t.jsonl", [ask("a")], header=about)
+    with pytest.raises(kvcore.InputError, match="its more='5': no file is opened"):
+        RunConfig.from_trace(path)
 
 
 class EarlierRoofline(Roofline):

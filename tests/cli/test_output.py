@@ -11,7 +11,7 @@ from helpers.commands import run_here
 from helpers.traces import ask, lines, seal, write
 
 from kvcore.cli.output import emit_json, print_table, print_text, progress
-from kvcore.cli.terminal import echo, escaped
+from kvcore.cli.verb import echo, escaped
 
 
 class Terminal(io.StringIO):

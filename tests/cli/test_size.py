@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.huggingface import FAMILIES
 from kvcore.models.memory import KVLayout
+from kvcore.plugins import Plugins
 
 
 def run(*arguments):
@@ -295,6 +297,20 @@ def test_the_example_of_the_reference_is_what_is_printed():
         return [line.split() for line in lines if line.strip(" ─")]
 
     assert words(printed) == words(expected)
+
+
+def test_every_codec_is_in_the_reference():
+    """With the bytes of a token of Llama 3 8B, in blocks of 16."""
+    table = REFERENCE.split("## Bytes of a codec")[1].split("##")[0]
+    rows = [line.split("|")[1:4:2] for line in table.splitlines() if line.startswith("| `")]
+    told = {
+        name: int(size.replace(",", ""))
+        for names, size in rows
+        for name in re.findall("`(.*?)`", names)
+    }
+    model = MODELS["llama-3-8b"]
+    assert told == {name: KVLayout(model, name).bytes_per_token for name in told}
+    assert {name.partition(":")[0] for name in told} == set(Plugins().names("codec"))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "third_party_policy"
+RETENTION = ROOT / "examples" / "third_party_retention"
+CODEC = ROOT / "examples" / "third_party_codec"
 HOW_TO = ROOT / "docs" / "how-to" / "write-a-plugin.md"
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
@@ -27,7 +29,8 @@ def scripts(tmp_path_factory):
     pip = [scripts / "python", "-m", "pip", "install", "--quiet", "--no-compile"]
     pins = ["--constraint", ROOT / "constraints.txt"]
     newest = written(HOW_TO.read_text("utf-8"), home.parent / "newest")
-    subprocess.run([*pip, *pins, f"{ROOT}[testing]", EXAMPLE, "--editable", newest], check=True)
+    packages = [f"{ROOT}[testing]", EXAMPLE, RETENTION, CODEC, "--editable", newest]
+    subprocess.run([*pip, *pins, *packages], check=True)
     return scripts
 
 
@@ -55,6 +58,8 @@ def test_it_is_found_through_its_entry_point(scripts, tmp_path):
     assert done.returncode == 0, done.stderr
     found = {p["name"]: p["distribution"] for p in json.loads(done.stdout)["plugins"]}
     assert found["deepest"] == "kvcore-depth-policy"
+    assert found["big-values"] == "kvcore-big-values"
+    assert found["shared-exponent"] == "kvcore-shared-exponent"
     assert found["newest"] == "kvcore-newest", "the plugin of the how-to, installed as it says"
 
 
@@ -80,9 +85,10 @@ def test_the_comparison_of_the_readme_needs_nothing_else(scripts, tmp_path):
     assert rows["optimum"] == "17.9% 35.2%"
 
 
-def test_the_kit_passes_on_it(scripts, tmp_path):
+@pytest.mark.parametrize("example", [EXAMPLE, RETENTION], ids=["eviction", "retention"])
+def test_the_kit_passes_on_it(scripts, tmp_path, example):
     """The conformance kit, in three lines of its tests, passes and is not empty."""
-    tests = EXAMPLE / "tests"
+    tests = example / "tests"
     done = run(
         scripts / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests, cwd=tmp_path
     )

@@ -34,6 +34,17 @@ def test_both_runs_side_by_side(folder):
     assert "gained hits" in names
 
 
+def test_a_retention_policy_comes_and_goes(folder, tmp_path):
+    """With one where none was recorded, and without the one that was: both are told."""
+    exported = ("--export", str(tmp_path / "b.jsonl"))
+    done = run("replay", "m.jsonl.gz", "--retention", "knorm:budget=64", *exported, cwd=folder)
+    assert "retention: knorm:budget=64" in done.stdout
+    assert " instead of none" in done.stdout
+    assert "tokens forgotten" in done.stdout
+    done = run("replay", "b.jsonl", "--retention", "none", cwd=tmp_path)
+    assert "retention: none instead of knorm:budget=64" in done.stdout
+
+
 def test_json_is_alone_on_stdout(folder):
     """`--json` prints one document: both runs with their configurations, and all changes."""
     done = run("replay", "m.jsonl.gz", "--scheduler", "srpt", "--json", cwd=folder)

@@ -175,6 +175,7 @@ def compute(
     seed=0,
     rate_scale=1.0,
     dtype="fp32",
+    codec=None,
     **batching,
 ):
     """Serve `requests` on tensors, as `serving.serve` simulates it; return the same."""
@@ -194,6 +195,7 @@ def compute(
         generator=Exact() if generator is None else generator,
         backend=Slots() if backend is None else backend,
         dtype=dtype,
+        codec=codec,
         scheduler=scheduler_of(scheduler),
         latency=Bent() if latency is None else latency,
         batching=Batching(**{"watermark": 0} | batching),

@@ -147,6 +147,40 @@ def serve(path):
     return path
 
 
+def compact(path):
+    """Record two requests under a clock that are compacted: in a prompt, after it, decoding."""
+    with Trace(path, mode="model") as trace:
+        cache = KVCache(
+            9, BLOCK, eviction=LRU(), prefix=Radix(), retention=Window(tokens=99), trace=trace
+        )
+        old = cache.open(ask("old", "xy"), None, 0)
+        cache.commit(old, 8, 1)
+        trace.finish(1, request="old", seq=1, output=0)
+        cache.close(old, 1)
+        long = cache.open(ask("long", "abc", 14, output_tokens=8), None, 1)
+        cache.commit(long, 9, 2)
+        cache.compact(long, 5, 2)
+        wide = cache.open(ask("wide", "kl", output_tokens=2), None, 2)
+        cache.commit(wide, 8, 3)
+        cache.compact(wide, 6, 3)
+        trace.first_token(3, request="wide", seq=3)
+        cache.commit(long, 5, 3)
+        cache.compact(long, 3, 3)
+        trace.first_token(3, request="long", seq=2)
+        cache.extend(wide, 1, 4)
+        cache.commit(wide, 1, 4)
+        trace.finish(4, request="wide", seq=3, output=2)
+        cache.close(wide, 4)
+        cache.extend(long, 5, 5)
+        cache.commit(long, 5, 6)
+        cache.compact(long, 4, 6)
+        cache.extend(long, 2, 7)
+        cache.commit(long, 2, 8)
+        trace.finish(8, request="long", seq=2, output=8)
+        cache.close(long, 8)
+    return path
+
+
 def lines(path):
     """Return the lines of a trace as dicts."""
     events = (event.as_dict() for event in read_events(path))

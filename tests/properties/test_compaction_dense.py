@@ -68,11 +68,7 @@ actions = st.lists(
 
 def built(text):
     """Return a policy whose scores do not tell numbers of different roundings apart."""
-    policy = (
-        Tied(budget=5, sinks=1)
-        if text.startswith("tied")
-        else resolve("retention", text)
-    )
+    policy = Tied(budget=5, sinks=1) if text.startswith("tied") else resolve("retention", text)
     if isinstance(policy, TokenRetention):
         exact = policy.score
         policy.score = lambda held: (exact(held) * 2**24).round()

@@ -1,7 +1,7 @@
 """Exported events, read by the tracker, leave resident what the trace's own replay leaves."""
 
 import pytest
-from helpers.traces import ask, forget, record, serve, write
+from helpers.traces import ask, compact, forget, record, serve, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,7 +110,7 @@ def test_no_block_leaves_before_what_follows_it(tmp_path_factory, rows, blocks, 
                 assert gone not in parents.values()
 
 
-@pytest.mark.parametrize("make", [record, serve, forget])
+@pytest.mark.parametrize("make", [record, serve, forget, compact])
 def test_every_kind_of_line_is_understood(tmp_path, make):
     """Forks, duplicates, preemptions, retention: the tracker ends where the replay does."""
     path = make(tmp_path / "t.jsonl")

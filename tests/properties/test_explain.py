@@ -8,13 +8,14 @@ from tempfile import NamedTemporaryFile
 
 import hypothesis.strategies as st
 from helpers.policies import POLICIES, build
+from helpers.retention import retentions
 from helpers.serving import servers
 from hypothesis import given, settings
 
 from kvcore import KVCache, Request, Trace
 from kvcore.analysis import Belady, Future, explain, replay, served
 from kvcore.cache.layout import BlockLayout
-from kvcore.testing import Driver, Traffic, request_lists, step_lists
+from kvcore.testing import COMPACTIONS, Driver, Traffic, request_lists, step_lists
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 
@@ -86,15 +87,24 @@ def test_a_cache_that_shares_nothing_stores_nothing(requests, blocks, layout):
     assert told <= {"compulsory", "unstored", "granularity", "no_keys", "truncated"}
 
 
-@given(server=servers(), scheduler=st.sampled_from(["fcfs", "lpm", "fair", "srpt"]))
+@given(
+    server=servers(),
+    scheduler=st.sampled_from(["fcfs", "lpm", "fair", "srpt"]),
+    retention=st.just(lambda: None) | retentions,
+)
 @settings(max_examples=60)
-def test_the_categories_add_up_under_a_clock(server, scheduler):
-    """So they do where requests overlap, wait, are preempted and rejected."""
-    run = server.run(scheduler)
+def test_the_categories_add_up_under_a_clock(server, scheduler, retention):
+    """So they do where requests overlap, wait, forget, are preempted and rejected."""
+    run = server.run(scheduler, retention=retention())
     check_sums(explained(run.trace), run.result.cache.stats.hit_tokens)
 
 
-@given(steps=step_lists(TRAFFIC, most=60), blocks=st.integers(4, 30), layout=LAYOUTS)
+@given(
+    steps=step_lists(TRAFFIC, most=60)
+    | step_lists(Traffic(key_tokens=6, mix=COMPACTIONS), most=60),
+    blocks=st.integers(4, 30),
+    layout=LAYOUTS,
+)
 def test_the_categories_add_up_whatever_is_called(steps, blocks, layout):
     """So they do where sequences fork, roll back, and stay open."""
     out = BytesIO()

@@ -9,6 +9,7 @@ from hypothesis import given
 from kvcore import KVCache, Request
 from kvcore.request import Retention
 from kvcore.testing import (
+    COMPACTIONS,
     EVEN,
     FORKS,
     Driver,
@@ -80,6 +81,15 @@ def test_forks(name, count, size):
 
 
 @layouts
+@pytest.mark.parametrize("name", SCORED)
+def test_compactions(name, count, size):
+    """Sequences leave what they share, and go on in private blocks, forks too."""
+    for seed in range(3):
+        steps = random_steps(seed, 150, traffic(name, mix=COMPACTIONS))
+        assert_same_decisions(name, 16 * KEY // size, count, size, steps)
+
+
+@layouts
 @pytest.mark.parametrize("blocks", [1, 10, 50])
 @pytest.mark.parametrize("name", SCORED)
 def test_requests_longer_than_the_pool(name, blocks, count, size):
@@ -90,7 +100,10 @@ def test_requests_longer_than_the_pool(name, blocks, count, size):
 
 
 @pytest.mark.parametrize("name", ["fifo", "lfu:half_life=inf", "priority", "ttl:ttl=2e-8"])
-@given(steps=step_lists(Traffic(key_tokens=KEY, hints=True)))
+@given(
+    steps=step_lists(Traffic(key_tokens=KEY, hints=True))
+    | step_lists(Traffic(key_tokens=KEY, hints=True, mix=COMPACTIONS))
+)
 def test_any_steps(name, steps):
     """As above, from lists of steps that shrink to a small counterexample."""
     for count, size in LAYOUTS:

@@ -1,9 +1,12 @@
 """Sequences that forget: the same decisions everywhere, and the right tokens on tensors."""
 
+from functools import partial
+from random import Random
+
 import pytest
 from helpers.engine import compute, decided
-from helpers.retention import retentions, windows
-from helpers.serving import BLOCK, Bent, ask, serve, servers
+from helpers.retention import Eager, retentions, windows
+from helpers.serving import BLOCK, Bent, ask, random_server, serve, servers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +91,7 @@ def test_jumps_are_single_steps(scheduler, server, make):
     """Blocks are forgotten at the same times, whether steps are run one by one or not."""
     jumping, stepping = (simulated(server, scheduler, make, jumps=j) for j in (True, False))
     assert jumping.trace == stepping.trace
+    assert jumping.result.cache.stats == stepping.result.cache.stats
 
 
 @schedulers
@@ -96,6 +100,7 @@ def test_counting_decides_alike(scheduler, server, make):
     """A run in which blocks have no ids ends the same requests at the same times."""
     told, counted = (simulated(server, scheduler, make, trace=t) for t in (True, False))
     assert told.rows == counted.rows
+    assert told.result.cache.stats == counted.result.cache.stats
 
 
 @given(server=servers(), make=retentions)
@@ -105,6 +110,20 @@ def test_a_trace_can_be_replayed(tmp_path_factory, server, make):
     report = replayed(run.trace, tmp_path_factory.mktemp("trace") / "run.jsonl")
     assert (report.complete, report.pool["private"]) == (True, 0)
     assert report.pool["cached"] == run.result.cache.tree.cached_blocks
+    assert report.events.get("COMPACT", 0) == run.result.cache.stats.compactions
+
+
+def test_random_servers_compact_and_defer_it():
+    """The servers above are tight enough for both, beside preemptions and hits."""
+
+    def is_tight(seed):
+        server = random_server(Random(seed).randint)  # noqa: S311
+        run = simulated(server, "urgent", partial(Eager, 9), trace=False)
+        stats = run.result.cache.stats
+        counts = stats.compactions, stats.deferred_compactions, stats.hit_blocks
+        return min(*counts, run.sum("recomputes")) > 0
+
+    assert any(map(is_tight, range(100)))
 
 
 @schedulers

@@ -6,24 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCache
-from kvcore.testing import Driver, Traffic, random_steps, step_lists
+from kvcore.testing import COMPACTIONS, FORKS, Driver, Traffic, random_steps, step_lists
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.retention import Window
 
 KEY = 6
-TRAFFIC = Traffic(
-    key_tokens=KEY,
-    mix={
-        "open": 5,
-        "commit": 6,
-        "extend": 4,
-        "close": 2,
-        "fork": 2,
-        "rollback": 1,
-        "compact": 3,
-    },
-)
+TRAFFIC = Traffic(key_tokens=KEY, mix=COMPACTIONS)
 TAINTED = "computed without some of the tokens before it"
 
 
@@ -136,6 +125,7 @@ def test_nobody_elses_hits_change(steps, size):
 def test_the_book_finds_a_poisoned_cache(monkeypatch):
     """A sequence that forgets before it has computed what its fork published is found out."""
     monkeypatch.setattr("kvcore.cache.retention.is_past_shared", lambda _: True)
-    drivers = [(make(20, 2, Window(tokens=1)), random_steps(i, 60, TRAFFIC)) for i in range(50)]
+    forks = Traffic(key_tokens=KEY, mix=FORKS)
+    drivers = [(make(60, 2, Window(tokens=1)), random_steps(i, 60, forks)) for i in range(50)]
     with pytest.raises(AssertionError, match="computed without"):
         [driver.run(steps) for driver, steps in drivers]

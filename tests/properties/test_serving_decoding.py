@@ -36,7 +36,7 @@ class Model:
         """Return what the next step, or one `after` steps later, attends to."""
         return [
             sum(
-                min(length - job.seq.dropped * self.size + after + 1, window or 10**9)
+                min(length - job.seq.dropped_tokens + after + 1, window or 10**9)
                 for job, length in self.lengths.items()
             )
             for window in WINDOWS
@@ -92,7 +92,7 @@ def _add(model, batch, number, prompt, output, keyed):
     )
     job = Job(request, number, 0, model.steps, prompt)
     # Sequences may join in another order than that in which they were admitted.
-    job.seq = SimpleNamespace(admission=number * 7 % 25, dropped=0)
+    job.seq = SimpleNamespace(admission=number * 7 % 25, compacted=0, dropped_tokens=0)
     batch.add(job, 1)
     model.lengths[job] = prompt
 
@@ -117,9 +117,11 @@ def _remove(model, batch, job):
 
 
 def _forget(model, batch, job, most):
-    blocks = min(model.lengths[job] // model.size - job.seq.dropped, most)
-    job.seq.dropped += blocks
-    batch.forgot(job, blocks * model.size)
+    left = model.lengths[job] - job.seq.dropped_tokens
+    tokens = min(left // model.size, most) * model.size
+    job.seq.tokens = model.lengths[job]
+    job.seq.dropped_tokens += tokens
+    batch.forgot(job, tokens)
     model.removed = True
 
 

@@ -5,7 +5,7 @@ import random
 
 import orjson
 import pytest
-from helpers.traces import forget, lines, record, seal, serve
+from helpers.traces import compact, forget, lines, record, seal, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -104,9 +104,10 @@ def test_a_forgery_with_a_line_twice_is_told_by_the_invariants(recorded, damaged
         assert is_told(damaged), events[n]
 
 
-def test_a_forged_service_is_told_by_the_lives_of_its_requests(damaged):
+@pytest.mark.parametrize("record", [serve, compact])
+def test_a_forged_service_is_told_by_the_lives_of_its_requests(damaged, record):
     """With a clock no line can be left out or come twice: every life has its end."""
-    events = lines(serve(damaged))
+    events = lines(record(damaged))
     for n in range(1, len(events) - 1):
         seal(damaged, events[:n] + events[n + 1 :])
         assert is_told(damaged), events[n]
@@ -132,6 +133,24 @@ def test_forged_forgetting_is_told_by_the_invariants(damaged):
             assert is_told(seal(damaged, [*before, line | change, *after])), change
         assert is_told(seal(damaged, before + after)), line
         assert is_told(seal(damaged, [*before, line, line, *after])), line
+
+
+def test_a_forged_compaction_is_told_by_the_invariants(damaged):
+    """No number of it can be another, not even where two change alike."""
+    events = lines(compact(damaged))
+    places = [n for n, line in enumerate(events) if line["event"] == "COMPACT"]
+    for n in places:
+        line, before, after = events[n], events[:n], events[n + 1 :]
+        names = ("seq", "tokens", "held", "ahead")
+        changes = [{name: line.get(name, 0) + by} for name in names for by in (-1, 1)]
+        changes += [{a: line.get(a, 0) + by, b: line.get(b, 0) + by}
+                    for a, b in itertools.combinations(names, 2) for by in (-1, 1)]  # fmt: skip
+        for field in ("runs", "new"):
+            changes += [{field: []}, {field: [[0, 1]]}, {field: [*line.get(field, []), [8, 1]]}]
+        for change in changes:
+            forged = line | change
+            if {"new": [], "ahead": 0} | forged != {"new": [], "ahead": 0} | line:
+                assert is_told(seal(damaged, [*before, forged, *after])), (n, change)
 
 
 @given(n=st.integers(1, LINES - 2), data=st.data())

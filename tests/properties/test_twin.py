@@ -10,6 +10,7 @@ from helpers.serving import EVICTIONS, Bent, Server, servers
 from hypothesis import given, settings
 
 from kvcore.engine.tokens import TokenStream
+from kvcore.plugins import Plugins
 from kvcore.workloads import WorkloadSample
 from kvcore_plugins.workload import Mooncake
 
@@ -55,6 +56,62 @@ def test_paged_is_dense(scheduler, server):
     result = computed(server, scheduler).result
     served = {r.id: r for r in server.requests if r.id not in server_rejects(result)}
     assert result.outputs == {name: expected(request) for name, request in served.items()}
+
+
+RETENTIONS = {
+    "full": "full",
+    "window": "window:tokens=9,sinks=2",
+    "window, rebased": "window:tokens=7,sinks=1,positions=cache",
+    "h2o": "h2o:budget=9",
+    "snapkv": "snapkv:budget=0.5,window=2,pool=3",
+    "tova": "tova:budget=4",
+    "knorm": "knorm:budget=20,recent=3",
+    "expected": "expected:budget=0.25,sinks=1,queries=4,ahead=4",
+    "random": "random:budget=1",
+}
+CODECS = (
+    "fp32",
+    "bf16",
+    "fp8-e4m3",
+    "fp8-e5m2:scale=head",
+    "int8",
+    "int4",
+    "kivi",
+    "int4:keys=channel",
+)
+MODEL = "transformer:layers=2,hidden=8,heads=2,kv_heads=1,head_dim=4,mlp=8,vocab_size=64"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("retention", "codec"),
+    [(name, "fp32") for name in RETENTIONS] + [("h2o", codec) for codec in CODECS[1:]],
+)
+@settings(max_examples=max(settings.default.max_examples // 8, 1))
+@given(server=servers())
+def test_same_decisions_whatever_is_kept_and_coded(retention, codec, server):
+    """Compactions too are decided by lengths alone, and a codec decides nothing."""
+    pytest.importorskip("torch", reason="K/V lies in tensors")
+    policy = RETENTIONS[retention]
+    run = compute(
+        server.requests,
+        eviction=server.eviction,
+        latency=Bent(reach=server.windows),
+        retention=policy,
+        generator=MODEL,
+        backend="torch-cpu",
+        codec=codec,
+        **server.options,
+    )
+    assert decided(run.trace) == decided(server.run("fcfs", retention=policy).trace)
+
+
+@pytest.mark.parametrize("kind", ["retention", "codec"])
+def test_every_built_in_is_a_twin(kind):
+    """What is to be tried are all policies and codecs that come with kvcore."""
+    named = [*RETENTIONS.values()] if kind == "retention" else CODECS
+    built_in = {i.name for i in Plugins().listing() if i.kind == kind and i.distribution}
+    assert {name.split(":")[0] for name in named} == built_in - {"fp16", "fp64"}
 
 
 def server_rejects(result):

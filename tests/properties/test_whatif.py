@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from helpers.engine import Exact, compute, decided
 from helpers.policies import POLICIES, build
+from helpers.retention import Budget, Eager
 from helpers.schedulers import SCHEDULERS, STAND_INS, scheduler_of
 from helpers.serving import EVICTIONS, Bent, Single, servers
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ few = settings(max_examples=max(settings.default.max_examples // 4, 1))
 
 
 class StandIns:
-    """The schedulers and latency models of these tests, as plugins with names."""
+    """The schedulers, latency models and policies of these tests, as plugins with names."""
 
     @hookimpl
     def kvcore_schedulers(self):
@@ -37,6 +38,11 @@ class StandIns:
     def kvcore_latency_models(self):
         """Return the latency models."""
         return [Bent, Single]
+
+    @hookimpl
+    def kvcore_retention_policies(self):
+        """Return the retention policies."""
+        return [Budget, Eager]
 
 
 PLUGINS = Plugins(extra=[StandIns()])
@@ -108,7 +114,12 @@ def simulated(server, scheduler, *, latency, scale, slo, prefix, retention):
     scale=st.sampled_from(SCALES),
     slo=st.sampled_from(SLOS),
     prefix=st.sampled_from(["radix", "none"]),
-    retention=st.sampled_from([None, None, "window:tokens=9,sinks=2"]),
+    retention=st.sampled_from(
+        [
+            *(None, None, "window:tokens=9,sinks=2", "eager:tokens=5"),
+            *("budget:budget=9", "budget:budget=0.5,when=prompt"),
+        ]
+    ),
 )
 def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention):
     """Whatever schedules, evicts and arrives, sessions and rejected requests included.
@@ -157,8 +168,9 @@ def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention
     prefix=st.sampled_from(["radix", "none"]),
     blocks=st.integers(1, 40),
     size=st.sampled_from([6, 3, 2, 1]),
+    retention=st.sampled_from([None, None, "eager:tokens=5", "budget:budget=0.5"]),
 )
-def test_without_a_clock(eviction, requests, count, prefix, blocks, size):
+def test_without_a_clock(eviction, requests, count, prefix, blocks, size, retention):
     """Every policy, both countings, requests longer than the pool, hints and tenants."""
     out = BytesIO()
     with Trace(out) as trace:
@@ -167,6 +179,7 @@ def test_without_a_clock(eviction, requests, count, prefix, blocks, size):
             size,
             eviction=build(eviction),
             prefix=PLUGINS.build("prefix", prefix),
+            retention=retention and PLUGINS.build("retention", retention),
             accounting=count,
             key_tokens=6,
             trace=trace,

@@ -354,3 +354,10 @@ def test_a_long_text_never_holds_more_than_its_budget(tmp_path):
         checker.apply(line)
         most = max(most, checker.state.private + checker.state.cached)
     assert bound - 1 <= most <= bound
+
+
+@pytest.mark.parametrize(("output", "compactions"), [(1, 0), (5, 1), (9, 2)])
+def test_a_text_that_ends_is_not_compacted(output, compactions):
+    """Nothing attends to it any more, so that a copy would be for nobody."""
+    run = serve_all([request("a", prompt=8, output=output)], retention=Eager(4), trace=False)
+    assert run.result.cache.stats.compactions == compactions

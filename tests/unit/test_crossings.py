@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from helpers.crossings import SMALL, way_of_command, way_of_request
 
-FILES_OF_SIMULATE = 56
-CALLS_OF_A_REQUEST = 100
-CROSSINGS_OF_A_REQUEST = 100
-FILES_OF_A_REQUEST = 18
+FILES_OF_SIMULATE = 45
+CALLS_OF_A_REQUEST = 92
+CROSSINGS_OF_A_REQUEST = 70
+FILES_OF_A_REQUEST = 14
 
 
 def test_files_that_simulate_enters():

@@ -9,7 +9,6 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, ask, serve
 
 from kvcore import InputError, KVCache, LatencyModel, PolicyError, run
-from kvcore.engine.executor import TensorExecutor
 from kvcore.request import block_keys, text_request
 from kvcore.serving.calibration import read_steps, write_steps
 from kvcore.trace import check_trace
@@ -376,15 +375,6 @@ def test_a_generator_that_draws_wrongly(wrong):
 
     with pytest.raises(PolicyError, match=r"generator plugin 'exact'.* for 1 sequences"):
         compute([text("a")], generator=Wrong())
-
-
-def test_steps_of_tensors_are_not_foreseen():
-    """Nobody may ask for steps that have not been computed."""
-    given = parts()
-    executor = TensorExecutor(*given.values())
-    assert isinstance(executor.latency, LatencyModel)
-    with pytest.raises(InputError, match="run them one by one"):
-        executor.decode_times(3, (9,), (3,))
 
 
 def test_decided_leaves_out_the_frame():

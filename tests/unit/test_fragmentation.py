@@ -2,6 +2,7 @@
 
 import attrs
 import pytest
+from helpers.retention import retentions
 from helpers.schedulers import scheduler_of
 from helpers.serving import BLOCK, Even, ask, servers
 from hypothesis import given
@@ -148,3 +149,27 @@ def measured(server, allocation, *, jumps=True) -> Fragmentation:
         fragmentation=True,
         jumps=jumps,
     ).fragmentation
+
+
+@given(server=servers(), make_policy=retentions)
+def test_what_is_forgotten_is_given_back(server, make_policy):
+    """Slots are counted alike in jumps and steps; no share is below 0, and all add up."""
+    seen = [
+        simulate(
+            server.requests,
+            cache=KVCache(
+                server.options["blocks"],
+                server.options["block_size"],
+                key_tokens=server.options["key_tokens"],
+                retention=make_policy(),
+            ),
+            latency=Even(),
+            fragmentation=True,
+            jumps=jumps,
+        ).fragmentation
+        for jumps in (True, False)
+    ]
+    assert seen[0] == seen[1]
+    shares = seen[0].used, seen[0].cached, seen[0].internal, seen[0].uncomputed
+    assert all(0 <= share <= 1 for share in shares)
+    assert sum(shares[:3]) <= 1 + 1e-9

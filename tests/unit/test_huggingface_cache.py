@@ -5,11 +5,22 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
-from helpers.hugging import FAMILIES, padded, paged_cache, prompt, tiny  # noqa: E402
+from helpers.hugging import (  # noqa: E402
+    FAMILIES,
+    Poisoned,
+    padded,
+    paged_cache,
+    prompt,
+    tiny,
+)
+from helpers.paged import Paged  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from kvcore import InputError, KVCache, OutOfBlocks  # noqa: E402
+from kvcore.plugins import resolve  # noqa: E402
+from kvcore.testing.dense import loaded  # noqa: E402
 from kvcore_plugins.backend import TorchCPU  # noqa: E402
+from kvcore_plugins.generator import HuggingFace  # noqa: E402
 from kvcore_plugins.generator.hf_cache import PagedCache  # noqa: E402
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -42,6 +53,39 @@ def test_a_left_padded_batch(family):
     expected = generated(model, ids, attention_mask=mask)
     found = generated(model, ids, paged_cache(), attention_mask=mask)
     assert found.tolist() == expected.tolist()
+
+
+RETENTIONS = (
+    "h2o:budget=8",
+    "expected:budget=8,sinks=1,queries=4",
+    "window:tokens=6,sinks=2",
+    "window:tokens=6,sinks=2,positions=cache",
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3-mixed"])
+@pytest.mark.parametrize("retention", RETENTIONS)
+def test_retention(family, retention):
+    """Rows of a batch forget what they forget alone, in the engine's own generator."""
+    ids, mask = padded(17, 9)
+    paged = PagedCache(KVCache(64, 4, retention=retention, ids=True), Poisoned())
+    found = generated(tiny(family), ids, paged, attention_mask=mask)[:, ids.shape[1] :]
+    alone = Paged(loaded(HuggingFace(tiny(family))), 64, 4, resolve("retention", retention))
+    for row, real, output in zip(ids, mask, found, strict=True):
+        seq = alone.open(row[real.bool()].tolist())
+        alone.step({seq: alone.texts[seq].left - 1})
+        alone.run(seq, output=12)
+        assert alone.texts[seq].tokens[-12:] == output.tolist()
+        assert seq.dropped_tokens
+
+
+def test_beams_forget():
+    """Forks go on with what is known of the beam that they leave."""
+    model, ids = tiny("llama"), prompt(13)
+    paged = PagedCache(KVCache(64, 4, retention="h2o:budget=8", ids=True), Poisoned())
+    generated(model, ids, paged, num_beams=3)
+    assert paged.cache.stats.compactions > 1
+    paged.cache.check_integrity()
 
 
 def test_padding_takes_no_blocks():

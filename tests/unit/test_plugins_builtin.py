@@ -39,7 +39,7 @@ NAMES = {
         "tinylfu",
         "ttl",
     ],
-    "generator": ["huggingface", "sincos", "transformer"],
+    "generator": ["huggingface", "induction", "sincos", "transformer"],
     "latency": ["linear", "roofline", "table", "token-rate"],
     "prefix": ["hashed", "none", "radix"],
     "retention": [

@@ -9,9 +9,17 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="runs compute on torch")
 
-from kvcore import InputError, PluginError, Plugins, ScoreRetention, hookimpl  # noqa: E402
+from kvcore import (  # noqa: E402
+    InputError,
+    PluginError,
+    Plugins,
+    PolicyError,
+    ScoreRetention,
+    hookimpl,
+)
 from kvcore.analysis.quality import FULL, divergence, measure  # noqa: E402
 from kvcore.testing.dense import Text, attention, loaded, next_batch  # noqa: E402
+from kvcore_plugins.generator import Transformer  # noqa: E402
 
 SMALL = {"prompt_tokens": 96, "tokens": 12, "texts": 2, "needles": 0, "block_size": 4}
 WORDS = " ".join(f"word{number % 37}" for number in range(400))
@@ -147,7 +155,7 @@ def test_a_budget_is_bytes_whatever_the_codec():
 
 def test_options_of_the_text_come_first():
     """A policy that says its budget is measured once, as it says."""
-    found = rows("window:tokens=10,random:budget=0.5", budgets=(0.1, 0.2))
+    found = rows("window:tokens=10,random:budget=0.5,window:tokens=10", budgets=(0.1, 0.2))
     assert [row.retention for row in found] == [FULL, "random:budget=0.5", "window:tokens=10"]
     assert {row.budget for row in found} == {None}
 
@@ -189,6 +197,13 @@ def test_policies_that_see_the_question_keep_the_answer():
     unseen = only(rows("h2o", announced=False, **options), "h2o", 0.15)
     assert seen.needle == 1
     assert unseen.needle < 0.5
+
+
+def test_what_a_window_of_the_model_hides_is_no_loss():
+    """Tokens out of every layer's reach go first: while the others stay nothing is lost."""
+    found = rows("knorm,h2o,random", "transformer:window=8", budgets=(0.2,))
+    assert all(row.kl < 1e-12 and row.top1 == 1 for row in found), found
+    assert max(row.share for row in found[1:]) < 0.4
 
 
 def test_texts_are_those_of_the_seed():
@@ -248,12 +263,27 @@ def test_a_frame_has_a_row_each(monkeypatch):
         ({"codec": "fp99"}, "fp99"),
         ({"retention": "h2o:budgt=3"}, "did you mean 'budget'"),
         ({"dtype": "fp7"}, "fp7"),
+        (
+            {"retention": "window:positions=cache", "codec": "fp16"},
+            "codec 'fp16' would round its keys anew with every rotation: take fp32",
+        ),
     ],
 )
 def test_refuses(options, wrong):
     """What cannot be measured is refused, by its name."""
     with pytest.raises(InputError, match=wrong):
         measure(**({"generator": "transformer"} | SMALL | options))
+
+
+def test_a_failing_generator_is_named(monkeypatch):
+    """What it raises is an error of its plugin; NaN has a remedy."""
+    monkeypatch.setattr(Transformer, "logits", lambda *_: 1 / 0)
+    with pytest.raises(PolicyError, match=r"transformer.*logits\(\).*division by zero"):
+        measure("transformer", codec="fp32", **SMALL)
+    nan = torch.full((2, 512), float("nan"))
+    monkeypatch.setattr(Transformer, "logits", lambda *_: nan)
+    with pytest.raises(InputError, match="NaN in fp32: take another dtype"):
+        measure("transformer", codec="fp32", **SMALL)
 
 
 def test_steps_are_told():

@@ -83,6 +83,15 @@ def amounts(**changes):
     return {name: amount for name, amount in report.amounts if name}
 
 
+def test_compactions_are_told_where_there_were_some():
+    """With the tokens that they removed; and how often there was no room for one."""
+    assert "compactions" not in amounts()
+    told = amounts(compactions=2, compacted_tokens=1500)["compactions"]
+    assert told == "2 removed 1,500 tokens"
+    told = amounts(deferred_compactions=3)["compactions"]
+    assert told == "0 removed 0 tokens, 3 times put off without room"
+
+
 @pytest.mark.parametrize("found", [None, SATURATION | {"saturated": False}])
 def test_there_is_no_warning_of_a_queue_that_does_not_grow(found):
     """Nor where nothing is known of it, whatever the load."""

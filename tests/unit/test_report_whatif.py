@@ -167,3 +167,11 @@ def test_headers_fit_their_rows(timed):
     """Every table has a header for each cell, no two of them alike."""
     for headers, rows in report(TIMED, TIMED, CHANGES, timed=timed).tables:
         assert len(set(headers)) == len(headers) == len(rows[0])
+
+
+def test_compactions_are_told_where_one_run_has_some():
+    """As rows; of two runs without any nothing is said."""
+    after = attrs.evolve(UNTIMED, compactions=2, compacted_tokens=1500)
+    rows = {name: cells for name, *cells in report(UNTIMED, after).rows}
+    assert rows["compactions"] == ["0", "2", "+2"]
+    assert rows["tokens forgotten"] == ["0", "1,500", "+1,500"]

@@ -221,6 +221,13 @@ def test_expected_attention_is_the_mean_over_gaussian_queries():
     assert log_expected(keys, mean, covariance, 0.5).exp().allclose(sampled, rtol=0.02)
 
 
+def test_expected_attention_in_parts(monkeypatch):
+    """A long text is scored part by part, to the same numbers."""
+    whole = Expected().score(expectable())
+    monkeypatch.setattr("kvcore_plugins.retention.expected._TOKENS", 5)
+    assert Expected().score(expectable()).allclose(whole)
+
+
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_future_queries_are_rotated_past_ones(adjacent):
     """Mean and covariance are those of the queries, un-rotated, at the average rotation."""
@@ -312,6 +319,7 @@ def test_a_closing_window_holds_sinks_and_window():
     closing = Window(tokens=9, sinks=2, positions="cache")
     assert compactions(closing, 40, 10) == [(40, 11), (45, 11), (50, 11)]
     assert closing.rebases
+    assert not closing.droppable(SimpleNamespace(computed=40))
     assert compactions(Window(tokens=9, sinks=2), 40, 10) == []
     assert best(closing.score(held())) == {TOKENS - 1}
 
@@ -328,7 +336,7 @@ def test_full_is_as_no_policy():
         ("window:positions=none", "positions"),
         ("snapkv:window=0", "snapkv: window=0, pool=5: give 1 token or more"),
         ("snapkv:pool=4", "an odd number of tokens"),
-        ("snapkv:budget=16", "recent=32 and sinks=0 are more than the budget of 16"),
+        ("snapkv:budget=16", "sinks=0 are more than the budget of 16 tokens: give a smaller"),
         ("expected:queries=0", "expected: queries=0, ahead=512: give 1 or more of each"),
         ("h2o:budget=1.5", "h2o: budget=1.5: give 1 token or more, or a share up to 1.0"),
     ],

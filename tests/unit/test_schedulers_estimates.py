@@ -33,7 +33,7 @@ def progress(job, computed, generated=0):
     """Let `job` run, with so many tokens of its prompt computed and so many generated."""
     job.computed, job.stage = computed, DECODE if generated else PREFILL
     if generated:
-        job.join(generated)
+        job.generated_before = generated
     return job
 
 
@@ -55,7 +55,7 @@ def test_what_is_done_no_longer_counts():
 def test_what_was_recomputed_counts_again():
     """After its blocks were taken, the prompt and what was generated are to be computed."""
     scheduler, job = make(SRPT())
-    progress(job, 4 * CHUNK, 8).leave()
+    progress(job, 4 * CHUNK, 8)
     job.target, job.computed = job.request.prompt_tokens + 8, 0
     assert scheduler.remaining_ns(job) == (5 + 1) * STEP
 

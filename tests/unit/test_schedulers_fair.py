@@ -75,12 +75,11 @@ def test_what_is_recomputed_is_not_charged():
     one = job(ask("a", output=9, tenant="x"))
     scheduler.queued(one, 0)
     scheduler.admitted(one, 0)
-    one.join(4)
-    one.leave()
+    one.generated_before = 4
     scheduler.queued(one, STEP)
     assert scheduler._counters == {"x": 16 + 8}
     scheduler.admitted(one, STEP)
-    one.join(9)
+    one.generated_before = 9
     scheduler.finished(one, 2 * STEP)
     assert scheduler._counters == {"x": 16 + 18}
 
@@ -94,7 +93,7 @@ def test_who_was_served_most_loses_blocks_first():
         scheduler.queued(one, 0)
     for one, generated in zip(jobs, (3, 5), strict=True):
         scheduler.admitted(one, 0)
-        one.join(generated)
+        one.generated_before = generated
     assert [scheduler.priority(one, STEP) for one in jobs] == [16 + 6, 16 + 10]
 
 

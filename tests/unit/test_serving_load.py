@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from kvcore.serving.load import FEWEST, saturation_of
-from kvcore.serving.run_log import RunLog
+from kvcore.serving.loop import RunLog
+from kvcore.serving.result import FEWEST, saturation_of
 
 SERVICE = 1000
 """Nanoseconds of a request on a server of one, which takes them in turn."""

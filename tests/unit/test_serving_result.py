@@ -20,11 +20,11 @@ from kvcore_plugins.prefix import NoPrefix
 NS = 10**9
 
 
-def run(requests, *, blocks=1000, slo=None, latency=None, **batching):
+def run(requests, *, blocks=1000, slo=None, latency=None, retention=None, **batching):
     """Serve requests that share nothing; a step takes 10 ns."""
     return simulate(
         requests,
-        cache=KVCache(blocks, BLOCK, eviction=LRU(), prefix=NoPrefix()),
+        cache=KVCache(blocks, BLOCK, eviction=LRU(), prefix=NoPrefix(), retention=retention),
         latency=Even() if latency is None else latency,
         batching=Batching(**{"watermark": 0} | batching),
         slo=slo,
@@ -236,6 +236,14 @@ def test_the_offered_load_is_a_share_of_the_time_between_arrivals(load, options)
     """Every 20 ns comes a request that needs 10 ns for each of its steps."""
     requests = [ask(number, at=20 * number, output=3) for number in range(4)]
     assert run(requests, **options).summary()["offered_load"] == load
+
+
+@pytest.mark.parametrize("retention", ["window:tokens=8", "h2o:budget=8"])
+def test_the_offered_load_of_a_bounded_run_is_a_lower_bound_too(retention):
+    """The least time is no more than the time it took: what is forgotten is no work."""
+    requests = [ask(number, at=number, output=400) for number in range(50)]
+    result = run(requests, blocks=400, retention=retention, latency=Linear())
+    assert 0 < result.offered_load <= result.log.busy_ps / 1000 / 50
 
 
 def test_one_at_a_time_the_offered_load_is_that_of_queueing_theory():

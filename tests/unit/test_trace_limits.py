@@ -210,6 +210,16 @@ def test_work_has_a_limit(tmp_path, monkeypatch):
             read(begun(tmp_path, *more))
 
 
+def test_compactions_are_work(tmp_path, monkeypatch):
+    """Each copies a table, however short its line is."""
+    monkeypatch.setattr("kvcore.trace.state.WORK", 1000)
+    monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
+    alloc = {"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 300]]}
+    stay = {"event": "COMPACT", "seq": 1, "tokens": 1, "held": 2, "runs": []}
+    with pytest.raises(TraceError, match=r"lines name [0-9,]+ blocks and spans: too many"):
+        explain(begun(tmp_path, alloc, *[stay] * 99))
+
+
 def test_forks_have_a_limit(tmp_path):
     """A fork copies the table of its parent, and a line is enough for one."""
     more = [{"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 1 << 16]]}]

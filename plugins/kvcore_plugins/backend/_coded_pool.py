@@ -63,7 +63,7 @@ class Stage:
         if row is None:
             if not self._free:
                 held = len(self.rows)
-                more = self.rows.new_empty((max(4, held), *self.rows.shape[1:]))
+                more = self.rows.new_empty((max(4, held // 4), *self.rows.shape[1:]))
                 self.rows = torch.cat((self.rows, more))
                 self._free = [*range(held, len(self.rows))]
             row = self._row_of[block] = self._free.pop()
@@ -249,6 +249,8 @@ class CodedHalf(Half):
 
     def _put(self, blocks: list[int], content: Tensor) -> None:
         """Code whole blocks, `[blocks, kv_heads, block_size, width]`."""
+        if not blocks:
+            return
         ids = self._upload(torch.tensor(blocks, dtype=torch.int64))
         coded = self._encoded(content.flatten(0, 1))
         for plane, data in zip(self.block_planes, coded, strict=True):
@@ -288,7 +290,7 @@ class CodedHalf(Half):
             rows: Tensor = self._codec.decode(self._part, tensors)
         except FAILURES as error:
             raise policy_error(self._codec, "decode", error) from error
-        return rows.to(self.stage.rows.dtype)
+        return rows.to(self.stage.rows.dtype).contiguous()
 
 
 @attrs.frozen(eq=False)
@@ -386,12 +388,3 @@ class CodedPool(Pool):
         """Set all numbers of `blocks`, or of all blocks, to `value`."""
         for half in self.halves:
             half.fill(value, blocks)
-
-    def move_tokens(
-        self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
-    ) -> None:
-        """Move tokens in a layer, as `Backend.move_tokens` does."""
-        for halves in (self.keys, self.values):
-            half = halves[layer]
-            assert isinstance(half, CodedHalf)
-            half.move(table, into, moves)

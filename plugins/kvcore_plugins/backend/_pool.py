@@ -129,6 +129,10 @@ class Half(ABC):
     def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
         """Write K/V of new tokens, `[tokens, kv_heads, width]`, into the rows `slots`."""
 
+    @abstractmethod
+    def move(self, table: Sequence[int], into: Sequence[int], moves: Tensor) -> None:
+        """Move tokens, as `Backend.move_tokens` does."""
+
     def token_rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
         """Return the rows of tokens in each head, given by block and offset in the block.
 
@@ -185,6 +189,16 @@ class LayerTensor(Half):
     def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
         """Write K/V of new tokens, `[tokens, kv_heads, width]`, into the rows `slots`."""
         self.by_token.index_copy_(0, slots, rows.flatten(0, 1))
+
+    def move(self, table: Sequence[int], into: Sequence[int], moves: Tensor) -> None:
+        """Move tokens, row by row."""
+        size, (heads, sources, targets) = self.shape[2], moves
+        read, written = (
+            ((torch.tensor(blocks)[at // size] * self.row_stride + heads) * size + at % size)
+            for blocks, at in ((table, sources), (into, targets))
+        )
+        moved = self.by_token.index_select(0, read.to(self.by_token.device))
+        self.by_token.index_copy_(0, written.to(self.by_token.device), moved)
 
 
 class Pool:
@@ -275,12 +289,12 @@ class Pool:
         for matrix in self.matrices:
             matrix.index_copy_(0, targets, matrix.index_select(0, sources))
 
-    def read_heads(self, part: Half, blocks: Sequence[int]) -> Tensor:
+    def read_heads(self, part: Half, blocks: Sequence[int], gather: Gather) -> Tensor:
         """Return a copy of what `blocks` hold of each head, `[kv_heads, tokens, width]`."""
         kv_heads = self.layout.kv_heads
         ids = torch.tensor([*blocks], dtype=torch.int64)
         rows = ids * part.row_stride + torch.arange(kv_heads)[:, None]
-        return part.heads(self.upload(rows.flatten()), ids, slice(0, kv_heads), gathered)
+        return part.heads(self.upload(rows.flatten()), ids, slice(0, kv_heads), gather)
 
     def gather(self, blocks: Sequence[int]) -> Tensor:
         """Return copies of blocks, `[len(blocks), numbers of a block in all layers]`."""

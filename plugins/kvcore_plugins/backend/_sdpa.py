@@ -474,6 +474,7 @@ class Sdpa:
             if isinstance(part, DecodeGroup):
                 self._attend_group(layer, part, grouped, out, scale, sums)
                 continue
+            mask: Tensor | None
             if part.by_position:
                 mask = plan.mask_by_position(part, layer, window, sinks, self._pool)
             else:
@@ -499,8 +500,8 @@ class Sdpa:
         """Compute one token of each sequence; query heads of a K/V head are its rows."""
         pool, layout = self._pool, self._pool.layout
         shape = len(group.rows), layout.kv_heads, -1
-        keys = pool.keys[layer].tokens(group.keys, self._gather("keys"))
-        values = pool.values[layer].tokens(group.values, self._gather("values"))
+        keys = pool.keys[layer].tokens(group.keys, self.gather("keys"))
+        values = pool.values[layer].tokens(group.values, self.gather("values"))
         keys, values = keys.view(*shape, layout.head_dim), values.view(*shape, layout.value_dim)
         asked = queries.index_select(0, group.rows)
         if sums is None:
@@ -609,15 +610,15 @@ class Sdpa:
 
     def _keys(self, layer: int, tile: Tile) -> Tensor:
         """Gather K of a tile, `[heads, total, head_dim]`."""
-        half, gather = self._pool.keys[layer], self._gather("keys")
+        half, gather = self._pool.keys[layer], self.gather("keys")
         return half.heads(tile.keys, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
 
     def _values(self, layer: int, tile: Tile) -> Tensor:
         """Gather V of a tile, `[heads, total, value_dim]`."""
-        half, gather = self._pool.values[layer], self._gather("values")
+        half, gather = self._pool.values[layer], self.gather("values")
         return half.heads(tile.values, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
 
-    def _gather(self, name: str) -> Gather:
+    def gather(self, name: str) -> Gather:
         """Return a function that gathers rows into the buffer of that name, used again."""
         return partial(self._gathered, name)
 

@@ -244,17 +244,27 @@ class TorchBackend(Backend):
         self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
     ) -> None:
         """Put tokens of blocks into others; coded bytes move as they are where they can."""
-        from kvcore_plugins.backend._coded_pool import CodedPool  # noqa: PLC0415 - likewise
+        self._pool.keys[layer].move(table, into, moves)
+        self._pool.values[layer].move(table, into, moves)
 
-        if isinstance(self._pool, CodedPool):
-            self._pool.move_tokens(layer, table, into, moves)
-        else:
-            super().move_tokens(layer, table, into, moves)
+    def read_heads(
+        self,
+        layer: int,
+        part: Part,
+        table: Sequence[int],
+        tokens: int,
+        *,
+        reuse: bool = False,
+    ) -> Tensor:
+        """Return a copy of K or V of the first tokens, `[kv_heads, tokens, width]`.
 
-    def read_heads(self, layer: int, part: Part, table: Sequence[int], tokens: int) -> Tensor:
-        """Return a copy of K or V of the first tokens, `[kv_heads, tokens, width]`."""
+        Fresh memory costs a CPU more than the copy: `reuse` takes that of attention.
+        """
+        from kvcore_plugins.backend._pool import gathered  # noqa: PLC0415 - see the module
+
         halves = self._pool.keys if part == "keys" else self._pool.values
-        return self._pool.read_heads(halves[layer], table)[:, :tokens]
+        gather = self._kernel.gather(part) if reuse else gathered
+        return self._pool.read_heads(halves[layer], table, gather)[:, :tokens]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks. All sources are read before a target is written."""

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from kvcore import InputError
-from kvcore.engine import Codec, Plane
-from kvcore.models.codec import Part
+from kvcore.errors import InputError
+from kvcore.models.codec import Codec, Part, Plane
 
 _GROUP = 32
 """Numbers of a group of KIVI, as published."""
@@ -73,8 +72,29 @@ class _Grids(Codec):
         return _uniform.decode(codes, grids, self._bits, across=self._across(part))
 
 
-class INT8(_Grids):
+@attrs.define(slots=False, eq=False)
+class _Integer(_Grids):
+    """Has one grid for each token and head, or, in keys, for each channel of a block."""
+
+    keys: Literal["token", "channel"] = attrs.field(
+        default="token", validator=attrs.validators.in_(("token", "channel")), kw_only=True
+    )
+
+    def _across(self, part: Part) -> bool:
+        """Return True for keys by channel."""
+        return part == "keys" and self.keys == "channel"
+
+    def _size(self, part: Part, tokens: int, width: int) -> int:
+        """Return the tokens of the block, or the width."""
+        return tokens if self._across(part) else width
+
+
+class INT8(_Integer):
     """Store K/V in 8 bits, with a scale and a zero for each token and head.
+
+    Options:
+        keys: what shares a scale in keys: `token`, all channels of a token, or `channel`, a
+            channel in all tokens of a block; see `int4`.
 
     Source: Dettmers et al., "LLM.int8(): 8-bit matrix multiplication for transformers at
     scale", NeurIPS 2022, for scales by token; grids with a zero: Jacob et al., "Quantization
@@ -85,13 +105,8 @@ class INT8(_Grids):
     name: ClassVar[str] = "int8"
     _bits = 8
 
-    def _size(self, part: Part, tokens: int, width: int) -> int:
-        """Return the width: all channels of a token."""
-        return width
 
-
-@attrs.define(slots=False, eq=False)
-class INT4(_Grids):
+class INT4(_Integer):
     """Store K/V in 4 bits, with a scale and a zero for each token and head.
 
     Options:
@@ -107,18 +122,6 @@ class INT4(_Grids):
 
     name: ClassVar[str] = "int4"
     _bits = 4
-
-    keys: Literal["token", "channel"] = attrs.field(
-        default="token", validator=attrs.validators.in_(("token", "channel")), kw_only=True
-    )
-
-    def _across(self, part: Part) -> bool:
-        """Return True for keys by channel."""
-        return part == "keys" and self.keys == "channel"
-
-    def _size(self, part: Part, tokens: int, width: int) -> int:
-        """Return the tokens of the block, or the width."""
-        return tokens if self._across(part) else width
 
 
 @attrs.define(slots=False, eq=False)

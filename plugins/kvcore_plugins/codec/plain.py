@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvcore.engine import Codec, Plane
-from kvcore.models.codec import Part
+from kvcore.models.codec import Codec, Part, Plane
 
 
 class _Plain(Codec):

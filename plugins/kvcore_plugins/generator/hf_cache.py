@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -15,13 +15,15 @@ from transformers import PreTrainedModel
 
 from kvcore import Backend, InputError, KVCache, Request
 from kvcore.cache import BlockPool, Sequence
-from kvcore.engine import Attend, RaggedBatch, TensorLayout
+from kvcore.engine import Attend, Compactor, RaggedBatch, TensorLayout
+from kvcore.engine.compaction import token_retention
 from kvcore.request import block_keys
 from kvcore_plugins.generator._hf_model import (
     AttentionCache,
     PackedCache,
     as_rows,
     dtype_of,
+    rotary_of,
     spec_of,
     switch_over,
 )
@@ -44,7 +46,8 @@ class PagedCache:
         backend: stores the K/V; allocated at the first `attached`.
 
     Raises:
-        InputError: the cache has no block ids, or the backend is in use.
+        InputError: the cache has no block ids, the backend is in use, or the retention policy
+            does not say which tokens stay.
     """
 
     cache: KVCache
@@ -54,6 +57,7 @@ class PagedCache:
     _own: PagedBatch | None = attrs.field(init=False, default=None, repr=False)
     _serials: Iterator[int] = attrs.field(init=False, factory=count, repr=False)
     _is_attached: bool = attrs.field(init=False, default=False, repr=False)
+    _compactor: Compactor | None = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check that the cache has block tables of tokens, and bind the backend."""
@@ -68,6 +72,7 @@ class PagedCache:
                 "KVCache(blocks, block_size, ids=True)"
             )
             raise InputError(msg)
+        token_retention(self.cache)
         self.backend.bind()
 
     @contextmanager
@@ -79,17 +84,23 @@ class PagedCache:
 
         Raises:
             InputError: a model is attached already, another model was attached before, or
-                the model cannot attend through a paged cache; says why.
+                the model cannot attend through a paged cache, or not with the retention
+                policy; says why.
             StorageError: the pool does not fit.
         """
         self._bind(model)
         before = switch_over(model)
-        hooks = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(_after, with_kwargs=True),
-        ]
-        self._is_attached = True
+        hooks = []
         try:
+            if self._compactor is None:
+                rotary = rotary_of(model) if self.cache.retention is not None else ()
+                windows = spec_of(model).windows
+                self._compactor = Compactor(self.cache, self.backend, windows, rotary)
+            hooks = [
+                model.register_forward_pre_hook(self._before, with_kwargs=True),
+                model.register_forward_hook(_after, with_kwargs=True),
+            ]
+            self._is_attached = True
             yield self
         finally:
             self._is_attached = False
@@ -107,10 +118,11 @@ class PagedCache:
         Raises:
             InputError: no model is attached.
         """
-        if self._model is None or not self._is_attached:
+        if self._model is None or self._compactor is None or not self._is_attached:
             msg = "no model is attached: make batches inside `with paged.attached(model):`"
             raise InputError(msg)
-        batch = PagedBatch(self.cache, self.backend, self._model.base_model, self._serials)
+        body, compactor = self._model.base_model, self._compactor
+        batch = PagedBatch(self.cache, self.backend, body, self._serials, compactor)
         self._batches.append(batch)
         return batch
 
@@ -196,7 +208,12 @@ class PagedBatch(AttentionCache):
     """
 
     def __init__(
-        self, cache: KVCache, backend: Backend, body: Module, serials: Iterator[int]
+        self,
+        cache: KVCache,
+        backend: Backend,
+        body: Module,
+        serials: Iterator[int],
+        compactor: Compactor,
     ) -> None:
         super().__init__()
         self.sequences: list[Sequence] = []
@@ -204,11 +221,13 @@ class PagedBatch(AttentionCache):
         self._backend = backend
         self._body = body
         self._serials = serials
+        self._compactor = compactor
         self._columns = 0
         self._step = 0
         self._lengths: list[int] = []
         self._rows: Tensor | None = None
         self._plan: Any = None
+        self._attend: Callable[..., Any] = backend.attend
 
     def begin(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Allocate the slots of a step; return its inputs, less what need not be computed.
@@ -256,7 +275,7 @@ class PagedBatch(AttentionCache):
 
         A hidden token gets zeros.
         """
-        out = self._backend.attend(layer, self._plan, self._packed(queries), **options)
+        out = self._attend(layer, self._plan, self._packed(queries), **options)
         batch, _, columns, _ = queries.shape
         if self._rows is not None:
             spread = out.new_zeros((batch * columns, *out.shape[1:]))
@@ -290,8 +309,11 @@ class PagedBatch(AttentionCache):
         kept: set[int] = set()
         self.sequences = []
         for row in chosen:
-            repeated = row in kept
-            self.sequences.append(self._cache.fork(before[row]) if repeated else before[row])
+            sequence = before[row]
+            if row in kept:
+                sequence = self._cache.fork(sequence)
+                self._compactor.fork(before[row], sequence)
+            self.sequences.append(sequence)
             kept.add(row)
         for row, sequence in enumerate(before):
             if row not in kept:
@@ -301,7 +323,8 @@ class PagedBatch(AttentionCache):
         """Drop the newest `-tokens_to_remove` tokens of every row, such as rejected drafts.
 
         Raises:
-            InputError: some of the tokens are in shared blocks.
+            InputError: some of the tokens are in shared blocks, or were there when the
+                retention policy made room.
         """
         for sequence in self.sequences:
             self._cache.rollback(sequence, -tokens_to_remove)
@@ -330,8 +353,8 @@ class PagedBatch(AttentionCache):
             )
             raise InputError(msg)
         real: Tensor = mask[:, self._columns :].bool()
-        held = [sequence.computed for sequence in self.sequences] or [0] * batch
-        if mask[:, : self._columns].sum(1).tolist() != held:
+        stored = [sequence.position for sequence in self.sequences] or [0] * batch
+        if mask[:, : self._columns].sum(1).tolist() != stored:
             msg = "the attention mask hides other tokens than it did when they were stored"
             raise InputError(msg)
         if not bool(real[:, -1].all()):
@@ -372,25 +395,23 @@ class PagedBatch(AttentionCache):
         }
         if missing:
             batch = self._ragged_batch(missing, map(len, missing.values()))
-            self._run(batch, [token for tokens in missing.values() for token in tokens])
+            self._run(missing, batch, [*chain.from_iterable(missing.values())])
         for sequence, tokens in missing.items():
             self._cache.commit(sequence, len(tokens))
         order = list(first)
         self.batch_select_indices(torch.tensor([order.index(tuple(p)) for p in prompts]))
 
-    def _run(self, batch: RaggedBatch, tokens: list[int]) -> None:
+    def _run(
+        self, sequences: Iterable[Sequence], batch: RaggedBatch, tokens: list[int]
+    ) -> None:
         """Run the model's layers over a ragged batch, as one row of tokens."""
         device = self._body.get_input_embeddings().weight.device  # type: ignore[operator]
-        positions = [
-            position
-            for context, length in zip(batch.contexts, batch.lengths, strict=True)
-            for position in range(context, context + length)
-        ]
-        packed = PackedCache(_attend_through(self._backend, self._backend.plan(batch)))
+        attend = self._compactor.attend(sequences, batch)
+        packed = PackedCache(_attend_through(self._backend, self._backend.plan(batch), attend))
         with torch.no_grad():
             self._body(
                 input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
+                position_ids=torch.tensor([batch.positions], device=device),
                 past_key_values=packed,
                 use_cache=True,
                 paged=packed,
@@ -418,7 +439,9 @@ class PagedBatch(AttentionCache):
         for sequence, length in zip(self.sequences, self._lengths, strict=True):
             missing = sequence.computed + length - sequence.tokens
             self._cache.extend(sequence, max(0, missing))
-        self._plan = self._backend.plan(self._ragged_batch(self.sequences, self._lengths))
+        batch = self._ragged_batch(self.sequences, self._lengths)
+        self._plan = self._backend.plan(batch)
+        self._attend = self._compactor.attend(self.sequences, batch)
         whole = sum(self._lengths) == real.numel()
         self._rows = None if whole else real.flatten().nonzero().squeeze(1)
 
@@ -426,11 +449,18 @@ class PagedBatch(AttentionCache):
         self, sequences: Iterable[Sequence], lengths: Iterable[int]
     ) -> RaggedBatch:
         """Return the batch that computes `lengths` more tokens of `sequences`."""
-        sequences = list(sequences)
+        sequences, lengths = list(sequences), list(lengths)
+        contexts = [sequence.held for sequence in sequences]
         return RaggedBatch(
             block_tables=[self._cache.block_table(sequence) for sequence in sequences],
-            contexts=[sequence.computed for sequence in sequences],
-            lengths=list(lengths),
+            contexts=contexts,
+            lengths=lengths,
+            positions=[
+                position
+                for sequence, length in zip(sequences, lengths, strict=True)
+                for position in range(sequence.position, sequence.position + length)
+            ],
+            held_positions=self._compactor.held_positions(sequences, contexts),
         )
 
     def _packed(self, states: Tensor) -> Tensor:
@@ -439,17 +469,16 @@ class PagedBatch(AttentionCache):
         return rows if self._rows is None else rows[self._rows]
 
 
-def _attend_through(backend: Backend, plan: Any) -> Attend:
+def _attend_through(backend: Backend, plan: Any, attend: Callable[..., Tensor]) -> Attend:
     """Return a function that stores and attends by `plan`, one layer a call."""
 
-    def attend(
+    def through(
         layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
     ) -> Tensor:
         backend.store(layer, plan, keys, values)
-        out: Tensor = backend.attend(layer, plan, queries, **options)
-        return out
+        return attend(layer, plan, queries, **options)
 
-    return attend
+    return through
 
 
 def _last_logits_only(inputs: dict[str, Any]) -> bool:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore import Codec, InputError, LatencyModel
+from kvcore import InputError, LatencyModel
 from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.codec import Codec
 from kvcore.models.cost import pair_flop
 from kvcore.models.memory import KVLayout, kv_copies
 from kvcore.models.spec import DeviceSpec, ModelSpec

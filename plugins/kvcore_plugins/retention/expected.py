@@ -10,6 +10,9 @@ from kvcore import InputError, ScoreRetention
 from kvcore.engine import HeldTokens, Reads, Rotary, Tensor
 from kvcore_plugins.retention._precision import wide
 
+_TOKENS = 4096
+"""Tokens whose expected attention is computed at a time."""
+
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Expected(ScoreRetention):
@@ -108,7 +111,11 @@ def log_expected(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float) -
     `keys` are `[kv_heads, tokens, width]`, `mean` `[query_heads, width]`, and `covariance`
     `[query_heads, width, width]`.
     """
+    import torch  # noqa: PLC0415 - not in a simulation
+
     heads = keys.shape[0]
     keys = keys[:, None] * scale
     mean, covariance = (each.unflatten(0, (heads, -1)) for each in (mean, covariance))
-    return (keys @ mean[..., None])[..., 0] + ((keys @ covariance) * keys).sum(-1) / 2
+    # In parts: the products are as large as the keys of all query heads.
+    squares = [((part @ covariance) * part).sum(-1) for part in keys.split(_TOKENS, 2)]
+    return (keys @ mean[..., None])[..., 0] + torch.cat(squares, -1) / 2

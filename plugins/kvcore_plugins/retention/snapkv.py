@@ -41,11 +41,16 @@ class SnapKV(ScoreRetention):
 
     def __attrs_post_init__(self) -> None:
         """Check the options."""
+        problem = None
         if self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
-            msg = (
-                f"snapkv: window={self.window}, pool={self.pool}: give 1 token or more, and an "
-                "odd number of tokens"
+            problem = "give 1 token or more, and an odd number of tokens"
+        elif isinstance(self.budget, int) and 0 < self.budget < self.window + self.sinks:
+            problem = (
+                f"the window and sinks={self.sinks} are more than the budget of {self.budget} "
+                "tokens: give a smaller window"
             )
+        if problem:
+            msg = f"snapkv: window={self.window}, pool={self.pool}: {problem}"
             raise InputError(msg)
         self.recent = self.window
         super().__attrs_post_init__()

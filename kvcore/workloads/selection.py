@@ -1,19 +1,166 @@
-"""Workloads made of others: a part of one, with shorter requests, and prompts as texts."""
+"""Workloads found by name or file, recognised by format, taken in part, and made of texts."""
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from hashlib import blake2b
 from itertools import islice
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
+import orjson
 
 from kvcore.errors import InputError
+from kvcore.files import input_path, unreadable_reason
+from kvcore.plugins.base import FAILURES, Plugin, options_of
+from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import nearest, takes_path
 from kvcore.request import Request, Retention, TextRequest
 from kvcore.units import window_text
-from kvcore.workloads.base import Workload
+from kvcore.workloads.base import Workload, json_fields
+from kvcore.workloads.files import lines
+
+BUNDLED = "mooncake"
+"""The workload that comes with kvcore."""
+
+
+def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -> Workload:
+    """Return the workload that `text` names: a plugin with options, or the path of a file.
+
+    None is the trace that comes with kvcore. A plugin's name comes first: `./zipf` is a
+    file, and `-` is standard input. `trace:FILE` is short for `trace:path=FILE`, of any
+    plugin whose first option is a path; further options may follow. `seed` is that of a
+    plugin with an option `seed` that does not set it.
+
+    Raises:
+        InputError: neither, or a plugin or file that cannot be used as given.
+    """
+    text = BUNDLED if text is None else text
+    if not text:
+        msg = "workload '': empty path; name a file or a workload plugin"
+        raise InputError(msg)
+    name = text.partition(":")[0].strip()
+    names = plugins.names("workload")
+    if name in names:
+        text = with_path(text, plugins.get("workload", name))
+        defaults = {} if seed is None else {"seed": seed}
+        workload: Workload = plugins.build("workload", text, defaults)
+        return workload
+    path = input_path(text)
+    try:
+        path.lstat()
+    except PermissionError as error:
+        msg = f"{path}: cannot be read: {unreadable_reason(path, error)}"
+        raise InputError(msg) from error
+    except OSError:
+        msg = (
+            f"workload {text!r}: there is no such file, and no workload plugin is named "
+            f"{name!r}{nearest(name, names)}. There are: {', '.join(names)}"
+        )
+        raise plugins.not_found("workload", msg) from None  # noqa: EM101 - the kind
+    return recognise(path, [plugins.get("workload", known) for known in names])
+
+
+def opened(workload: Any, plugins: Plugins) -> Any:
+    """Return a workload: the one that a text or path names; anything else as it is."""
+    if isinstance(workload, os.PathLike):
+        return find_workload(str(Path(workload).absolute()), plugins)
+    return find_workload(workload, plugins) if isinstance(workload, str) else workload
+
+
+def with_path(text: str, cls: type[Plugin]) -> str:
+    """Return the text of a plugin with the name of its option before a leading path."""
+    name, _, rest = text.partition(":")
+    first = rest.partition(",")[0]
+    option = next((option.name for option in options_of(cls)), "")
+    if first.strip() and "=" not in first and takes_path(cls, option):
+        return f"{name}:{option}={rest.strip()}"
+    return text
+
+
+def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
+    """Return the workload that reads `path`: of the one class that recognises its first line.
+
+    Raises:
+        InputError: the file cannot be read, or no class or several recognise it.
+    """
+    with closing(lines(path)) as source:
+        first_line = next(source)[1]
+    readers = sorted((cls for cls in candidates if _reads_files(cls)), key=_name)
+    found, faults = [], ""
+    for cls in readers:
+        try:
+            if cls.recognises(first_line):
+                found.append(cls)
+        except FAILURES as error:
+            faults += f"; recognises() of {cls.name} raised {error!r}"
+    if len(found) == 1:
+        return found[0].from_file(path)
+    if found:
+        names = " and ".join(map(_name, found))
+        msg = (
+            f"{path}: {names} all recognise it; say which, as in '{found[0].name}:path={path}'"
+        )
+        raise InputError(msg)
+    known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
+    msg = (
+        f"{path}: no known workload format: {_beginning(first_line)}"
+        f"{_near_misses(first_line, readers)}{faults}; formats:\n{known}"
+    )
+    raise InputError(msg)
+
+
+def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
+    """Return the formats of whose fields the line has most but not all, and what it lacks."""
+    found = json_fields(first_line)
+    if not found:
+        found = {cell.strip() for cell in first_line.decode(errors="replace").split(",")}
+    near = []
+    for cls in readers:
+        for wanted in cls.line_fields:
+            lacking = [name for name in wanted if name not in found]
+            if len(lacking) < len(wanted) / 2:
+                near.append((len(lacking) / len(wanted), cls.name, ", ".join(lacking)))
+    best = min((rank for rank, _, _ in near if rank), default=0)
+    hints = [
+        f"nearly {name}: {f'it lacks {lacking}' if rank else 'a field is of another type'}"
+        for rank, name, lacking in near
+        if rank in (0, best)
+    ]
+    return f"; {', or '.join(hints)}" if hints else ""
+
+
+def _described(cls: type[Workload]) -> str:
+    """Return the fields by which a format is told, for the list of formats."""
+    kinds = map(", ".join, cls.line_fields)
+    return "; or ".join(kinds) or (cls.__doc__ or "").partition("\n")[0]
+
+
+def _beginning(first_line: bytes) -> str:
+    """Describe the beginning of a line that no format recognises, and why it is not JSON."""
+    text = first_line[:60].decode(errors="replace").rstrip()
+    begins = f"its first line begins {text!r}"
+    if not text.startswith("{"):
+        return begins
+    try:
+        orjson.loads(first_line)
+    except orjson.JSONDecodeError as error:
+        return f"{begins} and is not JSON: {error.msg} (column {error.colno})"
+    return begins
+
+
+def _reads_files(cls: type[Workload]) -> bool:
+    """Return True if `cls` has a format of its own to recognise."""
+    own = (base for base in cls.__mro__ if base is not Workload)
+    return bool(cls.line_fields) or any("recognises" in vars(base) for base in own)
+
+
+_name = attrgetter("name")
 
 
 @attrs.define(eq=False)

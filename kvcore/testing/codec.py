@@ -1,0 +1,404 @@
+"""The conformance tests of codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, nan
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+import attrs
+import pytest
+
+from kvcore.errors import KvcoreError
+from kvcore.models.codec import Codec, Part
+from kvcore.plugins import Plugins
+from kvcore.testing.backend import LAYERS, RandomBatch
+from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_parts = pytest.mark.parametrize("part", get_args(Part))
+_seeds = pytest.mark.parametrize("seed", range(2))
+_dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
+HEADS = 6
+"""Heads, perhaps of several blocks, that are coded in one call."""
+
+
+class CodecTests:
+    """Tests that every codec passes. Derive a `Test...` class that makes yours.
+
+    `codec` (or `make`, if that needs fixtures of the instance) returns a new codec, made with
+    the same options each time, and `error` says how near a decoded number is:
+
+        class TestMine(CodecTests):
+            codec = Mine
+            error = 1 / 250
+
+    Rows are coded by themselves, then through the blocks of the `torch-cpu` backend. Needs
+    torch.
+
+    Attributes:
+        error: the greatest error of a number, as a share of the greatest absolute number of
+            its head in its block. Override `bound` for one that depends on more.
+        block_size, width: sizes that the codec can code: tokens of a block, width of a head.
+    """
+
+    codec: ClassVar[Callable[[], Codec]]
+    error: ClassVar[float]
+    block_size: ClassVar[int] = 32
+    width: ClassVar[int] = 64
+
+    def make(self) -> Codec:
+        """Return a new codec."""
+        return type(self).codec()
+
+    def bound(self, part: Part, rows: Tensor) -> Tensor:
+        """Return the greatest error of each of `rows`, `[n, tokens of a block, width]`.
+
+        In fp64; it is expanded to their shape.
+        """
+        del part
+        return self.error * rows.double().abs().amax((1, 2), keepdim=True)
+
+    def test_is_a_named_codec(self) -> None:
+        """Its class derives from Codec and has a name and a docstring of its own."""
+        check_is_named(self.make(), Codec)
+
+    def test_is_built_from_text(self) -> None:
+        """Its own options, written as text, make a codec with equal options."""
+        check_is_built_from_text(self.make())
+
+    @_parts
+    def test_planes_are_what_it_encodes(self, part: Part) -> None:
+        """Encoded rows have the shapes and dtypes of the planes, and so their bytes."""
+        codec = self.make()
+        rows = _rows(self.block_size, self.width)
+        planes = codec.planes(part, self.block_size, self.width)
+        coded = codec.encode(part, rows)
+        for plane, data in zip(planes, coded, strict=True):
+            assert tuple(data.shape) == (HEADS, *plane.shape), plane.name
+            assert data.nbytes == HEADS * plane.bytes, plane.name
+        widths = (self.width, 0) if part == "keys" else (0, self.width)
+        bytes_ = sum(plane.bytes for plane in planes)
+        assert codec.head_bytes(self.block_size, *widths) == bytes_
+
+    @_parts
+    @_dtypes
+    def test_round_trip(self, part: Part, dtype: str) -> None:
+        """Decoded numbers are within the bound: small ones, great ones, with an offset."""
+        import torch  # noqa: PLC0415 - the kits are imported without it
+
+        from kvcore.testing.dense import DTYPES  # noqa: PLC0415 - likewise
+
+        codec = self.make()
+        normal = _rows(self.block_size, self.width)
+        spiked = normal.clone()
+        spiked[:, :, 3] *= 20  # as keys have it
+        for rows in (normal, normal / 100, normal * 50, normal + 10, spiked):
+            given = rows.to(DTYPES[dtype])
+            before = given.clone()
+            found = codec.decode(part, codec.encode(part, given))
+            assert found.is_floating_point()
+            assert found.shape == given.shape
+            assert given.equal(before), "encode() changed its argument"
+            over = (found.double() - given.double()).abs() - self.bound(part, given)
+            assert over.max() <= 0, f"an error is {over.max():.3g} above the bound"
+            assert not torch.isnan(found).any()
+
+    @_parts
+    def test_heads_do_not_mix(self, part: Part) -> None:
+        """A head is coded in the same bytes alone and with others, and decoded so."""
+        codec = self.make()
+        rows = _rows(self.block_size, self.width)
+        together = codec.encode(part, rows)
+        for number in range(HEADS):
+            one = slice(number, number + 1)
+            alone = codec.encode(part, rows[one])
+            assert all(_same(x[one], y) for x, y in zip(together, alone, strict=True))
+            assert _same(codec.decode(part, together)[one], codec.decode(part, alone))
+
+    @_parts
+    def test_tokens_are_coded_alone(self, part: Part) -> None:
+        """Where the codec says so, a token's bytes do not depend on its neighbours."""
+        codec = self.make()
+        if not codec.by_token(part):
+            pytest.skip(f"{part} are coded by blocks")
+        rows = _rows(self.block_size, self.width)
+        planes = codec.planes(part, self.block_size, self.width)
+        assert all(plane.shape[0] == self.block_size for plane in planes)
+        whole = codec.encode(part, rows)
+        for token in range(self.block_size):
+            one = slice(token, token + 1)
+            alone = codec.encode(part, rows[:, one])
+            assert all(_same(x[:, one], y) for x, y in zip(whole, alone, strict=True))
+            assert _same(codec.decode(part, whole)[:, one], codec.decode(part, alone))
+
+    @_parts
+    @pytest.mark.parametrize("constant", [0.0, 0.1, -3.0, 12.5])
+    def test_constant_rows(self, part: Part, constant: float) -> None:
+        """Rows of one number are decoded to one number, within the bound; zero to zero."""
+        rows = _rows(self.block_size, self.width) * 0 + constant
+        codec = self.make()
+        found = codec.decode(part, codec.encode(part, rows)).double()
+        assert found.min() == found.max()
+        assert ((found - rows).abs() <= self.bound(part, rows)).all()
+        assert constant or not found.any()
+
+    @_parts
+    def test_nan_is_not_lost(self, part: Part) -> None:
+        """A NaN is decoded to NaN, perhaps with numbers of its head in its block."""
+        rows = _rows(self.block_size, self.width)
+        rows[1, 2, 3] = nan
+        codec = self.make()
+        found = codec.decode(part, codec.encode(part, rows))
+        assert found[1, 2, 3].isnan()
+        assert not found[[0, *range(2, HEADS)]].isnan().any()
+
+    @_parts
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_infinity_stays_the_greatest(self, part: Part, sign: int) -> None:
+        """An infinite number is decoded to NaN, or beyond all others of its token."""
+        rows = _rows(self.block_size, self.width)
+        rows[1, 2, 3] = sign * inf
+        codec = self.make()
+        found = codec.decode(part, codec.encode(part, rows)) * sign
+        assert found[1, 2, 3].isnan() or found[1, 2, 3] == found[1, 2].max() > 0
+
+    @_seeds
+    def test_attends_to_what_it_decodes(self, seed: int) -> None:
+        """Attention over blocks is that in fp64 over decoded rows: chunks, windows, heads."""
+        batch = self._ragged(seed)
+        plan = batch.stored()
+        coded = self.coded(batch)
+        windows: list[dict[str, Any]] = [{}, {"window": 20, "sinks": 3}, {"window": 1}]
+        for options in (*windows, {"scale": 0.3}):
+            coded.compare(plan, batch.contexts, batch.lengths, **options)
+
+    @_seeds
+    def test_attention_is_near(self, seed: int) -> None:
+        """Attention is as near to that in fp64 over the rows themselves as the bound allows.
+
+        Scores change by at most d, the scale times the sum of |query| * bound of a key. The
+        weights of a softmax then change by a total variation of at most tanh(d / 2), and its
+        output by that share of the range of the values, and by the error of a value.
+        """
+        import torch  # noqa: PLC0415 - as above
+
+        from kvcore.testing.dense import attention  # noqa: PLC0415 - as above
+
+        batch = self._ragged(seed)
+        plan = batch.stored()
+        for layer in range(LAYERS):
+            exact, allowed = [], []
+            for number, context in enumerate(batch.contexts):
+                queries, keys, values = (
+                    part[layer][number].double()
+                    for part in (batch.queries, batch.keys, batch.values)
+                )
+                asked = queries[context:]
+                exact.append(attention(asked, keys, values))
+                group = queries.shape[1] // keys.shape[1]
+                key_errors, value_errors = (
+                    self._errors(part, rows).repeat_interleave(group, 1)
+                    for (part, _), rows in zip(_halves(batch), (keys, values), strict=True)
+                )
+                shift = torch.einsum("qhd,khd->qhk", asked.abs(), key_errors).amax(-1)
+                change = (shift * queries.shape[2] ** -0.5 / 2).tanh()[..., None]
+                spread = (values.amax(0) - values.amin(0)).repeat_interleave(group, 0)
+                allowed.append(change * spread + value_errors.amax(0) + batch.tolerance)
+            error = (batch.attend(layer, plan) - torch.cat(exact)).abs()
+            assert (error <= torch.cat(allowed)).all()
+
+    @_seeds
+    def test_chunks_are_one_prefill(self, seed: int) -> None:
+        """Blocks hold the same, whether a prompt is stored at once or in several chunks."""
+        random = Random(seed)  # noqa: S311
+        tokens = 2 * self.block_size + random.randint(1, self.block_size)
+        batch = self.batch(seed, contexts=[0], lengths=[tokens])
+        cuts = sorted(random.sample(range(1, tokens), 5))
+        for begin, end in zip([0, *cuts], [*cuts, tokens], strict=True):
+            batch.store([begin], [end - begin])
+        assert self.coded(batch).holds(0, batch.tables[0])
+
+    def test_token_by_token(self) -> None:
+        """So it is for decoding sequences that fill their blocks at different times."""
+        lengths = [self.block_size + 3, 2 * self.block_size]
+        batch = self.batch(0, contexts=[0, 0], lengths=lengths)
+        for token in range(max(lengths)):
+            counts = [int(token < length) for length in lengths]
+            batch.store([min(token, length) for length in lengths], counts)
+        coded = self.coded(batch)
+        assert all(coded.holds(number, table) for number, table in enumerate(batch.tables))
+
+    def test_a_block_is_written_again(self) -> None:
+        """After a rollback into a full block, tokens before it are near, those after it new."""
+        import torch  # noqa: PLC0415 - as above
+
+        size = self.block_size
+        batch = self.batch(1, contexts=[0], lengths=[2 * size + 1])
+        batch.stored()
+        back = size + size // 2
+        batch.store([back], [size - size // 2 + 1])
+        found = batch.read(0, batch.tables[0], 2 * size)
+        for (part, half), rows in zip(_halves(batch), found, strict=True):
+            whole = half[0][0][: 2 * size]
+            near = 2 * self._errors(part, whole) + batch.tolerance
+            assert ((rows - whole).abs() <= near).all()
+            first = self._coded_rows(part, whole)[:size]
+            torch.testing.assert_close(rows[:size], first, atol=0, rtol=0)
+
+    def test_copies_part_in_two(self) -> None:
+        """A copy has what its source has, coded or not full yet; both go on by themselves."""
+        size = self.block_size
+        batch = self.batch(3, contexts=[0, 0], lengths=[2 * size, 2 * size])
+        shared = size + 5
+        for half in (batch.keys, batch.values):
+            for layer in half:
+                layer[1][:shared] = layer[0][:shared]
+        batch.store([0, 0], [shared, 0])
+        batch.backend.copy_blocks(zip(*batch.tables, strict=True))
+        batch.backend.copy_blocks([])
+        batch.store([shared, shared], [size - 5, size - 5])
+        coded = self.coded(batch)
+        assert all(coded.holds(number, table) for number, table in enumerate(batch.tables))
+
+    def test_swaps(self) -> None:
+        """Blocks swapped out and into others hold the same, and go on there."""
+        size = self.block_size
+        batch = self.batch(4, contexts=[0, 0], lengths=[size + 5, size + 9], room=4)
+        batch.store([0, 0], [size + 5, size + 3])
+        table, other = batch.tables
+        host = batch.backend.swap_out(other)
+        batch.backend.fill(nan, other)
+        targets = batch.spare[: len(other)]
+        batch.backend.swap_in(host, targets)
+        moved = attrs.evolve(batch, tables=[table, targets])
+        moved.store([0, size + 3], [0, 6])
+        coded = self.coded(moved)
+        assert coded.holds(0, table)
+        assert coded.holds(1, targets)
+
+    def test_fills(self) -> None:
+        """`fill` sets the given blocks, coded or not full yet, and no others."""
+        size = self.block_size
+        batch = self.batch(5, contexts=[0, 0], lengths=[size + 5, size + 5])
+        batch.stored()
+        table, other = batch.tables
+        batch.backend.fill(0, table)
+        assert all(not rows.any() for rows in batch.read(0, table, 2 * size))
+        assert self.coded(batch).holds(1, other)
+        batch.backend.fill(nan)
+        assert all(rows.isnan().all() for rows in batch.read(0, other, 2 * size))
+
+    @pytest.mark.parametrize("left", [0, 1])
+    @_seeds
+    def test_moves_tokens(self, seed: int, left: int) -> None:
+        """Compaction: chosen tokens, in each head its own, lie in fewer blocks, and go on.
+
+        Tokens that are coded alone keep their bytes; others are near to what they were.
+        """
+        import torch  # noqa: PLC0415 - as above
+
+        random, size = Random(seed), self.block_size  # noqa: S311
+        tokens, kept = 3 * size + 7, size + (5 if left else 0)
+        batch = self.batch(seed, contexts=[0], lengths=[tokens], room=2)
+        batch.stored()
+        (table,) = batch.tables
+        before = [self._coded_rows(p, r[0][0]).double() for p, r in _halves(batch)]
+        # Its own first block, which lends places, and its last one or a new one.
+        into = [table[0], table[-1] if left else batch.spare[0]][: -(-kept // size)]
+        moves = []
+        chosen = torch.empty(kept, batch.layout.kv_heads, dtype=torch.int64)
+        for head in range(batch.layout.kv_heads):
+            stay = random.sample(range(size), size // 2)
+            come = random.sample(range(size, tokens), kept - len(stay))
+            free = [place for place in range(kept) if place not in stay]
+            chosen[stay, head] = torch.tensor(stay)
+            chosen[free, head] = torch.tensor(come)
+            moves += [(head, *pair) for pair in zip(come, free, strict=True)]
+        batch.backend.move_tokens(0, table, into, torch.tensor(moves).t())
+        found = batch.read(0, into, kept)
+        for (part, _), rows, held in zip(_halves(batch), found, before, strict=True):
+            index = chosen[..., None].expand(-1, -1, held.shape[2])
+            expected = held.gather(0, index)
+            near = torch.zeros(())
+            if not self.make().by_token(part):
+                near = 2 * self._errors(part, expected) + batch.tolerance
+            assert ((rows - expected).abs() <= near).all()
+
+    def batch(self, seed: int, **fixed: Any) -> RandomBatch:
+        """Return a random batch over a new backend that keeps K/V in this codec."""
+        try:
+            backend = Plugins().build("backend", "torch-cpu")
+        except KvcoreError as error:
+            pytest.skip(str(error))
+        return RandomBatch.draw(
+            seed,
+            backend,
+            lambda tensor: tensor.double(),
+            1e-10,
+            dtype="fp64",
+            codec=self.make(),
+            block_size=self.block_size,
+            head_dim=self.width,
+            together=False,
+            **fixed,
+        )
+
+    def coded(self, batch: RandomBatch) -> RandomBatch:
+        """Return the batch with K/V as it is read from full blocks and the last ones."""
+        keys, values = (
+            [[self._coded_rows(part, rows) for rows in layer] for layer in half]
+            for part, half in _halves(batch)
+        )
+        return attrs.evolve(batch, keys=keys, values=values)
+
+    def _ragged(self, seed: int) -> RandomBatch:
+        """Return sequences that prefill and decode, in blocks that are full or not."""
+        size = self.block_size
+        contexts = [0, 2 * size + 3, size - 1, size, 5]
+        return self.batch(seed, contexts=contexts, lengths=[size + 5, 1, 4, 1, 1])
+
+    def _coded_rows(self, part: Part, rows: Tensor) -> Tensor:
+        """Return `[tokens, heads, width]` as read; tokens of a part of a block may wait."""
+        codec, done = self.make(), len(rows)
+        if not codec.by_token(part):
+            done -= done % self.block_size
+        out = rows.clone()
+        if done:
+            tokens = 1 if codec.by_token(part) else self.block_size
+            # [blocks * heads, tokens of a block, width]
+            blocks = rows[:done].view(-1, tokens, *rows.shape[1:]).transpose(1, 2)
+            found = codec.decode(part, codec.encode(part, blocks.flatten(0, 1)))
+            found = found.to(rows.dtype).view(blocks.shape)
+            out[:done] = found.transpose(1, 2).flatten(0, 1)
+        return out
+
+    def _errors(self, part: Part, rows: Tensor) -> Tensor:
+        """Return the bound of each of `[tokens, heads, width]`."""
+        count = -(-len(rows) // self.block_size) * self.block_size
+        padded = rows[[min(place, len(rows) - 1) for place in range(count)]]
+        blocks = padded.view(-1, self.block_size, *rows.shape[1:]).transpose(1, 2)
+        bounds = self.bound(part, blocks.flatten(0, 1)).expand(-1, *blocks.shape[2:])
+        found = bounds.reshape(blocks.shape).transpose(1, 2).flatten(0, 1)
+        return found[: len(rows)]
+
+
+def _halves(batch: RandomBatch) -> list[tuple[Part, list[list[Tensor]]]]:
+    """Return K and V of a batch."""
+    return [("keys", batch.keys), ("values", batch.values)]
+
+
+def _rows(tokens: int, width: int) -> Tensor:
+    """Return normally distributed rows, `[HEADS, tokens, width]`, in fp64."""
+    import torch  # noqa: PLC0415 - as above
+
+    draws = torch.Generator().manual_seed(tokens * width)
+    return torch.randn(HEADS, tokens, width, generator=draws, dtype=torch.float64)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return True if both have the same numbers, or NaN, in the same places."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,0 +1,114 @@
+"""The built-in codecs pass the tests that every codec must pass, within tighter bounds."""
+
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from kvcore import Plugins
+from kvcore.testing import CodecTests
+
+torch = pytest.importorskip("torch", reason="codecs code torch tensors")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/third_party_codec/kvcore_shared_exponent.py"
+PAGES = {"Truncated": "docs/reference/codecs.md", "SharedExponent": "docs/how-to/quantise.md"}
+"""Codecs that pages write, with their kits."""
+CONFIGURATIONS = [
+    "fp64",
+    "fp32",
+    "fp16",
+    "bf16",
+    "fp8-e4m3",
+    "fp8-e5m2:factor=0.5",
+    "fp8-e4m3:scale=head",
+    "fp8-e5m2:scale=head",
+    "int8",
+    "int8:keys=channel",
+    "int4",
+    "int4:keys=channel",
+    "kivi",
+    "kivi:bits=4,group=8,residual=32",
+]
+PRECISION = {"fp64": 53, "fp32": 24, "fp16": 11, "bf16": 8, "fp8-e4m3": 4, "fp8-e5m2": 3}
+"""Significant bits of floating-point formats."""
+SMALLEST = {"fp16": 2**-24, "fp8-e4m3": 2**-9, "fp8-e5m2": 2**-16}
+"""Their least numbers above 0, where rows come near them."""
+GREATEST = {"fp8-e4m3": 448, "fp8-e5m2": 57344}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Leave the other cores to other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class TestBuiltIn(CodecTests):
+    """Every configuration in the list above: the bounds are those of the reference page."""
+
+    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
+    def _configured(self, request):
+        self.spec = request.param
+
+    def make(self):
+        """Build it."""
+        return Plugins().build("codec", self.spec)
+
+    def bound(self, part, rows):
+        """Return half a step: of the floating-point format, or of the grid."""
+        codec, rows = self.make(), rows.double()
+        if codec.name in PRECISION:
+            scale = getattr(codec, "factor", 1)
+            if getattr(codec, "scale", None) == "head":
+                scale = rows.abs().amax(-1, keepdim=True) / GREATEST[codec.name] * (1 + 2**-9)
+            least = SMALLEST.get(codec.name, 0) * scale
+            return rows.abs() * 2.0 ** -PRECISION[codec.name] + least / 2
+        _, grids = codec.encode(part, rows)
+        if grids.shape[3] == 2:
+            steps = grids[..., :1].expand(-1, -1, -1, rows.shape[2] // grids.shape[2])
+        else:
+            steps = grids[:, :, :1].expand(-1, -1, rows.shape[1] // grids.shape[1], -1)
+        return steps.reshape(rows.shape).double() / 2 + 1e-6 * rows.abs().amax()
+
+
+def example():
+    """Return the module of the example, which is not installed here."""
+    spec = spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestExample(CodecTests):
+    """A third party's thirty lines."""
+
+    codec = example().SharedExponent
+    error = 1 / 127
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_codecs_of_the_pages(name):
+    """The codec of a page keeps the bound of the kit's class there, and NaN."""
+    page = (ROOT / PAGES[name]).read_text("utf-8")
+    fences = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    names = {"__name__": "page"}
+    for fence in fences:
+        if name in fence:
+            exec(fence.partition("\nfound = ")[0], names)  # noqa: S102
+    kit = names[f"Test{name}"]()
+    for part in ("keys", "values"):
+        for dtype in ("fp32", "fp64", "fp16", "bf16"):
+            kit.test_round_trip(part, dtype)
+        kit.test_nan_is_not_lost(part)
+        kit.test_infinity_stays_the_greatest(part, 1)
+        kit.test_tokens_are_coded_alone(part)
+    kit.test_attention_is_near(0)
+
+
+def test_every_codec_is_in_the_list():
+    """Each registered codec is tested in at least one configuration."""
+    assert {spec.partition(":")[0] for spec in CONFIGURATIONS} == set(Plugins().names("codec"))

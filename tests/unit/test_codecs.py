@@ -1,0 +1,158 @@
+"""What codecs round to, byte by byte, and the blocks that they refuse."""
+
+from math import inf, nan
+
+import pytest
+
+from kvcore import InputError, Plugins
+
+torch = pytest.importorskip("torch", reason="codecs code torch tensors")
+
+from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8, KIVI  # noqa: E402 - need torch
+from kvcore_plugins.codec._uniform import rounded_up  # noqa: E402
+
+
+def coded(codec, rows, part="keys"):
+    """Return rows, `[tokens, width]`, coded and decoded."""
+    planes = codec.encode(part, torch.tensor(rows, dtype=torch.float64)[None])
+    return codec.decode(part, planes)[0]
+
+
+def test_two_codes_a_byte():
+    """A byte of int4 has a code of the first half of the head below one of the second."""
+    codes, grids = INT4().encode("keys", torch.arange(16.0)[None, None])
+    assert codes.flatten().tolist() == [low + 16 * (low + 8) for low in range(8)]
+    assert grids.flatten().tolist() == [1, 0]
+
+
+def test_four_codes_a_byte():
+    """A byte of 2-bit KIVI has a code of each quarter of the head."""
+    rows = torch.tensor([0.0, 3, 1, 2, 2, 2, 3, 0])[None, None]
+    codes, grids = KIVI(bits=2).encode("values", rows)
+    assert codes.flatten().tolist() == [
+        0 + 4 * 1 + 16 * 2 + 64 * 3,
+        3 + 4 * 2 + 16 * 2 + 64 * 0,
+    ]
+    assert grids.flatten().tolist() == [1, 0]
+
+
+def test_groups_have_grids_of_their_own():
+    """KIVI: a spike in a channel of keys widens its own grids only, as in values a group."""
+    codec = KIVI(bits=2, group=4)
+    rows = torch.zeros(1, 8, 8)
+    rows[0, 1, 2] = 300
+    _, keys = codec.encode("keys", rows)
+    assert keys[0, :, 0].nonzero().tolist() == [[0, 2]]
+    _, values = codec.encode("values", rows)
+    assert values[0, :, :, 0].nonzero().tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
+def test_a_constant_of_fp16_is_exact(codec):
+    """A group without a range has the scale 0, and is decoded to the constant itself."""
+    for constant in (0.0, -1.5, 0.0999755859375, 65504.0):
+        assert coded(codec, [[constant] * 8] * 4).eq(constant).all()
+
+
+@pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
+def test_what_fp16_lacks_is_cut(codec):
+    """Numbers beyond 65,504, infinite ones too, are coded as that, within half a step."""
+    rows = [[0.0, 1e6, -inf, 5.0, inf, -7e4, 3.0, 1.0]] * 4
+    expected = torch.tensor(rows).clamp(-65504, 65504)
+    steps = {"int8": 255, "int4": 15, "kivi": 3}[codec.name]
+    found = coded(codec, rows)
+    assert ((found - expected).abs() <= 1.001 * 131008 / steps / 2).all()
+
+
+@pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
+@pytest.mark.parametrize("size", [0.1, 1, 300])
+def test_decoded_numbers_are_coded_alike(codec, size):
+    """What is decoded and coded again, as after a rollback, does not drift."""
+    draws = torch.Generator().manual_seed(1)
+    rows = size * torch.randn(4, 32, 64, generator=draws)
+    once = again = codec.decode("keys", codec.encode("keys", rows))
+    for _ in range(20):
+        again = codec.decode("keys", codec.encode("keys", again))
+    torch.testing.assert_close(again, once, rtol=1e-6, atol=1e-6 * size)
+
+
+def test_nan_takes_its_group():
+    """By token all channels of the token become NaN, by channel those of the group."""
+    rows = torch.zeros(8, 8)
+    rows[3, 5] = nan
+    lost = coded(INT4(), rows.tolist()).isnan()
+    assert lost.nonzero()[:, 0].unique().tolist() == [3]
+    lost = coded(KIVI(group=4), rows.tolist()).isnan()
+    assert lost.nonzero().tolist() == [[token, 5] for token in range(4)]
+
+
+def test_scales_round_up():
+    """The least number of fp16 that is not less, of either sign, down to the smallest."""
+    given = torch.tensor([1.0, 1.0001, -1.0001, 0.0, 1e-9, -1e-9, 65504.0, nan])
+    found = rounded_up(given).double()
+    assert found[:-1].tolist() == [1, 1 + 2**-10, -1, 0, 2**-24, 0, 65504]
+    assert found[-1].isnan()
+
+
+@pytest.mark.parametrize("codec", [E4M3(), E5M2()], ids=repr)
+def test_fp8_decodes_every_byte(codec):
+    """All 256 bytes are decoded as torch converts them, NaN and infinity too."""
+    dtype = torch.float8_e4m3fn if codec.name == "fp8-e4m3" else torch.float8_e5m2
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)[None, None]
+    found = codec.decode("keys", (numbers,))
+    torch.testing.assert_close(found, numbers.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("codec", "greatest"), [(E4M3, 448), (E5M2, 57344)])
+def test_fp8_saturates(codec, greatest):
+    """Greater numbers, infinite ones too, become the greatest, times the factor; NaN stays."""
+    rows = [[1e6, -1e6, inf, -inf, 1.0, nan]]
+    found = coded(codec(factor=2), rows)[0].tolist()
+    assert found[:5] == [2 * greatest, -2 * greatest, 2 * greatest, -2 * greatest, 1]
+    assert found[5] != found[5]
+
+
+def test_fp8_by_head_reaches_everywhere():
+    """A scale for each token and head: tiny rows are as precise as great ones."""
+    for size in (1e-3, 1.0, 1e4):
+        rows = [[size, -size / 2, size / 3, 0.0]]
+        found = coded(E4M3(scale="head"), rows)
+        assert ((found - torch.tensor(rows)).abs() <= size / 16).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens", "width", "message"),
+    [
+        ("int4", 16, 7, "packs 2 numbers a byte, which a head of 7 .* take int8"),
+        ("kivi:residual=128", 16, 64, "--block-size 128, or leave residual out"),
+        ("kivi:group=12", 16, 64, "12 tokens do not fill blocks of 16; give group=4"),
+        (
+            "kivi",
+            48,
+            64,
+            "32 tokens do not fill blocks of 48; give group=16, or --block-size 64",
+        ),
+        ("kivi:group=16", 16, 40, "16 channels do not fill heads of 40; give group=8"),
+    ],
+)
+def test_refuses_blocks_it_cannot_code(spec, tokens, width, message):
+    """An error says which block could be coded."""
+    codec = Plugins().build("codec", spec)
+    with pytest.raises(InputError, match=message):
+        codec.head_bytes(tokens, width, width)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kivi:bits=3",
+        "kivi:group=0",
+        "int4:keys=head",
+        "fp8-e4m3:factor=0",
+        "fp8-e5m2:scale=head,factor=2",
+    ],
+)
+def test_refuses_options(spec):
+    """Options out of range are refused when the codec is built."""
+    with pytest.raises(InputError, match=spec.partition(":")[0]):
+        Plugins().build("codec", spec)

@@ -1,0 +1,149 @@
+"""A pool of torch-cpu that a codec codes: its bytes, its stage, and what it refuses."""
+
+import pytest
+
+from kvcore import Codec, InputError, KVCache, PolicyError, Request
+from kvcore.engine import Compactor, Plane, RaggedBatch, TensorLayout
+
+torch = pytest.importorskip("torch", reason="K/V lies in tensors")
+
+from kvcore_plugins.backend import TorchCPU  # noqa: E402 - need torch
+from kvcore_plugins.codec import E4M3, FP16, FP32, INT4, INT8, KIVI  # noqa: E402
+from kvcore_plugins.eviction import LRU  # noqa: E402
+from kvcore_plugins.prefix import Radix  # noqa: E402
+from kvcore_plugins.retention import KNorm  # noqa: E402
+
+SIZE = 8
+
+
+def backend(codec, **fixed):
+    """Return a backend with a pool of 16 blocks."""
+    sizes = {"blocks": 16, "block_size": SIZE, "layers": 2, "kv_heads": 2} | fixed
+    made = TorchCPU()
+    made.allocate(TensorLayout(head_dim=16, value_dim=8, codec=codec, **sizes))
+    return made
+
+
+def store(made, table, context, length):
+    """Store random K/V in both layers; return that of the first."""
+    rows = [torch.randn(length, 2, width) for width in (16, 8)]
+    plan = made.plan(RaggedBatch([table], [context], [length]))
+    for layer in range(2):
+        made.store(layer, plan, *rows)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [FP16(), E4M3(scale="head"), INT8(), INT4(), INT4(keys="channel"), KIVI()],
+    ids=repr,
+)
+def test_the_allocation_is_what_the_layout_promises(codec):
+    """The tensors of the planes have the bytes that layouts, sizes and reports count."""
+    made = backend(codec)
+    allocated = sum(matrix.untyped_storage().nbytes() for matrix in made._pool.matrices)
+    assert allocated == made.layout.bytes == made._pool.bytes
+
+
+def test_numbers_as_computed_are_read_in_place():
+    """A codec of the dtype of the computation is the plain pool, whose memory is handed out."""
+    keys, _ = backend(FP32()).layer_blocks(0)
+    assert keys.shape == (16, 2, SIZE, 16)
+
+
+def test_by_token_nothing_is_staged():
+    """Tokens that are coded alone go into their blocks at once."""
+    made = backend(INT4())
+    store(made, [3, 4], 0, SIZE + 3)
+    assert made._pool.staged_bytes == 0
+
+
+def test_the_stage_grows_and_is_used_again():
+    """A block that is not full takes a row in full precision, counted until it is coded."""
+    made = backend(KIVI())
+    empty = made.memory().allocated
+    store(made, [0], 0, SIZE - 1)
+    grown = made.memory().allocated
+    rows = 4 * 2 * 2 * SIZE * (16 + 8) * 4
+    assert grown == empty + rows
+    for block in range(1, 12):
+        store(made, [block - 1], SIZE - 1, 1)
+        store(made, [block], 0, SIZE - 1)
+    assert made.memory().allocated == grown
+
+
+def test_a_block_that_is_full_leaves_the_stage_when_tokens_move():
+    """A full block on the stage is coded when a compaction puts another one behind it."""
+    made = backend(KIVI())
+    store(made, [0], 0, SIZE - 1)
+    half = made._pool.keys[0]
+    made.move_tokens(0, [0, 1], [0, 2], torch.tensor([[0, 1], [0, 0], [SIZE, SIZE]]))
+    assert 0 not in half.stage
+    assert 2 in half.stage
+
+
+def test_a_last_block_goes_on_after_tokens_moved():
+    """What a compaction leaves in a block that is not full is coded with what comes next."""
+    made = backend(INT4(keys="channel"))
+    keys, _ = store(made, [0, 1], 0, SIZE + 4)
+    moves = [(head, SIZE + slot, slot) for head in range(2) for slot in range(4)]
+    for layer in range(2):
+        made.move_tokens(layer, [0, 1], [5], torch.tensor(moves).t())
+    more, _ = store(made, [5], 4, 4)
+    block = torch.cat((keys[SIZE:], more)).transpose(0, 1)
+    codec = INT4(keys="channel")
+    expected = codec.decode("keys", codec.encode("keys", block)).transpose(0, 1)
+    found, _ = made.read(0, [5], SIZE)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_compaction_leaves_the_block_that_is_not_full_on_the_stage():
+    """Also where blocks are allocated behind it, for tokens that are yet to be computed."""
+    made = backend(KIVI())
+    cache = KVCache(16, SIZE, eviction=LRU(), prefix=Radix(), retention=KNorm(), ids=True)
+    Compactor(cache, made, [None] * 2, [None] * 2)
+    seq = cache.open(Request(id=0, prompt_tokens=5 * SIZE, key_tokens=SIZE))
+    store(made, seq.table(), 0, 3 * SIZE)
+    cache.commit(seq, 3 * SIZE)
+    cache.compact(seq, SIZE + 3)
+    assert [*made._pool.keys[0].stage] == seq.table().tolist()[1:2]
+
+
+def test_hands_out_no_memory():
+    """There is no K/V in the blocks: the error says what decodes it."""
+    with pytest.raises(InputError, match=r"codec 'int8' keeps codes.*use `read`"):
+        backend(INT8()).layer_blocks(0)
+
+
+def test_layers_do_not_lie_together():
+    """A run of memory for all layers of a block is for K/V as it is computed."""
+    with pytest.raises(InputError, match=r"codec .int8. .*together=True"):
+        backend(INT8(), together=True)
+
+
+class Odd(Codec):
+    """Says what its planes are, and does otherwise."""
+
+    name = "odd"
+    rows = None
+
+    def planes(self, part, tokens, width):
+        """Return a plane of bytes."""
+        return (Plane("codes", "uint8", (tokens, width)),)
+
+    def encode(self, part, rows):
+        """Return other numbers than bytes."""
+        return (rows,)
+
+    def decode(self, part, planes):
+        """Fail."""
+        raise ZeroDivisionError
+
+
+def test_a_wrong_codec_is_named():
+    """Planes that are not as described, and exceptions, are errors about the codec."""
+    made = backend(Odd())
+    with pytest.raises(PolicyError, match=r"'odd' .* answered encode\(\) of keys"):
+        store(made, [0], 0, 1)
+    with pytest.raises(PolicyError, match=r"'odd' .* raised ZeroDivisionError in decode\(\)"):
+        made.read(0, [0], 1)

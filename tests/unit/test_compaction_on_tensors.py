@@ -1,0 +1,239 @@
+"""The compactor asks a policy for no more than it needs, and refuses what it cannot do."""
+
+import gc
+from typing import ClassVar
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch", reason="K/V lies in tensors")
+
+from helpers.engine import compute  # noqa: E402 - needs torch
+from helpers.paged import Paged, loaded_model  # noqa: E402
+from helpers.retention import Eager  # noqa: E402
+
+from kvcore import InputError, PolicyError, Request, ScoreRetention  # noqa: E402
+from kvcore.engine import Reads  # noqa: E402
+from kvcore.engine.compaction import SAMPLED, _bar  # noqa: E402
+from kvcore.testing.dense import loaded  # noqa: E402
+from kvcore_plugins.generator import SinCos  # noqa: E402
+from kvcore_plugins.retention import KNorm, Random, Window  # noqa: E402
+
+MODEL = "layers=2,hidden=16,heads=4,kv_heads=2,head_dim=4,vocab_size=61"
+
+
+@attrs.define(slots=False, eq=False, kw_only=True)
+class Told(ScoreRetention):
+    """Answers what it is told to, by a function of the held tokens."""
+
+    name: ClassVar[str] = "told"
+
+    answer: object = None
+    needs: Reads = attrs.Factory(Reads)
+
+    @property
+    def reads(self):
+        """What is needed."""
+        return self.needs
+
+    def score(self, held):
+        """Answer."""
+        return self.answer(held)
+
+
+def by_position(held):
+    """Return positions as scores."""
+    return held.positions.double()
+
+
+def paged(retention, blocks=40, size=4, model=MODEL):
+    """Return sequences in blocks."""
+    return Paged(loaded_model(model), blocks, size, retention)
+
+
+def prefilled(texts, length=30, seed=0):
+    """Open a sequence and compute its prompt in one step."""
+    seq = texts.open([7 * i % 61 for i in range(length)], seed=seed)
+    texts.step({seq: texts.texts[seq].left})
+    return seq
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda held: held.positions[0], r"score\(\) with \[2, 30\] where .* \[1, 2, 30\]"),
+        (lambda held: held.positions.tolist(), r"score\(\) with list where"),
+        (lambda held: held.positions / 0 * 0, r"score\(\) with NaN for 60 of 60 tokens"),
+        (lambda held: held.nothing, r"AttributeError in score\(\)"),
+    ],
+    ids=["a shape", "a type", "NaN", "a raise"],
+)
+def test_a_wrong_answer_names_the_plugin(answer, message):
+    """What is no score ends the use of the cache, with the same words from then on."""
+    texts = paged(Told(budget=8, answer=answer))
+    with pytest.raises(PolicyError, match=rf"retention plugin 'told' .*{message}") as caught:
+        prefilled(texts)
+    with pytest.raises(PolicyError) as again:
+        texts.cache.check_integrity()
+    assert str(again.value) == str(caught.value)
+
+
+def test_infinite_scores_are_scores():
+    """The highest stay, infinite or not; the newest token stays whatever has been said."""
+    texts = paged(Told(budget=3, answer=lambda held: (held.positions - 5.0) ** -2))
+    positions = texts.compactor.positions(prefilled(texts))
+    assert positions.sort().values.tolist() == [[[5, 6, 29]] * 2] * 2
+
+
+def test_whole_numbers_are_scores():
+    """Of tokens with the same score the newer stay."""
+    texts = paged(Told(budget=4, answer=lambda held: held.positions // 16 * 0))
+    positions = texts.compactor.positions(prefilled(texts))
+    assert positions.sort().values.tolist() == [[[26, 27, 28, 29]] * 2] * 2
+
+
+def test_nothing_is_read_that_is_not_declared(monkeypatch):
+    """A policy that reads nothing costs no K/V, no weights and no queries."""
+    seen = []
+    texts = paged(Told(budget=8, answer=lambda held: seen.append(held) or by_position(held)))
+    for name in ("read_heads", "attend_weighed"):
+        monkeypatch.setattr(texts.backend, name, None)
+    prefilled(texts)
+    wanted = ("keys", "values", "attention", "queries", "query_positions", "weights")
+    assert all(getattr(held, name) is None for held in seen for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "attention"])
+def test_what_is_declared_is_read(name):
+    """Each by itself, of all tokens."""
+    seen = []
+    needs = Reads(**{name: True})
+    texts = paged(
+        Told(
+            budget=8,
+            needs=needs,
+            answer=lambda h: seen.append(getattr(h, name)) or by_position(h),
+        )
+    )
+    prefilled(texts)
+    assert [each.shape[:3] for each in seen] == [(1, 2, 30)] * 2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_sums_are_exact_enough(dtype):
+    """Attention is summed and read in fp32, whatever K/V is computed in."""
+    seen = []
+    policy = Told(
+        budget=8,
+        needs=Reads(attention=True),
+        answer=lambda held: seen.append(held.attention) or held.attention,
+    )
+    request = Request(id=0, prompt_tokens=30, keys=(), key_tokens=4, output_tokens=2)
+    compute(
+        [request],
+        retention=policy,
+        generator=f"transformer:{MODEL}",
+        backend="torch-cpu",
+        dtype=dtype,
+    )
+    assert [each.dtype for each in seen] == [torch.float32] * 2
+    for each in seen:
+        # Each of 30 tokens has given 1 in each of the 4 query heads.
+        torch.testing.assert_close(each.sum((1, 2)), torch.tensor([120.0]), atol=0.5, rtol=0)
+
+
+def test_only_what_must_move_moves(monkeypatch):
+    """In the long run a compaction moves no more tokens than a block has."""
+    texts = paged(Random(budget=24))
+    moved = []
+    move = texts.backend.move_tokens
+
+    def counted(layer, table, into, moves):
+        moved.append(moves.shape[1])
+        move(layer, table, into, moves)
+
+    monkeypatch.setattr(texts.backend, "move_tokens", counted)
+    seq = prefilled(texts, length=48)
+    first = max(moved)
+    moved.clear()
+    texts.run(seq, output=60)
+    assert moved
+    assert max(moved) <= 2 * 4 < first
+
+
+def test_it_forgets_with_the_sequence():
+    """What is known of a sequence goes when it is closed."""
+    texts = paged(KNorm(budget=8))
+    seq = prefilled(texts)
+    assert len(texts.compactor._records) == 1
+    texts.close(seq)
+    del seq
+    gc.collect()
+    assert not texts.compactor._records
+
+
+def test_forks_go_their_own_way():
+    """What one of two forks computes is noted for that one alone."""
+    texts = paged(Told(budget=90, needs=Reads(attention=True, queries=2), answer=by_position))
+    seq = prefilled(texts)
+    child = texts.fork(seq, seed=1)
+    records = texts.compactor._records
+    before = records[seq].attention.clone(), records[seq].queries[1].clone()
+    texts.run(child, output=6)
+    assert records[seq].attention.equal(before[0])
+    assert records[seq].queries[1].equal(before[1])
+    assert not records[child].queries[1].equal(before[1])
+
+
+def test_a_fork_of_which_nobody_tells():
+    """Its tokens are unknown, so that it is not compacted at random."""
+    texts = paged(KNorm(budget=8))
+    child = texts.cache.fork(prefilled(texts))
+    with pytest.raises(PolicyError, match=r"tell it of forks \(Compactor.fork\)"):
+        texts.cache.compact(child, 4)
+
+
+def test_no_policy_says_which():
+    """A sequence that is compacted by hand needs a policy that picks tokens."""
+    texts = paged(None)
+    with pytest.raises(PolicyError, match="no retention policy that says which tokens stay"):
+        texts.cache.compact(prefilled(texts), 4)
+
+
+def test_a_policy_that_only_counts_is_refused():
+    """It can be simulated; on tensors it is an error before anything is allocated."""
+    request = Request(id=0, prompt_tokens=9, keys=(), key_tokens=4)
+    with pytest.raises(InputError, match="retention 'eager' says how many tokens stay and not"):
+        compute([request], retention=Eager())
+
+
+def test_keys_that_cannot_be_rotated_are_refused():
+    """Positions are rebased only where the model tells of its rotary embedding."""
+    generator = loaded(SinCos(layers=1, kv_heads=1, heads=1, head_dim=4, vocab_size=61))
+    with pytest.raises(InputError, match="'window' gives tokens new positions, and layer 0 of"):
+        Paged(generator, 8, 4, Window(tokens=4, positions="cache"))
+
+
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+def test_codes_that_cannot_be_rotated_are_refused(codec):
+    """Codes would be rounded anew with every compaction."""
+    request = Request(id=0, prompt_tokens=9, keys=(), key_tokens=4)
+    with pytest.raises(InputError, match=f"codec '{codec}' would round its keys anew"):
+        compute(
+            [request],
+            retention=Window(tokens=4, positions="cache"),
+            generator=f"transformer:{MODEL}",
+            backend="torch-cpu",
+            codec=codec,
+        )
+
+
+@pytest.mark.parametrize("few", [1, 7, 40])
+@pytest.mark.parametrize("values", [2, 9, 10_000])
+def test_the_bar_is_the_score_of_the_last_that_stays(few, values):
+    """Of many tokens it is found in a few of them; a sample that misleads costs time alone."""
+    source = torch.Generator().manual_seed(few * values)
+    scores = torch.randint(values, (3, 900), generator=source).float()
+    scores[1, ::SAMPLED] += values
+    best_first = scores.sort(dim=1, descending=True).values
+    torch.testing.assert_close(_bar(scores, few), best_first[:, few - 1 : few], rtol=0, atol=0)

@@ -1,0 +1,194 @@
+"""A compaction in a trace: what it says must follow from the lines before it, and lead on."""
+
+import pytest
+from helpers.traces import BLOCK, ask, compact, lines, seal
+
+from kvcore import KVCache, Trace, TraceError
+from kvcore.trace import check_trace, read_events
+from kvcore.trace.check import TraceChecker
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of a trace with four compactions, in lines 11, 17, 19 and 24."""
+    return compact(tmp_path / "trace.jsonl")
+
+
+def test_the_state_after_a_compaction(trace):
+    """Only the sequence's own blocks are private, and nothing is pinned for it."""
+    header, *events = read_events(trace)
+    checker = TraceChecker(header)
+    for event in events[:19]:
+        checker.apply(event)
+    seq = checker.state.sequence(2)
+    assert (list(seq.private), seq.blocks, seq.compacted, seq.kept) == ([4], 1, 11, 3)
+    assert {span.id: span.pins for span in checker.state.spans.values()} == {2: 0, 3: 0}
+    assert (checker.state.free, checker.state.private) == (2, 3)
+
+
+def test_the_report_counts_compactions(trace):
+    """Like every event."""
+    assert check_trace(trace).events["COMPACT"] == 4
+
+
+@pytest.mark.parametrize(
+    ("n", "fields", "reason"),
+    [
+        (11, {"seq": 9}, "COMPACT: no sequence 9 is open"),
+        (
+            11,
+            {"tokens": 4},
+            "COMPACT: sequence 2 has room for 15 tokens of its text, 0 of them",
+        ),
+        (24, {"tokens": 3}, "FREE: compactions of sequence 2 removed 16 tokens"),
+        (11, {"tokens": 2}, "COMPACT: 2 blocks stay, of 2 own ones and 1 new ones"),
+        (11, {"tokens": 8}, "COMPACT: 4 blocks stay, of 2 own ones and 1 new ones"),
+        (11, {"tokens": 9}, "COMPACT: of 9 tokens 9 stay: it must be fewer"),
+        (11, {"held": 10}, "COMPACT: sequence 2 has room for 15 tokens of its text, 5 of them"),
+        (11, {"held": 8}, "COMPACT: sequence 2 has room for 13 tokens of its text, 5 of them"),
+        (11, {"held": 12}, "COMPACT: sequence 2 has 4 blocks, and kept 0 tokens before: they"),
+        (11, {"held": 7, "ahead": 7}, "COMPACT: of 7 tokens 5 stay: it must be fewer, and"),
+        (11, {"ahead": 4}, "COMPACT: sequence 2 has room for 13 tokens of its text, 4 of them"),
+        (11, {"ahead": 8}, "COMPACT: sequence 2 has 4 blocks, and kept 0 tokens before: they"),
+        (11, {"new": [[7, 1]]}, "COMPACT: the pool gives [(6, 1)], not [(7, 1)]"),
+        (11, {"new": [[6, 2]]}, "COMPACT: 3 blocks stay, of 2 own ones and 2 new ones"),
+        (11, {"new": []}, "COMPACT: 3 blocks stay, of 2 own ones and 0 new ones"),
+        (11, {"runs": [[5, 1]]}, "COMPACT: sequence 2 frees [], not [[5, 1]]"),
+        (
+            17,
+            {"seq": 2},
+            "COMPACT: sequence 2 has 3 blocks, and kept 5 tokens before: they are",
+        ),
+        (17, {"new": [[1, 1]]}, "COMPACT: 2 blocks stay, of 0 own ones and 1 new ones"),
+        (17, {"new": [[0, 2]]}, "COMPACT: the pool gives [(1, -2)], not [(0, 2)]"),
+        (17, {"t": 4}, "COMPACT: it is of one call with the line before, which is at 3 ns"),
+        (19, {"runs": [[5, 2]]}, "COMPACT: sequence 2 frees [(6, -2)], not [[5, 2]]"),
+        (19, {"runs": [[6, 1]]}, "COMPACT: sequence 2 frees [(6, -2)], not [[6, 1]]"),
+        (19, {"runs": []}, "COMPACT: sequence 2 frees [(6, -2)], not []"),
+        (19, {"new": [[3, 1]]}, "COMPACT: 1 blocks stay, of 3 own ones and 1 new ones"),
+        (19, {"ahead": 1}, "COMPACT: sequence 2 has room for 15 tokens of its text, 1 of them"),
+        (19, {"held": 4}, "COMPACT: sequence 2 has 3 blocks, and kept 5 tokens before: they"),
+        (24, {"held": 7}, "COMPACT: sequence 2 has room for 18 tokens of its text, 0 of them"),
+        (
+            24,
+            {"held": 7, "tokens": 3},
+            "COMPACT: sequence 2 has room for 18 tokens of its text",
+        ),
+        (27, {"compacted": 14}, "FREE: compactions of sequence 2 removed 15 tokens"),
+        (27, {"forgotten": [[0, 2]]}, "FREE: sequence 2 has forgotten [], as first and count"),
+    ],
+)
+def test_a_forged_compaction_is_told(trace, n, fields, reason):
+    """A change that keeps the file well-formed is told with line, event and reason."""
+    events = lines(trace)
+    events[n] |= fields
+    with pytest.raises(TraceError) as caught:
+        check_trace(seal(trace, events))
+    assert str(caught.value).removeprefix(f"{trace}:").split(": ", 1)[1].startswith(reason)
+
+
+def told(trace, events):
+    """Return why a trace of these lines cannot be."""
+    with pytest.raises(TraceError) as caught:
+        check_trace(seal(trace, events))
+    return str(caught.value).split(": ", 2)[2]
+
+
+@pytest.mark.parametrize("n", [11, 17, 19, 24])
+def test_a_compaction_cannot_be_left_out_nor_come_twice(trace, n):
+    """Its blocks and its tokens are missed, or there are too many."""
+    events = lines(trace)
+    assert told(trace, events[:n] + events[n + 1 :])
+    assert told(trace, events[: n + 1] + events[n:])
+
+
+def test_a_compacted_sequence_shares_nothing_more(trace):
+    """What it computes is not what its keys stand for."""
+    events = lines(trace)
+    forged = {"seq": 2, "span": 4, "first": 0, "blocks": 1, "how": "new"}
+    commit = {"n": 0, "t": 3, "event": "COMMIT", **forged}
+    reason = told(trace, [*events[:20], commit, *events[20:]])
+    assert reason == "sequence 2 has forgotten blocks, so it has none to share"
+
+
+def test_victims_leave_for_a_compaction_that_needs_blocks(trace):
+    """Where its own are enough, nothing is evicted for its sake."""
+    events = lines(trace)
+    victim = events[16] | {"t": 3, "for": "long", "span": 3, "runs": [[8, -2]]}
+    victim |= {"age": 0, "hits": 0}
+    reason = told(trace, [*events[:19], victim, *events[19:]])
+    assert reason == "blocks were evicted for request 'long', which takes none"
+
+
+def test_a_server_compacts_by_a_policy(trace):
+    """One that HEADER names; calls made by hand, without a clock, need none."""
+    events = lines(trace)
+    del events[0]["plugins"]["retention"]
+    assert told(trace, events) == "HEADER has no retention policy that asks for it"
+    events = lines(compact(trace))
+    events[0]["mode"] = "untimed"
+    del events[0]["plugins"]["retention"]
+    assert check_trace(seal(trace, events)).complete
+
+
+def test_what_is_served_has_blocks_for_what_is_left(trace):
+    """At FINISH as many as for the whole text, without the tokens that were removed."""
+    events = lines(trace)
+    del events[25]
+    events[26] |= {"runs": [[4, 1]]}
+    assert told(trace, events).startswith("sequence 2 has had 1 blocks; its prompt and 8 tok")
+
+
+def test_a_rollback_stops_at_what_a_compaction_left(tmp_path):
+    """Of 6 tokens in 2 blocks none can be rolled back; a block after them can."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        seq = cache.open(ask("a", "ab", 14))
+        cache.commit(seq, 14)
+        cache.compact(seq, 6)
+        cache.extend(seq, 4)
+        cache.rollback(seq, 4)
+    assert check_trace(path).complete
+    events = lines(path)
+    assert (events[-2]["event"], events[-2]["first"]) == ("FREE", 2)
+    events[-2] |= {"first": 1, "runs": [[4, -2]]}
+    assert told(path, events) == "blocks 2 to 3 can be rolled back"
+
+
+def test_what_a_fork_has_too_is_not_freed(tmp_path):
+    """It is its alone from then on, by the rebuilt tables as by the pool's order."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(12, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        seq = cache.open(ask("a", "a", 14))
+        cache.commit(seq, 10)
+        child = cache.fork(seq)
+        cache.compact(child, 3)
+        cache.compact(seq, 3)
+        cache.close(child)
+        cache.close(seq)
+    events = [line for line in lines(path) if line["event"] == "COMPACT"]
+    assert [(line["runs"], line.get("new")) for line in events] == [
+        ([], [[4, 2]]),
+        ([[3, 1]], None),
+    ]
+    assert check_trace(path).pool == {"free": 11, "cached": 1, "private": 0, "spans": 1}
+
+
+def test_a_copy_alone_takes_the_victim(tmp_path):
+    """A block evicted for the copy of a shared tail needs no ALLOC after it."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(4, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        old = cache.open(ask("old", "abc"))
+        cache.commit(old, 12)
+        cache.close(old)
+        seq = cache.open(ask("new", "x", 2))
+        cache.commit(seq, 2)
+        child = cache.fork(seq)
+        cache.extend(child, 1)
+        cache.commit(child, 1)
+    assert check_trace(path).pool["cached"] == 2
