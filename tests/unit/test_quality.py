@@ -264,7 +264,7 @@ def test_a_frame_has_a_row_each(monkeypatch):
         ({"retention": "h2o:budgt=3"}, "did you mean 'budget'"),
         (
             {"retention": "window:sinks=few"},
-            "'sinks' of retention plugin 'window' takes an integer",
+            "'window' takes an integer, not 'few'",
         ),
         ({"dtype": "fp7"}, "fp7"),
         (
