@@ -195,7 +195,8 @@ class BackendTests:
 
         A backend that cannot refuses the plan.
         """
-        batch = self.batch(seed, contexts=[30, 25, 0, 60], lengths=[1, 20, 1, 7])
+        contexts, lengths = [30, 25, 0, 60], [1, 20, 30, 7]
+        batch = self.batch(seed, contexts=contexts, lengths=lengths, value_dim=16)
         batch.check_by_position(seed, window=20, sinks=3, alike=alike)
 
     @_together
@@ -553,7 +554,7 @@ class RandomBatch:
             torch.rand(*shape, n + lost, generator=draw).argsort(2)[..., :n]
             for n in self.contexts
         ]
-        starts = [n + lost if n else 0 for n in self.contexts]
+        starts = [n + lost for n in self.contexts]  # a context of none: all tokens are lost
         positions = [
             torch.arange(start, start + length)
             for start, length in zip(starts, self.lengths, strict=True)
@@ -564,7 +565,7 @@ class RandomBatch:
             self.contexts,
             self.lengths,
             positions=torch.cat(positions).tolist(),
-            held_positions=[(at[0, 0] if alike else at) if at.numel() else None for at in held],
+            held_positions=[at[0, 0] if alike else at for at in held],
         )
         try:
             plan = self.backend.plan(batch)

@@ -97,6 +97,31 @@ def test_a_last_block_goes_on_after_tokens_moved():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_coded_block_is_written_again():
+    """After a rollback it waits again: its tokens as they were coded, the new ones as given."""
+    made = backend(KIVI())
+    store(made, [0, 1], 0, 2 * SIZE)
+    coded, _ = made.read(0, [0, 1], SIZE + 3)
+    more, _ = store(made, [0, 1], SIZE + 3, 2)
+    found, _ = made.read(0, [0, 1], SIZE + 5)
+    torch.testing.assert_close(found, torch.cat((coded, more)), rtol=0, atol=0)
+
+
+def test_a_block_used_again_holds_nothing_of_before():
+    """What waited in a block goes when another is copied or swapped into it."""
+    made = backend(KIVI())
+    store(made, [0], 0, SIZE)
+    for copy in (
+        lambda: made.copy_blocks([(0, 5)]),
+        lambda: made.swap_in(made.swap_out([0]), [5]),
+    ):
+        store(made, [5], 0, 3)
+        copy()
+        expected, _ = made.read(0, [0], SIZE)
+        found, _ = made.read(0, [5], SIZE)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_a_compaction_leaves_the_block_that_is_not_full_on_the_stage():
     """Also where blocks are allocated behind it, for tokens that are yet to be computed."""
     made = backend(KIVI())

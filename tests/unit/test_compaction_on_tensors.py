@@ -179,10 +179,48 @@ def test_forks_go_their_own_way():
     child = texts.fork(seq, seed=1)
     records = texts.compactor._records
     before = records[seq].attention.clone(), records[seq].queries[1].clone()
+    asked = [*records[seq].asked]
     texts.run(child, output=6)
     assert records[seq].attention.equal(before[0])
     assert records[seq].queries[1].equal(before[1])
+    assert records[seq].asked == asked
     assert not records[child].queries[1].equal(before[1])
+
+
+def test_what_is_rolled_back_has_no_attention():
+    """A token in the place of a rejected draft begins with the attention that it gets itself."""
+    sums = []
+    for drafts in (1, 5):
+        texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
+        seq = prefilled(texts)
+        texts.texts[seq].tokens[30:] = [3, 5, 8, 13, 21]
+        texts.step({seq: drafts})
+        texts.cache.rollback(seq, drafts)
+        texts.texts[seq].computed = 30
+        texts.step({seq: 2})
+        sums.append(texts.compactor._records[seq].attention[:, :, 30:32])
+    torch.testing.assert_close(*sums)
+
+
+def test_who_is_rolled_back_asks_nothing():
+    """Queries of rejected drafts have no say; those of later tokens do, by their positions."""
+    asked = []
+    policy = Told(
+        budget=90,
+        needs=Reads(queries=4),
+        answer=lambda held: asked.append(held.query_positions.tolist()) or by_position(held),
+    )
+    texts = paged(policy)
+    seq = prefilled(texts)
+    texts.texts[seq].tokens[30:] = [3, 5, 8, 13, 21]
+    texts.step({seq: 5})
+    texts.cache.rollback(seq, 5)
+    texts.texts[seq].computed = 30
+    texts.step({seq: 1})
+    texts.cache.compact(seq, 8)
+    texts.step({seq: 3})
+    texts.cache.compact(seq, 4)
+    assert asked == [[30], [30], [30, 31, 32, 33], [30, 31, 32, 33]]
 
 
 def test_a_fork_of_which_nobody_tells():
@@ -212,6 +250,23 @@ def test_keys_that_cannot_be_rotated_are_refused():
     generator = loaded(SinCos(layers=1, kv_heads=1, heads=1, head_dim=4, vocab_size=61))
     with pytest.raises(InputError, match="'window' gives tokens new positions, and layer 0 of"):
         Paged(generator, 8, 4, Window(tokens=4, positions="cache"))
+
+
+def test_keys_are_rotated_from_how_they_were_computed():
+    """Compaction after compaction: each is at once where it closes up to the newest token."""
+    texts, whole = paged(Window(tokens=5, sinks=2, positions="cache")), paged(None)
+    seq = prefilled(texts)
+    texts.run(seq, output=25)
+    full = whole.open(texts.texts[seq].tokens[: seq.position])
+    whole.step({full: seq.position})
+    (keys, _), (found, _) = whole.kept(full)[0], texts.kept(seq)[0]
+    places = torch.arange(seq.position - seq.held, seq.position)
+    rotary = texts.generator.rotary[0]
+    for head, at in enumerate(texts.compactor.positions(seq)[0]):
+        order = at.argsort()
+        turn = rotary.angles(places - at[order])
+        expected = rotary.rotate(keys[at[order], head], *turn)
+        torch.testing.assert_close(found[order, head], expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16"])

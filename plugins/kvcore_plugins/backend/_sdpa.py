@@ -216,7 +216,8 @@ class _Divider:
             kind = (None, 0) if by_position else (window, sinks)
             whole = Reach.of(context, length, *kind, size)
             masks = self.pool.layout.kv_heads if by_position else 1
-            step = length if whole.causal else max(1, MAX_MASK_PAIRS // whole.total // masks)
+            causal = whole.causal and not by_position
+            step = length if causal else max(1, MAX_MASK_PAIRS // whole.total // masks)
             for done in range(0, length, step):
                 part = min(step, length - done)
                 reach = Reach.of(context + done, part, *kind, size)
@@ -571,7 +572,7 @@ class Sdpa:
             self._keys(layer, tile)[:, None].expand(shared),
             self._values(layer, tile)[:, None].expand(shared),
             attn_mask=mask[:, None] if tile.by_position and mask is not None else mask,
-            is_causal=tile.reach.causal,
+            is_causal=mask is None and tile.reach.causal,
             scale=scale,
         )
         out[rows] = found.permute(2, 0, 1, 3)
