@@ -85,6 +85,14 @@ def test_infinite_scores_are_scores():
     assert positions.sort().values.tolist() == [[[5, 6, 29]] * 2] * 2
 
 
+def test_what_the_next_token_cannot_see_goes_first():
+    """A window of 7 ends with the token to come: six of those before it are in reach."""
+    model = MODEL + ",window=7"
+    texts = paged(Told(budget=3, answer=lambda held: -by_position(held)), model=model)
+    positions = texts.compactor.positions(prefilled(texts))
+    assert positions.sort().values.tolist() == [[[24, 25, 29]] * 2] * 2
+
+
 def test_whole_numbers_are_scores():
     """Of tokens with the same score the newer stay."""
     texts = paged(Told(budget=4, answer=lambda held: held.positions // 16 * 0))
@@ -188,7 +196,7 @@ def test_forks_go_their_own_way():
 
 
 def test_what_is_rolled_back_has_no_attention():
-    """A token in the place of a rejected draft begins with the attention that it gets itself."""
+    """A token in the place of a rejected draft begins with what attention it gets itself."""
     sums = []
     for drafts in (1, 5):
         texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
@@ -252,9 +260,17 @@ def test_keys_that_cannot_be_rotated_are_refused():
         Paged(generator, 8, 4, Window(tokens=4, positions="cache"))
 
 
-def test_keys_are_rotated_from_how_they_were_computed():
+class Turned(KNorm):
+    """Keeps tokens from anywhere, and closes them up."""
+
+    rebases = True
+
+
+@pytest.mark.parametrize("policy", ["window", "scores"])
+def test_keys_are_rotated_from_how_they_were_computed(policy):
     """Compaction after compaction: each is at once where it closes up to the newest token."""
-    texts, whole = paged(Window(tokens=5, sinks=2, positions="cache")), paged(None)
+    window = Window(tokens=5, sinks=2, positions="cache")
+    texts, whole = paged(window if policy == "window" else Turned(budget=7)), paged(None)
     seq = prefilled(texts)
     texts.run(seq, output=25)
     full = whole.open(texts.texts[seq].tokens[: seq.position])
