@@ -164,7 +164,7 @@ def find_capacity(
 
     Empty if it does not as it is (`simulate(...).saturation`), or if nothing was found. Else
     `rate_scale`, the fastest that holds within 5 %; `blocks`, if their number was given; and
-    `tensor_parallel`: each for itself, found by simulating the workload again, some 10 times.
+    `tensor_parallel`: each for itself, found by simulating the workload again, some four times.
 
     Args:
         workload: where the requests come from.

@@ -247,10 +247,12 @@ class Request:
     think_time: int = 0
     output_keys: Sequence[Key] = ()
 
+    publish = False  # requests of texts have it as an option
+
     @property
     def publishes(self) -> bool:
         """Whether blocks it generates are shared: their keys are known, or a run tells them."""
-        return bool(self.output_keys)
+        return self.publish or bool(self.output_keys)
 
     def __attrs_post_init__(self) -> None:
         """Check what is counted by."""
@@ -305,11 +307,6 @@ class TextRequest(Request):
 
     tokens: Sequence[int]
     publish: bool = False
-
-    @property
-    def publishes(self) -> bool:
-        """Whether it says so."""
-        return self.publish
 
 
 def text_request(

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from decimal import ROUND_FLOOR, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import attrs
 
+from kvcore.cache import KVCache
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
-from kvcore.serving import Result, simulate
-from kvcore.serving.result import offered_load
+from kvcore.request import Request
+from kvcore.serving import Result
+from kvcore.serving.batcher import Batching
+from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
+from kvcore.serving.decode_batch import DecodeAllocator
+from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
+from kvcore.serving.loop import NEVER, AllocatorFactory, Arrivals, RunLog, ServingLoop
+from kvcore.serving.result import LAST, Queue, moments, offered_load
+from kvcore.serving.scheduler import Scheduler
 
 MOST_RATES = 6
 """Simulations in search of a rate, at most."""
@@ -21,7 +32,8 @@ DOUBLINGS = 5
 """How often a pool or a number of GPUs is doubled, at most."""
 
 CLOSE = 1.05
-"""How near the rate that holds and the next one that does not are, as a ratio."""
+"""How near the rate that holds and the next one that does not are, as a ratio;
+to two digits."""
 
 
 def find_capacity(
@@ -30,9 +42,10 @@ def find_capacity(
     """Return options with which the queue of a workload does not grow to the end.
 
     Empty if it does not grow as it is. Else as many of these as are found, each for itself:
-    `rate_scale`, the fastest rate within 5 %; `blocks`, the smallest doubling of a pool
-    whose size was given; `tensor_parallel`, the smallest doubling of the GPUs. Each was
-    simulated: some 10 runs like `result`, at most 16.
+    `rate_scale`, the fastest rate of two digits within 5 %; `blocks`, the smallest doubling
+    of a pool whose size was given; `tensor_parallel`, the smallest doubling of the GPUs. Each
+    was simulated: mostly 3 to 5 runs, at most 16, which end when their verdict is certain.
+    The requests are read once, and stay in memory for the time of the search.
 
     Args:
         parts: what was simulated; plugins must be named there, since each run has its own.
@@ -41,7 +54,7 @@ def find_capacity(
     """
     if result.saturation is None or not result.saturation.saturated:
         return {}
-    search = _Search(parts, result, tick)
+    search = _Search(parts, result, tick, list(parts.workload))
     found = {
         "rate_scale": search.rate(),
         "blocks": search.blocks(),
@@ -57,24 +70,35 @@ class _Search:
     parts: RunParts
     result: Result
     tick: Tick
+    requests: Sequence[Request]
 
     def rate(self) -> float | None:
-        """Return a rate that holds, found by bisection."""
+        """Return a rate that holds.
+
+        The first guess is the rate at which requests were served. If that holds, the next
+        rate above it is tried, which mostly does not, and is near enough; else bisection.
+        """
         saturation, load = self.result.saturation, self.result.offered_load or 0
         assert saturation is not None
         given = self.parts.config.rate_scale
         # Above a load of 1 nothing holds.
         high, low = given / max(load, 1), 0.0
-        guess = min(high, given * saturation.served_per_s / saturation.arrivals_per_s)
-        for _ in range(MOST_RATES):
-            rate = _below(guess)
-            if not low < rate < high or (low and high < CLOSE * low):
+        served = given * saturation.served_per_s / saturation.arrivals_per_s
+        rate = _two_digits(min(high, served), ROUND_FLOOR)
+        for number in range(MOST_RATES):
+            if not low < rate < high:
                 break
             if self._holds(rate_scale=rate):
                 low = rate
             else:
                 high = rate
-            guess = (low + high) / 2 if low else 0.8 * high
+            above = _two_digits(CLOSE * low, ROUND_CEILING)
+            if low and high <= above:
+                break
+            if low and not number:
+                rate = above
+            else:
+                rate = _two_digits((low + high) / 2 if low else 0.8 * high, ROUND_FLOOR)
         return low or None
 
     def blocks(self) -> int | None:
@@ -114,17 +138,128 @@ class _Search:
         parts = self.parts
         config = attrs.evolve(parts.config, **changes)
         again = RunParts(config, parts.plugins, workload=parts.workload)
-        run = simulate(
-            again.workload,
-            **again.arguments(),
-            allocation=config.allocation,
-            max_output=self.result.max_output,
-            residency=False,
+        cache, latency = again.cache(), again.latency()
+        latency.bind()
+        allocator: AllocatorFactory = DecodeAllocator
+        if config.allocation == "contiguous":
+            cache = contiguous_cache(cache)
+            allocator = partial(ContiguousAllocator, max_output=self.result.max_output or 0)
+        loop = _QueueLoop(
+            Arrivals(self.requests, config.rate_scale),
+            cache,
+            again.scheduler(),
+            SimulatedExecutor(latency),
+            parts.batching,
+            slo=again.slo,
+            allocator=allocator,
         )
+        loop.moments = self._moments(loop, again, latency)
+        with suppress(_QueueDecidedError):
+            loop.run()
         self.tick(1)
-        return run.saturation is None or not run.saturation.saturated
+        if loop.grows is None:
+            run = Result(loop.log, cache, parts.batching, latency, None)
+            return run.saturation is None or not run.saturation.saturated
+        return not loop.grows
+
+    def _moments(self, loop: _QueueLoop, parts: RunParts, latency: LatencyModel) -> list[int]:
+        """Return times (ns), the last one first, at which no queue decides that none grows.
+
+        That is so if the offered load is at most 1, even if nothing hits. Empty where the
+        times of arrivals are not known before.
+        """
+        fits = loop.allocator.never_fits
+        served = [each for each in self.requests if each.prompt_tokens and not fits(each)]
+        if not served or any(each.session is not None for each in served):
+            return []
+        scale = Fraction(str(parts.config.rate_scale))
+        log = RunLog(parts.blocks)
+        log.arrival.extend(int(each.arrival / scale) for each in served)
+        log.prompt.extend(each.prompt_tokens for each in served)
+        log.output.extend(each.output_tokens for each in served)
+        log.hit.extend([0] * len(served))
+        tokens = parts.blocks * parts.geometry.block_size
+        forgetting = parts.config.retention is not None
+        load = offered_load(log, parts.batching, latency, tokens, forgetting=forgetting)
+        if load is None or load > 1:
+            return []
+        return moments(log.arrival[0], log.arrival[-1])[: -LAST - 1 : -1]
 
 
-def _below(number: float) -> float:
-    """Return a number with two digits, rounded down."""
-    return float(Context(prec=2, rounding=ROUND_FLOOR).create_decimal(number))
+class _QueueDecidedError(Exception):
+    """Ends a run of which no more is asked than whether its queue grows."""
+
+
+class _QueueLoop(ServingLoop):
+    """A serving loop that ends when it is decided whether its queue grows.
+
+    That is after the last arrival, or, if it does not grow, before.
+
+    Attributes:
+        moments: times (ns), the last one first, at which no queue decides that none grows.
+        grows: whether the queue grows; None: that takes the whole run.
+    """
+
+    moments: list[int]
+    grows: bool | None = None
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        cache: KVCache,
+        scheduler: Scheduler,
+        executor: Executor,
+        batching: Batching,
+        **options: Any,
+    ) -> None:
+        super().__init__(arrivals, cache, scheduler, executor, batching, **options)
+        self.moments = []
+        self._max_seqs = batching.max_seqs
+        self._all_came: int | None = None
+
+    def _planned(self, now: int) -> None:
+        """Record nothing of the pool: nobody asks."""
+
+    def _pass(self, *step: Any) -> int:
+        """Move the clock over steps that have run; look at the queue of the time before."""
+        now = super()._pass(*step)
+        # Whoever was admitted before `now` is known: the clock has gone on.
+        while self.moments and self.moments[-1] < now:
+            if not self._waits(self.moments.pop()):
+                self.grows = False
+                raise _QueueDecidedError
+        if self._all_came is None:
+            if self._arrivals.next_at >= NEVER and not self._arrivals.following:
+                self._all_came = now
+        elif 0 <= self._all_came < now:
+            self._all_came = -1
+            self._look()
+        return now
+
+    def _waits(self, at: int) -> bool:
+        """Return True if a job waited at the time `at`, which the last step has passed."""
+        jobs = self.batcher
+        return any(job.arrival < at for job in jobs.waiting) or any(
+            job.arrival < at < (job.admitted or 0) for job in jobs.running
+        )
+
+    def _look(self) -> None:
+        """End the loop if it is decided whether the queue grows."""
+        log = self.log
+        rows = [row for row, finish in enumerate(log.finish) if finish >= 0]
+        jobs = [*self.batcher.running, *self.batcher.waiting]
+        queue = Queue.of(
+            [log.arrival[row] for row in rows] + [job.arrival for job in jobs],
+            [log.admitted[row] for row in rows]
+            + [job.admitted for job in jobs if job.admitted is not None],
+            [log.finish[row] for row in rows],
+            self._max_seqs,
+        )
+        if queue is None or not queue.grows or queue.persists:
+            self.grows = queue is not None and queue.grows
+            raise _QueueDecidedError
+
+
+def _two_digits(number: float, rounding: str) -> float:
+    """Return a number with two digits."""
+    return float(Context(prec=2, rounding=rounding).create_decimal(number))

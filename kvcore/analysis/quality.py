@@ -352,7 +352,8 @@ class _Bench:
             return None
         defaults: dict[str, Any] = {"seed": self.seed}
         if cell.tokens is not None:
-            sinks = int(cell.retention.options.get("sinks", "0"))
+            said = cell.retention.options.get("sinks", "0")
+            sinks = int(said) if said.isdecimal() else 0  # What is no number is refused below.
             kept = int(cell.tokens * prompt_tokens)
             defaults |= {"budget": cell.tokens, "tokens": max(1, kept - sinks)}
         policy: RetentionPolicy = self.plugins.build("retention", cell.retention, defaults)

@@ -145,8 +145,7 @@ class BlockLayout:
             return keys, blocks * size, blocks, blocks, blocks, blocks
         length = request.prompt_tokens
         full = length // size
-        # A plain request publishes what it has keys for: it is not asked, which costs a call.
-        publishes = request.output_keys or (type(request) is not Request and request.publishes)
+        publishes = request.publish or request.output_keys  # `publishes`, without its call
         if publishes:
             keys = self._with_output(request)
         if self._stride > 1:

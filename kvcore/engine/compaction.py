@@ -25,7 +25,7 @@ from kvcore.cache.sequence import Sequence
 from kvcore.engine.backend import Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import Rotary
-from kvcore.engine.retention import HeldTokens, TokenRetention
+from kvcore.engine.retention import HeldTokens, Reads, TokenRetention
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.codec import Part
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
@@ -54,6 +54,18 @@ def token_retention(cache: KVCache) -> TokenRetention | None:
         )
         raise InputError(msg)
     return None
+
+
+def _check_reads(policy: TokenRetention) -> None:
+    """Raise PolicyError if what `policy` says that it reads cannot be kept for it."""
+    reads = policy.reads
+    if not isinstance(reads, Reads):
+        wrong = f"{reads!r}: give kvcore.engine.Reads, such as Reads(keys=True)"
+    elif not isinstance(reads.queries, int) or reads.queries < 0:
+        wrong = f"queries={reads.queries!r}: give the number of newest tokens, 0 or more"
+    else:
+        return
+    raise wrong_answer(policy, "reads", wrong)
 
 
 @attrs.define(eq=False)
@@ -124,6 +136,7 @@ class Compactor:
     Raises:
         InputError: the policy cannot be run: it does not say which tokens stay, or rebases
             positions where keys cannot be rotated; says why.
+        PolicyError: its `reads` are no `Reads`, or of a negative number of queries.
     """
 
     def __init__(
@@ -139,8 +152,10 @@ class Compactor:
         self._has_windows = any(window is not None for window in self._windows)
         self._options: dict[int, dict[str, Any]] = {}
         self._records: WeakKeyDictionary[Sequence, _Record] = WeakKeyDictionary()
-        if self._policy is not None and self._policy.rebases:
-            self._check_rebasing(self._policy)
+        if self._policy is not None:
+            _check_reads(self._policy)
+            if self._policy.rebases:
+                self._check_rebasing(self._policy)
         cache.on_compact = self._compact
 
     def attend(

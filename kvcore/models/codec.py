@@ -37,11 +37,23 @@ class Plane:
         dtype: one of `PLANE_BYTES`.
         shape: shape of the array for one head. Where tokens are coded one by one, its first
             axis is the tokens of the block.
+
+    Raises:
+        ValueError: no such dtype, or a shape that is not of whole numbers, 1 or more.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    def __attrs_post_init__(self) -> None:
+        """Check dtype and shape."""
+        if self.dtype not in PLANE_BYTES:
+            msg = f"{self.name}: no dtype {self.dtype!r}; there are: {', '.join(PLANE_BYTES)}"
+            raise ValueError(msg)
+        if not all(isinstance(size, int) and size > 0 for size in self.shape):
+            msg = f"{self.name}: shape {self.shape} is not of whole numbers, 1 or more"
+            raise ValueError(msg)
 
     @property
     def bytes(self) -> int:

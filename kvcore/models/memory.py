@@ -11,7 +11,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.models.codec import PLANE_BYTES, Codec, Part
 from kvcore.models.spec import DeviceSpec, ModelSpec, count_field
-from kvcore.plugins import resolve, wrong_answer
+from kvcore.plugins import FAILURES, policy_error, resolve, wrong_answer
 from kvcore.plugins.options import Spec
 from kvcore.units import DECIMAL, format_bytes
 
@@ -209,11 +209,11 @@ class KVLayout:
             dtype = self.model.dtype if self.model.dtype in ("fp32", "fp16") else "bf16"
         heads, *widths = self._heads
         parts: tuple[Part, ...] = ("keys", "values")
-        staged = sum(
-            width
-            for part, width in zip(parts, widths, strict=True)
-            if not self.codec.by_token(part)
-        )
+        try:
+            by_token = [self.codec.by_token(part) for part in parts]
+        except FAILURES as error:
+            raise policy_error(self.codec, "by_token", error) from error
+        staged = sum(width for width, alone in zip(widths, by_token, strict=True) if not alone)
         return staged * heads * self.block_size * self.model.layers * PLANE_BYTES[dtype]
 
     def blocks_for(self, tokens: int) -> int:

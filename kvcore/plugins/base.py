@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import attrs
 
@@ -240,6 +240,13 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
         f"{type(error).__name__} in {method}(): {error} ({where})"
     )
+
+
+def raise_policy_error(plugin: Plugin, method: str, error: BaseException) -> NoReturn:
+    """Raise the error of `policy_error`; an `error` that is a PolicyError as it is."""
+    if isinstance(error, PolicyError):
+        raise error
+    raise policy_error(plugin, method, error) from error
 
 
 def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:

@@ -15,6 +15,7 @@ import attrs
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
+from kvcore.plugins.base import raise_policy_error
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.scheduler import (
     DECODE,
@@ -582,10 +583,8 @@ class Batcher:
             priority = self._scheduler.priority(job, now)
             # NaN is not before, equal to or after any priority.
             unordered = priority is None or priority != priority  # noqa: PLR0124
-        except PolicyError:
-            raise
         except FAILURES as error:
-            raise policy_error(self._scheduler, "priority", error) from error
+            raise_policy_error(self._scheduler, "priority", error)
         if unordered:
             hint = ": is a `return` missing?" if priority is None else ""
             why = f"{priority!r}, which has no place in an order{hint}"
@@ -602,10 +601,8 @@ class Batcher:
         """
         try:
             return function(*arguments, **options)
-        except PolicyError:
-            raise
         except FAILURES as error:
-            raise policy_error(self._scheduler, method, error) from error
+            raise_policy_error(self._scheduler, method, error)
 
     def _refuse_plan(self, job: Job, what: str, why: str) -> None:
         """Refuse a plan that cannot be carried out."""

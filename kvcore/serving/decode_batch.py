@@ -118,8 +118,7 @@ class DecodeBatch:
         self.fresh.append(job)
         insort(self._residues, residue)
         _put(self._classes, residue, job, seq.admission)
-        publishes = request.output_keys or (type(request) is not Request and request.publishes)
-        if publishes or self._forgetting:
+        if self._forgetting or request.publish or request.output_keys:
             _put(self.committing, residue, job, seq.admission)
         attended = length + 1 - seq.dropped_tokens
         if self._is_plain:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 import attrs
 
 from kvcore.errors import PolicyError
-from kvcore.plugins.base import FAILURES, Plugin, policy_error
+from kvcore.plugins.base import FAILURES, Plugin, raise_policy_error
 from kvcore.request import Key
 from kvcore.serving.scheduler import Job
 from kvcore.units import PS_PER_S
@@ -83,10 +83,8 @@ class LatencyModel(Plugin):
         try:
             seconds = self.seconds(work)
             is_time = 0 <= seconds < inf
-        except PolicyError:
-            raise
         except FAILURES as error:
-            raise policy_error(self, "seconds", error) from error
+            raise_policy_error(self, "seconds", error)
         if not is_time:
             msg = (
                 f"latency plugin {self.name!r}: seconds({work}) returned {seconds!r}; give a "
@@ -113,10 +111,8 @@ class LatencyModel(Plugin):
                 ]
             longest = max(times)
             is_whole = type(sum(times)) is int
-        except PolicyError:
-            raise
         except FAILURES as error:
-            raise policy_error(self, "pieces", error) from error
+            raise_policy_error(self, "pieces", error)
         if longest < 0 or not is_whole:
             longest = next((time for time in times if type(time) is not int), longest)
             _refuse(self, f"{work} takes {longest!r} ps; give whole picoseconds, 0 or more")
@@ -210,10 +206,8 @@ def decode_lines(latency: LatencyModel, jobs: int) -> Sequence[LinearPiece]:
             and min(piece[1:]) >= 0
             for piece in pieces
         )
-    except PolicyError:
-        raise
     except FAILURES as error:
-        raise policy_error(latency, "pieces", error) from error
+        raise_policy_error(latency, "pieces", error)
     if not sound:
         _refuse(
             latency,

@@ -90,6 +90,9 @@ STEPS = 10
 MOMENTS = 64
 """Into how many parts the time of arrivals is divided to look at the queue."""
 
+LAST = MOMENTS // 4
+"""The last moments, at which the queue of a server that is too slow is never empty."""
+
 
 @attrs.frozen
 class Saturation:
@@ -141,32 +144,78 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
     if log.reasons:
         done = [finish >= 0 for finish in log.finish]
         columns = [array("q", compress(column, done)) for column in columns]
-    came, admitted, finished = map(sorted, columns)
-    requests = len(came)
-    span = came[-1] - came[0] if requests else 0
-    if requests < FEWEST or not span:
+    came, admitted, finished = columns
+    queue = Queue.of(came, admitted, finished, max_seqs)
+    if queue is None:
         return None
+    overloaded = load is not None and load > 1
+    saturated = queue.grows and (overloaded or queue.persists)
+    come_per_s = (queue.requests - 1) * NS_PER_S / queue.span
+    served_per_s = queue.requests * NS_PER_S / (max(finished) - min(came))
+    return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s)
 
-    def waiting(at: int) -> int:
-        # Those admitted may be paused: more than `max_seqs` cannot be running.
-        running = bisect_right(finished, at) + max_seqs
-        return bisect_left(came, at) - min(bisect_right(admitted, at), running)
 
-    queue = [waiting(came[0] + span * part // MOMENTS) for part in range(MOMENTS + 1)]
-    eighth, half = MOMENTS // 8, MOMENTS // 2
-    middle = sum(queue[half - eighth + 1 : half + 1]) / eighth
-    end = sum(queue[-eighth:]) / eighth
-    saturated = end > middle and end > 2 * sqrt(requests)
-    if saturated and (load is None or load <= 1):
+@attrs.frozen
+class Queue:
+    """The requests that waited in a run, as of its last arrival.
+
+    What is known then is final, but for `persists`, which may become true later if too few
+    jobs were admitted so far.
+
+    Attributes:
+        requests: how many came.
+        span: ns from the first arrival to the last.
+        half, end: requests that wait before half of the time, and before its end.
+        grows: whether it is longer at the end than before, and than chance makes it.
+        persists: whether it was never empty at the end, and jobs were admitted often.
+    """
+
+    requests: int
+    span: int
+    half: float
+    end: float
+    grows: bool
+    persists: bool
+
+    @classmethod
+    def of(
+        cls,
+        came: Iterable[int],
+        admitted: Iterable[int],
+        finished: Iterable[int],
+        max_seqs: int,
+    ) -> Queue | None:
+        """Return the queue, by times (ns) in any order; None if no trend can be told."""
+        came, admitted, finished = map(sorted, (came, admitted, finished))
+        requests = len(came)
+        span = came[-1] - came[0] if requests else 0
+        if requests < FEWEST or not span:
+            return None
+
+        def waiting(at: int) -> int:
+            # Those admitted may be paused: more than `max_seqs` cannot be running.
+            running = bisect_right(finished, at) + max_seqs
+            return bisect_left(came, at) - min(bisect_right(admitted, at), running)
+
+        queue = [waiting(at) for at in moments(came[0], came[-1])]
+        eighth, middle = MOMENTS // 8, MOMENTS // 2
+        half = sum(queue[middle - eighth + 1 : middle + 1]) / eighth
+        end = sum(queue[-eighth:]) / eighth
         later = admitted[bisect_right(admitted, came[0] + span // 2) :]
-        saturated = min(queue[-MOMENTS // 4 :]) > 0 and len(set(later)) >= STEPS
-    return Saturation(
-        saturated,
-        middle,
-        end,
-        (requests - 1) * NS_PER_S / span,
-        requests * NS_PER_S / (finished[-1] - came[0]),
-    )
+        often = len(set(later)) >= STEPS
+        return cls(
+            requests,
+            span,
+            half,
+            end,
+            end > half and end > 2 * sqrt(requests),
+            often and min(queue[-LAST:]) > 0,
+        )
+
+
+def moments(first: int, last: int) -> list[int]:
+    """Return the times (ns) at which the queue is looked at, by those of two arrivals."""
+    return [first + (last - first) * part // MOMENTS for part in range(MOMENTS + 1)]
 
 
 def offered_load(

@@ -98,35 +98,6 @@ def test_json_has_these_fields(report):
     assert (document["schema"], document["requests"], document["completed"]) == (1, 40, 40)
 
 
-@pytest.mark.slow
-def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace(run):
-    """A report on all requests: none rejected, no overload, 80 columns at most."""
-    out = run()
-    lines = out.splitlines()
-    assert lines[0].startswith("mooncake: 12,031 requests to llama-3-8b on 4 x h100")
-    assert "12,031 completed, none rejected." in lines
-    assert max(map(len, lines)) <= 80
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("deployment", "saturated"),
-    [
-        (["--rate-scale", 1.8], False),
-        (["--rate-scale", 1.9], True),
-        (["--rate-scale", 2], True),
-        (["--device", "h200", "--tensor-parallel", 2, "--scheduler", "slo"], True),
-        (["--tensor-parallel", 1], True),
-        (["--memory", "10GiB"], True),
-    ],
-)
-def test_what_is_too_much_for_a_server_is_said_first(run, deployment, saturated):
-    """Also where the load is below 1: the queue of the run itself says so."""
-    out = run(*deployment, "--slo", "ttft=5,tpot=0.05", "--no-search")
-    assert out.startswith("SATURATED: mooncake asks for ") is saturated
-    assert "told below" not in out
-
-
 def test_the_report_names_what_was_run(run):
     """Pool and outcome stand at the top, and all options at the end, those of plugins too."""
     plugins = ["--eviction", "lfu:half_life=60", "--retention", "window:tokens=32"]

@@ -93,13 +93,17 @@ def test_kvcore_commands_run(page, tmp_path, monkeypatch, capsys):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     if page == KV_EVENTS:
         record_stand_in(tmp_path)
+    printed_by = {}
     for command, output in commands(page):
         words = shlex.split(command)
         if words[0] != "kvcore":
             continue
-        code = run(words[1:])
-        done = capsys.readouterr()
-        assert code == 0, f"{command}\n{done.err}"
-        printed = {" ".join(line.split()) for line in done.out.splitlines()}
+        # What reads no file prints the same again; a page may show it in parts.
+        if command not in printed_by or "." in command:
+            code = run(words[1:])
+            done = capsys.readouterr()
+            assert code == 0, f"{command}\n{done.err}"
+            printed_by[command] = {" ".join(line.split()) for line in done.out.splitlines()}
+        printed = printed_by[command]
         for line in output.splitlines():
             assert " ".join(line.split()) in printed, f"{command} does not print {line!r}"

@@ -36,7 +36,7 @@ def test_the_hits(curves, place, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("block_size", "ratio", "points"), [(512, 1, 30), (16, 32, 8)], ids=["512", "16"]
+    ("block_size", "ratio", "points"), [(512, 1, 12), (16, 32, 6)], ids=["512", "16"]
 )
 def test_one_pass_is_a_replay_at_many_sizes(block_size, ratio, points):
     """From 60 blocks of 512 tokens, below the longest request, to all of them."""

@@ -8,7 +8,7 @@ from kvcore.analysis import compare
 from kvcore_plugins.eviction import Lookahead
 from kvcore_plugins.workload import Mooncake
 
-SIZES = (1_000, 5_859, 30_000)
+SIZES = (1_000, 5_859)
 WINDOWS = (0, 64, 1_000, "all")
 
 
@@ -21,8 +21,8 @@ def test_the_bridge_from_lru_to_the_optimum():
         for window in WINDOWS
     }
     assert hits == {
-        0: [12_847, 39_258, 93_978],
-        64: [16_979, 46_988, 94_589],
-        1_000: [51_705, 86_684, 101_750],
-        "all": [51_705, 101_431, 105_710],
+        0: [12_847, 39_258],
+        64: [16_979, 46_988],
+        1_000: [51_705, 86_684],
+        "all": [51_705, 101_431],
     }

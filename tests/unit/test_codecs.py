@@ -4,7 +4,8 @@ from math import inf, nan
 
 import pytest
 
-from kvcore import InputError, Plugins
+from kvcore import Codec, InputError, Plugins, PolicyError
+from kvcore.engine import Plane
 
 torch = pytest.importorskip("torch", reason="codecs code torch tensors")
 
@@ -157,14 +158,41 @@ def test_refuses_blocks_it_cannot_code(spec, tokens, width, message):
 @pytest.mark.parametrize(
     "spec",
     [
-        "kivi:bits=3",
-        "kivi:group=0",
-        "int4:keys=head",
-        "fp8-e4m3:factor=0",
-        "fp8-e5m2:scale=head,factor=2",
+        *("kivi:bits=3", "kivi:group=0", "int4:keys=head", "fp8-e4m3:factor=0"),
+        *("fp8-e5m2:factor=inf", "fp8-e5m2:scale=head,factor=2"),
     ],
 )
 def test_refuses_options(spec):
     """Options out of range are refused when the codec is built."""
     with pytest.raises(InputError, match=spec.partition(":")[0]):
         Plugins().build("codec", spec)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "message"),
+    [
+        ("int3", (16, 8), "no dtype 'int3'; there are: uint8"),
+        ("fp16", (16, 8 / 3), "is not of whole numbers"),
+        ("fp16", (16, 0), "is not of whole numbers, 1 or more"),
+    ],
+)
+def test_planes_that_cannot_be_are_refused(dtype, shape, message):
+    """Wherever bytes are counted: by the codec's name, and by what is wrong."""
+
+    class Wrong(Codec):
+        """A codec that describes a plane that there cannot be."""
+
+        name = "wrong"
+
+        def planes(self, part, tokens, width):
+            """Return the plane."""
+            return (Plane("numbers", dtype, shape),)
+
+        def encode(self, part, rows):
+            """Never called."""
+
+        def decode(self, part, planes):
+            """Never called."""
+
+    with pytest.raises(PolicyError, match=rf"plugin 'wrong'.* in planes\(\): .*{message}"):
+        Wrong().head_bytes(16, 8, 8)

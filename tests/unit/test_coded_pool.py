@@ -185,6 +185,35 @@ class Odd(Codec):
         raise ZeroDivisionError
 
 
+class Mute(Odd):
+    """Codes nothing, without saying so."""
+
+    def encode(self, part, rows):
+        """Forget the answer."""
+
+
+class Narrow(Odd):
+    """Decodes a number fewer than it codes."""
+
+    def encode(self, part, rows):
+        """Return bytes."""
+        return (rows.to(torch.uint8),)
+
+    def decode(self, part, planes):
+        """Lose a number of each row."""
+        return planes[0].float()[..., 1:]
+
+
+def test_a_codec_that_loses_numbers_is_named():
+    """Not the backend that would stumble over them, and before anything attends."""
+    with pytest.raises(PolicyError, match=r"'odd' .* raised TypeError in encode\(\)"):
+        store(backend(Mute()), [0], 0, 1)
+    made = backend(Narrow())
+    store(made, [0], 0, 1)
+    with pytest.raises(PolicyError, match=r"'odd' .* answered decode\(\) of keys with"):
+        made.read(0, [0], 1)
+
+
 def test_a_wrong_codec_is_named():
     """Planes that are not as described, and exceptions, are errors about the codec."""
     made = backend(Odd())

@@ -262,6 +262,10 @@ def test_a_frame_has_a_row_each(monkeypatch):
         ({"retention": "h3o"}, "h3o"),
         ({"codec": "fp99"}, "fp99"),
         ({"retention": "h2o:budgt=3"}, "did you mean 'budget'"),
+        (
+            {"retention": "window:sinks=few"},
+            "'window' takes an integer, not 'few'",
+        ),
         ({"dtype": "fp7"}, "fp7"),
         (
             {"retention": "window:positions=cache", "codec": "fp16"},

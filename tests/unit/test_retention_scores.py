@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcore import InputError, KVCache, Plugins, Request
-from kvcore.engine import HeldTokens, Rotary
+from kvcore import InputError, KVCache, Plugins, PolicyError, Request, ScoreRetention
+from kvcore.engine import HeldTokens, Reads, Rotary
+from kvcore.engine.compaction import Compactor
 from kvcore.plugins.options import instantiate
 from kvcore_plugins.retention import H2O, TOVA, Expected, KNorm, Random, SnapKV, Window
 
@@ -352,3 +353,21 @@ def test_a_share_is_written_with_a_point():
     budgets = [instantiate(KNorm, {"budget": text}).budget for text in ("1.0", "1", "1.5k")]
     assert budgets == [1.0, 1, 1500]
     assert [type(each) for each in budgets] == [float, int, int]
+
+
+@pytest.mark.parametrize("reads", ["keys", Reads(queries=-3), Reads(queries=0.5)])
+def test_what_cannot_be_read_is_refused_by_name(reads):
+    """Before anything is computed, with what to give."""
+
+    class Wrong(ScoreRetention):
+        """A policy that says what it reads in another way."""
+
+        name = "wrong"
+
+        def score(self, held):
+            """Return the positions."""
+            return held.positions.float()
+
+    Wrong.reads = reads
+    with pytest.raises(PolicyError, match=r"plugin 'wrong'.* answered reads with .*: give"):
+        Compactor(KVCache(4, 4, retention=Wrong()), None, [None], [None])

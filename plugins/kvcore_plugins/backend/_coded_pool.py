@@ -267,9 +267,9 @@ class CodedHalf(Half):
         """Return the planes of `[n, tokens, width]` as bytes, `[n, bytes]`."""
         try:
             coded = self._codec.encode(self._part, rows)
+            found = [(tuple(data.shape), data.dtype) for data in coded]
         except FAILURES as error:
             raise policy_error(self._codec, "encode", error) from error
-        found = [(tuple(data.shape), data.dtype) for data in coded]
         wanted = [
             ((len(rows), *self._shape(plane, rows.shape[1])), PLANE_DTYPES[plane.dtype])
             for plane in self._described
@@ -290,6 +290,11 @@ class CodedHalf(Half):
             rows: Tensor = self._codec.decode(self._part, tensors)
         except FAILURES as error:
             raise policy_error(self._codec, "decode", error) from error
+        wanted = len(planes[0]), tokens, self.shape[3]
+        found = getattr(rows, "shape", type(rows).__name__)
+        if found != wanted:
+            asked = f"decode() of {self._part}"
+            raise wrong_answer(self._codec, asked, f"{found}, where it coded {wanted}")
         return rows.to(self.stage.rows.dtype).contiguous()
 
 

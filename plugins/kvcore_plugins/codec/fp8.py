@@ -26,7 +26,12 @@ class _FP8(Codec):
     scale: Literal["tensor", "head"] = attrs.field(
         default="tensor", validator=attrs.validators.in_(("tensor", "head")), kw_only=True
     )
-    factor: float = attrs.field(default=1.0, validator=attrs.validators.gt(0), kw_only=True)
+    factor: float = attrs.field(
+        default=1.0,
+        # Beyond these, K/V in fp32 would be all zero, or infinite.
+        validator=(attrs.validators.ge(1e-30), attrs.validators.le(1e30)),
+        kw_only=True,
+    )
 
     def __attrs_post_init__(self) -> None:
         """Refuse a factor that nothing would be divided by."""

@@ -1,0 +1,40 @@
+"""Which deployments carry the bundled trace, as `kvcore simulate` says it first."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.commands import run_here
+
+
+def simulated(*options):
+    """Return what `kvcore simulate` prints of the bundled trace."""
+    done = run_here("simulate", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace():
+    """A report on all requests: none rejected, no overload, 80 columns at most."""
+    lines = simulated().splitlines()
+    assert lines[0].startswith("mooncake: 12,031 requests to llama-3-8b on 4 x h100")
+    assert "12,031 completed, none rejected." in lines
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deployment", "saturated"),
+    [
+        (["--rate-scale", 1.8], False),
+        (["--rate-scale", 1.9], True),
+        (["--device", "h200", "--tensor-parallel", 2, "--scheduler", "slo"], True),
+        (["--tensor-parallel", 1], True),
+        (["--memory", "10GiB"], True),
+    ],
+)
+def test_what_is_too_much_for_a_server_is_said_first(deployment, saturated):
+    """Also where the load is below 1: the queue of the run itself says so."""
+    out = simulated(*deployment, "--slo", "ttft=5,tpot=0.05", "--no-search")
+    assert out.startswith("SATURATED: mooncake asks for ") is saturated
+    assert "told below" not in out

@@ -1,0 +1,45 @@
+"""The search for what holds judges a run that it ends early as the whole run is judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.analysis.capacity import _Search
+from kvcore.config import RunConfig, RunParts
+from kvcore.progress import unseen
+from kvcore.serving import simulate
+
+CROWD = "zipf:requests=150,prefix_tokens=256,suffix_tokens=256,output_tokens=200,rate=10"
+TIGHT = {"blocks": 300, "max_seqs": 16}
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "rates"),
+    [
+        (CROWD, TIGHT, [0.1, 1, 3, 4, 6, 30]),
+        (CROWD, {"tensor_parallel": 1, "scheduler": "srpt"}, [1, 10, 20, 30, 100]),
+        (CROWD, {"blocks": 300, "allocation": "contiguous"}, [0.1, 0.5, 1, 2, 5, 20]),
+        (CROWD, {**TIGHT, "blocks": 20}, [1, 5]),
+        ("chat:path=examples/chats.jsonl,rate=2,think=1", {"blocks": 200}, [1, 100]),
+        ("mooncake", {"limit": 300, "tensor_parallel": 1}, [0.2, 0.4, 1, 3]),
+    ],
+    ids=["tight", "srpt", "contiguous", "rejecting", "sessions", "mooncake"],
+)
+def test_a_run_that_ends_early_is_judged_as_the_whole_one(workload, options, rates, request):
+    """At rates at which the queue grows, at those at which it does not, and between."""
+    workload = workload.replace("examples", str(request.config.rootpath / "examples"))
+    parts = RunParts(RunConfig.of("simulate", workload=workload, **options))
+    longest = max(each.output_tokens for each in parts.workload)
+    contiguous = parts.config.allocation == "contiguous"
+    again = {
+        "allocation": parts.config.allocation,
+        "max_output": longest if contiguous else None,
+    }
+    whole = simulate(parts.workload, **parts.arguments(), **again)
+    search = _Search(parts, whole, unseen, list(parts.workload))
+    verdicts = []
+    for rate in rates:
+        made = parts.arguments() | {"rate_scale": rate}
+        told = simulate(parts.workload, **made, **again).saturation
+        verdicts.append(told is None or not told.saturated)
+        assert search._holds(rate_scale=rate) == verdicts[-1], rate
