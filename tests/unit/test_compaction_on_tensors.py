@@ -239,6 +239,15 @@ def test_a_fork_of_which_nobody_tells():
         texts.cache.compact(child, 4)
 
 
+def test_who_has_asked_nothing():
+    """Of a sequence whose tokens all hit there are no queries: the error says so."""
+    texts = paged(Told(budget=90, needs=Reads(queries=4), answer=by_position))
+    texts.close(prefilled(texts))
+    seq = texts.open([7 * i % 61 for i in range(30)])
+    with pytest.raises(PolicyError, match="no token whose queries 'told' could read: compact"):
+        texts.cache.compact(seq, 4)
+
+
 def test_no_policy_says_which():
     """A sequence that is compacted by hand needs a policy that picks tokens."""
     texts = paged(None)
