@@ -93,6 +93,17 @@ def test_what_the_next_token_cannot_see_goes_first():
     assert positions.sort().values.tolist() == [[[24, 25, 29]] * 2] * 2
 
 
+def test_sinks_of_a_layer_are_in_reach():
+    """Where a model attends to the first tokens besides its window, they may stay."""
+    texts = paged(Told(budget=90, answer=lambda h: -by_position(h)), model=MODEL + ",window=7")
+    seq = prefilled(texts)
+    for options in texts.compactor._options.values():
+        options["sinks"] = 2
+    texts.cache.compact(seq, 4)
+    positions = texts.compactor.positions(seq)
+    assert positions.sort().values.tolist() == [[[0, 1, 24, 29]] * 2] * 2
+
+
 def test_whole_numbers_are_scores():
     """Of tokens with the same score the newer stay."""
     texts = paged(Told(budget=4, answer=lambda held: held.positions // 16 * 0))
@@ -148,6 +159,15 @@ def test_sums_are_exact_enough(dtype):
     for each in seen:
         # Each of 30 tokens has given 1 in each of the 4 query heads.
         torch.testing.assert_close(each.sum((1, 2)), torch.tensor([120.0]), atol=0.5, rtol=0)
+
+
+def test_attention_adds_up():
+    """Each token gives 1 in each of the 4 query heads, whatever step it comes with."""
+    texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
+    seq = prefilled(texts)
+    texts.run(seq, output=6)
+    sums = texts.compactor._records[seq].attention[:, :, : seq.held].sum((1, 2))
+    torch.testing.assert_close(sums, torch.full((2,), 4.0 * seq.held).double())
 
 
 def test_only_what_must_move_moves(monkeypatch):
