@@ -93,6 +93,18 @@ def test_what_the_next_token_cannot_see_goes_first():
     assert positions.sort().values.tolist() == [[[24, 25, 29]] * 2] * 2
 
 
+def test_tokens_that_closed_up_are_in_reach():
+    """A window sees token 24 at place 25, where the one at 31 is to come."""
+    policy = Told(budget=5, answer=lambda held: -by_position(held))
+    policy.rebases = True
+    texts = paged(policy, model=MODEL + ",window=7")
+    seq = prefilled(texts)
+    texts.step({seq: 1})
+    texts.cache.compact(seq, 4)
+    positions = texts.compactor.positions(seq)
+    assert positions.sort().values.tolist() == [[[24, 25, 26, 30]] * 2] * 2
+
+
 def test_sinks_of_a_layer_are_in_reach():
     """Where a model attends to the first tokens besides its window, they may stay."""
     texts = paged(Told(budget=90, answer=lambda h: -by_position(h)), model=MODEL + ",window=7")
