@@ -78,6 +78,8 @@ class KVCache:
             that weigh what an eviction costs. None: Llama-3-8B on an H100.
         on_copy: called as `on_copy(source, target)` when a writer gets a block of its own,
             to copy the K/V in it; an attribute too. None: there is none.
+        on_fork: called as `on_fork(seq, child)` when `seq` has been forked, by who keeps what
+            belongs to a sequence; an attribute too. None: there is none.
         on_compact: called as `on_compact(seq, table, held)` when `seq` has been compacted,
             with its block table before, which had the K/V of `held` tokens, to copy those
             that stay into the blocks it has now; an attribute too. None: there is none.
@@ -88,7 +90,7 @@ class KVCache:
         sequences: the open sequences by id.
         now: the time of the last call.
         stats: what has been looked up and hit so far.
-        trace, on_copy, on_compact: as given.
+        trace, on_copy, on_fork, on_compact: as given.
 
     Raises:
         InputError: sizes that do not fit one another, or a policy already in use.
@@ -108,6 +110,7 @@ class KVCache:
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
         on_copy: Callable[[int, int], None] | None = None,
+        on_fork: Callable[[Sequence, Sequence], None] | None = None,
         on_compact: Callable[[Sequence, Ids, int], None] | None = None,
     ) -> None:
         self.geometry = BlockLayout(accounting, block_size, key_tokens, recompute)
@@ -121,6 +124,7 @@ class KVCache:
         self.stats = CacheStats()
         self.trace = trace
         self.on_copy = on_copy
+        self.on_fork = on_fork
         self.on_compact = on_compact
         self._last_id = 0
         self._admissions = 0
@@ -457,6 +461,8 @@ class KVCache:
         self.sequences[child.id] = child
         if self.trace is not None:
             self.trace.fork(now, seq=seq.id, child=child.id)
+        if self.on_fork is not None:
+            self.on_fork(seq, child)
         return child
 
     def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:

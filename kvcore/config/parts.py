@@ -107,6 +107,10 @@ class RunParts:
     @cached_property
     def codec(self) -> Codec:
         """The codec of K/V, which sizes the pool and times its reads."""
+        with self._about("codec"):
+            if self.config.codec is None:
+                msg = "no codec is given, and a simulation computes in none: name one, as fp16"
+                raise InputError(msg)
         codec: Codec = self.built("codec")
         return codec
 

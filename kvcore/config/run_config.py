@@ -187,7 +187,7 @@ class RunConfig:
         Spec("radix"), "Prefix cache: which cached blocks a prompt can reuse."
     )
     retention: PluginChoice | None = _option(
-        None, "Retention policy: which of its blocks a running sequence drops."
+        None, "Retention policy: which tokens a running sequence keeps."
     )
     latency: PluginChoice = _option(
         Spec("roofline"), "Latency model: how many seconds a step takes."

@@ -127,8 +127,8 @@ class Compactor:
     of tokens to layers with windows. What it knows of a sequence goes with the sequence.
 
     Args:
-        cache: the cache, whose `on_compact` is set. Without a policy that picks single tokens
-            it cannot be compacted.
+        cache: the cache, whose `on_fork` and `on_compact` are set. Without a policy that picks
+            single tokens it cannot be compacted.
         backend: the backend with its K/V.
         windows: attention window of each layer.
         rotary: rotary embedding of each layer, as in `Generator.rotary`.
@@ -156,7 +156,7 @@ class Compactor:
             _check_reads(self._policy)
             if self._policy.rebases:
                 self._check_rebasing(self._policy)
-        cache.on_compact = self._compact
+        cache.on_fork, cache.on_compact = self._fork, self._compact
 
     def attend(
         self, sequences: Iterable[Sequence], batch: RaggedBatch
@@ -192,8 +192,8 @@ class Compactor:
 
         return attend
 
-    def fork(self, seq: Sequence, child: Sequence) -> None:
-        """Note that `child` is a fork of `seq`: it goes on with what is known of that."""
+    def _fork(self, seq: Sequence, child: Sequence) -> None:
+        """Called when `seq` is forked: `child` goes on with what is known of it."""
         record = self._records.get(seq)
         if record is not None:
             self._records[child] = record.copy()
@@ -298,8 +298,8 @@ class Compactor:
         compacted = seq.compacted - (held - kept)
         if compacted and record.positions is None:
             msg = (
-                f"sequence {seq.id} has lost tokens of which the compactor does not know: tell "
-                "it of forks (Compactor.fork), and let one policy drop blocks or tokens"
+                f"sequence {seq.id} has lost tokens of which the compactor does not know: a "
+                "policy drops blocks or compacts, not both"
             )
             raise InputError(msg)
         text = self._known(record.positions, held, compacted)

@@ -134,15 +134,16 @@ class QualityReport:
     def _left_out(self) -> str:
         """Return a sentence about the budgets that hold all tokens in some codec."""
         rows = self.quality.rows
-        budgets = sorted({row.budget for row in rows if row.budget is not None})
+        bounded = {(row.codec, row.budget) for row in rows if row.budget is not None}
+        budgets = sorted({budget for _, budget in bounded})
         told = [
             f"{row.codec} at {percent(budget)}"
             for row in rows
             if row.retention == FULL
             for budget in budgets
-            if row.share <= budget
+            if (row.codec, budget) not in bounded
         ]
-        return f"All tokens take less, so nothing goes: {', '.join(told)}." if told else ""
+        return f"All tokens take no more, so nothing goes: {', '.join(told)}." if told else ""
 
 
 def plot(report: QualityReport, form: str) -> bytes:

@@ -34,7 +34,7 @@ def test_the_table_has_a_row_each():
 def test_budgets_that_hold_all_tokens_are_told():
     """They have no row of their own, and a sentence says so."""
     text = told("--codec", "fp32,fp16", "--retention", "window", "--budget", "0.6")
-    assert "All tokens take less, so nothing goes: fp16 at 60%." in text
+    assert "All tokens take no more, so nothing goes: fp16 at 60%." in text
     assert text.count("60%") == 2
 
 

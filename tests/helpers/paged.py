@@ -82,7 +82,6 @@ class Paged:
         """Return a child that draws from another seed."""
         text = self.texts[seq]
         child = self.cache.fork(seq)
-        self.compactor.fork(seq, child)
         self.texts[child] = Text(list(text.tokens), text.prompt, seed, text.computed)
         return child
 

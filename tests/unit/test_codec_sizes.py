@@ -168,7 +168,7 @@ def test_the_roofline_reads_what_the_codec_stores():
 def test_a_codec_that_fails_is_named():
     """What `planes` raises is the codec's fault, and so is a block without bytes."""
     with pytest.raises(
-        PolicyError, match=r"codec plugin 'thirds' .* raised TypeError in plane"
+        PolicyError, match=r"codec plugin 'thirds' .* raised ValueError in plane"
     ):
         KVLayout(LLAMA, Thirds("x"))
 

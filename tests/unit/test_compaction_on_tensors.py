@@ -228,7 +228,7 @@ def test_forks_go_their_own_way():
 
 
 def test_what_is_rolled_back_has_no_attention():
-    """A token in the place of a rejected draft begins with what attention it gets itself."""
+    """A token in the place of a rejected draft begins with the attention it gets itself."""
     sums = []
     for drafts in (1, 5):
         texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
@@ -263,12 +263,19 @@ def test_who_is_rolled_back_asks_nothing():
     assert asked == [[30], [30], [30, 31, 32, 33], [30, 31, 32, 33]]
 
 
-def test_a_fork_of_which_nobody_tells():
-    """Its tokens are unknown, so that it is not compacted at random."""
-    texts = paged(KNorm(budget=8))
-    child = texts.cache.fork(prefilled(texts))
-    with pytest.raises(PolicyError, match=r"tell it of forks \(Compactor.fork\)"):
-        texts.cache.compact(child, 4)
+def test_a_policy_drops_blocks_or_compacts():
+    """After both nobody knows which tokens are left, so none is chosen at random."""
+
+    class Both(KNorm):
+        """Drops the first block of what it compacts."""
+
+        name = "both"
+
+        def droppable(self, seq):
+            return [(0, 4)] if seq.computed > 8 else []
+
+    with pytest.raises(PolicyError, match="drops blocks or compacts, not both"):
+        prefilled(paged(Both(budget=8)))
 
 
 def test_who_has_asked_nothing():

@@ -338,6 +338,7 @@ def test_full_is_as_no_policy():
         ("snapkv:window=0", "snapkv: window=0, pool=5: give 1 token or more"),
         ("snapkv:pool=4", "an odd number of tokens"),
         ("snapkv:budget=16", "sinks=0 are more than the budget of 16 tokens: give a smaller"),
+        ("expected:ahead=1000000000", "1 or more of each, and at most 1,048,576"),
         ("expected:queries=0", "expected: queries=0, ahead=512: give 1 or more of each"),
         ("h2o:budget=1.5", "h2o: budget=1.5: give 1 token or more, or a share up to 1.0"),
     ],

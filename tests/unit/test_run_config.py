@@ -104,6 +104,12 @@ def test_models_and_devices_are_given_in_any_way(tmp_path):
     assert RunParts(RunConfig(workload=Zipf(requests=3))).workload.name == "zipf"
 
 
+def test_a_simulation_has_a_codec():
+    """Without one there are no bytes: it is said so, not stumbled over."""
+    with pytest.raises(InputError, match="codec: no codec is given"):
+        simulate("zipf:requests=2", codec=None)
+
+
 def test_a_pool_is_sized_once():
     """Blocks and memory exclude one another."""
     with pytest.raises(InputError, match="both say how large the pool is"):

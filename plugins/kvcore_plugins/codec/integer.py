@@ -172,7 +172,7 @@ class KIVI(_Grids):
                 f"kivi: groups of {group} {what} do not fill {holder} of {numbers}; give "
                 f"group={gcd(group, numbers)}"
             )
-            if part == "keys":
+            if part == "keys" and width % group == 0:
                 msg += f", or --block-size {-(-numbers // group) * group}"
             raise InputError(msg)
         return super().planes(part, tokens, width)
@@ -189,4 +189,4 @@ class KIVI(_Grids):
         return part == "keys"
 
     def _size(self, part: Part, tokens: int, width: int) -> int:
-        return min(self.group or _GROUP, tokens if part == "keys" else width)
+        return self.group or min(_GROUP, tokens if part == "keys" else width)

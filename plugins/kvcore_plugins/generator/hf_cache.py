@@ -312,7 +312,6 @@ class PagedBatch(AttentionCache):
             sequence = before[row]
             if row in kept:
                 sequence = self._cache.fork(sequence)
-                self._compactor.fork(before[row], sequence)
             self.sequences.append(sequence)
             kept.add(row)
         for row, sequence in enumerate(before):

@@ -13,6 +13,9 @@ from kvcore_plugins.retention._precision import wide
 _TOKENS = 4096
 """Tokens whose expected attention is computed at a time."""
 
+_MOST = 1 << 20
+"""Most queries, and most positions: a row each lies in memory."""
+
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Expected(ScoreRetention):
@@ -37,7 +40,7 @@ class Expected(ScoreRetention):
         ahead: number of next positions that are averaged over.
 
     Raises:
-        InputError: also for less than one query or position.
+        InputError: also for less than one query or position, or more than 2^20.
 
     Source: Devoto, Jeblick and Jégou, "Expected attention: KV cache compression by estimating
     attention from future queries distribution", 2025.
@@ -51,9 +54,10 @@ class Expected(ScoreRetention):
 
     def __attrs_post_init__(self) -> None:
         """Check the options."""
-        if self.queries < 1 or self.ahead < 1:
+        if not (1 <= self.queries <= _MOST and 1 <= self.ahead <= _MOST):
             msg = (
-                f"expected: queries={self.queries}, ahead={self.ahead}: give 1 or more of each"
+                f"expected: queries={self.queries}, ahead={self.ahead}: give 1 or more of "
+                f"each, and at most {_MOST:,}"
             )
             raise InputError(msg)
         super().__attrs_post_init__()
