@@ -392,6 +392,12 @@ class Compactor:
         scale = self._options.get(layer, {}).get("scale")
         if reads.queries:
             rows = [(at, row) for row, at in enumerate(record.asked) if 0 <= at < seq.position]
+            if not rows:
+                msg = (
+                    f"sequence {seq.id} has computed no token whose queries "
+                    f"{self._policy.name!r} could read: compact it after a step"
+                )
+                raise InputError(msg)
             asked, order = (torch.tensor(each) for each in zip(*sorted(rows), strict=True))
             queries = record.queries[layer][backend.tensor(order)].transpose(0, 1)
             found["queries"] = queries

@@ -77,6 +77,18 @@ def test_decoded_numbers_are_coded_alike(codec, size):
     torch.testing.assert_close(again, once, rtol=1e-6, atol=1e-6 * size)
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize(
+    ("codec", "steps"), [(INT8(), 255), (INT4(), 15), (KIVI(), 3)], ids=repr
+)
+def test_a_grid_spans_numbers_far_from_zero(codec, steps, sign):
+    """Its zero is a number of fp16, which lie half a unit apart here, and never too high."""
+    rows = sign * (1000.3 + 0.2 * torch.rand(2, 8, 16, dtype=torch.float64))
+    for part in ("keys", "values"):
+        found = codec.decode(part, codec.encode(part, rows))
+        assert (found - rows).abs().max() <= 0.701 / steps / 2
+
+
 def test_nan_takes_its_group():
     """By token all channels of the token become NaN, by channel those of the group."""
     rows = torch.zeros(8, 8)

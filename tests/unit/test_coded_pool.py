@@ -122,6 +122,26 @@ def test_a_block_used_again_holds_nothing_of_before():
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_blocks_that_wait_change_places():
+    """All are read before one is written."""
+    made = backend(KIVI())
+    for block in (0, 5, 7):
+        store(made, [block], 0, 3)
+    before = [made.read(0, [block], 3)[0] for block in (7, 0, 5)]
+    made.copy_blocks([(0, 5), (5, 7), (7, 0)])
+    for block, expected in zip((0, 5, 7), before, strict=True):
+        torch.testing.assert_close(made.read(0, [block], 3)[0], expected, rtol=0, atol=0)
+
+
+def test_a_block_that_waits_is_filled():
+    """Nothing of what it held is left."""
+    made = backend(KIVI())
+    for blocks in (None, [1]):
+        store(made, [1], 0, 3)
+        made.fill(2, blocks)
+        assert (made.read(0, [1], 3)[0] == 2).all()
+
+
 def test_a_compaction_leaves_the_block_that_is_not_full_on_the_stage():
     """Also where blocks are allocated behind it, for tokens that are yet to be computed."""
     made = backend(KIVI())

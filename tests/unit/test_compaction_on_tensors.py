@@ -85,6 +85,37 @@ def test_infinite_scores_are_scores():
     assert positions.sort().values.tolist() == [[[5, 6, 29]] * 2] * 2
 
 
+def test_what_the_next_token_cannot_see_goes_first():
+    """A window of 7 ends with the token to come: six of those before it are in reach."""
+    model = MODEL + ",window=7"
+    texts = paged(Told(budget=3, answer=lambda held: -by_position(held)), model=model)
+    positions = texts.compactor.positions(prefilled(texts))
+    assert positions.sort().values.tolist() == [[[24, 25, 29]] * 2] * 2
+
+
+def test_tokens_that_closed_up_are_in_reach():
+    """A window sees token 24 at place 25, where the one at 31 is to come."""
+    policy = Told(budget=5, answer=lambda held: -by_position(held))
+    policy.rebases = True
+    texts = paged(policy, model=MODEL + ",window=7")
+    seq = prefilled(texts)
+    texts.step({seq: 1})
+    texts.cache.compact(seq, 4)
+    positions = texts.compactor.positions(seq)
+    assert positions.sort().values.tolist() == [[[24, 25, 26, 30]] * 2] * 2
+
+
+def test_sinks_of_a_layer_are_in_reach():
+    """Where a model attends to the first tokens besides its window, they may stay."""
+    texts = paged(Told(budget=90, answer=lambda h: -by_position(h)), model=MODEL + ",window=7")
+    seq = prefilled(texts)
+    for options in texts.compactor._options.values():
+        options["sinks"] = 2
+    texts.cache.compact(seq, 4)
+    positions = texts.compactor.positions(seq)
+    assert positions.sort().values.tolist() == [[[0, 1, 24, 29]] * 2] * 2
+
+
 def test_whole_numbers_are_scores():
     """Of tokens with the same score the newer stay."""
     texts = paged(Told(budget=4, answer=lambda held: held.positions // 16 * 0))
@@ -140,6 +171,15 @@ def test_sums_are_exact_enough(dtype):
     for each in seen:
         # Each of 30 tokens has given 1 in each of the 4 query heads.
         torch.testing.assert_close(each.sum((1, 2)), torch.tensor([120.0]), atol=0.5, rtol=0)
+
+
+def test_attention_adds_up():
+    """Each token gives 1 in each of the 4 query heads, whatever step it comes with."""
+    texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
+    seq = prefilled(texts)
+    texts.run(seq, output=6)
+    sums = texts.compactor._records[seq].attention[:, :, : seq.held].sum((1, 2))
+    torch.testing.assert_close(sums, torch.full((2,), 4.0 * seq.held).double())
 
 
 def test_only_what_must_move_moves(monkeypatch):
@@ -238,6 +278,15 @@ def test_a_policy_drops_blocks_or_compacts():
         prefilled(paged(Both(budget=8)))
 
 
+def test_who_has_asked_nothing():
+    """Of a sequence whose tokens all hit there are no queries: the error says so."""
+    texts = paged(Told(budget=90, needs=Reads(queries=4), answer=by_position))
+    texts.close(prefilled(texts))
+    seq = texts.open([7 * i % 61 for i in range(30)])
+    with pytest.raises(PolicyError, match="no token whose queries 'told' could read: compact"):
+        texts.cache.compact(seq, 4)
+
+
 def test_no_policy_says_which():
     """A sequence that is compacted by hand needs a policy that picks tokens."""
     texts = paged(None)
@@ -259,9 +308,17 @@ def test_keys_that_cannot_be_rotated_are_refused():
         Paged(generator, 8, 4, Window(tokens=4, positions="cache"))
 
 
-def test_keys_are_rotated_from_how_they_were_computed():
+class Turned(KNorm):
+    """Keeps tokens from anywhere, and closes them up."""
+
+    rebases = True
+
+
+@pytest.mark.parametrize("policy", ["window", "scores"])
+def test_keys_are_rotated_from_how_they_were_computed(policy):
     """Compaction after compaction: each is at once where it closes up to the newest token."""
-    texts, whole = paged(Window(tokens=5, sinks=2, positions="cache")), paged(None)
+    window = Window(tokens=5, sinks=2, positions="cache")
+    texts, whole = paged(window if policy == "window" else Turned(budget=7)), paged(None)
     seq = prefilled(texts)
     texts.run(seq, output=25)
     full = whole.open(texts.texts[seq].tokens[: seq.position])

@@ -103,6 +103,13 @@ def test_a_window_is_what_dense_attention_over_it_is():
     )
 
 
+def test_tokens_that_wait_to_be_coded_count():
+    """A block of 4 in 2 bits takes 448 bytes with its grids, a token as computed 512."""
+    _, row = rows("full", codec="fp32,kivi", tokens=3)
+    steps = ((25 * 448 + waiting * 512) / (96 + waiting) for waiting in (1, 2, 3))
+    assert row.bytes_per_token == pytest.approx(sum(steps) / 3)
+
+
 def dense(generator, tokens, prompt, kept):
     """Yield logits and attention of the steps behind `prompt`, with the last `kept` tokens."""
     held, seen = {}, {}
