@@ -16,7 +16,7 @@ from helpers.caches import (
     start,
     table,
 )
-from helpers.retention import Budget, Eager
+from helpers.retention import Eager
 from helpers.serving import ask as request
 from helpers.serving import serve as serve_all
 
@@ -345,7 +345,7 @@ def test_a_long_text_never_holds_more_than_its_budget(tmp_path):
     By the pool, and by the trace, which replays.
     """
     text = request("a", prompt=100, output=100_000, key_tokens=16)
-    run = serve_all([text], blocks=6400, block_size=16, retention=Budget(budget=1024))
+    run = serve_all([text], blocks=6400, block_size=16, retention="h2o:budget=1024")
     bound = 1024 // 16 + 2
     assert bound - 1 <= run.result.summary()["pool"]["active"]["peak"] <= bound
     path = tmp_path / "run.jsonl"
