@@ -154,7 +154,8 @@ compare W --accounting bytes | 'bytes' is not one of 'keys', 'tokens'
 run --dtype fp1 --prompt a | 'fp1' is not one of
 run --clock sun | 'sun'
 size llama-3-8b --codec fp1 | no codec plugin is named 'fp1'
-size llama-3-8b --codec kivi:group=5 | give group=1, or --block-size 20
+size llama-3-8b --codec kivi:group=5 | give group=1
+size llama-3-8b --codec kivi:group=64 | give group=16, or --block-size 64
 size llama-3-8b --codec fp16:bits=2 | has no option 'bits'
 size llama-3-8b --weights-dtype int3 | 'int3'
 # plugins
