@@ -7,6 +7,7 @@ as long while they are measured.
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -25,6 +26,10 @@ settings.register_profile("thorough", settings.get_profile("short"), max_example
 # Processes that tests start take kvcore from where it is installed, not from the checkout
 # that happens to be the working directory.
 os.environ["PYTHONSAFEPATH"] = "1"
+# A shell without job control starts what runs in its background with SIGINT ignored, and
+# processes that tests start, to interrupt them, would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run side by side: threads that wait for one another's time slices take far longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
