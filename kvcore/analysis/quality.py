@@ -393,9 +393,7 @@ class _Run:
         self._backend.allocate(
             bench.layout(generator, None if cell is None else cell.codec, blocks)
         )
-        self._compactor = Compactor(
-            self._cache, self._backend, generator.windows, generator.rotary
-        )
+        self._compactor = Compactor.of(self._cache, self._backend, generator)
         self._seqs = [
             self._cache.open(Request(id=number, prompt_tokens=len(prompt), key_tokens=size))
             for number, prompt in enumerate(prompts)

@@ -19,7 +19,7 @@ Who frees what:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
 from operator import index
 from typing import Literal, NoReturn
@@ -139,10 +139,12 @@ class KVCache:
         except FAILURES as error:
             raise policy_error(self.eviction, "attach", error) from error
         self.tree = SpanTree(self.pool, self.prefix, self.eviction, self.geometry, trace)
+        self._droppable: Callable[[Sequence], Iterable[tuple[int, int]]] | None = None
         self._keeps: Callable[[Sequence], int | None] | None = None
         if self.retention is not None:
+            self._droppable = find_override(self.retention, "droppable")
             self._keeps = find_override(self.retention, "keeps")
-            if self._keeps is None and find_override(self.retention, "droppable") is None:
+            if self._droppable is None and self._keeps is None:
                 self.retention = None  # It keeps everything: not worth a call.
         if trace is not None:
             trace.begin(
@@ -539,9 +541,9 @@ class KVCache:
 
     def _retain(self, retention: RetentionPolicy, seq: Sequence, now: int) -> None:
         """Drop what `retention` says that `seq` needs no longer, or compact it."""
-        if may_drop(self.pool, seq):
+        if self._droppable is not None and may_drop(self.pool, seq):
             try:
-                holes = new_holes(seq, retention.droppable(seq))
+                holes = new_holes(seq, self._droppable(seq))
             except BaseException as error:
                 raise self.tree.fail(retention, "droppable", error) from error
             if holes:

@@ -24,7 +24,7 @@ from kvcore.cache import Ids, KVCache
 from kvcore.cache.sequence import Sequence
 from kvcore.engine.backend import Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.generator import Rotary
+from kvcore.engine.generator import Generator, Rotary
 from kvcore.engine.retention import HeldTokens, Reads, TokenRetention
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.codec import Part
@@ -157,6 +157,17 @@ class Compactor:
             if self._policy.rebases:
                 self._check_rebasing(self._policy)
         cache.on_fork, cache.on_compact = self._fork, self._compact
+
+    @classmethod
+    def of(cls, cache: KVCache, backend: Backend, generator: Generator) -> Compactor:
+        """Return the compactor of a run of `generator`.
+
+        Raises:
+            InputError: the retention policy cannot be run.
+        """
+        # A model may have to compute tokens to tell how it rotates: not for nothing.
+        rotary = generator.rotary if cache.retention is not None else ()
+        return cls(cache, backend, generator.windows, rotary)
 
     def attend(
         self, sequences: Iterable[Sequence], batch: RaggedBatch

@@ -114,7 +114,7 @@ class TensorExecutor:
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
-        self._compactor = Compactor(cache, backend, generator.windows, generator.rotary)
+        self._compactor = Compactor.of(cache, backend, generator)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]

@@ -38,15 +38,6 @@ SMALLEST = {"fp16": 2**-24, "fp8-e4m3": 2**-9, "fp8-e5m2": 2**-16}
 GREATEST = {"fp8-e4m3": 448, "fp8-e5m2": 57344}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Leave the other cores to other tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class TestBuiltIn(CodecTests):
     """Every configuration in the list above: the bounds are those of the reference page."""
 

@@ -55,9 +55,7 @@ class Paged:
             ids=True,
             on_copy=self._copied,
         )
-        self.compactor = Compactor(
-            self.cache, self.backend, generator.windows, generator.rotary
-        )
+        self.compactor = Compactor.of(self.cache, self.backend, generator)
         self.texts = {}
         self.copies = []
         self._serials = count(1)

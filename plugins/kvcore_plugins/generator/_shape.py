@@ -1,7 +1,8 @@
-"""The shape of a generator: that of a model, with the sizes that options replace."""
+"""What generators have in common: the shape of a model, with the sizes that options replace."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import cycle, islice
 
 import attrs
@@ -50,6 +51,11 @@ def resized(
         hidden_size=spec.hidden_size if hidden is None else hidden,
         windows=tuple(islice(cycle(spec.windows), max(0, min(layers, MAX_LAYERS)))),
     )
+
+
+def without_torch() -> str | None:
+    """Return that torch is needed, where there is none."""
+    return None if find_spec("torch") else "needs torch: pip install 'kvcore[torch]'"
 
 
 def checked_dtype(generator: Generator, dtype: str) -> str:

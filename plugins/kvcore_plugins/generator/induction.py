@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from math import ceil, log, tau
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from kvcore import Backend, Generator, InputError
 from kvcore.engine import Attend, RaggedBatch, Tensor
 from kvcore.engine.generator import Rotary
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.generator._shape import checked_dtype
+from kvcore_plugins.generator._shape import checked_dtype, without_torch
 from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
 
 MATCH, REST = 120.0, 102.0
@@ -107,9 +106,7 @@ class Induction(Generator):
     @classmethod
     def unavailable(cls) -> str | None:
         """Return that it needs torch, where there is none."""
-        if find_spec("torch") is None:
-            return "needs torch: pip install 'kvcore[torch]'"
-        return None
+        return without_torch()
 
     @property
     def spec(self) -> ModelSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
@@ -12,7 +11,7 @@ from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
-from kvcore_plugins.generator._shape import checked_dtype, resized
+from kvcore_plugins.generator._shape import checked_dtype, resized, without_torch
 from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
 
 if TYPE_CHECKING:
@@ -112,9 +111,7 @@ class Transformer(Generator):
     @classmethod
     def unavailable(cls) -> str | None:
         """Return that it needs torch, where there is none."""
-        if find_spec("torch") is None:
-            return "needs torch: pip install 'kvcore[torch]'"
-        return None
+        return without_torch()
 
     @property
     def spec(self) -> ModelSpec:
