@@ -266,7 +266,7 @@ class Level:
         return need if need <= room and self.link.wait(now) <= self._max_wait else None
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
-        """Keep the first `tokens` tokens of `seq`: what it shares, pinned, and its own blocks."""
+        """Keep the first `tokens` tokens of `seq`: pin what it shares, park its own blocks."""
         shared, tree = seq.span, self.tree
         blocks = -(-tokens // shared.geometry.block_size)
         if shared.parent is not None:
