@@ -19,8 +19,8 @@ from kvcore.workloads.logged import LoggedRequest
 REASONS = {
     "short": "the prompt is shorter than any that is cached",
     "new": "no earlier prompt begins so",
-    "edited": "an earlier prompt has them, after something else that was changed",
-    "undetermined": "likewise, but by then the earlier prompt's TTL had lapsed anyway",
+    "edited": "an earlier prompt has these tokens, after a part that was changed",
+    "undetermined": "the prompt was edited, and the TTL of the earlier one had lapsed anyway",
     "lapsed": "the last request with the same prefix was longer ago than the TTL",
     "evicted": "the TTL had not lapsed and the rule reads them, but the log does not",
     "unmarked": "an earlier prompt had them, but the rule stores no entry that ends there",
