@@ -277,8 +277,8 @@ class Batcher:
     def finish(self, job: Job, now: int) -> None:
         """Give back the slot and the blocks of `job`, which has all its tokens."""
         length = job.request.prompt_tokens + job.output_tokens - 1
-        self._allocator.close(job, now, length if job.stage == DECODE else None)
-        job.stage = DONE
+        decoded, job.stage = job.stage == DECODE, DONE
+        self._allocator.close(job, now, length if decoded else None)
         del self.running[job]
         self.blocked_job = None
         self.changed = True
@@ -455,7 +455,8 @@ class Batcher:
         assert seq is not None
         missing = self._missing_slots(job)
         if missing and not self._allocator.can_extend(seq):
-            return False
+            if not self._cache.make_room(1, now):
+                return False
         if trace is not None:
             trace.resume(now, request=job.request.id, seq=seq.id)
         del self.paused[job]
