@@ -221,7 +221,7 @@ class KVCache:
             self._set_key_tokens(request, trace)
             trace.request(request, now)
 
-    def open(  # noqa: C901 - one admission, told from top to bottom
+    def open(  # noqa: C901, PLR0912 - one admission, told from top to bottom
         self,
         request: Request,
         first_tokens: int | None = None,

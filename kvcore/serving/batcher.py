@@ -454,9 +454,9 @@ class Batcher:
         seq, trace = job.seq, self._cache.trace
         assert seq is not None
         missing = self._missing_slots(job)
-        if missing and not self._allocator.can_extend(seq):
-            if not self._cache.make_room(1, now):
-                return False
+        can_extend = not missing or self._allocator.can_extend(seq)
+        if not (can_extend or self._cache.make_room(1, now)):
+            return False
         if trace is not None:
             trace.resume(now, request=job.request.id, seq=seq.id)
         del self.paused[job]

@@ -30,8 +30,8 @@ class Weka(FileWorkload):
 
     A line is a session: `id`, `block_size` (64), `hash_id_scope` and `requests`, each of
     `t` (s from the session's start), `in`, `out` (tokens), `hash_ids`, and where known
-    `api_time` and `think_time` (s), and `stop`, why the answer ended. An entry of type `subagent` holds `requests` of its
-    own, their `t` counted from its own.
+    `api_time` and `think_time` (s) and `stop`, why its answer ended. An entry of type
+    `subagent` holds `requests` of its own, their `t` counted from its own.
 
     The format has no clock in common, so sessions start at random: the first at 0, the
     others after exponential gaps, in the order of the file. A key is (line << 32) | id,
@@ -41,7 +41,7 @@ class Weka(FileWorkload):
     Traffic is closed-loop: a request comes `think` after its agent's last one has finished;
     a subagent's first comes after the request that its parent sent last, think time being
     what the recording leaves between the two. The names of tools were not recorded: `tool`
-    is `tool_use` where an answer stopped to call one, and `subagent` where one was started.
+    is `subagent` where an answer stopped to start one, and `tool_use` where to call another.
 
     Attributes:
         path: path of the file.
@@ -131,7 +131,7 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
         earliest = row.in_order("t", t, earliest)
         at, turn_id = start + t, f"{name}/{place}"
         if row.fields.get("type") == "subagent":
-            if last is not None and last is not parent:
+            if last is not None and last is not parent and last.tool:
                 last.tool = "subagent"
             yield from _turns(row, turn_id, at, last)
             continue
