@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from kvcore.analysis.comparison import Policy
     from kvcore.cache import PrefixIndex
     from kvcore.config import EngineParts, RunParts
-    from kvcore.config.run_config import PluginChoice
+    from kvcore.config.run_config import PluginChoice, TierChoices
     from kvcore.engine.engine import RunResult
     from kvcore.models.cost import PrefillCost
+    from kvcore.models.pricing import PriceModel
     from kvcore.progress import Progress
 
 Source: TypeAlias = str | PathLike[str] | Spec | Workload | Iterable[Request]
@@ -63,6 +64,7 @@ class PoolOptions(TypedDict, total=False):
     eviction: PluginChoice
     prefix: PluginChoice
     retention: PluginChoice | None
+    tier: TierChoices
 
 
 class ServingOptions(PoolOptions, total=False):
@@ -266,6 +268,7 @@ def compare(
     window: tuple[int, int | None] | str | None = None,
     trace: str | PathLike[str] | None = None,
     residency: bool = False,
+    price: PriceModel | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
     kv_dtype: str | None = None,
@@ -293,6 +296,7 @@ def compare(
         window: the times between which these arrive, in seconds as text: `"60:120"`.
         trace: the file to write every decision to; with one policy and one size.
         residency: whether to measure how long blocks rest.
+        price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: where names are looked up; None: what is installed.
         progress: is given the number of requests that have been replayed; None: nothing is.
         kv_dtype: an earlier name of `codec`.
@@ -338,6 +342,7 @@ def compare(
         seed=seed,
         trace=trace,
         residency=residency,
+        price=price,
         plugins=plugins,
         progress=progress,
     )

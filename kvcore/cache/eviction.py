@@ -83,7 +83,10 @@ class EvictionPolicy(Plugin):
         """Called when the last `blocks` blocks of a victim were evicted; the rest stays."""
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Called when the whole of `span` leaves the cache (`capacity` or `expired`).
+        """Called when the whole of `span` leaves the cache.
+
+        The reason is `capacity` for a victim, `expired`, or, in a tier, `moved`, `corrupt` or
+        `gone`: its blocks were loaded and do not stay, or could not be.
 
         Its parent's `children` do not contain it any more, but `span.keys()`, `span.parent`
         and `span.data` can be read for the last time. `on_leaf` of the parent may follow.

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
 from operator import index
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import attrs
 
@@ -48,6 +48,9 @@ from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import NO_HINTS, Key, Request
+
+if TYPE_CHECKING:
+    from kvcore.tiers import Tiers
 
 
 class KVCache:
@@ -90,6 +93,7 @@ class KVCache:
         sequences: the open sequences by id.
         now: the time of the last call.
         stats: what has been looked up and hit so far.
+        tiers: what lies below the pool; None: nothing does. Set by `Tiers(cache, ...)`.
         trace, on_copy, on_fork, on_compact: as given.
 
     Raises:
@@ -122,6 +126,7 @@ class KVCache:
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
+        self.tiers: Tiers | None = None
         self.trace = trace
         self.on_copy = on_copy
         self.on_fork = on_fork
@@ -205,6 +210,8 @@ class KVCache:
             self._raise_failure()
         check_tree(self.tree)
         check_blocks(self.pool, self.tree, self.sequences.values())
+        if self.tiers is not None:
+            self.tiers.check_integrity()
 
     # From open to close.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Keys
 from heapq import heappop, heappush
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import (
@@ -35,6 +35,19 @@ from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
+class Watcher(Protocol):
+    """Hears what a tree stores and loses: the tiers below it. Called between two changes."""
+
+    def stored(self, span: Span, now: int) -> None:
+        """Called when blocks at the end of `span` were stored. It is pinned."""
+
+    def hit(self, span: Span, now: int) -> None:
+        """Called when another request has hit `span` and all above it. They are pinned."""
+
+    def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
+        """Called when the last `blocks` blocks of `span` are about to leave (`on_remove`)."""
+
+
 class SpanTree:
     """Keeps the cached spans and their pins, and evicts.
 
@@ -57,6 +70,7 @@ class SpanTree:
             pins that ended early, since a request had no room though no other was open.
         failure: the first error of a plugin; None as long as there was none.
         residency: statistics of hits and evictions; None: they are not kept.
+        watcher: the tiers below; None: there are none.
         pool, index, eviction, geometry, trace: what it works with.
     """
 
@@ -102,6 +116,7 @@ class SpanTree:
         "root",
         "trace",
         "unpinned_blocks",
+        "watcher",
         "yielded_pins",
     )
 
@@ -120,6 +135,7 @@ class SpanTree:
         self.geometry = geometry
         self.trace = trace
         self.residency: Residency | None = None
+        self.watcher: Watcher | None = None
         self.failure: PolicyError | None = None
         self.cached_blocks = self.unpinned_blocks = 0
         self.evicted_blocks = self.expired_blocks = 0
@@ -235,7 +251,9 @@ class SpanTree:
         if seq.span is not root:
             self._record_hit(seq, now, resumed=resumed)
 
-    def _record_hit(self, seq: Sequence, now: int, *, resumed: bool) -> None:
+    def _record_hit(  # noqa: C901 - one access, told from top to bottom
+        self, seq: Sequence, now: int, *, resumed: bool
+    ) -> None:
         """Count the access of every span that `seq` hit. O(their number).
 
         For a `resumed` request the spans were used, but not reused.
@@ -271,6 +289,8 @@ class SpanTree:
                 span = span.parent  # type: ignore[assignment]
         if seq.priorities is not None:
             apply_hints(seq.span, seq.priorities, now)
+        if self.watcher is not None:
+            self.watcher.hit(seq.span, now)
 
     def close(self, span: Span, now: int, ended: Request | None = None) -> None:
         """Unpin the path down to `span`, leaf to root, that of the request that has `ended`.
@@ -455,7 +475,7 @@ class SpanTree:
             )
             self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
 
-    def _store(
+    def _store(  # noqa: C901 - one store, told from top to bottom
         self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
     ) -> None:
         """Move private blocks up to `upto` into the tree: into the leaf, or as a child.
@@ -494,6 +514,8 @@ class SpanTree:
             self._announce(span, first, now, appended=appends)
         if seq.family is not None and ids is not None:
             self._share_with_forks(seq, first, ids, now)
+        if self.watcher is not None:
+            self.watcher.stored(span, now)
 
     def _add_child(
         self,
@@ -698,6 +720,8 @@ class SpanTree:
                 else:
                     evicted.extend(ids)
             missing -= count
+            if self.watcher is not None:
+                self.watcher.leaving(span, count, now, "capacity")
             self.evicted_blocks += count
             if self.residency is not None:
                 self.residency.on_evict(span, count, now, "capacity")
@@ -784,18 +808,37 @@ class SpanTree:
     def _drop_expired(self, top: Span, requester: int | str, now: int) -> None:
         """Free `top`, which has expired, and all below it, leaves first."""
         self.eviction.requester = requester
+        self.discard(top, now, "expired")
+
+    def discard(self, top: Span, now: int, reason: str) -> None:
+        """Free `top` and all below it, leaves first, but for what is pinned. O(those spans)."""
         order = [top]
         for span in order:
             order.extend((span.children or {}).values())
         for span in reversed(order):
-            ids = None if span.ids is None else span.ids[::-1]
+            if not (span.ref_count or span.children):
+                self._leave(span, now, reason)
+
+    def vacate(self, span: Span, now: int) -> None:
+        """Free `span` and those above it, as far as they are unpinned leaves."""
+        while span.parent is not None and not (span.ref_count or span.children):
+            parent = span.parent
+            self._leave(span, now, "moved")
+            span = parent
+
+    def _leave(self, span: Span, now: int, reason: str) -> None:
+        """Free an unpinned leaf, whose blocks become free."""
+        ids = None if span.ids is None else span.ids[::-1]
+        if self.watcher is not None:
+            self.watcher.leaving(span, span.blocks, now, reason)
+        if reason == "expired":
             if self.trace is not None:
                 self._trace_eviction(span, ids, now, "expired")
             self.expired_blocks += span.blocks
             if self.residency is not None:
                 self.residency.on_evict(span, span.blocks, now, "expired")
-            self.pool.free(ids, span.blocks)
-            self._remove(span, "expired")
+        self.pool.free(ids, span.blocks)
+        self._remove(span, reason)
 
     # Plugins that fail, and the trace.
 

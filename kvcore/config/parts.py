@@ -124,8 +124,8 @@ class RunParts:
             return Deployment(layout, self.device, devices)
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
-        """Build a cache for one run."""
-        return KVCache(
+        """Build a cache for one run, with the tiers below it."""
+        cache = KVCache(
             self.blocks,
             self.geometry.block_size,
             eviction=self.built("eviction"),
@@ -137,6 +137,21 @@ class RunParts:
             ids=self.ids,
             recompute=self.recompute,
         )
+        if self.config.tier:
+            from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
+
+            devices = self.deployment.devices
+            with self._about("tier"):
+                Tiers(cache, self.tiers(), self._block_bytes(), devices=devices, ids=self.ids)
+        return cache
+
+    def tiers(self) -> list[Any]:
+        """Build the tiers for one run, nearest first."""
+        with self._about("tier"):
+            return [
+                self.plugins.build("tier", tier) if isinstance(tier, Spec) else tier
+                for tier in cast("tuple[Any, ...]", self.config.tier)
+            ]
 
     def scheduler(self) -> Scheduler:
         """Build a scheduler for one run."""

@@ -131,6 +131,7 @@ class Header(Event, tag="HEADER", kw_only=True):
     latency: Object | UnsetType = UNSET
     rate_scale: Number | UnsetType = UNSET
     slo: SloTimes | UnsetType = UNSET
+    tiers: Json | UnsetType = UNSET
 
 
 class Request(Event, tag="REQUEST"):
@@ -283,7 +284,7 @@ class Preempt(Event, tag="PREEMPT"):
 
     request: RequestId
     seq: Count
-    how: Annotated[Literal["pause", "recompute"], _one_of("pause", "recompute")]
+    how: Annotated[Literal["pause", "recompute", "swap"], _one_of("pause", "recompute", "swap")]
     requester: RequestId | UnsetType = msgspec.field(name="for", default=UNSET)
 
 
@@ -292,6 +293,52 @@ class Resume(Event, tag="RESUME"):
 
     request: RequestId
     seq: Count
+
+
+class Offload(Event, tag="OFFLOAD"):
+    """Blocks of a prompt are written into a tier, where they can be used from `done` on."""
+
+    tier: Text
+    request: RequestId
+    first: Count
+    blocks: Size
+    done: Count
+    source: Text | UnsetType = msgspec.field(name="from", default=UNSET)
+    parked: Again | UnsetType = UNSET
+
+
+class LoadStart(Event, tag="LOAD_START"):
+    """A sequence waits for blocks from a tier, which are there at `done`."""
+
+    tier: Text
+    request: RequestId
+    seq: Count
+    first: Count
+    blocks: Size
+    done: Count
+
+
+class Load(Event, tag="LOAD"):
+    """Blocks from a tier are in the private blocks of a sequence."""
+
+    tier: Text
+    request: RequestId
+    seq: Count
+    first: Count
+    blocks: Count
+
+
+class Discard(Event, tag="DROP"):
+    """Blocks of a prompt are no longer in a tier."""
+
+    tier: Text
+    request: RequestId
+    first: Count
+    blocks: Size
+    reason: Annotated[
+        Literal["capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"],
+        _one_of("capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"),
+    ]
 
 
 class Keys(Event, tag="KEYS"):
@@ -327,7 +374,8 @@ class End(Event, tag="END"):
 
 _TAGGED = (
     Header | Request | Hit | Miss | Split | Alloc | Commit | Evict | Compact | Free | Fork
-    | Copy | FirstToken | Preempt | Resume | Keys | Finish | Reject | End
+    | Copy | FirstToken | Preempt | Resume | Offload | LoadStart | Load | Discard | Keys
+    | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {
