@@ -66,6 +66,7 @@ class Served:
     """What became of a workload on a fleet.
 
     Attributes:
+        requests: how many came.
         whole: whether all requests were served. A simulation ends when more have missed their
             SLO than may; all that did not end before then count as judged, and not met.
         judged, met: requests that an SLO judges, and those that met it. One that is rejected
@@ -77,6 +78,7 @@ class Served:
         busiest: share of the prompt tokens that the busiest replica got.
     """
 
+    requests: int
     whole: bool
     judged: int
     met: int
@@ -226,6 +228,7 @@ class FleetTask(Task):
         prompts = [sum(log.prompt) for log in logs]
         judged = len(verdicts) - verdicts.count(UNJUDGED)
         served = Served(
+            requests=len(traffic.requests),
             whole=whole,
             judged=judged if whole else len(traffic.requests),
             met=verdicts.count(MET),

@@ -21,7 +21,7 @@ from contextlib import closing
 from fractions import Fraction
 from itertools import count, takewhile
 from math import inf
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 
@@ -30,7 +30,7 @@ from kvcore.analysis.sweep.executors import ThisProcess
 from kvcore.analysis.sweep.grid import Grid
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.plan import Executor
-from kvcore.analysis.sweep.runner import WorkloadCache
+from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig
 from kvcore.config.run_config import read_option
 from kvcore.errors import InputError, PluginError
@@ -40,7 +40,7 @@ from kvcore.request import SLO
 T = TypeVar("T")
 
 Verdict = Literal["capacity", "policy", "content", "compute", "none"]
-"""What keeps a smaller fleet from meeting the SLO; `none`: nothing was found that is too small."""
+"""What keeps a smaller fleet from meeting the SLO; `none`: no fleet that was tried is too small."""
 
 HOST = "host:memory=1TiB"
 """The host's memory that a replica has at most, where no tier is given."""
@@ -51,7 +51,7 @@ DEGREES = (1, 2, 4, 8)
 BUDGET = 30
 """Simulations for each number of GPUs a replica, at most, about."""
 
-MOST_DEVICES = 64
+MOST_GPUS = 64
 """GPUs of a fleet, at most, where no other number is given."""
 
 POOL_STEPS, RAM_STEPS = 8, 4
@@ -103,9 +103,12 @@ class FleetPlan:
     """The result of `plan`.
 
     Attributes:
-        config: the run that was planned for, but for the size of its fleet.
+        setup: the run that was planned for: its options as a table of sweeps has them, but
+            for what is searched.
+        requests: how many it has.
         percentile: percentage of the requests that had to meet the SLO.
-        max_devices: GPUs of the largest fleet that was tried.
+        max_gpus: GPUs of the largest fleet that may be.
+        block_bytes: bytes of a block, by GPUs of a replica.
         options: fleets that meet it, best first: the fewest GPUs, then the least host RAM,
             then the smallest pools.
         limit: what keeps a smaller fleet, or where none does the best one, from meeting it.
@@ -113,9 +116,11 @@ class FleetPlan:
         notes: what was left out, and why.
     """
 
-    config: RunConfig
+    setup: dict[str, Any]
+    requests: int
     percentile: float
-    max_devices: int
+    max_gpus: int
+    block_bytes: dict[int, int]
     options: list[Option]
     limit: Limit
     simulations: int
@@ -131,9 +136,9 @@ def plan(
     workload: Any = "mooncake",
     *,
     percentile: float = 99,
-    devices: Iterable[int] | int = DEGREES,
+    tensor_parallel: Iterable[int] | int = DEGREES,
     replicas: Iterable[int] | int | None = None,
-    max_devices: int = MOST_DEVICES,
+    max_gpus: int = MOST_GPUS,
     tier: Any = HOST,
     policies: Iterable[tuple[str, str]] | None = None,
     journal: Journal | None = None,
@@ -151,9 +156,9 @@ def plan(
     Args:
         workload: where the requests come from, as for `kvcore.simulate`.
         percentile: percentage of the requests that are judged which must meet their SLO.
-        devices: GPUs that share a model, each number a search of its own.
-        replicas: numbers of replicas; None: the least that does, for each of `devices`.
-        max_devices: GPUs of a fleet, at most.
+        tensor_parallel: GPUs that share a model, each number a search of its own.
+        replicas: numbers of replicas; None: the least that does, for each of these.
+        max_gpus: GPUs of a fleet, at most.
         tier: tiers below the pool, as for `RunConfig`. The memory of the one named `host` is
             searched for, up to what it is given here; the others are as they are. None: no
             tier.
@@ -174,7 +179,7 @@ def plan(
     if not 0 < percentile <= 100:  # noqa: PLR2004
         msg = f"percentile {percentile:g}: give a percentage above 0 and up to 100"
         raise InputError(msg)
-    degrees = _numbers("tensor_parallel", devices)
+    degrees = _numbers("tensor_parallel", tensor_parallel)
     counts = None if replicas is None else _numbers("replicas", replicas)
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
     tiers = read_option("tier", tier)
@@ -182,7 +187,7 @@ def plan(
     if cells[0].slo == SLO():
         msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
         raise InputError(msg)
-    planner = _Planner(percentile, max_devices, journal, executor or ThisProcess())
+    planner = _Planner(percentile, max_gpus, journal, executor or ThisProcess())
     planner.add(cells, counts)
     return planner.plan(counts, policies, progress or silent)
 
@@ -214,7 +219,7 @@ class _Planner:
     """
 
     percentile: float
-    max_devices: int
+    max_gpus: int
     journal: Journal | None
     executor: Executor
     known: WorkloadCache = attrs.field(factory=WorkloadCache)
@@ -243,9 +248,9 @@ class _Planner:
         fault: InputError | None = None
         for cell in cells:
             devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
-            if devices * least > self.max_devices:
-                msg = f"{least} x {devices} GPUs are more than {self.max_devices}"
-                fault = InputError(f"max_devices: {msg}")
+            if devices * least > self.max_gpus:
+                msg = f"{least} x {devices} GPUs are more than {self.max_gpus}"
+                fault = InputError(f"max_gpus: {msg}")
                 self.notes.append(f"{msg}: not tried")
                 continue
             try:
@@ -283,14 +288,23 @@ class _Planner:
             (limit,) = self._run([self._limit(options, tried)])
             self.tick(self.left)
         return FleetPlan(
-            config=next(iter(self.cells.values())),
+            setup=self._setup(),
+            requests=next(iter(self.served.values())).requests,
             percentile=self.percentile,
-            max_devices=self.max_devices,
+            max_gpus=self.max_gpus,
+            block_bytes=self.block_bytes,
             options=options,
             limit=limit,
             simulations=len(self.served),
             notes=self.notes,
         )
+
+    def _setup(self) -> dict[str, Any]:
+        """Return the options that all fleets have in common, as a table has them."""
+        cell = next(iter(self.cells.values()))
+        searched = ("tensor_parallel", "blocks", "pool_bytes")
+        row = CellRun(cell, self.known).row | {"tier": [*map(str, cast("Any", cell.tier))]}
+        return {name: value for name, value in row.items() if name not in searched}
 
     def _meets(self, fleet: Fleet) -> bool:
         """Return True if enough requests met their SLO."""
@@ -315,7 +329,7 @@ class _Planner:
         """
         found: dict[tuple[int, int], tuple[Fleet, int]] = {}
         missed: dict[tuple[int, int], int] = {}
-        gpus, last = min(self.cells), self.max_devices
+        gpus, last = min(self.cells), self.max_gpus
         while True:
             rung = [
                 fleet
@@ -333,7 +347,7 @@ class _Planner:
                     missed[kind] = fleet.replicas
             if gpus == last:
                 return list(found.values())
-            if found and last == self.max_devices:
+            if found and last == self.max_gpus:
                 last = min(2 * gpus, last)
             gpus = min(2 * gpus, last)
 
@@ -343,7 +357,7 @@ class _Planner:
             fleet
             for devices in self.cells
             for number in counts
-            if number * devices <= self.max_devices
+            if number * devices <= self.max_gpus
             for fleet in self._full(devices, number)
         ]
         yield fleets
