@@ -211,17 +211,23 @@ class Belady:
         """Return the options by name."""
         return {"bypass": self.bypass}
 
-    def replay(self, future: Future, blocks: int, block_size: int) -> tuple[CacheStats, int]:
-        """Serve `future` in a pool of `blocks` blocks of `block_size` tokens.
+    def hits(self, future: Future, blocks: int) -> tuple[array[int], int]:
+        """Serve `future` in a pool of `blocks` blocks.
 
         Costs O(runs · log requests), whatever the block size.
 
         Returns:
-            The statistics, and how many blocks were evicted or, with `bypass`, not kept.
+            The blocks that each request hits, and how many blocks were evicted or, with
+            `bypass`, not kept.
         """
         hits = array("i", bytes(4 * len(future.lengths)))
         runs = future.starts, future.wanted, future.ends
         evicted = belady(future.lengths, future.lengths, *runs, blocks, self.bypass, hits)
+        return hits, evicted
+
+    def replay(self, future: Future, blocks: int, block_size: int) -> tuple[CacheStats, int]:
+        """Return the statistics of `hits` with blocks of `block_size` tokens, and evictions."""
+        hits, evicted = self.hits(future, blocks)
         return future.stats(hits, block_size), evicted
 
 
