@@ -36,13 +36,17 @@ _LONGEST_KEY = HEADER_BYTES - _FIELDS.size - _SUM_BYTES
 
 
 class Sealer:
-    """Makes headers and checks them, for blocks of `size` bytes of one `identity`."""
+    """Makes headers and checks them, for blocks of `size` bytes of one `identity`.
+
+    Attributes:
+        owner: 16 bytes that stand for both.
+    """
 
     def __init__(self, identity: bytes, size: int) -> None:
         """Store the hash function, and whose blocks these are."""
         package = import_extra("xxhash", "checksums of a tier need xxhash", "torch")
         self._hash: Any = package.xxh3_128
-        self._owner = self._hash(size.to_bytes(8, "little") + identity).digest()
+        self.owner = self._hash(size.to_bytes(8, "little") + identity).digest()
 
     def seal(self, block: StoredBlock, data: memoryview) -> bytes:
         """Return the header of `block`, whose K/V are `data`."""
@@ -80,7 +84,7 @@ class Sealer:
         return fields if right else None
 
     def _sum(self, fields: bytes) -> bytes:
-        digest: bytes = self._hash(self._owner + fields).digest()
+        digest: bytes = self._hash(self.owner + fields).digest()
         return digest
 
 

@@ -278,4 +278,4 @@ def _read(file: int, into: memoryview, at: int) -> None:
 
 
 def _warn(text: str, *about: object) -> None:
-    logging.getLogger("kvcore").warning(f"kvcore: {text}", *about)
+    logging.getLogger("kvcore").warning("kvcore: %s", text % about)
