@@ -245,7 +245,7 @@ class RedisStore(TierStore):
         self._client.close()
 
     def _known(self, blocks: Sequence[StoredBlock]) -> int:
-        """Return how many of the first `blocks` are in their slots, as far as this run knows."""
+        """Return how many of the first `blocks` this run believes to be in their slots."""
         for at, block in enumerate(blocks):
             held = self._held.get(block.slot)
             if held is None or (held.position, held.chain) != (block.position, block.chain):
