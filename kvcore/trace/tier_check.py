@@ -16,7 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvcore.trace.state import CacheState, TracedPrompt, TracedSequence, violated
+from kvcore.trace.state import (
+    CacheState,
+    TracedPrompt,
+    TracedSequence,
+    ViolationError,
+    violated,
+)
 from kvcore.trace.tiers import TracedTier, TracedTiers
 
 if TYPE_CHECKING:
@@ -70,10 +76,11 @@ class TierChecker:
         # What the pool evicted or committed in the line before: keys, and up to which block.
         self._leaving: tuple[list[Any], int] | None = None
         self._kept: tuple[list[Any], int] | None = None
-        # The preempted sequence that is to be parked, the one just admitted, and the one of
-        # which some loads have come.
+        # The preempted sequence that is to be parked, whether it is, and where what it shares
+        # is by now; the sequence just admitted, and the one of which some loads have come.
         self._swapped: events.Preempt | None = None
         self._parked = False
+        self._rests: TracedTier | None = None
         self._admitted = self._arriving = -1
         # Up to which block what has come of it is whole.
         self._come = 0
@@ -83,6 +90,11 @@ class TierChecker:
         self._owed: tuple[int, int] | None = None
         # Tiers that dropped blocks to make room which nothing has taken yet.
         self._short: set[str] = set()
+        # Tiers that evict blocks which were written farther down just before; tiers in which
+        # blocks were stored in this call; and whether they go down for a load to come.
+        self._leaves: set[str] = set()
+        self._stored: set[str] = set()
+        self._load_due = False
         # Whether a HIT must follow at the same time, and of which request, if that is known.
         self._hit_due = False
         self._hit_by: int | str | None = None
@@ -112,9 +124,16 @@ class TierChecker:
         if check is None:
             self._between(event, begins)
             return False
-        if begins and (self._short or self._hit_due or self._swapped or self._arriving > 0):
-            violated("it is of one call with the line before, which was earlier")
-        check(event, begins)
+        if begins:
+            self._stored.clear()
+            unfinished = self._short or self._leaves or self._load_due or self._hit_due
+            if unfinished or self._swapped or self._arriving > 0:
+                violated("it is of one call with the line before, which was earlier")
+        try:
+            check(event, begins)
+        except LookupError as error:
+            msg = f"it does not fit the lines before it ({error!r})"
+            raise ViolationError(msg) from error
         return True
 
     # The lines of the pool.
@@ -124,6 +143,11 @@ class TierChecker:
         name = event.event
         if self._short:
             violated(f"tier {min(self._short)!r} dropped blocks to make room for nothing")
+        if self._leaves:
+            violated(f"tier {min(self._leaves)!r} keeps what was written below to evict it")
+        if self._load_due:
+            violated("blocks were offloaded for a load that must come here")
+        self._stored.clear()
         if self._arriving > 0:
             violated(f"sequence {self._arriving} waits for a load that is done")
         if self._hit_due:
@@ -153,7 +177,7 @@ class TierChecker:
                 self._kept = prompt.keys, event.first + event.blocks
         elif name == "PREEMPT":
             if event.how == "swap":
-                self._swapped, self._parked = event, False
+                self._swapped, self._parked, self._rests = event, False, None
         elif name in ("HIT", "MISS"):
             self._admitted = seq
         elif name == "FINISH":
@@ -181,7 +205,9 @@ class TierChecker:
         tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
         end = event.first + event.blocks
         source = event.source or None
-        if source != tier.above:
+        # What is swapped out comes from the pool, wherever it goes, all of it to one tier.
+        swaps = self.swaps and source is None and self._rests in (None, tier)
+        if (source != tier.above or (event.parked and source)) and not swaps:
             place = repr(tier.above) if tier.above else "the pool"
             violated(f"tier {tier.name!r} takes blocks from {place}")
         used, slots = tier.used + event.blocks, tier.record.slots
@@ -193,14 +219,13 @@ class TierChecker:
         else:
             if self._exact and tier.free_at - event.t > _max_wait(tier):
                 violated(f"the link of tier {tier.name!r} is busy for longer than it may be")
-            if tier.above is None:
+            if source is None:
                 self._must_be_in_pool(event, prompt, end, begins=begins)
             else:
-                above = self._tiers.tier(tier.above)
-                if above.directory.match(prompt.keys) < end:
-                    violated(f"tier {above.name!r} has not the blocks up to {end}")
+                self._must_come_down(self._tiers.tier(source), tier, prompt, end)
                 if begins:
                     self._begin()
+            self._stored.add(tier.name)
         self._must_be_done(event, tier, write=True)
 
     def _must_be_in_pool(
@@ -219,12 +244,30 @@ class TierChecker:
             shares = end <= seq.span.end and seq.prompt.keys[last] == keys[last]
             if self._parked or not shares:
                 violated("only what the swapped sequence shares goes down with it")
+            self._rests = self._tiers.tier(event.tier)
         elif self._by_hits:
             if begins:
                 self._begin()
             self._hit_due, self._hit_by = True, event.request
         elif begins or not led:
             violated("nothing was evicted or stored just before that goes down")
+
+    def _must_come_down(
+        self, above: TracedTier, tier: TracedTier, prompt: TracedPrompt, end: int
+    ) -> None:
+        """Check that blocks are in the tier `above`, and go down from there by the rule."""
+        if above.directory.match(prompt.keys) < end:
+            violated(f"tier {above.name!r} has not the blocks up to {end}")
+        rule = tier.record.options.get("write")
+        if rule == "evict":
+            self._leaves.add(above.name)
+        elif rule == "through":
+            if above.name not in self._stored:
+                violated(f"nothing was stored just before in tier {above.name!r}")
+        elif self._admitted < 0:
+            violated(f"nothing is loaded here from tier {above.name!r}")
+        else:
+            self._load_due = True
 
     def _begin(self) -> None:
         """Record that a call begins with this line: it must be an admission that hits."""
@@ -257,6 +300,7 @@ class TierChecker:
         first = before[-1].first + before[-1].blocks if before else seq.span.end
         if event.first != first or end > seq.blocks:
             violated(f"sequence {seq.id} has {seq.blocks} blocks, {first} of them already")
+        self._load_due = False
         names = list(self._tiers.levels)
         if before and names.index(before[-1].tier) >= names.index(tier.name):
             violated(f"tier {tier.name!r} is not asked after {before[-1].tier!r}")
@@ -306,7 +350,9 @@ class TierChecker:
         if whole:
             self._come = end
         self._arriving = event.seq if len(waiting) > 1 else -1
-        upto = min(self._come, seq.prompt.cacheable)
+        # The last block of a parked sequence may have room for more tokens.
+        parked = seq.prompt.id in tier.parked
+        upto = min(self._come - parked, seq.prompt.cacheable)
         if self._arriving == -1 and self._shares and upto > seq.span.end:
             self._owed = seq.id, upto
 
@@ -338,6 +384,7 @@ class TierChecker:
             self._begin()
         if reason == "capacity":
             self._short.add(tier.name)
+            self._leaves.discard(tier.name)
 
     def _must_be_free(self, tier: TracedTier, prompt: TracedPrompt, first: int) -> None:
         """Check that no transfer and no parked sequence needs a block of a prompt."""
