@@ -352,7 +352,7 @@ class TierChecker:
         self._arriving = event.seq if len(waiting) > 1 else -1
         # The last block of a parked sequence may have room for more tokens.
         parked = seq.prompt.id in tier.parked
-        upto = min(self._come - parked, seq.prompt.cacheable)
+        upto = min(self._come - parked, seq.prompt.storable)
         if self._arriving == -1 and self._shares and upto > seq.span.end:
             self._owed = seq.id, upto
 
