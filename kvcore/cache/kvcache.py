@@ -296,7 +296,7 @@ class KVCache:
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
-        if request.hints.share is not True:
+        if request.hints.share is not None:
             seq.cacheable = min(cacheable, request.hints.share // size)
         tree.open(seq, match, need, now, missed=hit < limit, resumed=resumed)
         self.sequences[seq.id] = seq
@@ -545,7 +545,7 @@ class KVCache:
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
         seq.keys.extend(keys)
-        if not seq.compacted and seq.request.hints.share is True:
+        if not seq.compacted and seq.request.hints.share is None:
             seq.cacheable += len(keys)
 
     # Blocks.

@@ -337,6 +337,8 @@ class TraceChecker:
             )
         if seq.has_forgotten:
             violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
+        if seq.prompt.share is not None and end > seq.prompt.share:
+            violated(f"request {seq.prompt.id!r} shares {seq.prompt.share} blocks")
         if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
         ids = seq.private[:count]
@@ -513,7 +515,9 @@ class TraceChecker:
             self.lifecycles.close(seq.prompt.id, seq.id)
         prompt, end = seq.prompt, seq.span.end
         least, most = self._limits(prompt, resumed=True)
-        most = max(most, prompt.cacheable if seq.has_forgotten else end)
+        # What it does not share itself, others may have cached meanwhile.
+        partly = seq.has_forgotten or prompt.share is not None
+        most = max(most, prompt.cacheable if partly else end)
         if self.state.header.mode != "untimed":
             least = max(least, end)
         self._returning[prompt.id] = least, most

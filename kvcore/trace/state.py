@@ -70,6 +70,7 @@ class TracedPrompt:
         lookup: how many are looked up.
         limit: how many can hit at most.
         unkeyed: whether missing keys are why no more can hit.
+        share: how many of its blocks its client lets others use; None: all.
     """
 
     id: int | str
@@ -80,6 +81,7 @@ class TracedPrompt:
     lookup: int
     limit: int
     unkeyed: bool
+    share: int | None
 
 
 @attrs.frozen
@@ -120,12 +122,15 @@ class TraceLayout:
             msg = f"keys of {request.key_tokens} tokens; HEADER says {self.key_tokens}"
             raise ValueError(msg)
         keys: list[Any] = request.keys
+        share = request.hints.get("share", True) if request.hints else True
+        share = None if share is True else share // self.block_size
         if self.count == "keys":
             blocks = len(keys) * self.ratio
             return TracedPrompt(
                 *(request.id, request.prompt, keys, blocks),
                 *(blocks, blocks, blocks),
                 unkeyed=not keys,
+                share=share,
             )
         size, length = self.block_size, request.prompt
         full = length // size
@@ -145,6 +150,7 @@ class TraceLayout:
             lookup=min(full, keyed),
             limit=min(most, keyed),
             unkeyed=keyed < most or not keys,
+            share=share,
         )
 
     def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
