@@ -406,7 +406,7 @@ class Tiers:
             cache.trace.describe(
                 tiers=[
                     {
-                        "name": level.name,
+                        "tier": level.name,
                         **describe(level.tier),
                         "slots": level.pool.blocks,
                         "slot_bytes": slot_bytes,
