@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
 from operator import index
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import attrs
 
@@ -48,9 +48,6 @@ from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import Key, Request
-
-if TYPE_CHECKING:
-    from kvcore.tiers import Tiers
 
 
 class KVCache:
@@ -126,7 +123,7 @@ class KVCache:
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
-        self.tiers: Tiers | None = None
+        self.tiers: Any = None  # the room of tiers is above this one
         self.trace = trace
         self.on_copy = on_copy
         self.on_fork = on_fork

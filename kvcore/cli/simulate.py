@@ -208,7 +208,8 @@ def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[s
     """Return the JSON document of a run."""
     cache = result.cache
     plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)
-    return {**result.summary(), "config": parts.describe(*plugins)}
+    tiers = () if cache.tiers is None else (level.tier for level in cache.tiers.levels)
+    return {**result.summary(), "config": parts.describe(*plugins, *tiers)}
 
 
 def report_of(
