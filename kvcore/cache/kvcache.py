@@ -47,7 +47,7 @@ from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
-from kvcore.request import Key, Request
+from kvcore.request import NO_HINTS, Key, Request
 
 
 class KVCache:
@@ -225,7 +225,7 @@ class KVCache:
             self._set_key_tokens(request, trace)
             trace.request(request, now)
 
-    def open(  # noqa: C901 - one admission, told from top to bottom
+    def open(  # noqa: C901, PLR0912 - one admission, told from top to bottom
         self,
         request: Request,
         first_tokens: int | None = None,
@@ -257,6 +257,8 @@ class KVCache:
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
+        if tree.pins:
+            tree.end_pins(now)
         if trace is not None:
             self._check_admission(request, resumed=resumed)
             trace.request(request, now)
@@ -277,6 +279,10 @@ class KVCache:
         # blocks can be evicted in the end, since below an unpinned span nothing is pinned.
         kept = match.unpinned_blocks + reserve
         if need > self.pool.free_blocks + tree.unpinned_blocks - kept:
+            if tree.pins and not self.sequences and tree.yield_pins(blocks + reserve, now):
+                return self.open(
+                    request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
+                )
             raise OutOfBlocks(self._no_room(request, need, kept))
         # From here on only a plugin can fail.
         self._last_id += 1
@@ -287,6 +293,8 @@ class KVCache:
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
+        if request.hints.share is not True:
+            seq.cacheable = min(cacheable, request.hints.share // size)
         tree.open(seq, match, need, now, missed=hit < limit, resumed=resumed)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit, length, hit * size, resumed=resumed)
@@ -318,7 +326,7 @@ class KVCache:
         tail = self._shared_tail(seq) if tokens and seq.tokens % size else None
         need += tail is not None
         if need:
-            if need > self.pool.free_blocks + self.tree.unpinned_blocks:
+            if need > self.available_blocks and not self.make_room(need, now):
                 raise OutOfBlocks(self._no_room(seq.request, need, 0))
             ids = self.tree.allocate(need, seq, now)
             if tail is not None and ids is not None:
@@ -386,7 +394,7 @@ class KVCache:
         ahead = seq.tokens - seq.computed
         blocks = -(-(tokens + ahead) // self.geometry.block_size)
         need = max(0, blocks - own_blocks(self.pool, seq))
-        if need > self.pool.free_blocks + self.tree.unpinned_blocks:
+        if need > self.available_blocks and not self.make_room(need, now):
             raise OutOfBlocks(self._no_room(seq.request, need, 0))
         before = None if seq.private is None else seq.table()
         new = self.tree.allocate(need, seq, now)
@@ -401,7 +409,7 @@ class KVCache:
         if seq.family is not None:
             seq.family.remove(seq)
             seq.family = None
-        self.tree.close(seq, now)
+        self.tree.close(seq.span, now)
         seq.go_private(self.tree.root, tokens, blocks)
         if self.on_compact is not None and before is not None:
             try:
@@ -414,10 +422,18 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(self, seq: Sequence, now: int | None = None, length: int | None = None) -> None:
+    def close(
+        self,
+        seq: Sequence,
+        now: int | None = None,
+        length: int | None = None,
+        *,
+        preempted: bool = False,
+    ) -> None:
         """Unpin what `seq` shares, which stays cached, and free the rest.
 
-        `length` is that of its text, where `settle` has yet to set it.
+        `length` is that of its text, where `settle` has yet to set it. A request that was
+        `preempted` will return: its hints wait until it has ended.
         """
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
@@ -439,7 +455,13 @@ class KVCache:
             )  # fmt: skip
         elif private := seq.blocks - seq.span.end - seq.freed:
             self._free_last(seq, private)
-        self.tree.close(seq, now)
+        request, tree = seq.request, self.tree
+        hints = NO_HINTS if preempted else request.hints
+        if hints.pin is not None:
+            tree.pin(seq, now + hints.pin, now)
+        tree.close(seq.span, now, None if preempted else request)
+        if hints.demote:
+            tree.demote(seq.span)
 
     def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.
@@ -520,10 +542,23 @@ class KVCache:
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
         seq.keys.extend(keys)
-        if not seq.compacted:
+        if not seq.compacted and seq.request.hints.share is True:
             seq.cacheable += len(keys)
 
     # Blocks.
+
+    def make_room(self, blocks: int, now: int) -> bool:
+        """Return True if `blocks` are free or evictable for the only open sequence.
+
+        Pins of clients that have ended, or must yield to it, are ended. Where several
+        sequences are open, one of them frees blocks when it ends, so pins hold.
+        """
+        tree = self.tree
+        if tree.pins:
+            tree.end_pins(now)
+            if len(self.sequences) == 1:
+                return tree.yield_pins(blocks, now)
+        return blocks <= self.available_blocks
 
     def _free_last(self, seq: Sequence, count: int) -> Ids | None:
         """Free the last `count` blocks of `seq`, deepest first.

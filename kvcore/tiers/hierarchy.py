@@ -233,7 +233,7 @@ class Level:
             self._tiers.mover.store(self, source, ids, holder)
         self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
         tree.commit(holder, end, now)
-        tree.close(holder, now)
+        tree.close(holder.span, now)
         return need <= room
 
     def can_park(self, seq: Holder, tokens: int, now: int) -> bool:
@@ -268,7 +268,7 @@ class Level:
         if self._tiers.mover is not None and holder.private is not None:
             self._tiers.mover.dropped(self, holder.private)
         self.pool.free(None if holder.private is None else holder.private[::-1], count)
-        self.tree.close(holder, now)
+        self.tree.close(holder.span, now)
         self._drop(request, shared, count, now, "parked")
 
     def _wrote(
@@ -322,7 +322,7 @@ class Level:
             self.unpark(holder.request.id, now)
             return
         span = holder.span
-        tree.close(holder, now)
+        tree.close(holder.span, now)
         if right < part.end - part.first:
             self._discard(holder, part.first + right, now)
         elif self.tier.keep == "exclusive":
@@ -338,7 +338,7 @@ class Level:
         top = (holder.span.children or {}).get(key)
         if top is not None:
             tree.discard(top, now, "corrupt")
-        tree.close(holder, now)
+        tree.close(holder.span, now)
 
     def _holder(
         self, request: int | str, tenant: str | None, keys: Sequence[Key], blocks: int

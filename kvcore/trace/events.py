@@ -52,6 +52,10 @@ RetentionHints: TypeAlias = Annotated[
     list[tuple[Count, Count | None, Count, Count | None]],
     Meta(description="a list of [start, end or null, priority, ns or null]"),
 ]
+HintValues: TypeAlias = Annotated[
+    dict[Literal["share", "pin", "demote", "prefetch"], bool | Count],
+    Meta(description="an object of any of share, pin, demote, prefetch; times in ns"),
+]
 SloTimes: TypeAlias = Annotated[
     dict[Literal["ttft", "tpot", "deadline"], Size],
     Meta(description="an object of any of ttft, tpot, deadline, in ns from 1 on"),
@@ -144,9 +148,11 @@ class Request(Event, tag="REQUEST"):
     slo: SloTimes | UnsetType = UNSET
     predicted: Count | UnsetType = UNSET
     retention: RetentionHints | UnsetType = UNSET
+    hints: HintValues | UnsetType = UNSET
     session: Text | UnsetType = UNSET
     after: RequestId | UnsetType = UNSET
     think: Count | UnsetType = UNSET
+    tool: Text | UnsetType = UNSET
     output_keys: BlockKeys | UnsetType = UNSET
 
 
