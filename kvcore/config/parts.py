@@ -137,26 +137,23 @@ class RunParts:
             ids=self.ids,
             recompute=self.recompute,
         )
-        self.add_tiers(cache)
+        if self.config.tier:
+            from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
+
+            tiers, size, devices = self.tiers(), self._block_bytes(), self.deployment.devices
+            with self._about("tier"):
+                Tiers(cache, tiers, size, devices=devices, ids=self.ids)
         return cache
 
-    def add_tiers(self, cache: KVCache) -> None:
-        """Build the tiers for one run, if there are any, and put them below `cache`."""
-        if not self.config.tier:
-            return
-        from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
-
-        devices = self.deployment.devices
+    def tiers(self) -> list[Any]:
+        """Build the tiers for one run, nearest first, each with its eviction policy."""
         with self._about("tier"):
-            tiers = [self._tier(each) for each in cast("tuple[Any, ...]", self.config.tier)]
-            Tiers(cache, tiers, self._block_bytes(), devices=devices, ids=self.ids)
-
-    def _tier(self, choice: Any) -> Any:
-        """Build a tier, with its eviction policy."""
-        tier = self._build("tier", choice)
-        if isinstance(tier.eviction, str):
-            tier.eviction = self.plugins.build("eviction", tier.eviction, self._defaults())
-        return tier
+            built = [self._build("tier", each) for each in cast("Any", self.config.tier)]
+            for tier in built:
+                if isinstance(tier.eviction, str):
+                    defaults = self._defaults()
+                    tier.eviction = self.plugins.build("eviction", tier.eviction, defaults)
+        return built
 
     def scheduler(self) -> Scheduler:
         """Build a scheduler for one run."""
