@@ -240,12 +240,14 @@ def report_of(
 
 def print_report(report: SimulationReport, *more: str) -> None:
     """Print the report of a run; the sentences `more` go with its headline."""
-    columns = report.columns
+    columns, tiers = report.columns, report.tiers
+    names = [tier["tier"] for tier in report.summary.get("tiers") or ()]
     print_sections(
         report.warning,
         "\n".join([report.headline, *more]),
         (["time", *columns], report.times, columns),
         (["quantity", "amount"], report.amounts, ()),
+        *([(["tier", *names], tiers, ())] if tiers else []),
         (["time of blocks", *columns], report.resting, columns),
         report.thrashing,
         f"{report.closing}\n{report.setup}",
