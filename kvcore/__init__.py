@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvcore.plugins import Plugins
     from kvcore.request import SLO, Request
     from kvcore.serving import Job, LatencyModel, Scheduler
+    from kvcore.tiers import Tier
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
 
@@ -36,7 +37,7 @@ _CALLS = ("compare", "run", "simulate")
 
 _ROOMS = (
     *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
-    "engine",
+    *("engine", "tiers"),
 )
 """Where all but the calls are defined, lower rooms first."""
 
@@ -63,6 +64,7 @@ __all__ = [
     "ScoreRetention",
     "Span",
     "StorageError",
+    "Tier",
     "Trace",
     "TraceError",
     "Workload",

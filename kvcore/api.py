@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvcore.analysis.comparison import Policy
     from kvcore.cache import PrefixIndex
     from kvcore.config import EngineParts, RunParts
-    from kvcore.config.run_config import PluginChoice
+    from kvcore.config.run_config import PluginChoice, TierChoices
     from kvcore.engine.engine import RunResult
     from kvcore.models.cost import PrefillCost
     from kvcore.models.pricing import PriceModel
@@ -64,6 +64,7 @@ class PoolOptions(TypedDict, total=False):
     eviction: PluginChoice
     prefix: PluginChoice
     retention: PluginChoice | None
+    tier: TierChoices
 
 
 class ServingOptions(PoolOptions, total=False):

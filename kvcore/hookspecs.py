@@ -56,6 +56,11 @@ def kvcore_codecs() -> list[type[Plugin]]:
 
 
 @hookspec
+def kvcore_tiers() -> list[type[Plugin]]:
+    """Return tiers: where blocks rest outside the pool."""
+
+
+@hookspec
 def kvcore_generators() -> list[type[Plugin]]:
     """Return generators: models that turn tokens into K/V and the next tokens."""
 

@@ -213,7 +213,7 @@ class Recorder(ABC):
         *,
         request: Id,
         seq: int,
-        how: Literal["pause", "recompute"],
+        how: Literal["pause", "recompute", "swap"],
         requester: Id | None = None,
     ) -> None:
         """Write PREEMPT: `request` no longer runs, for the sake of `requester` if given."""
@@ -227,6 +227,60 @@ class Recorder(ABC):
     def resume(self, now: int, *, request: Id, seq: int) -> None:
         """Write RESUME: `request`, which was paused, runs again."""
         self.write({"n": 0, "t": now, "event": "RESUME", "request": request, "seq": seq})
+
+    def offload(
+        self,
+        now: int,
+        *,
+        tier: str,
+        request: Id,
+        first: int,
+        blocks: int,
+        done: int,
+        source: str | None = None,
+        parked: bool = False,
+    ) -> None:
+        """Write OFFLOAD: blocks of the prompt of `request` are written into `tier`.
+
+        They can be used from `done` (ns) on. `source` is the tier that they come from, None
+        the pool, which is left out. `parked` are those of a preempted sequence.
+        """
+        line = {
+            "n": 0, "t": now, "event": "OFFLOAD",
+            "tier": tier, "request": request, "first": first, "blocks": blocks, "done": done,
+        }  # fmt: skip
+        if source is not None:
+            line["from"] = source
+        if parked:
+            line["parked"] = True
+        self.write(line)
+
+    def load_start(
+        self, now: int, *, tier: str, request: Id, seq: int, first: int, blocks: int, done: int
+    ) -> None:
+        """Write LOAD_START: `seq` waits for blocks from `tier`, which are there at `done`."""
+        self.write({
+            "n": 0, "t": now, "event": "LOAD_START", "tier": tier, "request": request,
+            "seq": seq, "first": first, "blocks": blocks, "done": done,
+        })  # fmt: skip
+
+    def load(
+        self, now: int, *, tier: str, request: Id, seq: int, first: int, blocks: int
+    ) -> None:
+        """Write LOAD: so many blocks from `tier` are in the private blocks of `seq`."""
+        self.write({
+            "n": 0, "t": now, "event": "LOAD", "tier": tier, "request": request,
+            "seq": seq, "first": first, "blocks": blocks,
+        })  # fmt: skip
+
+    def drop_from_tier(
+        self, now: int, *, tier: str, request: Id, first: int, blocks: int, reason: str
+    ) -> None:
+        """Write DROP: blocks of the prompt of `request` are no longer in `tier`."""
+        self.write({
+            "n": 0, "t": now, "event": "DROP", "tier": tier, "request": request,
+            "first": first, "blocks": blocks, "reason": reason,
+        })  # fmt: skip
 
     def keys(self, now: int, *, request: Id, keys: Iterable[Key]) -> None:
         """Write KEYS: the keys of generated blocks, which follow those `request` has."""

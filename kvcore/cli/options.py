@@ -99,6 +99,8 @@ def shared(
     flag = f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", **more)
+    if name == "tier":
+        more |= {"multiple": True, "default": ()}
     if name in TEXT:
         more |= {"metavar": METAVARS.get(name, "TEXT"), "type": click.UNPROCESSED}
         more |= {"callback": partial(_read, name)}
@@ -147,7 +149,7 @@ def tokens_of(source: Workload, given: dict[str, Any]) -> int:
 policy_options = all_of(
     *map(shared, ("eviction", "scheduler", "prefix")),
     shared("retention", text=f"{option_help('retention')}  [default: none]"),
-    shared("latency"),
+    *map(shared, ("latency", "tier")),
 )
 
 batching_options = all_of(
@@ -171,7 +173,8 @@ def toml_types(command: click.Command) -> dict[str, tuple[str, Any]]:
     return {
         each.opts[0].lstrip("-").replace("-", "_"): (str(each.name), _type(each))
         for each in command.params
-        if each.callback is not load_config and not getattr(each, "multiple", False)
+        if each.callback is not load_config
+        and (each.name == "tier" or not getattr(each, "multiple", False))
     }
 
 

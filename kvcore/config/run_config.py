@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import (
@@ -69,6 +69,10 @@ SLOChoice: TypeAlias = Annotated[SLO | str | Mapping[str, float], "slo"]
 
 Natural: TypeAlias = Annotated[int, "natural"]
 """A whole number of 0 or more."""
+
+TierChoices: TypeAlias = Annotated[PluginChoice | Sequence[PluginChoice] | None, "tiers"]
+"""Tiers, nearest first: a text may name several, as `host:memory=64GiB,disk:memory=1TiB`;
+`none` or None: none."""
 
 WindowChoice: TypeAlias = Annotated[tuple[int, int | None] | str, "window"]
 """A window of time in ns, the end left out (None: open); as text in seconds, `60:120`."""
@@ -142,6 +146,8 @@ class RunConfig:
             weights, and in mode `run` 256 MiB.
         eviction, prefix, retention, scheduler, latency, generator, backend: plugins.
             `retention` None: running sequences keep all their blocks.
+        tier: where blocks rest below the pool: plugins, nearest first, in a tuple; empty:
+            nowhere. As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
         max_tokens, max_seqs, steps, chunked, watermark: as in `Batching`.
         allocation: `paged`, or `contiguous` as before paging.
         rate_scale: how many times as fast as recorded open-loop requests arrive.
@@ -188,6 +194,10 @@ class RunConfig:
     )
     retention: PluginChoice | None = _option(
         None, "Retention policy: which tokens a running sequence keeps."
+    )
+    tier: TierChoices = _option(
+        (),
+        "Tier below the pool, such as host:memory=64GiB; several are given nearest first.",
     )
     latency: PluginChoice = _option(
         Spec("roofline"), "Latency model: how many seconds a step takes."
@@ -543,6 +553,21 @@ def _plugin(value: object) -> Any:
     raise InputError(msg)
 
 
+def _tiers(value: object) -> tuple[Any, ...]:
+    if value is None or value == "none":
+        return ()
+    if isinstance(value, str):
+        return tuple(parse(value))
+    if isinstance(value, tuple | list):
+        return tuple(tier for each in value for tier in _tiers(each))
+    return (_plugin(value),)
+
+
+def tiers_text(tiers: Iterable[object]) -> str:
+    """Return tiers as `RunConfig` reads them, or `none`."""
+    return ",".join(map(str, tiers)) or "none"
+
+
 def _table(table: Mapping[str, Any]) -> Spec:
     """Read a plugin from a table of its name and its options."""
     options = {name: _text_of(value) for name, value in table.items()}
@@ -592,6 +617,7 @@ _READERS: dict[type, Callable[[object, Any], Any]] = {
 
 _MARKED: dict[str, Callable[[object], Any]] = {
     "plugin": _plugin,
+    "tiers": _tiers,
     "workload": _workload,
     "model": _model,
     "device": _device,

@@ -32,6 +32,7 @@ KINDS = {
     "latency": "kvcore_latency_models",
     "backend": "kvcore_backends",
     "codec": "kvcore_codecs",
+    "tier": "kvcore_tiers",
     "generator": "kvcore_generators",
     "workload": "kvcore_workloads",
 }

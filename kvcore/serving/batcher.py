@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import ceil
 from operator import lt
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 
@@ -20,6 +20,7 @@ from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.scheduler import (
     DECODE,
     DONE,
+    LOADING,
     PAUSED,
     PREFILL,
     WAITING,
@@ -29,6 +30,9 @@ from kvcore.serving.scheduler import (
     ServiceTimes,
     StepPlan,
 )
+
+if TYPE_CHECKING:
+    from kvcore.tiers import Load
 
 
 @attrs.frozen(kw_only=True)
@@ -176,6 +180,7 @@ class Batcher:
         chunks: what the next step prefills: jobs and tokens.
         changed: whether anything has happened since the last plan.
         timers: when (ns) priorities of waiting jobs change by themselves, a heap.
+        loads: when (ns) loads from tiers are done, and of which jobs, a heap.
         blocked_job: the job that found no blocks last, if nothing has happened since.
         without_progress: preemptions since the last new token: many are a livelock.
     """
@@ -205,9 +210,11 @@ class Batcher:
         self.chunks: list[tuple[Job, int]] = []
         self.changed = True
         self.timers: list[tuple[int, int, Job]] = []
+        self.loads: list[tuple[int, int, Job, Load]] = []
         self.blocked_job: Job | None = None
         self.without_progress = 0
         self._cache = cache
+        self._tiers = cache.tiers
         self._scheduler = scheduler
         self._batching = batching
         self._batch = batch
@@ -244,6 +251,9 @@ class Batcher:
         self.chunks = []
         while self.timers and self.timers[0][0] <= now:
             self._rank_again(heappop(self.timers)[2], now)
+        while self.loads and self.loads[0][0] <= now:
+            _, _, job, load = heappop(self.loads)
+            self._loaded(job, load, now)
         # The running go before the waiting: first the blocks of the next decode step, then
         # admissions. Where prefill goes first it is the other way round, without prefill.
         if self._mixed:
@@ -277,8 +287,8 @@ class Batcher:
     def finish(self, job: Job, now: int) -> None:
         """Give back the slot and the blocks of `job`, which has all its tokens."""
         length = job.request.prompt_tokens + job.output_tokens - 1
-        self._allocator.close(job, now, length if job.stage == DECODE else None)
-        job.stage = DONE
+        decoded, job.stage = job.stage == DECODE, DONE
+        self._allocator.close(job, now, length if decoded else None)
         del self.running[job]
         self.blocked_job = None
         self.changed = True
@@ -327,6 +337,8 @@ class Batcher:
         """Add the share of `job` in the step's tokens to `chunks`, and return it."""
         if job.stage == DECODE:
             return int(self._mixed)
+        if job.stage == LOADING:
+            return 0
         tokens = job.target - job.computed
         if tokens > budget:
             if self._batching.chunked:
@@ -356,7 +368,8 @@ class Batcher:
         for job in self._each(plan.pause):
             if job not in self.running:
                 self._refuse_plan(job, "paused", "is not running")
-            self._pause(job, now)
+            if job.stage != LOADING:
+                self._pause(job, now)
         return self._checked(plan)
 
     def _each(self, jobs: Iterable[Job]) -> Iterator[Job]:
@@ -417,7 +430,9 @@ class Batcher:
         if not (self._ranks and self._scheduler.preemptive):
             return None
         # A running job has only come forward since it was ranked.
-        behind = [other for other in self.running if job.rank < other.rank]
+        behind = [
+            other for other in self.running if job.rank < other.rank and other.stage != LOADING
+        ]
         ranks = {other: (self._priority(other, now), other.serial) for other in behind}
         last = max(ranks, key=ranks.__getitem__, default=None)
         return None if last is None or not job.rank < ranks[last][0] else last
@@ -443,18 +458,37 @@ class Batcher:
             return False
         job.seq = seq
         job.computed = seq.computed
-        if job.admitted is None:
+        first = job.admitted is None
+        if first:
             job.admitted, job.hit = now, seq.computed
+        if self._tiers is not None:
+            load = self._tiers.load(seq, now, self._server.prefill_ns, resumed=not first)
+            if load is not None:
+                job.stage = LOADING
+                heappush(self.loads, (load.ready, job.serial, job, load))
+                return True
         job.stage = PREFILL
         self._prefilling[job] = None
         return True
+
+    def _loaded(self, job: Job, load: Load, now: int) -> None:
+        """LOADED: continue with what the load has left to be computed."""
+        assert self._tiers is not None
+        job.computed = self._tiers.finish(load, now)
+        if not load.resumed:
+            job.loaded = job.computed - job.hit
+        job.stage = PREFILL
+        self._prefilling[job] = None
+        self.blocked_job = None
+        self.changed = True
 
     def _resume(self, job: Job, now: int) -> bool:
         """Continue a paused job, with the block it needs; return False without one."""
         seq, trace = job.seq, self._cache.trace
         assert seq is not None
         missing = self._missing_slots(job)
-        if missing and not self._allocator.can_extend(seq):
+        can_extend = not missing or self._allocator.can_extend(seq)
+        if not (can_extend or self._cache.make_room(1, now)):
             return False
         if trace is not None:
             trace.resume(now, request=job.request.id, seq=seq.id)
@@ -479,17 +513,27 @@ class Batcher:
         self.queue(job, now, front=True)
 
     def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
-        """Free all blocks of `job`, for `requester` if given; it will compute them again."""
+        """Free all blocks of `job`, for `requester` if given.
+
+        It will compute them again, or load them from a tier where that is the faster way.
+        """
         if job.stage == PAUSED:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
             self._leave_batch(job)
-        self._record(job, "recompute", now, requester)
+        level = None
+        if self._tiers is not None and job.seq is not None:
+            level = self._tiers.can_swap(job.seq, job.length, now, self._server.prefill_ns)
+        self._record(job, "swap" if level else "recompute", now, requester)
+        if level is None:
+            job.recomputes += 1
+        elif job.seq is not None:
+            job.swaps += 1
+            level.park(job.seq, job.length, now)
         self._allocator.close(job, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
-        job.recomputes += 1
         self.queue(job, now, front=True)
         self.blocked_job = None
         self._victims.add(job)
@@ -525,11 +569,17 @@ class Batcher:
             assert job.seq is not None
             return self._priority(job, now), job.seq.admission
 
-        last: Job = self._call("priority", max, chain(self.running, self.paused), key=order)
+        # Blocks that a transfer writes into cannot be given to another.
+        held = [job for job in chain(self.running, self.paused) if job.stage != LOADING]
+        last: Job = self._call("priority", max, held, key=order)
         return last
 
     def _record(
-        self, job: Job, how: Literal["pause", "recompute"], now: int, requester: Job | None
+        self,
+        job: Job,
+        how: Literal["pause", "recompute", "swap"],
+        now: int,
+        requester: Job | None,
     ) -> None:
         """PREEMPT: record that `job` loses its slot or its blocks.
 

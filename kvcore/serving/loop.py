@@ -1,7 +1,7 @@
 """The serving loop: a discrete-event simulation of continuous batching.
 
-The events are ARRIVAL, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and TIMER. Between two of
-them the same jobs decode, so that all the steps in between are one jump (see `decode_batch`).
+The events are ARRIVAL, LOADED, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and TIMER. Between two
+of them the same jobs decode, so that all the steps in between are one jump (see `decode_batch`).
 One turn of the loop:
 
     arrivals up to now -> plan (admit, pause, preempt) -> one step or one jump -> the clock
@@ -160,7 +160,8 @@ class RunLog:
         slo: what is expected for requests that bring no SLO of their own.
         ids, tenants: of the requests.
         arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
-        prompt, output, hit, pauses, recomputes: their numbers.
+        prompt, output, hit, loaded, pauses, recomputes, swaps: their numbers; `loaded` are
+            prompt tokens that came from tiers.
         verdict: how they fared by their SLO.
         reasons: why the request of a row was rejected; the others have finished.
         itl: times between two tokens of a request.
@@ -176,6 +177,7 @@ class RunLog:
         self.arrival, self.admitted = array("q"), array("q")
         self.first_token, self.finish = array("q"), array("q")
         self.prompt, self.output, self.hit = array("q"), array("q"), array("q")
+        self.loaded, self.swaps = array("q"), array("i")
         self.pauses, self.recomputes, self.verdict = array("i"), array("i"), array("b")
         self.reasons: dict[int, str] = {}
         self.itl = TokenGaps()
@@ -196,6 +198,8 @@ class RunLog:
         self.prompt.append(request.prompt_tokens)
         self.output.append(job.output_tokens)
         self.hit.append(job.hit)
+        self.loaded.append(job.loaded)
+        self.swaps.append(job.swaps)
         self.pauses.append(job.pauses)
         self.recomputes.append(job.recomputes)
 
@@ -362,8 +366,12 @@ class ServingLoop:
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
         batcher, batch, arrivals = self.batcher, self.batch, self._arrivals
+        pins = self._cache.tree.pins
         while True:
             now = self.clock_ps // PS_PER_NS
+            if pins and pins[0].until <= now:
+                self._cache.tree.end_pins(now)
+                batcher.computed()
             if arrivals.next_at <= now:
                 self._take_arrivals(now)
             if batcher.plan(now):
@@ -428,6 +436,8 @@ class ServingLoop:
         wake = self._arrivals.next_at
         if batcher.timers and batcher.waiting:
             wake = min(wake, batcher.timers[0][0])
+        if batcher.loads:
+            wake = min(wake, batcher.loads[0][0])
         if wake < NEVER:
             self.clock_ps = max(self.clock_ps, wake * PS_PER_NS)
             return True
@@ -477,6 +487,10 @@ class ServingLoop:
             event = self._arrivals.next_at
             if self.batcher.timers:
                 event = min(event, self.batcher.timers[0][0])
+            if self.batcher.loads:
+                event = min(event, self.batcher.loads[0][0])
+            if self._cache.tree.pins:
+                event = min(event, self._cache.tree.pins[0].until)
             event_ps = event * PS_PER_NS if event < NEVER else None
             tokens = batch.size
             steps, took_ps = self.allocator.jump(lines, self.clock_ps, event_ps)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import compress, pairwise, repeat
 from math import floor, sqrt
-from operator import mul, sub
+from operator import add, mul, sub
 from pathlib import Path
 from typing import Any
 
@@ -248,15 +248,16 @@ def offered_load(
     theory, arrival rate x mean service time. Above 1 the queue grows for as long as
     requests arrive. Costs O(requests).
     """
-    columns: tuple[array[int], ...] = log.arrival, log.prompt, log.hit, log.output
+    columns: tuple[array[int], ...] = log.arrival, log.prompt, log.hit, log.loaded, log.output
     if log.reasons:
         finished = [finish >= 0 for finish in log.finish]
         columns = tuple(array("q", compress(column, finished)) for column in columns)
-    arrivals, prompts, hits, outputs = columns
+    arrivals, prompts, found, loaded, outputs = columns
     requests = len(arrivals)
     span = max(arrivals, default=0) - min(arrivals, default=0)
     if not span:
         return None
+    hits = list(map(add, found, loaded))
     misses = list(map(sub, prompts, hits))
     later = [output - 1 if output else 0 for output in outputs]
     prefill, decode = sum(misses), sum(later)
@@ -485,8 +486,10 @@ class Result(Outcome):
             "prompt": log.prompt.tolist(),
             "output": log.output.tolist(),
             "hit_tokens": log.hit.tolist(),
+            "loaded_tokens": log.loaded.tolist(),
             "pauses": log.pauses.tolist(),
             "recomputes": log.recomputes.tolist(),
+            "swaps": log.swaps.tolist(),
             "met_slo": [None if v == UNJUDGED else bool(v) for v in log.verdict],
         }
 
@@ -524,7 +527,11 @@ class Result(Outcome):
                 "judged": self._judged,
                 "met": self.slo_attainment,
             },
-            "preemptions": {"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
+            "preemptions": {
+                "pause": sum(log.pauses),
+                "recompute": sum(log.recomputes),
+                "swap": sum(log.swaps),
+            },
             "forgotten_blocks": stats.dropped_blocks,
             "compactions": stats.compactions,
             "compacted_tokens": stats.compacted_tokens,
@@ -532,7 +539,10 @@ class Result(Outcome):
             "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
             "hit": hit_fields(stats),
             "lost_tokens": stats.lost_tokens,
-            "residency": None if tree.residency is None else tree.residency.by_tier(),
+            "loaded_tokens": sum(log.loaded),
+            "tiers": None if cache.tiers is None else cache.tiers.as_dict(),
+            "reuse_ratio": stats.ratios() if cache.tiers is None else cache.tiers.ratios(),
+            "residency": cache.residency_by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
             "fragmentation": None if measured is None else attrs.asdict(measured),
         }

@@ -17,6 +17,9 @@ WAITING, PREFILL, DECODE, PAUSED, DONE = "waiting", "prefill", "decode", "paused
 """The stages of a job: waiting without blocks; computing its prompt; generating; off the batch
 with its blocks kept; finished or rejected."""
 
+LOADING = "loading"
+"""One more: running, with all its blocks, some of which are on their way from a tier."""
+
 
 @attrs.define
 class DecodeSteps:
@@ -44,14 +47,15 @@ class Job:
         target: length of the prefill it needs: the prompt, and after a recompute
             preemption also what it had generated.
         slo: its own SLO, else that of the run; None: none.
-        stage: `waiting`, `prefill`, `decode`, `paused` or `done`.
+        stage: `waiting`, `loading`, `prefill`, `decode`, `paused` or `done`.
         seq: its blocks; None while it has none.
         computed: tokens of `target` that are computed; tokens that hit count.
         rank: the priority it was queued with.
         data: the scheduler's own.
         admitted, first_token: when it was first admitted, and when its first token came.
         hit: prompt tokens that hit at first admission.
-        pauses, recomputes: how often it was preempted, by kind.
+        loaded: prompt tokens that were loaded from tiers at first admission.
+        pauses, recomputes, swaps: how often it was preempted, by kind.
         last_token_ps: when its newest token came, in picoseconds.
         output_tokens: tokens it generates: those the request asks for, or fewer where a run
             on tensors has ended its text.
@@ -74,8 +78,10 @@ class Job:
     admitted: int | None = None
     first_token: int | None = None
     hit: int = 0
+    loaded: int = 0
     pauses: int = 0
     recomputes: int = 0
+    swaps: int = 0
     last_token_ps: int = 0
     output_tokens: int = attrs.field(default=attrs.Factory(_requested_output, takes_self=True))
     named_keys: tuple[Key, ...] = ()

@@ -61,6 +61,12 @@ def kvcore_codecs() -> list[type[Plugin]]:
 
 
 @hookimpl
+def kvcore_tiers() -> list[type[Plugin]]:
+    """Return the built-in tiers."""
+    return _classes("tier")
+
+
+@hookimpl
 def kvcore_generators() -> list[type[Plugin]]:
     """Return the built-in generators."""
     return _classes("generator")
