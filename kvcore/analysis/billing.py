@@ -171,8 +171,6 @@ class PromptCache:
     def charge(self, request: Request, now: int) -> Charge:
         """Return the charge of a request that arrives at `now` (ns), and store its prompt."""
         size, output = PromptSize.of(request), output_tokens(request)
-        if size.billed < max(self._price.min_tokens, 1):
-            return Charge(size.billed, 0, 0, 0, output)
         serve = self._entry if self._price.breakpoints else self._prefix
         return serve(request, size, now, output)
 
