@@ -24,7 +24,7 @@ class TorchCUDA(TorchBackend):
     """Keep K/V on a GPU and attend to it with torch's CUDA kernels.
 
     K/V that comes from the host is staged in pinned memory and copied on a stream of its
-    own. The host waits for the device in `swap_out` and `synchronize` only. Takes fp64,
+    own. The host waits for the device where blocks are copied to it, and in `synchronize`. Takes fp64,
     fp32, fp16 and, from compute capability 8.0, bf16. Needs torch with CUDA, and a driver.
 
     Options:
@@ -118,6 +118,15 @@ class TorchCUDA(TorchBackend):
         # Memory of the copy stream may not be reused while the current one reads it.
         moved.record_stream(current)
         return moved
+
+    def host_buffer(self, blocks: int) -> memoryview:
+        """Return pinned memory for the bytes of so many blocks, unless `pin` is off."""
+        if not self.pin:
+            return super().host_buffer(blocks)
+        import torch  # noqa: PLC0415 - as in the base class
+
+        shape = blocks, self.layout.bytes_per_block
+        return memoryview(torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy())
 
     def memory(self) -> DeviceMemory:
         """Return what torch has allocated; memory that torch keeps for later counts as free."""
