@@ -15,6 +15,7 @@ from helpers.schedulers import scheduler_of
 
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
 from kvcore.serving import Batching, simulate
+from kvcore.tiers import Tiers
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4
@@ -152,6 +153,8 @@ def serve(
     trace=True,
     jumps=True,
     rate_scale=1.0,
+    tiers=(),
+    slot_bytes=1,
     **batching,
 ):
     """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`."""
@@ -166,6 +169,8 @@ def serve(
         key_tokens=block_size if key_tokens is None else key_tokens,
         trace=writer,
     )
+    if tiers:
+        Tiers(cache, tiers, slot_bytes)
     result = simulate(
         requests,
         cache=cache,

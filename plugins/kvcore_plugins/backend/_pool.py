@@ -341,7 +341,7 @@ class Pool:
         for matrix in self._byte_matrices():
             end = begin + matrix.shape[1]
             if here:
-                # numpy copies rows; torch's index_copy_ goes byte by byte, in a sixth of the pace
+                # numpy copies rows; index_copy_ of torch goes byte by byte, six times slower.
                 matrix.numpy()[ids.numpy()] = data[:, begin:end].numpy()
             else:
                 matrix.index_copy_(0, ids, data[:, begin:end])

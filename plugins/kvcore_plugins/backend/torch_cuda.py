@@ -24,8 +24,9 @@ class TorchCUDA(TorchBackend):
     """Keep K/V on a GPU and attend to it with torch's CUDA kernels.
 
     K/V that comes from the host is staged in pinned memory and copied on a stream of its
-    own. The host waits for the device where blocks are copied to it, and in `synchronize`. Takes fp64,
-    fp32, fp16 and, from compute capability 8.0, bf16. Needs torch with CUDA, and a driver.
+    own. The host waits for the device where blocks are copied to the host or from it, and in
+    `synchronize`. Takes fp64, fp32, fp16 and, from compute capability 8.0, bf16. Needs torch
+    with CUDA, and a driver.
 
     Options:
         attention: what computes attention; `sdpa` is torch's own function over gathered K/V.
@@ -126,7 +127,8 @@ class TorchCUDA(TorchBackend):
         import torch  # noqa: PLC0415 - as in the base class
 
         shape = blocks, self.layout.bytes_per_block
-        return memoryview(torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy())
+        pinned: Any = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+        return memoryview(pinned)
 
     def memory(self) -> DeviceMemory:
         """Return what torch has allocated; memory that torch keeps for later counts as free."""
