@@ -297,7 +297,7 @@ def bill(
         if log is not None:
             row = rows[request.id]
             now = log.arrival[row]
-            run.append(hit_charge(price, request, log.hit[row]))
+            run.append(hit_charge(price, request, log.hit[row] + log.loaded[row]))
         uncached.append(Charge(PromptSize.of(request).billed, 0, 0, 0, output))
         api.append(cache.charge(request, now))
         if isinstance(request, LoggedRequest) and request.usage is not None:

@@ -163,6 +163,16 @@ def test_rows_of_a_comparison_are_billed():
     assert compare(work, "lru", 20).rows[0].bill is None
 
 
+def test_what_tiers_load_is_read():
+    """Tokens that a tier below the pool gave back are billed as those that hit."""
+    work = Zipf(requests=60, prefixes=4, prefix_tokens=512, suffix_tokens=32, rate=0.1)
+    result = kvcore.simulate(work, blocks=60, tier="host:memory=1GiB")
+    loaded = sum(result.log.loaded)
+    assert loaded > 0
+    found = bill(work, "input=3,cached=0.3", log=result.log)
+    assert found.run.read_tokens == sum(result.log.hit) + loaded
+
+
 def test_a_run_is_billed_by_its_hits():
     """Requests arrive when they did in the run, and those that it rejected are left out."""
     work = Zipf(requests=40, prefixes=4, prefix_tokens=64, suffix_tokens=32, rate=100)
