@@ -207,7 +207,7 @@ class TraceChecker:
         self._checks: dict[str, Callable[[Any], None]] = checks
         self._tiers = self._tier_checker()
 
-    def apply(self, event: events.Event) -> None:  # noqa: C901 - told from top to bottom
+    def apply(self, event: events.Event) -> None:
         """Check the next event after HEADER, and apply it. O(spans touched), blocks in C.
 
         Raises:

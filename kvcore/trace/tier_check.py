@@ -138,7 +138,7 @@ class TierChecker:
 
     # The lines of the pool.
 
-    def _between(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
+    def _between(self, event: Any, begins: bool) -> None:  # noqa: C901, FBT001 - as above
         """Check that a line of the pool may stand here, and record what it leads to."""
         name, seq = event.event, getattr(event, "seq", -1)
         self._must_be_settled(event, begins)
@@ -385,7 +385,11 @@ class TierChecker:
             self._leaves.discard(tier.name)
 
     def _must_be_loaded(
-        self, tier: TracedTier, prompt: TracedPrompt, end: int, begins: bool  # noqa: FBT001
+        self,
+        tier: TracedTier,
+        prompt: TracedPrompt,
+        end: int,
+        begins: bool,  # noqa: FBT001
     ) -> None:
         """Check that blocks were loaded just before from a tier that does not keep them."""
         loaded, last = self._loaded, (end - 1) // self._ratio

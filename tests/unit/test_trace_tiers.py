@@ -360,8 +360,8 @@ class Watching(Trace):
 
 
 def random_run(path, seed):
-    """Record a server with random tiers and requests; return what was in the tiers, and when."""
-    random = Random(seed)
+    """Record a server with random tiers and requests; return what the tiers held, and when."""
+    random = Random(seed)  # noqa: S311
     tiers = [
         f"{random.choice(['host', 'disk'])}:memory={random.randint(4, 30) * 1000},"
         f"eviction={random.choice(['lru', 'fifo', 'lfu'])},"
