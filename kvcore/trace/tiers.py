@@ -278,4 +278,4 @@ def _link(record: events.TierRecord) -> tuple[int, int, int]:
         )
         raise ValueError(msg)
     read, write = (rate * record.devices for rate in rates)  # type: ignore[operator]
-    return read, write, round(latency * NS_PER_S)  # type: ignore[operator]
+    return read, write, round(latency * NS_PER_S)
