@@ -256,11 +256,11 @@ class Foresight(ScoreEviction):
             serials.reverse()
         self._admitted = bytearray(len(self._serials))
 
-    def on_dequeued(self, request: Request, now: int) -> None:
+    def on_dequeued(self, request: Request, now: int) -> None:  # noqa: ARG002
         """Record that `request` runs: it is no future reference any more."""
         self._admitted[self._serials[request.id]] = True
 
-    def score(self, span: Span, now: int) -> float:
+    def score(self, span: Span, now: int) -> float:  # noqa: ARG002
         """Return how near the next request for the last block is; the furthest is lowest."""
         return -self._next(span.keys()[-1])
 

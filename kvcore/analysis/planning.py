@@ -3,9 +3,10 @@
 A fleet is a number of replicas of the model, each on so many GPUs. There is no router here:
 sessions are divided among the replicas by a hash, and each replica is simulated for itself.
 
-    replicas   1 ──► 2 ──► 4 misses ──► 8 meets     doubled, then bisected down to the least
-    pool       full ◄──bisected──► a block          in steps of an eighth of a doubling
-    host RAM   all  ◄──bisected──► none             in steps of a quarter of a doubling
+    GPUs       1, 2, 4 miss ──► 8 meets ──► 16      however they are divided into replicas
+    replicas   bisected between the last number that misses and the first that meets
+    pool       bisected down from all that fits     in steps of an eighth of a doubling
+    host RAM   bisected down from all there is      in steps of a quarter of a doubling
 
 More of a thing mostly helps, but not always: a split of the sessions may be uneven, and a pool
 in which less fits may order requests better. So below the least that bisection finds, the next
@@ -14,49 +15,43 @@ few are tried as well.
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
-from functools import partial
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from fractions import Fraction
 from itertools import count, takewhile
-from math import isqrt, log2
-from typing import Any, Literal, Self, TypeAlias, TypeVar
+from math import inf
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 
-from kvcore.analysis.belady import Foresight
-from kvcore.analysis.serial_replay import replay
+from kvcore.analysis.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore.analysis.sweep.executors import ThisProcess
 from kvcore.analysis.sweep.grid import Grid
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.plan import Executor
-from kvcore.analysis.sweep.runner import DIGEST_BYTES, CellRun, Task, WorkloadCache
-from kvcore.cache.pool import MOST_BLOCKS
-from kvcore.config import RunConfig, RunParts
+from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
+from kvcore.config import RunConfig
+from kvcore.config.run_config import read_option
 from kvcore.errors import InputError, PluginError
-from kvcore.progress import Progress, Tick, silent
-from kvcore.request import SLO, Request
-from kvcore.serving import Result, simulate
-from kvcore.serving.loop import MET, UNJUDGED, RunLog
-from kvcore.serving.result import Outcome
-from kvcore.workloads import Workload, check_keys
+from kvcore.progress import Progress, Tick, silent, unseen
+from kvcore.request import SLO
 
 T = TypeVar("T")
 
 Verdict = Literal["capacity", "policy", "content", "compute", "none"]
-"""What keeps a smaller fleet from meeting the SLO; `none`: nothing was found that is too small."""
+"""What keeps a smaller fleet from meeting the SLO; `none`: no fleet that was tried is too small."""
 
-Grant = Literal["", "foresight", "endless", "seen"]
-"""What a simulated fleet is given that no server has: the eviction of `Foresight`, a pool that
-never fills, or such a pool in which every prompt was before the first request came."""
-
-GRANTS: tuple[Grant, ...] = ("foresight", "endless", "seen")
+HOST = "host:memory=1TiB"
+"""The host's memory that a replica has at most, where no tier is given."""
 
 DEGREES = (1, 2, 4, 8)
 """GPUs of a replica that are tried where none are given."""
 
-MOST_DEVICES = 64
+BUDGET = 30
+"""Simulations for each number of GPUs a replica, at most, about."""
+
+MOST_GPUS = 64
 """GPUs of a fleet, at most, where no other number is given."""
 
 POOL_STEPS, RAM_STEPS = 8, 4
@@ -64,63 +59,6 @@ POOL_STEPS, RAM_STEPS = 8, 4
 
 NEIGHBOURS = 2
 """How many further sizes are tried below the least one that bisection finds."""
-
-
-@attrs.frozen(kw_only=True)
-class Fleet:
-    """Replicas of a model, all alike.
-
-    Attributes:
-        replicas: how many.
-        devices: GPUs of each, which share its model.
-        blocks: blocks of the pool of each.
-        policy: a plugin in place of the one asked for, as (kind, name); None: none.
-        grant: what it is given that no server has.
-    """
-
-    replicas: int
-    devices: int
-    blocks: int
-    policy: tuple[str, str] | None = None
-    grant: Grant = ""
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs in all."""
-        return self.replicas * self.devices
-
-
-@attrs.frozen(kw_only=True)
-class Served:
-    """What became of a workload on a fleet.
-
-    Attributes:
-        judged, met: requests that an SLO judges, and those that met it. One that is rejected
-            has missed it.
-        rejected: requests for which no pool was large enough.
-        ttft_s, tpot_s: mean and percentiles of all requests, as `Percentiles` has them.
-        prompt_tokens, hit_tokens: tokens of prompts, and those of them that hit.
-        busiest: share of the prompt tokens that the busiest replica got.
-    """
-
-    judged: int
-    met: int
-    rejected: int
-    ttft_s: dict[str, float] | None
-    tpot_s: dict[str, float] | None
-    prompt_tokens: int
-    hit_tokens: int
-    busiest: float
-
-    @property
-    def attainment(self) -> float:
-        """Share of the judged requests that met their SLO."""
-        return self.met / self.judged
-
-    @property
-    def hit_ratio(self) -> float | None:
-        """Share of the prompt tokens that hit."""
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
 @attrs.frozen(kw_only=True)
@@ -150,7 +88,7 @@ class Limit:
         fleet: the fleet that misses it; None where none does.
         attainment: share of the requests that meet the SLO there.
         grants: that share with each of `GRANTS`.
-        policies: that share by (kind, name) of each other policy, best first.
+        policies: that share by (kind, name) of each policy with which enough do, best first.
     """
 
     verdict: Verdict
@@ -165,18 +103,24 @@ class FleetPlan:
     """The result of `plan`.
 
     Attributes:
-        config: the run that was planned for, but for the size of its fleet.
+        setup: the run that was planned for: its options as a table of sweeps has them, but
+            for what is searched.
+        requests: how many it has.
         percentile: percentage of the requests that had to meet the SLO.
-        max_devices: GPUs of the largest fleet that was tried.
-        options: fleets that meet it, best first: the fewest GPUs, then the least memory.
+        max_gpus: GPUs of the largest fleet that may be.
+        block_bytes: bytes of a block, by GPUs of a replica.
+        options: fleets that meet it, best first: the fewest GPUs, then the least host RAM,
+            then the smallest pools.
         limit: what keeps a smaller fleet, or where none does the best one, from meeting it.
         simulations: fleets that were simulated, or found in the journal.
         notes: what was left out, and why.
     """
 
-    config: RunConfig
+    setup: dict[str, Any]
+    requests: int
     percentile: float
-    max_devices: int
+    max_gpus: int
+    block_bytes: dict[int, int]
     options: list[Option]
     limit: Limit
     simulations: int
@@ -192,9 +136,10 @@ def plan(
     workload: Any = "mooncake",
     *,
     percentile: float = 99,
-    devices: Iterable[int] | int = DEGREES,
+    tensor_parallel: Iterable[int] | int = DEGREES,
     replicas: Iterable[int] | int | None = None,
-    max_devices: int = MOST_DEVICES,
+    max_gpus: int = MOST_GPUS,
+    tier: Any = HOST,
     policies: Iterable[tuple[str, str]] | None = None,
     journal: Journal | None = None,
     executor: Executor | None = None,
@@ -203,16 +148,23 @@ def plan(
 ) -> FleetPlan:
     """Return the least fleets on which `workload` meets its SLO, and what limits smaller ones.
 
-    Some 20 to 100 simulations of the whole workload, which is held in memory.
+    For each number of GPUs a replica, the fewest replicas and the smallest pool that do; with
+    less host RAM than there is, the least with which fewer replicas do. Fleets of more than
+    twice the GPUs with which one does are not searched. Some 30 to 120 simulations of the whole
+    workload, which is held in memory; one ends when too many requests have missed the SLO.
 
     Args:
         workload: where the requests come from, as for `kvcore.simulate`.
         percentile: percentage of the requests that are judged which must meet their SLO.
-        devices: GPUs that share a model, each number a search of its own.
-        replicas: numbers of replicas; None: the least that does, for each of `devices`.
-        max_devices: GPUs of a fleet, at most.
+        tensor_parallel: GPUs that share a model, each number a search of its own.
+        replicas: numbers of replicas; None: the least that does, for each of these.
+        max_gpus: GPUs of a fleet, at most.
+        tier: tiers below the pool, as for `RunConfig`. The memory of the one named `host` is
+            searched for, up to what it is given here; the others are as they are. None: no
+            tier.
         policies: (kind, name) of eviction policies and schedulers that the verdict tries;
-            None: all that are installed, with their default options.
+            None: all that are installed, with their default options. No eviction policy is
+            tried where a pool that never fills misses the SLO.
         journal: where finished simulations are kept and looked up; open. None: nowhere.
         executor: what simulates; None: this process.
         progress: is told how many simulations are done; None: nobody is.
@@ -227,14 +179,15 @@ def plan(
     if not 0 < percentile <= 100:  # noqa: PLR2004
         msg = f"percentile {percentile:g}: give a percentage above 0 and up to 100"
         raise InputError(msg)
-    degrees = _numbers("tensor_parallel", devices)
+    degrees = _numbers("tensor_parallel", tensor_parallel)
     counts = None if replicas is None else _numbers("replicas", replicas)
-    cells = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
-    with suppress(AttributeError):
-        if next(iter(cells)).slo == SLO():
-            msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
-            raise InputError(msg)
-    planner = _Planner(percentile, max_devices, journal, executor or ThisProcess())
+    grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
+    tiers = read_option("tier", tier)
+    cells = [attrs.evolve(cell, tier=tiers) for cell in grid]
+    if cells[0].slo == SLO():
+        msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
+        raise InputError(msg)
+    planner = _Planner(percentile, max_gpus, journal, executor or ThisProcess())
     planner.add(cells, counts)
     return planner.plan(counts, policies, progress or silent)
 
@@ -248,151 +201,6 @@ def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
     return numbers
 
 
-# How requests are divided, and how a part of them is served.
-
-
-@attrs.frozen
-class Traffic:
-    """The requests of a workload, and by what they are kept together.
-
-    Attributes:
-        requests: all of them. Equal keys are one object, as requests of a session have
-            mostly the same.
-        groups: of each request, the hash of what it is kept together by.
-    """
-
-    requests: list[Request]
-    groups: list[int]
-
-    @classmethod
-    def of(cls, workload: Workload) -> Self:
-        """Read a workload.
-
-        Requests of a session are kept together. One without a session goes with those that
-        have the same *rare* key first: one that at most √n of n requests have, since the keys
-        before it, a system prompt, would bring all requests to one replica. Without such a
-        key it is on its own.
-        """
-        known: dict[Any, Any] = {}
-        requests = [
-            attrs.evolve(each, keys=[known.setdefault(key, key) for key in each.keys])
-            for each in check_keys(workload)
-        ]
-        alone = [each for each in requests if each.session is None]
-        uses = Counter(key for each in alone for key in each.keys)
-        most = isqrt(len(requests))
-
-        def group(request: Request) -> Any:
-            if request.session is not None:
-                return request.session
-            return next((key for key in request.keys if uses[key] <= most), request.id)
-
-        return cls(requests, [_hashed(group(each)) for each in requests])
-
-    def split(self, replicas: int) -> list[list[Request]]:
-        """Return the requests of each replica, in order; replicas without any are left out."""
-        parts: list[list[Request]] = [[] for _ in range(replicas)]
-        for request, group in zip(self.requests, self.groups, strict=True):
-            parts[replica_of(group, replicas)].append(request)
-        return [part for part in parts if part]
-
-
-def _hashed(name: Any) -> int:
-    """Return 64 bits of BLAKE2b of a session, a key or an id."""
-    digest = hashlib.blake2b(repr(name).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
-
-
-def replica_of(group: int, replicas: int) -> int:
-    """Return which of `replicas` replicas a hash of 64 bits belongs to.
-
-    With one replica more, a group stays where it is or moves to the new one.
-    Source: Lamping and Veach, "A fast, minimal memory, consistent hash algorithm", 2014.
-    """
-    chosen, jump = 0, 0
-    while jump < replicas:
-        chosen = jump
-        group = (group * 2862933555777941757 + 1) % 2**64
-        jump = int((chosen + 1) * (2**31 / ((group >> 33) + 1)))
-    return chosen
-
-
-@attrs.frozen
-class FleetTask(Task):
-    """The simulation of a fleet, named by its digest.
-
-    Attributes:
-        fleet: the fleet; its pool and its GPUs are in `cell` as well.
-    """
-
-    fleet: Fleet
-
-    @classmethod
-    def of(cls, cell: RunConfig, fleet: Fleet, known: WorkloadCache) -> Self:
-        """Name the simulation of a fleet.
-
-        Raises:
-            InputError, PluginError: a part that cannot be as asked for; names the option.
-        """
-        if fleet.policy is not None:
-            kind, name = fleet.policy
-            cell = attrs.evolve(cell, **{kind: name})
-        cell = attrs.evolve(
-            cell, blocks=fleet.blocks, memory=None, tensor_parallel=fleet.devices
-        )
-        return cls(_digest(CellRun(cell, known), fleet), cell, fleet)
-
-    def run(self, known: WorkloadCache) -> dict[str, Any]:
-        """Return the fields of `Served`."""
-        cell = CellRun(self.cell, known)
-        self.check(_digest(cell, self.fleet))
-        traffic = known.kept(cell.parts, Traffic.of)
-        parts = traffic.split(self.fleet.replicas)
-        logs = [_served(cell.parts, part, self.fleet.grant).log for part in parts]
-        merged = RunLog(0)
-        for log in logs:
-            for name in ("arrival", "first_token", "finish", "output", "verdict"):
-                getattr(merged, name).extend(getattr(log, name))
-        outcome = Outcome(merged)
-        prompts = [sum(log.prompt) for log in logs]
-        verdicts = merged.verdict
-        served = Served(
-            judged=len(verdicts) - verdicts.count(UNJUDGED),
-            met=verdicts.count(MET),
-            rejected=sum(len(log.reasons) for log in logs),
-            ttft_s=None if outcome.ttft is None else outcome.ttft.as_dict(),
-            tpot_s=None if outcome.tpot is None else outcome.tpot.as_dict(),
-            prompt_tokens=sum(prompts),
-            hit_tokens=sum(sum(log.hit) for log in logs),
-            busiest=max(prompts, default=0) / (sum(prompts) or 1),
-        )
-        return attrs.asdict(served)
-
-
-def _digest(cell: CellRun, fleet: Fleet) -> str:
-    """Return the name of a simulation: of its cell, how it is divided, what it is granted."""
-    text = f"fleet 1 {cell.digest} {fleet.replicas} {fleet.grant}"
-    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
-
-
-def _served(parts: RunParts, requests: list[Request], grant: Grant) -> Result:
-    """Simulate one replica."""
-    config = parts.config
-    if grant == "foresight":
-        config = attrs.evolve(config, eviction=Foresight(requests, parts.geometry))
-    elif grant:
-        config = attrs.evolve(config, blocks=MOST_BLOCKS)
-    made = RunParts(config, parts.plugins, workload=parts.workload).arguments()
-    if grant == "seen":
-        cache, begin = made["cache"], requests[0].arrival
-        replay((attrs.evolve(each, arrival=begin) for each in requests), cache)
-        # What was before the first request is no part of the run.
-        cache.stats = type(cache.stats)()
-    return simulate(requests, **made, residency=False)
-
-
-# The search.
-
 Search: TypeAlias = Generator[list[Fleet], None, T]
 """Yields fleets that it needs simulated, and goes on when they are."""
 
@@ -405,23 +213,31 @@ class _Planner:
         cells: by GPUs of a replica, what is simulated.
         full: by the same, blocks of the largest pool.
         block_bytes: by the same, bytes of a block.
+        host: bytes of the host's memory that a replica may have.
         served: what became of each fleet that was simulated.
         notes: what was left out, and why.
     """
 
     percentile: float
-    max_devices: int
+    max_gpus: int
     journal: Journal | None
     executor: Executor
     known: WorkloadCache = attrs.field(factory=WorkloadCache)
     cells: dict[int, RunConfig] = attrs.field(factory=dict)
     full: dict[int, int] = attrs.field(factory=dict)
     block_bytes: dict[int, int] = attrs.field(factory=dict)
+    host: int = 0
     served: dict[Fleet, Served] = attrs.field(factory=dict)
     tasks: dict[Fleet, FleetTask] = attrs.field(factory=dict)
     failed: dict[Fleet, str] = attrs.field(factory=dict)
     notes: list[str] = attrs.field(factory=list)
-    tick: Tick | None = None
+    tick: Tick = unseen
+    left: int = 0
+
+    @property
+    def share(self) -> Fraction:
+        """The share of the judged requests that must meet their SLO."""
+        return Fraction(str(self.percentile)) / 100
 
     def add(self, cells: Iterable[RunConfig], counts: list[int] | None) -> None:
         """Add what is to be simulated, by GPUs of a replica.
@@ -432,9 +248,9 @@ class _Planner:
         fault: InputError | None = None
         for cell in cells:
             devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
-            if devices * least > self.max_devices:
-                msg = f"{least} x {devices} GPUs are more than {self.max_devices}"
-                fault = InputError(f"max_devices: {msg}")
+            if devices * least > self.max_gpus:
+                msg = f"{least} x {devices} GPUs are more than {self.max_gpus}"
+                fault = InputError(f"max_gpus: {msg}")
                 self.notes.append(f"{msg}: not tried")
                 continue
             try:
@@ -446,6 +262,7 @@ class _Planner:
             self.cells[devices] = cell
             self.full[devices] = parts.blocks
             self.block_bytes[devices] = parts.deployment.bytes_per_block
+            self.host = sum(tier.memory for tier in parts.tiers() if tier.name == "host")
         if not self.cells and fault is not None:
             raise fault
 
@@ -456,62 +273,128 @@ class _Planner:
         progress: Progress,
     ) -> FleetPlan:
         """Search for the least fleets, then for what limits smaller ones."""
-        searches: list[Search[list[Option]]] = []
-        budget = 0
-        for devices in self.cells:
-            most = self.max_devices // devices
-            for number in counts or [None]:
-                if number is None or number <= most:
-                    searches.append(self._options(devices, number, most))
-                    pools = log2(len(self._pools(Fleet(replicas=1, devices=devices, blocks=self.full[devices]))))
-                    budget += int(pools + 2 * log2(most) + 2 * NEIGHBOURS)
         tried = self._policies(policies)
-        budget += len(tried) + len(GRANTS)
+        budget = BUDGET * len(self.cells) * len(counts or "1") + len(tried) + len(GRANTS)
         with progress("planning: simulations", budget) as self.tick:
-            found = self._run(searches)
-            options = sorted((each for row in found for each in row), key=_rank)
+            self.left = budget
+            (starts,) = self._run([self._ladder() if counts is None else self._each(counts)])
+            fleets = self._run([self._least(self._replicas(*each)) for each in starts])
+            fleets = _worthwhile(fleets)
+            found = self._run([self._least(self._memories(each)) for each in fleets])
+            fewest = min((each.gpus for each in found), default=0)
+            small = self._run([self._small(each) for each in found if each.gpus == fewest])
+            found += [each for each in small if each is not None]
+            options = sorted(map(self._option, dict.fromkeys(found)), key=_rank)
             (limit,) = self._run([self._limit(options, tried)])
+            self.tick(self.left)
         return FleetPlan(
-            config=next(iter(self.cells.values())),
+            setup=self._setup(),
+            requests=next(iter(self.served.values())).requests,
             percentile=self.percentile,
-            max_devices=self.max_devices,
+            max_gpus=self.max_gpus,
+            block_bytes=self.block_bytes,
             options=options,
             limit=limit,
             simulations=len(self.served),
             notes=self.notes,
         )
 
+    def _setup(self) -> dict[str, Any]:
+        """Return the options that all fleets have in common, as a table has them."""
+        cell = next(iter(self.cells.values()))
+        searched = ("tensor_parallel", "blocks", "pool_bytes")
+        row = CellRun(cell, self.known).row | {"tier": [*map(str, cast("Any", cell.tier))]}
+        return {name: value for name, value in row.items() if name not in searched}
+
     def _meets(self, fleet: Fleet) -> bool:
         """Return True if enough requests met their SLO."""
         served = self.served.get(fleet)
-        return served is not None and 100 * served.met >= self.percentile * served.judged
+        if served is None or not served.judged:
+            return False
+        return Fraction(served.met, served.judged) >= self.share
 
-    def _options(
-        self, devices: int, replicas: int | None, most: int
-    ) -> Search[list[Option]]:
-        """Search the least replicas, unless they are given, and the least pool for them."""
-        fleet = Fleet(replicas=replicas or 1, devices=devices, blocks=self.full[devices])
-        yield [fleet]
-        if replicas is None:
-            below = 0
-            while not self._meets(fleet) and fleet.replicas < most:
-                below = fleet.replicas
-                fleet = attrs.evolve(fleet, replicas=min(2 * below, most))
-                yield [fleet]
-            numbers = range(fleet.replicas, below, -1)
-            fleets = [attrs.evolve(fleet, replicas=number) for number in numbers]
-            if self._meets(fleet):
-                fleet = yield from self._least(fleets)
-        if not self._meets(fleet):
-            return []
-        fleet = yield from self._least(self._pools(fleet))
-        size = fleet.blocks * self.block_bytes[devices]
-        return [Option(fleet=fleet, pool_bytes=size, served=self.served[fleet])]
+    def _option(self, fleet: Fleet) -> Option:
+        size = fleet.blocks * self.block_bytes[fleet.devices]
+        return Option(fleet=fleet, pool_bytes=size, served=self.served[fleet])
+
+    def _full(self, devices: int, replicas: int) -> list[Fleet]:
+        """Return the fleets of so many replicas with all memory: without host RAM, and with."""
+        bare = Fleet(replicas=replicas, devices=devices, blocks=self.full[devices])
+        return [bare, attrs.evolve(bare, host_bytes=self.host)] if self.host else [bare]
+
+    def _ladder(self) -> Search[list[tuple[Fleet, int]]]:
+        """Return fleets that meet the SLO, and a number of replicas with which they do not.
+
+        The number of GPUs is doubled until a fleet meets it, and then once more.
+        """
+        found: dict[tuple[int, int], tuple[Fleet, int]] = {}
+        missed: dict[tuple[int, int], int] = {}
+        gpus, last = min(self.cells), self.max_gpus
+        while True:
+            rung = [
+                fleet
+                for devices in self.cells
+                if devices <= gpus
+                for fleet in self._full(devices, gpus // devices)
+                if (devices, fleet.host_bytes) not in found
+            ]
+            yield rung
+            for fleet in rung:
+                kind = fleet.devices, fleet.host_bytes
+                if self._meets(fleet):
+                    found[kind] = fleet, missed.get(kind, 0)
+                else:
+                    missed[kind] = fleet.replicas
+            if gpus == last:
+                return list(found.values())
+            if found and last == self.max_gpus:
+                last = min(2 * gpus, last)
+            gpus = min(2 * gpus, last)
+
+    def _each(self, counts: list[int]) -> Search[list[tuple[Fleet, int]]]:
+        """Return the fleets with a given number of replicas that meet the SLO, as `_ladder`."""
+        fleets = [
+            fleet
+            for devices in self.cells
+            for number in counts
+            if number * devices <= self.max_gpus
+            for fleet in self._full(devices, number)
+        ]
+        yield fleets
+        return [(fleet, fleet.replicas - 1) for fleet in fleets if self._meets(fleet)]
+
+    def _replicas(self, fleet: Fleet, missed: int) -> list[Fleet]:
+        """Return the fleet, and all with fewer replicas, but more than `missed`."""
+        numbers = range(fleet.replicas, missed, -1)
+        return [attrs.evolve(fleet, replicas=number) for number in numbers]
+
+    def _memories(self, fleet: Fleet) -> list[Fleet]:
+        """Return the fleet, and all with less host RAM, or if it has none, smaller pools."""
+        return self._hosts(fleet) if fleet.host_bytes else self._pools(fleet)
+
+    def _small(self, fleet: Fleet) -> Search[Fleet | None]:
+        """Return a fleet with the smallest pool beside any host RAM, and the least of that.
+
+        None if that pool is smaller by less than a quarter.
+        """
+        helped = attrs.evolve(fleet, host_bytes=self.host)
+        yield [helped]
+        if not self.host or not self._meets(helped):
+            return None
+        small = yield from self._least(self._pools(helped))
+        if 4 * small.blocks > 3 * fleet.blocks:
+            return None
+        return (yield from self._least(self._hosts(small)))
 
     def _pools(self, fleet: Fleet) -> list[Fleet]:
-        """Return the fleet with its pool and all smaller ones that are tried, largest first."""
-        sizes = (int(fleet.blocks * 2 ** (-step / POOL_STEPS)) for step in count())
-        return [attrs.evolve(fleet, blocks=size) for size in dict.fromkeys(takewhile(bool, sizes))]
+        """Return the fleet, and with it all smaller pools that are tried, largest first."""
+        sizes = _smaller(fleet.blocks, POOL_STEPS)
+        return [attrs.evolve(fleet, blocks=size) for size in sizes]
+
+    def _hosts(self, fleet: Fleet) -> list[Fleet]:
+        """Return the fleet, and with it all less host RAM that is tried, most first."""
+        sizes = _smaller(fleet.host_bytes, RAM_STEPS, 64 * self.block_bytes[fleet.devices])
+        return [attrs.evolve(fleet, host_bytes=size) for size in sizes]
 
     def _least(self, fleets: Sequence[Fleet]) -> Search[Fleet]:
         """Return the last of `fleets`, each less than the one before, that meets the SLO.
@@ -545,28 +428,35 @@ class _Planner:
         fleet = self._nearest_miss(options)
         if fleet is None:
             return Limit(verdict="none")
-        granted = [attrs.evolve(fleet, grant=grant) for grant in GRANTS]
-        others = [attrs.evolve(fleet, policy=policy) for policy in tried]
-        yield [*granted, *others]
+        granted = [attrs.evolve(fleet, grant=grant, whole=True) for grant in ("", *GRANTS)]
+        yield granted
+        asked, *granted = granted
         foresight, endless, seen = map(self._meets, granted)
+        # What no eviction at all does not reach, no order of eviction does.
+        kinds = ("eviction", "scheduler") if endless or foresight else ("scheduler",)
+        others = [attrs.evolve(fleet, policy=each) for each in tried if each[0] in kinds]
+        yield others
+        verdict: Verdict = "compute"
         if any(map(self._meets, others)):
-            verdict: Verdict = "policy"
+            verdict = "policy"
         elif foresight or endless:
             verdict = "capacity"
         elif seen and not options:
             verdict = "content"
-        else:
-            verdict = "compute"
         shares = {
-            each.policy: self.served[each].attainment for each in others if each in self.served
+            each.policy: self.served[each].attainment
+            for each in others
+            if each.policy is not None and self._meets(each)
         }
-        for each in others:
-            if each in self.failed:
-                self.notes.append(f"{each.policy[1]} was not tried: {self.failed[each]}")
+        self.notes += [
+            f"{each.policy[1]} was not tried: {why}"
+            for each, why in self.failed.items()
+            if each.policy is not None
+        ]
         return Limit(
             verdict=verdict,
             fleet=fleet,
-            attainment=self.served[fleet].attainment,
+            attainment=self.served[asked].attainment,
             grants={each.grant: self.served[each].attainment for each in granted},
             policies=dict(sorted(shares.items(), key=lambda item: -item[1])),
         )
@@ -574,18 +464,29 @@ class _Planner:
     def _nearest_miss(self, options: list[Option]) -> Fleet | None:
         """Return the fleet whose limit is asked for: one that misses the SLO by the least.
 
-        Of those with fewer GPUs than the best plan and a full pool, or without a plan of all;
-        else the best plan with the largest pool that was too small.
+        Of those with fewer GPUs than the best plan and all the memory there is, or without a
+        plan of all of them; else the best plan with the most memory that was too little.
         """
         misses = [each for each in self.served if not self._meets(each)]
-        full = [each for each in misses if each.blocks == self.full[each.devices]]
-        if options:
-            best = options[0].fleet
-            full = [each for each in full if each.gpus < best.gpus]
-            if not full:
-                alike = [each for each in misses if attrs.evolve(each, blocks=best.blocks) == best]
-                return max(alike, key=lambda each: each.blocks, default=None)
-        return max(full, key=lambda each: (self.served[each].attainment, -each.gpus))
+        full = [
+            each
+            for each in misses
+            if (each.blocks, each.host_bytes) == (self.full[each.devices], self.host)
+        ]
+        if not options:
+            return max(full, key=lambda each: (self.served[each].attainment, -each.gpus))
+        best = options[0].fleet
+        fewer = [each for each in full if each.gpus < best.gpus]
+        if fewer:
+            return max(fewer, key=lambda each: (self.served[each].attainment, -each.gpus))
+        less = [
+            each
+            for each in misses
+            if attrs.evolve(each, blocks=best.blocks, host_bytes=best.host_bytes) == best
+            and each.blocks <= best.blocks
+            and each.host_bytes <= best.host_bytes
+        ]
+        return max(less, key=lambda each: (each.host_bytes, each.blocks), default=None)
 
     def _run(self, searches: list[Search[T]]) -> list[T]:
         """Run searches to their ends, all at a time; return their results in order."""
@@ -623,14 +524,13 @@ class _Planner:
     def _done(self, fleet: Fleet) -> bool:
         return fleet in self.served or fleet in self.failed
 
-    def _ask(
-        self, fleet: Fleet, queue: deque[FleetTask], running: dict[str, Fleet]
-    ) -> None:
+    def _ask(self, fleet: Fleet, queue: deque[FleetTask], running: dict[str, Fleet]) -> None:
         """Queue the simulation of a fleet, unless what comes of it is known."""
         if self._done(fleet):
             return
         try:
-            task = FleetTask.of(self.cells[fleet.devices], fleet, self.known)
+            percentile = 0 if fleet.whole else self.percentile
+            task = FleetTask.of(self.cells[fleet.devices], fleet, percentile, self.known)
         except (InputError, PluginError) as error:
             if fleet.policy is None:
                 raise
@@ -650,7 +550,7 @@ class _Planner:
             msg = "slo: it judges no request of this workload, so there is nothing to plan for"
             raise InputError(msg)
         self.served[fleet] = served
-        self.tick(1)
+        self._ticked()
 
     def _fail(self, fleet: Fleet, why: str) -> None:
         """Record a policy that cannot serve; whatever else fails ends the search."""
@@ -658,9 +558,31 @@ class _Planner:
             msg = f"{fleet.replicas} x {fleet.devices} GPUs could not be simulated: {why}"
             raise PluginError(msg)
         self.failed[fleet] = why
-        self.tick(1)
+        self._ticked()
+
+    def _ticked(self) -> None:
+        """Report a simulation; at the end, those that were not needed."""
+        self.tick(min(1, self.left))
+        self.left = max(0, self.left - 1)
+
+
+def _smaller(most: int, steps: int, least: int = 1) -> list[int]:
+    """Return sizes from `most` down to `least`, so many `steps` between one and its half."""
+    sizes = (int(most * 2 ** (-step / steps)) for step in count())
+    return list(dict.fromkeys(takewhile(lambda size: size >= least, sizes)))
+
+
+def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:
+    """Return the fleets but for those with host RAM that spare no replica."""
+    bare = {each.devices: each.replicas for each in fleets if not each.host_bytes}
+    return [
+        each
+        for each in fleets
+        if not each.host_bytes or each.replicas < bare.get(each.devices, inf)
+    ]
 
 
 def _rank(option: Option) -> tuple[int, ...]:
     fleet = option.fleet
-    return fleet.gpus, fleet.replicas * option.pool_bytes, fleet.replicas
+    each = fleet.replicas
+    return fleet.gpus, each * fleet.host_bytes, each * option.pool_bytes, each

@@ -462,10 +462,8 @@ class Batcher:
         if first:
             job.admitted, job.hit = now, seq.computed
         if self._tiers is not None:
-            load = self._tiers.load(seq, now, self._server.prefill_ns)
+            load = self._tiers.load(seq, now, self._server.prefill_ns, resumed=not first)
             if load is not None:
-                if first:
-                    job.loaded = load.tokens - seq.computed
                 job.stage = LOADING
                 heappush(self.loads, (load.ready, job.serial, job, load))
                 return True
@@ -477,6 +475,8 @@ class Batcher:
         """LOADED: continue with what the load has left to be computed."""
         assert self._tiers is not None
         job.computed = self._tiers.finish(load, now)
+        if not load.resumed:
+            job.loaded = job.computed - job.hit
         job.stage = PREFILL
         self._prefilling[job] = None
         self.blocked_job = None

@@ -22,6 +22,7 @@ import attrs
 from kvcore.cache.integrity import check_blocks, check_tree
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
 from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
@@ -42,6 +43,8 @@ class TierStats:
     Attributes:
         stored: written into it; `parked`, those of preempted sequences among them.
         loads, loaded: loads, and their blocks.
+        hits: of these blocks, those that were right, at first admissions; `ratio_sum`: their
+            shares in what these requests looked up, summed.
         found: found at admissions, beyond what nearer levels held; `recomputed`: of these
             found, those that were computed again, since that was faster.
         skipped: not written, since the link was busy for too long; `refused`: since what is
@@ -55,6 +58,8 @@ class TierStats:
     parked: int = 0
     loads: int = 0
     loaded: int = 0
+    hits: int = 0
+    ratio_sum: float = 0.0
     found: int = 0
     recomputed: int = 0
     skipped: int = 0
@@ -116,12 +121,14 @@ class Load:
         parts: where they come from, in the order of the prompt.
         ready: when (ns) all of them can be used.
         tokens: tokens that `seq` has computed then.
+        resumed: whether it is of a preempted request that returns.
     """
 
     seq: Holder
     parts: list[Part]
     ready: int
     tokens: int
+    resumed: bool
 
 
 class Level:
@@ -406,7 +413,7 @@ class Tiers:
             cache.trace.describe(
                 tiers=[
                     {
-                        "name": level.name,
+                        "tier": level.name,
                         **describe(level.tier),
                         "slots": level.pool.blocks,
                         "slot_bytes": slot_bytes,
@@ -437,14 +444,16 @@ class Tiers:
 
     # Up.
 
-    def load(self, seq: Holder, now: int, prefill_ns: PrefillTime) -> Load | None:
+    def load(
+        self, seq: Holder, now: int, prefill_ns: PrefillTime, *, resumed: bool = False
+    ) -> Load | None:
         """Begin to load what `seq`, just opened, did not hit, as far as that is the faster way.
 
         Every level is asked, the nearest first; each extends what the nearer ones hold. Of the
         prefixes that end where a level does, the one wins with the least time to load it and
         to compute the rest. None in between is faster: all blocks of a level take as long to
         load, and the more comes before a block, the longer it takes to compute. Returns None
-        if nothing is loaded.
+        if nothing is loaded. `resumed` says that a preempted request returns.
         """
         parked = self._parked(seq)
         if parked is not None:
@@ -470,7 +479,7 @@ class Tiers:
         ]
         if not parts:
             return None
-        return self._begin(seq, parts, parts[-1].end * size, now)
+        return self._begin(seq, parts, parts[-1].end * size, now, resumed=resumed)
 
     def _cheapest(
         self,
@@ -492,7 +501,9 @@ class Tiers:
                 best, least = at, took
         return best
 
-    def _begin(self, seq: Holder, parts: list[Part], tokens: int, now: int) -> Load:
+    def _begin(
+        self, seq: Holder, parts: list[Part], tokens: int, now: int, *, resumed: bool
+    ) -> Load:
         """Queue the parts of a load on their links."""
         trace, ready = self.cache.trace, now
         for part in parts:
@@ -511,7 +522,7 @@ class Tiers:
                     now, tier=level.name, request=seq.request.id, seq=seq.id,
                     first=part.first, blocks=blocks, done=done,
                 )  # fmt: skip
-        load = Load(seq, parts, ready, tokens)
+        load = Load(seq, parts, ready, tokens, resumed)
         self._loading.append(load)
         return load
 
@@ -532,6 +543,9 @@ class Tiers:
             if whole:
                 end += right
             whole = whole and right == blocks
+            if not load.resumed:
+                part.level.stats.hits += right
+                part.level.stats.ratio_sum += right / seq.lookup_blocks
             if trace is not None:
                 trace.load(
                     now, tier=part.level.name, request=seq.request.id, seq=seq.id,
@@ -591,7 +605,7 @@ class Tiers:
             level.unpark(seq.request.id, now)
             return None
         part = Part(level, holder, hit, holder.blocks, parked=True)
-        return self._begin(seq, [part], holder.tokens, now)
+        return self._begin(seq, [part], holder.tokens, now, resumed=True)
 
     def check_integrity(self) -> None:
         """Check the invariants of every level. Raises AssertionError."""
@@ -604,11 +618,38 @@ class Tiers:
             ]
             level.check_integrity(moving)
 
+    def record_residency(self) -> None:
+        """Start to measure how long blocks stay in each level."""
+        for level in self.levels:
+            level.tree.residency = Residency(level.pool.blocks, level.name)
+
+    def ratios(self) -> dict[str, float | None]:
+        """Return the hit ratio of the pool and all levels: see `CacheStats.ratios`."""
+        stats = [self._hit_stats(level) for level in self.levels]
+        return attrs.evolve(
+            self.cache.stats,
+            hit_blocks=self.cache.stats.hit_blocks + sum(each.hit_blocks for each in stats),
+            hit_tokens=self.cache.stats.hit_tokens + sum(each.hit_tokens for each in stats),
+            ratio_sum=self.cache.stats.ratio_sum + sum(each.ratio_sum for each in stats),
+        ).ratios()
+
+    def _hit_stats(self, level: Level) -> CacheStats:
+        """Return the statistics of the cache with the hits of `level` alone."""
+        hits = level.stats.hits
+        return attrs.evolve(
+            self.cache.stats,
+            hit_blocks=hits,
+            hit_tokens=hits * self.cache.geometry.block_size,
+            ratio_sum=level.stats.ratio_sum,
+        )
+
     def as_dict(self) -> list[dict[str, Any]]:
         """Return what moved, by tier, as JSON has it."""
         return [
             {
                 "tier": level.name,
+                "hit_blocks": level.stats.hits,
+                "ratio": self._hit_stats(level).ratios(),
                 "slots": level.pool.blocks,
                 "memory_bytes": level.pool.blocks * level.slot_bytes,
                 "used_blocks": level.pool.blocks - level.pool.free_blocks,

@@ -54,6 +54,7 @@ NAMES = {
         "window",
     ],
     "scheduler": ["fair", "fcfs", "lpm", "priority", "sjf", "slo", "srpt"],
+    "tier": ["disk", "host", "redis"],
     "workload": [
         "azure",
         "chat",

@@ -1,4 +1,4 @@
-"""The journal of a sweep or a plan: a line for each finished cell, on the disk before the next."""
+"""The journal of a sweep or a plan: a line a finished run, on the disk before the next."""
 
 from __future__ import annotations
 
