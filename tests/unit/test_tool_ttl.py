@@ -1,10 +1,11 @@
 """The policy that learns how long each tool takes."""
 
 import pytest
-from helpers.caches import ask, make, spans
+from helpers.caches import ask, make, serve, spans
 
 from kvcore import InputError, KVCache
 from kvcore.analysis import replay
+from kvcore.tiers import Tiers
 from kvcore_plugins.eviction import LRU, ToolTTL
 
 SECOND = 10**9
@@ -77,3 +78,13 @@ def test_a_prior_of_no_weight_is_refused():
     """The first wait would then decide alone."""
     with pytest.raises(InputError, match="prior=0 must be a number of waits above 0"):
         ToolTTL(prior=0)
+
+
+def test_what_a_tier_gives_back_costs_less_to_lose():
+    """A block costs the time to compute it, or to load it from a tier, if that is less."""
+    cache = make(4, accounting="keys")
+    serve(cache, "ab")
+    span = spans(cache)["|ab"]
+    assert span.loss_seconds == span.recompute_seconds
+    Tiers(cache, ["host:memory=1MiB,read_bandwidth=1GB,latency=0"], 100)
+    assert span.loss_seconds == 1e-7 < span.recompute_seconds
