@@ -663,7 +663,7 @@ class SpanTree:
         parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
         lower.parent = upper
         lower.start = at
-        if lower in self.pinned:
+        if self.pinned and lower in self.pinned:
             self.pinned[upper] = self.pinned[lower]
         if not lower.ref_count:
             self.unpinned_blocks -= at - upper.start
@@ -792,7 +792,8 @@ class SpanTree:
         blocks = span.end - span.start
         self.cached_blocks -= blocks
         self.unpinned_blocks -= blocks
-        self._demoted.pop(span, None)
+        if self._demoted:
+            self._demoted.pop(span, None)
         if self._on_remove is not None:
             self._call(self.eviction, "on_remove", self._on_remove, span, reason)
         span.parent = None

@@ -33,6 +33,7 @@ from kvcore.plugins import describe, policy_error, resolve
 from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 from kvcore.tiers.tier import Link, Tier
+from kvcore.units import NS_PER_S
 
 PrefillTime = Callable[[int, int], int]
 """Returns the ns to prefill n tokens after a context of c tokens."""
@@ -499,6 +500,9 @@ class Tiers:
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below
         self._loading: list[Load] = []
+        if self.levels and self.levels[0].tier.load != "never":
+            many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
+            cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
         cache.tree.watcher = self
         cache.tiers = self
         self._devices = devices
