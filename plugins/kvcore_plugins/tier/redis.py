@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import monotonic
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 import attrs
 
 from kvcore import InputError
+from kvcore.errors import redact
 from kvcore.extras import import_extra
 from kvcore.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.units import picoseconds
@@ -30,11 +30,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 
 SCAN_S = 30.0
 """Seconds in which the blocks of earlier runs are looked for, at most."""
-
-
-def redacted(url: str) -> str:
-    """Return a URL without its user, password and query."""
-    return re.sub(r"//.*@", "//***@", url.partition("?")[0])
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -58,7 +53,7 @@ class Redis(Tier):
 
     name: ClassVar[str] = "redis"
 
-    url: str = attrs.field(default="redis://127.0.0.1:6379/0", repr=redacted)
+    url: str = attrs.field(default="redis://127.0.0.1:6379/0", repr=redact)
     ttl: float | None = 86400.0
     timeout: float = 1.0
     read_bandwidth: int | str = bandwidth("1.2GB")
@@ -76,7 +71,7 @@ class Redis(Tier):
 
     def options(self) -> dict[str, Any]:
         """Return the options; `url` without user, password and query."""
-        return super().options() | {"url": redacted(self.url)}
+        return super().options() | {"url": redact(self.url)}
 
     def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
         """Return slots in the server, which is asked whether it is there.
@@ -98,7 +93,7 @@ class RedisStore(TierStore):
     def __init__(self, tier: Redis, slots: int, slot_bytes: int, identity: bytes) -> None:
         """Connect."""
         package = import_extra("redis", "tier redis needs the package redis", "redis")
-        self._where = redacted(tier.url)
+        self._where = redact(tier.url)
         try:
             self._client: Any = package.Redis.from_url(
                 tier.url,
@@ -177,9 +172,11 @@ class RedisStore(TierStore):
 
     def _unpack(self, block: StoredBlock, answer: Any, into: memoryview) -> bool:
         """Put an answer into `into`; return True if it is `block`."""
-        if not (isinstance(answer, list) and all(isinstance(each, bytes) for each in answer)):
+        if not isinstance(answer, list) or len(answer) != 1 + len(self._fields):
             return False
         header, *pieces = answer
+        if not all(isinstance(each, bytes) for each in answer):
+            return False
         if sum(map(len, pieces)) != self._size:
             return False
         start = 0
@@ -219,9 +216,10 @@ class RedisStore(TierStore):
     def _scan(self) -> Iterator[list[bytes]]:
         cursor: Any = None
         while cursor != 0:
-            [(cursor, names)] = self._ask(
+            [answer] = self._ask(
                 lambda pipe, at=cursor or 0: pipe.scan(at, self._name + b"*", BATCH_KEYS)
             )
+            cursor, names = answer
             yield names
 
     @staticmethod
