@@ -83,8 +83,8 @@ def parse(text: str) -> list[Spec]:
                 continue
         key, equals, value = (part.strip() for part in option.partition("="))
         if not (key and equals):
-            given = redact(text)
-            msg = f"{option!r} in {given!r} is no option; write {specs[-1].name}:option=value"
+            given, wrong = redact(text), redact(option)
+            msg = f"{wrong!r} in {given!r} is no option; write {specs[-1].name}:option=value"
             raise InputError(msg)
         if key in specs[-1].options:
             msg = f"option {key!r} of {specs[-1].name!r} is given twice in {redact(text)!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, NoReturn
 
@@ -109,7 +110,7 @@ class RedisStore(TierStore):
             raise InputError(msg) from None
         self._sealer = Sealer(identity, slot_bytes)
         self._slots, self._size = slots, slot_bytes
-        self._name = b"kvcore:1:" + self._sealer.owner.hex().encode() + b":"
+        self._name: bytes = b"kvcore:1:" + self._sealer.owner.hex().encode() + b":"
         self._ttl_ms = None if tier.ttl is None else int(tier.ttl * 1000)
         self._fields = [b"%d" % at for at in range(-(-slot_bytes // CHUNK_BYTES))]
         self._held: dict[int, StoredBlock] = {}
@@ -199,7 +200,7 @@ class RedisStore(TierStore):
         found: dict[bytes, StoredBlock] = {}
         until = monotonic() + SCAN_S
         for names in self._scan():
-            headers = self._ask(lambda pipe, names=names: self._headers(pipe, names))
+            headers = self._ask(partial(self._ask_headers, names))
             for name, header in zip(names, headers, strict=True):
                 block = self._sealer.unseal(header) if isinstance(header, bytes) else None
                 if block is not None and self._key(block) == name and block.key is not None:
@@ -216,14 +217,15 @@ class RedisStore(TierStore):
     def _scan(self) -> Iterator[list[bytes]]:
         cursor: Any = None
         while cursor != 0:
-            [answer] = self._ask(
-                lambda pipe, at=cursor or 0: pipe.scan(at, self._name + b"*", BATCH_KEYS)
-            )
+            [answer] = self._ask(partial(self._ask_scan, cursor or 0))
             cursor, names = answer
             yield names
 
+    def _ask_scan(self, cursor: int, pipe: Any) -> None:
+        pipe.scan(cursor, self._name + b"*", BATCH_KEYS)
+
     @staticmethod
-    def _headers(pipe: Any, names: list[bytes]) -> None:
+    def _ask_headers(names: list[bytes], pipe: Any) -> None:
         for name in names:
             pipe.hget(name, b"header")
 
