@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -60,6 +61,20 @@ def nothing() -> None:
     """Prepare nothing."""
 
 
+def plain_write(file: int, data: memoryview, how: str) -> None:
+    """Write without a store."""
+    for at in range(0, len(data), PLAIN):
+        os.pwrite(file, data[at : at + PLAIN], at)
+        if how == "synced" and (at + PLAIN) % CALL == 0:
+            os.fdatasync(file)
+
+
+def plain_read(file: int, into: memoryview) -> None:
+    """Read without a store."""
+    for at in range(0, len(into), PLAIN):
+        os.preadv(file, [into[at : at + PLAIN]], at)
+
+
 @pytest.mark.parametrize("how", ["buffered", "synced", "cold"])
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
 def test_disk(tmp_path, block, how):
@@ -74,19 +89,9 @@ def test_disk(tmp_path, block, how):
     tier = Disk(path=tmp_path / "kv", memory=TOTAL, sync=how == "synced")
     file = os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT)
 
-    def plain_write() -> None:
-        for at in range(0, total, PLAIN):
-            os.pwrite(file, data[at : min(at + PLAIN, total)], at)
-            if how == "synced" and (at + PLAIN) % CALL == 0:
-                os.fdatasync(file)
-
     def write() -> None:
         for start, end in calls(block):
             store.write(blocks[start:end], data[start * block : end * block])
-
-    def plain_read() -> None:
-        for at in range(0, total, PLAIN):
-            os.preadv(file, [into[at : min(at + PLAIN, total)]], at)
 
     def read() -> None:
         for start, end in calls(block):
@@ -101,8 +106,8 @@ def test_disk(tmp_path, block, how):
     with closing(tier.open(len(blocks), block, b"bench")) as store:
         before = forget if how == "cold" else nothing
         found = {
-            "write-out": share(plain_write, write, nothing),
-            "load": share(plain_read, read, before),
+            "write-out": share(partial(plain_write, file, data[:total], how), write, nothing),
+            "load": share(partial(plain_read, file, into[:total]), read, before),
         }
     os.close(file)
     shown = ", ".join(f"{what} {ratio:.2f}" for what, ratio in found.items())

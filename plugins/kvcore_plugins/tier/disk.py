@@ -47,9 +47,9 @@ class Disk(Tier):
     Attributes:
         path: the directory of its files, which one process has at a time; None: for
             simulations alone.
-        sync: whether K/V are on the disk before their headers are, and a write is done once
-            both are. Without it a crash of the machine, not of the process, may lose what was
-            written last: the checksums find out.
+        sync: whether a write waits until its K/V are on the disk, before it writes headers.
+            Without it, the default, a crash of the machine, not of the process, may leave
+            headers without their K/V, as the checksums find out.
     """
 
     name: ClassVar[str] = "disk"
@@ -189,8 +189,6 @@ class DiskStore(TierStore):
             self._used[first : first + end - start] = b"\1" * (end - start)
             whole = b"".join(each.ljust(HEADER_BYTES, b"\0") for each in headers[start:end])
             self._write_headers(first, whole)
-        if self._sync:
-            os.fdatasync(self._headers)
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
         """Read blocks, up to the first that is not what its header says."""
