@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvcore.config.run_config import PluginChoice, TierChoices
     from kvcore.engine.engine import RunResult
     from kvcore.models.cost import PrefillCost
+    from kvcore.models.pricing import PriceModel
     from kvcore.progress import Progress
 
 Source: TypeAlias = str | PathLike[str] | Spec | Workload | Iterable[Request]
@@ -267,6 +268,7 @@ def compare(
     window: tuple[int, int | None] | str | None = None,
     trace: str | PathLike[str] | None = None,
     residency: bool = False,
+    price: PriceModel | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
     kv_dtype: str | None = None,
@@ -294,6 +296,7 @@ def compare(
         window: the times between which these arrive, in seconds as text: `"60:120"`.
         trace: the file to write every decision to; with one policy and one size.
         residency: whether to measure how long blocks rest.
+        price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: where names are looked up; None: what is installed.
         progress: is given the number of requests that have been replayed; None: nothing is.
         kv_dtype: an earlier name of `codec`.
@@ -339,6 +342,7 @@ def compare(
         seed=seed,
         trace=trace,
         residency=residency,
+        price=price,
         plugins=plugins,
         progress=progress,
     )

@@ -10,13 +10,14 @@ from typing import Any
 import attrs
 import click
 
-from kvcore.analysis import SHARING
+from kvcore.analysis import SHARING, Comparison
 from kvcore.analysis import compare as run_comparison
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.options import (
     block_size_option,
     part_options,
     policies_option,
+    price_option,
     shared,
     tokens_of,
     workload_argument,
@@ -103,6 +104,7 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @click.option(
     "--residency", is_flag=True, help="Measure how long blocks rest in the cache between uses."
 )
+@price_option
 @prometheus_option
 @json_option
 def compare(workload: str | None, **given: Any) -> None:
@@ -149,6 +151,7 @@ def compare(workload: str | None, **given: Any) -> None:
             seed=given["seed"],
             trace=given["trace"],
             residency=given["residency"] or prometheus is not None,
+            price=given["price"],
             plugins=plugins,
             progress=progress,
         )
@@ -157,9 +160,7 @@ def compare(workload: str | None, **given: Any) -> None:
         if metrics is not None:
             metrics(comparison_metrics(comparison))
     if as_json:
-        fields = attrs.asdict(comparison)
-        document = {"schema": 1, "workload": fields["workload"], "count": fields["accounting"]}
-        document |= {"rows": fields["rows"], "infinite": fields["infinite"]}
+        document = _document(comparison)
         if budget is not None:
             document["memory"] = budget.document()
         if given["prefix"] is not None:
@@ -170,6 +171,17 @@ def compare(workload: str | None, **given: Any) -> None:
         report = ComparisonReport(comparison, labels, prefix, recompute)
         _print(report, budget, residency=given["residency"])
     print_notes(source)
+
+
+def _document(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as JSON has it; bills are left out where there are no prices."""
+    fields = attrs.asdict(comparison)
+    document = {"schema": 1, "workload": fields["workload"], "count": fields["accounting"]}
+    document |= {"rows": fields["rows"], "infinite": fields["infinite"]}
+    if comparison.bills is None:
+        document["rows"] = [{k: v for k, v in r.items() if k != "bill"} for r in fields["rows"]]
+        return document
+    return document | {"bill": fields["bills"]}
 
 
 def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) -> None:
@@ -185,6 +197,13 @@ def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) 
         echo()
         print_table(rested.headers, rested.rows, right=rested.headers[1:])
         print_text(rested.reading)
+    if report.comparison.bills is not None:
+        from kvcore.report.billing import ComparisonBill  # noqa: PLC0415 - for prices alone
+
+        echo()
+        bill = ComparisonBill(report.comparison, report.memory)
+        print_table(bill.headers, bill.rows, right=bill.headers[1:])
+        print_text(bill.reading)
     print_text(report.setup)
 
 

@@ -287,8 +287,8 @@ class Batcher:
     def finish(self, job: Job, now: int) -> None:
         """Give back the slot and the blocks of `job`, which has all its tokens."""
         length = job.request.prompt_tokens + job.output_tokens - 1
-        self._allocator.close(job, now, length if job.stage == DECODE else None)
-        job.stage = DONE
+        decoded, job.stage = job.stage == DECODE, DONE
+        self._allocator.close(job, now, length if decoded else None)
         del self.running[job]
         self.blocked_job = None
         self.changed = True
@@ -462,10 +462,8 @@ class Batcher:
         if first:
             job.admitted, job.hit = now, seq.computed
         if self._tiers is not None:
-            load = self._tiers.load(seq, now, self._server.prefill_ns)
+            load = self._tiers.load(seq, now, self._server.prefill_ns, resumed=not first)
             if load is not None:
-                if first:
-                    job.loaded = load.tokens - seq.computed
                 job.stage = LOADING
                 heappush(self.loads, (load.ready, job.serial, job, load))
                 return True
@@ -477,6 +475,8 @@ class Batcher:
         """LOADED: continue with what the load has left to be computed."""
         assert self._tiers is not None
         job.computed = self._tiers.finish(load, now)
+        if not load.resumed:
+            job.loaded = job.computed - job.hit
         job.stage = PREFILL
         self._prefilling[job] = None
         self.blocked_job = None
@@ -487,7 +487,8 @@ class Batcher:
         seq, trace = job.seq, self._cache.trace
         assert seq is not None
         missing = self._missing_slots(job)
-        if missing and not self._allocator.can_extend(seq):
+        can_extend = not missing or self._allocator.can_extend(seq)
+        if not (can_extend or self._cache.make_room(1, now)):
             return False
         if trace is not None:
             trace.resume(now, request=job.request.id, seq=seq.id)
@@ -521,15 +522,15 @@ class Batcher:
             self.waiting.remove(job, now)
         else:
             self._leave_batch(job)
-        level = None
+        level, computed = None, job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
-            level = self._tiers.can_swap(job.seq, job.length, now, self._server.prefill_ns)
+            level = self._tiers.can_swap(job.seq, computed, now, self._server.prefill_ns)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
         elif job.seq is not None:
             job.swaps += 1
-            level.park(job.seq, job.length, now)
+            level.park(job.seq, computed, now)
         self._allocator.close(job, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
