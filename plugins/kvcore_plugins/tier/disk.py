@@ -183,7 +183,7 @@ class DiskStore(TierStore):
             )
             _write(self._data, data[start * size : end * size], blocks[start].slot * size)
         if self._sync:
-            os.fdatasync(self._data)
+            _sync(self._data)
         for start, end in self._runs(blocks):
             first = blocks[start].slot
             self._used[first : first + end - start] = b"\1" * (end - start)
@@ -273,6 +273,10 @@ def _read(file: int, into: memoryview, at: int) -> None:
         if not got:
             return
         into, at = into[got:], at + got
+
+
+def _sync(file: int) -> None:
+    (os.fdatasync if sys.platform == "linux" else os.fsync)(file)
 
 
 def _warn(text: str, *about: object) -> None:
