@@ -40,7 +40,7 @@ from kvcore.request import SLO
 T = TypeVar("T")
 
 Verdict = Literal["capacity", "policy", "content", "compute", "none"]
-"""What keeps a smaller fleet from meeting the SLO; `none`: no fleet that was tried is too small."""
+"""What keeps a smaller fleet from meeting the SLO; `none`: no fleet that was tried misses it."""
 
 HOST = "host:memory=1TiB"
 """The host's memory that a replica has at most, where no tier is given."""
