@@ -148,6 +148,11 @@ class Retention:
             raise InputError(msg)
 
 
+def _tokens(share: int | None) -> int | None:
+    """Return how many tokens True and False stand for."""
+    return (None if share else 0) if type(share) is bool else share
+
+
 @attrs.frozen(kw_only=True)
 class Hints:
     """What a client says about the K/V of one request, beside `Retention`.
@@ -156,10 +161,10 @@ class Hints:
     Times are counted from events, since in a closed loop nobody knows when these will be.
 
     Attributes:
-        share: whether the blocks of the request are published, so that later requests may
-            hit them: all (True), none (False), or those of its first `share` tokens. The
-            others are its own, and free once it ends. What is cached it hits in any case.
-            To keep blocks for one session or tenant, give its keys a `salt` instead.
+        share: the first tokens of the request whose blocks are published, so that later
+            requests may hit them; None or True: all, False: 0. The other blocks are its own,
+            and free once it ends. What is cached it hits in any case. To keep blocks for one
+            session or tenant, give its keys a `salt` instead.
         pin: nanoseconds after the end of the request before which none of its published
             prefix may be evicted, nor expire. All pins together hold at most half of the
             pool: of a prefix for which that is not enough, the front is pinned. They yield,
@@ -174,21 +179,20 @@ class Hints:
         InputError: a number is out of range, or both `pin` and `demote` are given.
     """
 
-    share: bool | int = True
+    share: int | None = attrs.field(default=None, converter=_tokens)
     pin: int | None = None
     demote: bool = False
     prefetch: int | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check the numbers."""
-        if type(self.share) not in (bool, int) or self.share < 0:
-            msg = f"hint share={self.share!r}: give True, False, or tokens from 0 on"
-            raise InputError(msg)
-        for name in ("pin", "prefetch"):
+        for name, least in (("share", 0), ("pin", 1), ("prefetch", 1)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 0 < value < INT64_LIMIT):
-                msg = f"hint {name}={value!r} must be whole nanoseconds above 0"
-                raise InputError(msg)
+            if value is None or (type(value) is int and least <= value < INT64_LIMIT):
+                continue
+            unit = "True, False, or tokens" if name == "share" else "whole nanoseconds"
+            msg = f"hint {name}={value!r}: give {unit}, from {least} on"
+            raise InputError(msg)
         if type(self.demote) is not bool or (self.demote and self.pin is not None):
             msg = f"hint demote={self.demote!r} must be True or False, and False beside a pin"
             raise InputError(msg)

@@ -157,10 +157,12 @@ class PromptCache:
 
     Args:
         price: the rule.
+        lapses: whether TTLs lapse.
     """
 
-    def __init__(self, price: PriceModel) -> None:
+    def __init__(self, price: PriceModel, *, lapses: bool = True) -> None:
         self._price = price
+        self._lapses = lapses
         # By key, when (ns) it was last part of a prompt.
         self._used: dict[Key, int] = {}
         # By key, when (ns) an entry expires, and its TTL.
@@ -178,7 +180,7 @@ class PromptCache:
         """Serve a prompt of which any common prefix is found again."""
         price, used = self._price, self._used
         keys = full_keys(request)
-        live = live_keys(keys, used, now - price.ttl_ns)
+        live = live_keys(keys, used, now - price.ttl_ns if self._lapses else -1)
         used.update(dict.fromkeys(keys, now))
         read, stored = (
             price.cacheable(size.scaled(count * request.key_tokens))
@@ -193,12 +195,12 @@ class PromptCache:
         read = reached = 0
         for mark, _ in marks:
             for place in range(mark, max(-1, mark - lookback), -1):
-                if entries.get(path[place], (_NEVER, 0))[0] > now:
+                if self._lives(path[place], now):
                     read, reached = max((read, reached), (ends[place], place + 1))
                     break
         for key in path[:reached]:
-            expires, ttl = entries.get(key, (_NEVER, 0))
-            if expires > now:
+            if self._lives(key, now):
+                _, ttl = entries[key]
                 entries[key] = now + ttl, ttl
         stored = long = read
         for mark, ttl in marks:
@@ -211,6 +213,11 @@ class PromptCache:
         written = first.written_1h + rest.written
         uncached = size.billed - read - written
         return Charge(uncached, read, rest.written, first.written_1h, output)
+
+    def _lives(self, key: Key, now: int) -> bool:
+        """Return True if there is an entry of `key` whose TTL has not lapsed."""
+        entry = self._entries.get(key)
+        return entry is not None and (entry[0] > now or not self._lapses)
 
     def _path(
         self, request: Request, size: PromptSize

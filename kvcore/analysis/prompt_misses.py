@@ -19,11 +19,11 @@ from kvcore.workloads.logged import LoggedRequest
 REASONS = {
     "short": "the prompt is shorter than any that is cached",
     "new": "no earlier prompt begins so",
-    "edited": "an earlier prompt has them, after something else that was changed",
-    "undetermined": "likewise, but by then the earlier prompt's TTL had lapsed anyway",
+    "edited": "an earlier prompt has these tokens, after a part that was changed",
+    "undetermined": "the prompt was edited, and the TTL of the earlier one had lapsed anyway",
     "lapsed": "the last request with the same prefix was longer ago than the TTL",
     "evicted": "the TTL had not lapsed and the rule reads them, but the log does not",
-    "unmarked": "an earlier prompt had them within the TTL, but no entry ends there",
+    "unmarked": "an earlier prompt had them, but the rule stores no entry that ends there",
 }
 """Why prompt tokens were not read from the cache."""
 
@@ -191,6 +191,7 @@ class _Classifier:
     def __init__(self, price: PriceModel) -> None:
         self._price = price
         self._cache = PromptCache(price)
+        self._unlapsed = PromptCache(price, lapses=False)
         # By key, when (ns) it was last part of a prompt, and of which request.
         self._used: dict[Key, int] = {}
         self._users: dict[Key, int | str] = {}
@@ -201,6 +202,7 @@ class _Classifier:
         price, now = self._price, request.arrival
         size = PromptSize.of(request)
         expected = self._cache.charge(request, now).read
+        unlapsed = self._unlapsed.charge(request, now).read
         usage = request.usage if isinstance(request, LoggedRequest) else None
         reported = None if usage is None else usage.read_tokens
         read = expected if reported is None else reported
@@ -208,7 +210,8 @@ class _Classifier:
         if size.billed < max(price.min_tokens, 1):
             parts = [UnreadTokens(reason="short", first=read, tokens=size.billed - read)]
         else:
-            parts = list(self._unread(request, size, read, self._trusted(read, expected)))
+            ends = self._trusted(read, expected), unlapsed
+            parts = list(self._unread(request, size, read, *ends))
         keys = full_keys(request)
         self._used.update(dict.fromkeys(keys, now))
         self._users.update(dict.fromkeys(keys, request.id))
@@ -237,19 +240,23 @@ class _Classifier:
         return max((part.ttl_ns or 0 for part in parts), default=0) or self._price.ttl_ns
 
     def _unread(
-        self, request: Request, size: PromptSize, read: int, expected: int
+        self, request: Request, size: PromptSize, read: int, expected: int, unlapsed: int
     ) -> Iterator[UnreadTokens]:
-        """Yield the parts of a prompt after its first `read` tokens, in order."""
+        """Yield the parts of a prompt after its first `read` tokens, in order.
+
+        The rule reads `expected` tokens, and `unlapsed` if no TTL lapsed.
+        """
         now, unit, keys = request.arrival, request.key_tokens, full_keys(request)
         ttl = self._ttl(request)
         live = live_keys(keys, self._used, now - ttl)
         known = live_keys(keys, self._used, -1)
-        at = read
-        for reason, end in (
-            ("evicted", expected),
-            ("unmarked", size.scaled(live * unit)),
-            ("lapsed", size.scaled(known * unit)),
-        ):
+        at, original = read, None
+        if isinstance(request, LoggedRequest):
+            original = self._originals.find(request, known * unit)
+        borders = [("evicted", expected), ("lapsed", unlapsed)]
+        if original is None:  # Else the entry of the original would be read.
+            borders.append(("unmarked", size.scaled(known * unit)))
+        for reason, end in borders:
             if end > at:
                 # Of what lapsed the shortest prefix, else the longest: it was used last.
                 place = at if reason == "lapsed" else end - 1
@@ -265,13 +272,10 @@ class _Classifier:
                     gap_ns=None if used is None else now - used,
                 )
                 at = end
-        original = None
-        if isinstance(request, LoggedRequest):
-            original = self._originals.find(request, known * unit)
         if original is not None:
-            other, place_of_edit, shared = original
+            other, place_of_edit, kept = original
             gap = now - other.arrival
-            tokens = min(size.scaled(shared), size.billed - at)
+            tokens = min(size.scaled(known * unit + kept), size.billed) - at
             yield UnreadTokens(
                 reason="edited" if gap < ttl else "undetermined",
                 first=at,

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
 from operator import index
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import attrs
 
@@ -48,9 +48,6 @@ from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import NO_HINTS, Key, Request
-
-if TYPE_CHECKING:
-    from kvcore.tiers import Tiers
 
 
 class KVCache:
@@ -126,7 +123,7 @@ class KVCache:
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
-        self.tiers: Tiers | None = None
+        self.tiers: Any = None  # the room of tiers is above this one
         self.trace = trace
         self.on_copy = on_copy
         self.on_fork = on_fork
@@ -195,9 +192,24 @@ class KVCache:
         return seq.table()
 
     def record_residency(self) -> Residency:
-        """Start to measure how long blocks stay, and return where that is written down."""
+        """Start to measure how long blocks stay, and return where that is written down.
+
+        Tiers below the pool begin to measure too, each in its own place.
+        """
         self.tree.residency = Residency(self.pool.blocks)
+        if self.tiers is not None:
+            self.tiers.record_residency()
         return self.tree.residency
+
+    def residency_by_tier(self) -> dict[str, Any] | None:
+        """Return how long blocks rested in the pool and in each tier below, by their names.
+
+        As `Residency.as_dict()` says it; None where nothing was measured, or nothing happened.
+        """
+        levels = () if self.tiers is None else self.tiers.levels
+        trees = (self.tree, *(level.tree for level in levels))
+        found = (tree.residency.by_tier() for tree in trees if tree.residency is not None)
+        return {name: each for tier in found if tier for name, each in tier.items()} or None
 
     def check_integrity(self) -> None:
         """Check every invariant. Costs O(spans + sequences), with ids O(blocks).
@@ -296,7 +308,7 @@ class KVCache:
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
-        if request.hints.share is not True:
+        if request.hints.share is not None:
             seq.cacheable = min(cacheable, request.hints.share // size)
         tree.open(seq, match, need, now, missed=hit < limit, resumed=resumed)
         self.sequences[seq.id] = seq
@@ -545,7 +557,7 @@ class KVCache:
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
         seq.keys.extend(keys)
-        if not seq.compacted and seq.request.hints.share is True:
+        if not seq.compacted and seq.request.hints.share is None:
             seq.cacheable += len(keys)
 
     # Blocks.

@@ -95,8 +95,8 @@ def explain(
     compare, which is then replayed in --blocks blocks, one request after another. What stands
     before the cut of an unfinished trace is explained.
 
-    With --price, SOURCE is a workload, such as the log of a chat API, and what is explained is
-    which tokens the API did not read from its own cache: lapsed TTLs, edited prompts, evictions.
+    With --price, SOURCE is a workload, such as the log of a chat API, and it is explained why
+    the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.
     """
     if (request is None) is not summary:
         msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"

@@ -220,7 +220,8 @@ def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[s
     """Return the JSON document of a run."""
     cache = result.cache
     plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)
-    return {**result.summary(), "config": parts.describe(*plugins)}
+    tiers = () if cache.tiers is None else (level.tier for level in cache.tiers.levels)
+    return {**result.summary(), "config": parts.describe(*plugins, *tiers)}
 
 
 def report_of(
@@ -239,12 +240,14 @@ def report_of(
 
 def print_report(report: SimulationReport, *more: str) -> None:
     """Print the report of a run; the sentences `more` go with its headline."""
-    columns = report.columns
+    columns, tiers = report.columns, report.tiers
+    names = [tier["tier"] for tier in report.summary.get("tiers") or ()]
     print_sections(
         report.warning,
         "\n".join([report.headline, *more]),
         (["time", *columns], report.times, columns),
         (["quantity", "amount"], report.amounts, ()),
+        *([(["tier", *names], tiers, ())] if tiers else []),
         (["time of blocks", *columns], report.resting, columns),
         report.thrashing,
         f"{report.closing}\n{report.setup}",

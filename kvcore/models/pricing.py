@@ -8,7 +8,7 @@ provider routes requests to machines, and that it may evict earlier than the TTL
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -115,7 +115,7 @@ class PriceModel:
         return attrs.asdict(self)
 
 
-KEYS = {
+KEYS: Mapping[str, Callable[[str], float]] = {
     **dict.fromkeys(("input", "output", "cached", "write", "write_1h", "ttl"), float),
     **dict.fromkeys(("min_tokens", "step", "breakpoints", "lookback"), parse_whole),
 }

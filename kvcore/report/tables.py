@@ -237,6 +237,8 @@ def setup(header: Mapping[str, Any]) -> str:
         if kind == "latency":
             options = {n: v for n, v in options.items() if v != deployment.get(n)}
         parts.append(f"{kind} {_wrappable(plugin['name'], options)}")
+    tiers = header.get("tiers", ())
+    parts += [f"tier {_wrappable(tier['name'], tier['options'])}" for tier in tiers]
     parts += [f"{name} {as_text(value)}" for name, value in header.get("batching", {}).items()]
     for name in SETTINGS:
         value = header.get(name)

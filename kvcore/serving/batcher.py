@@ -462,10 +462,8 @@ class Batcher:
         if first:
             job.admitted, job.hit = now, seq.computed
         if self._tiers is not None:
-            load = self._tiers.load(seq, now, self._server.prefill_ns)
+            load = self._tiers.load(seq, now, self._server.prefill_ns, resumed=not first)
             if load is not None:
-                if first:
-                    job.loaded = load.tokens - seq.computed
                 job.stage = LOADING
                 heappush(self.loads, (load.ready, job.serial, job, load))
                 return True
@@ -477,6 +475,8 @@ class Batcher:
         """LOADED: continue with what the load has left to be computed."""
         assert self._tiers is not None
         job.computed = self._tiers.finish(load, now)
+        if not load.resumed:
+            job.loaded = job.computed - job.hit
         job.stage = PREFILL
         self._prefilling[job] = None
         self.blocked_job = None
@@ -522,15 +522,15 @@ class Batcher:
             self.waiting.remove(job, now)
         else:
             self._leave_batch(job)
-        level = None
+        level, computed = None, job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
-            level = self._tiers.can_swap(job.seq, job.length, now, self._server.prefill_ns)
+            level = self._tiers.can_swap(job.seq, computed, now, self._server.prefill_ns)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
         elif job.seq is not None:
             job.swaps += 1
-            level.park(job.seq, job.length, now)
+            level.park(job.seq, computed, now)
         self._allocator.close(job, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0

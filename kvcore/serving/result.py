@@ -541,7 +541,8 @@ class Result(Outcome):
             "lost_tokens": stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),
             "tiers": None if cache.tiers is None else cache.tiers.as_dict(),
-            "residency": None if tree.residency is None else tree.residency.by_tier(),
+            "reuse_ratio": stats.ratios() if cache.tiers is None else cache.tiers.ratios(),
+            "residency": cache.residency_by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
             "fragmentation": None if measured is None else attrs.asdict(measured),
         }

@@ -31,6 +31,7 @@ from kvcore.testing.latency import LatencyModelTests
 from kvcore.testing.prefix import PrefixIndexTests
 from kvcore.testing.retention import RetentionPolicyTests, held_tokens
 from kvcore.testing.scheduler import STEP, SchedulerTests, ToyServer, watched
+from kvcore.testing.tier import TierTests
 from kvcore.testing.workload import WorkloadTests
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "RetentionPolicyTests",
     "SchedulerTests",
     "Step",
+    "TierTests",
     "ToyServer",
     "Traffic",
     "WorkloadTests",

@@ -80,6 +80,24 @@ class WorkloadRecord(Struct, forbid_unknown_fields=True):
     options: dict[str, Any]
 
 
+class TierRecord(Struct, forbid_unknown_fields=True):
+    """A tier of a run: what lines call it, what builds it again, and its size.
+
+    Attributes:
+        tier: its name in lines, and in other tiers' `from`.
+        name, options: of its plugin, as those of a `PluginRecord`.
+        slots, slot_bytes: how many blocks it holds, and the bytes of one.
+        devices: GPUs whose links to it add up.
+    """
+
+    tier: str
+    name: str
+    options: dict[str, Any]
+    slots: Annotated[int, Meta(ge=1)]
+    slot_bytes: Annotated[int, Meta(ge=1)]
+    devices: Annotated[int, Meta(ge=1)]
+
+
 class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
     """A line of a trace, read and checked.
 
@@ -131,7 +149,16 @@ class Header(Event, tag="HEADER", kw_only=True):
     latency: Object | UnsetType = UNSET
     rate_scale: Number | UnsetType = UNSET
     slo: SloTimes | UnsetType = UNSET
-    tiers: Json | UnsetType = UNSET
+    tiers: (
+        Annotated[
+            list[TierRecord],
+            Meta(
+                description="a list of tiers, each with tier, name, options, slots, slot_bytes "
+                "and devices"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
 
 
 class Request(Event, tag="REQUEST"):

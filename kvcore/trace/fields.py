@@ -16,7 +16,7 @@ from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.request import KEY_BYTES, NO_HINTS, SLO, Hints, Key, Request, Retention
+from kvcore.request import KEY_BYTES, SLO, Hints, Key, Request, Retention
 from kvcore.units import INT64_LIMIT
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
         ]
     if "hints" in given:
         given["hints"] = attrs.asdict(
-            request.hints, filter=lambda a, value: value is not getattr(NO_HINTS, a.name)
+            request.hints, filter=lambda hint, value: value != hint.default
         )
     if "output_keys" in given:
         given["output_keys"] = key_fields(request.output_keys, request.id)

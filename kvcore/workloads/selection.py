@@ -268,7 +268,6 @@ class WorkloadSample(Workload):
         factor, size = self.scale, self.key_tokens
         prompt = max(request.prompt_tokens // factor, min(request.prompt_tokens, 1))
         predicted, hints = request.predicted_output_tokens, request.hints
-        partly = type(hints.share) is int
         return attrs.evolve(
             request,
             prompt_tokens=prompt,
@@ -277,7 +276,7 @@ class WorkloadSample(Workload):
             key_tokens=size,
             predicted_output_tokens=None if predicted is None else -(-predicted // factor),
             retention=tuple(self._scaled_hint(hint) for hint in request.retention),
-            hints=attrs.evolve(hints, share=hints.share // factor) if partly else hints,
+            hints=attrs.evolve(hints, share=hints.share // factor) if hints.share else hints,
         )
 
     def _scaled_hint(self, hint: Retention) -> Retention:

@@ -14,7 +14,9 @@ from helpers.policies import POLICIES, build
 from helpers.schedulers import scheduler_of
 
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
+from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import Batching, simulate
+from kvcore.tiers import Tiers
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4
@@ -152,6 +154,8 @@ def serve(
     trace=True,
     jumps=True,
     rate_scale=1.0,
+    tiers=(),
+    slot_bytes=1,
     **batching,
 ):
     """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`."""
@@ -166,6 +170,8 @@ def serve(
         key_tokens=block_size if key_tokens is None else key_tokens,
         trace=writer,
     )
+    if tiers:
+        Tiers(cache, tiers, slot_bytes)
     result = simulate(
         requests,
         cache=cache,
@@ -243,7 +249,7 @@ def _requests(draw, count, key_tokens, followers):
     """Make requests; about `followers` in 5 of them come after another."""
     requests: list[Request] = []
     longest, spread = (8, 30, 90)[draw(0, 2)], (3, 30, 300)[draw(0, 2)]
-    now = 0
+    now, hinted = 0, draw(0, 2) == 2
     for number in range(count):
         now += draw(0, spread) * draw(0, 1)
         prompt, output = (
@@ -268,9 +274,18 @@ def _requests(draw, count, key_tokens, followers):
                 session="session" if followers else None,
                 after=draw(0, number - 1) if follows else None,
                 think_time=draw(0, 300) if follows else 0,
+                hints=_hints(draw, prompt) if hinted else NO_HINTS,
             )
         )
     return requests
+
+
+def _hints(draw, prompt):
+    """Return hints; about half of them pin, the others share a part, or demote."""
+    if draw(0, 1):
+        return Hints(pin=draw(1, 900))
+    share = True if draw(0, 1) else draw(0, prompt)
+    return Hints(share=share, demote=bool(draw(0, 1)))
 
 
 def _keys(draw, number, prompt, output, key_tokens):

@@ -53,6 +53,7 @@ NAMES = {
         "window",
     ],
     "scheduler": ["fair", "fcfs", "lpm", "priority", "sjf", "slo", "srpt"],
+    "tier": ["disk", "host", "redis"],
     "workload": [
         "azure",
         "chat",

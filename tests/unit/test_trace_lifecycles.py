@@ -33,7 +33,7 @@ def test_a_run_with_a_clock_replays_clean(trace):
     """What a server does to requests contradicts itself nowhere; the report counts it."""
     report = check_trace(trace)
     assert (report.lines, report.requests, report.finished, report.rejected) == (34, 4, 3, 1)
-    assert report.preemptions == {"pause": 1, "recompute": 1}
+    assert report.preemptions == {"pause": 1, "recompute": 1, "swap": 0}
 
 
 def test_the_counts_at_a_time_are_those_until_then(trace):

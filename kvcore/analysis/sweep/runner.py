@@ -21,7 +21,7 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.run_config import slo_text
+from kvcore.config.run_config import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec
@@ -205,6 +205,7 @@ class CellRun:
         parts, cell = self.parts, self.parts.config
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
+        row["tier"] = tiers_text(cast("Any", cell.tier))
         del row["memory"]
         if cell.window is not None:
             row["window"] = window_text(cast("Any", cell.window))
@@ -280,6 +281,12 @@ class CellRun:
             "recompute": attrs.asdict(cast("Any", parts.recompute)),
             "plugins": [self._described(plugin) for plugin in plugins if plugin is not None],
         }
+        if cache is not None and cache.tiers is not None:
+            described["tiers"] = [
+                self._described(plugin)
+                for level in cache.tiers.levels
+                for plugin in (level.tier, level.tree.eviction)
+            ]
         if self.latency is not None:
             described |= {
                 "latency": self.latency.coefficients(),
