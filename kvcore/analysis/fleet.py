@@ -189,8 +189,8 @@ class FleetTask(Task):
             InputError, PluginError: a part that cannot be as asked for; names the option.
         """
         if fleet.policy is not None:
-            kind, name = fleet.policy
-            cell = attrs.evolve(cell, **{kind: name})
+            change: dict[str, Any] = dict([fleet.policy])
+            cell = attrs.evolve(cell, **change)
         cell = attrs.evolve(
             cell,
             blocks=fleet.blocks,

@@ -17,7 +17,6 @@ import attrs
 
 from kvcore.analysis.comparison import (
     Bench,
-    Candidate,
     Policy,
     Source,
     candidates_of,
@@ -26,6 +25,7 @@ from kvcore.analysis.comparison import (
 from kvcore.analysis.mrc import LRU, compiled_reuse, spread_sizes
 from kvcore.analysis.serial_replay import served
 from kvcore.analysis.workers import WorkerDied, work_all
+from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
@@ -152,8 +152,8 @@ def plane(
         tier = cast("Tier", plugins.build("tier", tier))
     bench = Bench.of(opened(workload, plugins), "keys", layout.block_size, recompute)
     policy, *more = candidates_of(eviction, plugins, seed)
-    if more:
-        msg = f"eviction {eviction!r}: a plane is of one policy; give one"
+    if more or isinstance(policy.make, Belady):
+        msg = f"eviction {eviction!r}: a plane is of one policy, which is not the optimum"
         raise InputError(msg)
     wrong = [
         f"eviction={policy.name}" if policy.name != LRU else "",
@@ -164,7 +164,7 @@ def plane(
         rules = " and ".join(filter(None, wrong))
         msg = f"{rules}: one pass knows LRU and write=evict alone: add --exact (exact=True)"
         raise InputError(msg)
-    maker = _PlaneMaker(bench, tier, layout, policy, jobs, progress or silent)
+    maker = _PlaneMaker(bench, tier, layout, policy.make, policy.name, jobs, progress or silent)
     return maker.plane(None if pools is None else pool_sizes(pools, "to show"), points, exact)
 
 
@@ -175,7 +175,8 @@ class _PlaneMaker:
     bench: Bench
     tier: Tier
     layout: KVLayout
-    policy: Candidate
+    make: Callable[[], EvictionPolicy]
+    eviction: str
     jobs: int
     progress: Progress
 
@@ -200,7 +201,7 @@ class _PlaneMaker:
         return Plane(
             workload=attrs.evolve(source, requests=len(reuse.lengths)),
             tier=self.tier,
-            eviction=self.policy.name,
+            eviction=self.eviction,
             exact=exact,
             block_size=size,
             lookup_blocks=reuse.lookup_blocks,
@@ -241,7 +242,7 @@ class _PlaneMaker:
     def _replayed(self, grid: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Hits]]:
         """Yield each point with its hits, of a replay."""
         try:
-            parcel = pickle.dumps((self.bench, self.policy.make(), self.tier, self.layout))
+            parcel = pickle.dumps((self.bench, self.make(), self.tier, self.layout))
         except Exception as error:
             msg = f"the workload or a policy cannot be sent to another process: {error}"
             raise InputError(msg) from error
@@ -279,11 +280,10 @@ def _attempt(task: Task) -> Any:
         bench, policy, tier, layout = pickle.loads(parcel)  # noqa: S301 - of the parent's making
         cache = bench.cache(policy, above)
         if below:
-            # Links do not count here: all that is evicted is written, all that is found loaded.
+            # Without a clock links are never busy, so that all writes are done.
             free = attrs.evolve(
                 tier,
                 memory=below * layout.bytes_per_block,
-                load="always",
                 read_bandwidth=INT64_LIMIT - 1,
                 write_bandwidth=INT64_LIMIT - 1,
                 latency=0.0,

@@ -12,6 +12,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins import find_override
 from kvcore.request import Request
+from kvcore.units import INT64_LIMIT
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
@@ -27,8 +28,8 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     the pool has, while its lookups are those of the whole request. O(spans touched) a
     request.
 
-    What is in tiers below the cache is loaded at once, as far as they load `always`; nothing is
-    for a request longer than the pool.
+    What is in tiers below the cache is loaded, whatever that costs, and is there at once; for a
+    request longer than the pool nothing is.
 
     An eviction policy whose `lookahead` is n is told of the next n requests as if they
     waited: before a request is opened, it and the n after it are awaited, in the order in
@@ -52,7 +53,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
         first = None if tokens <= room else room - cache.probe(request, now) * size
         seq = open_(request, first, now)
         if tiers is not None and first is None:
-            load = tiers.load(seq, now, _free)
+            load = tiers.load(seq, now, _endless)
             if load is not None:
                 tiers.finish(load, now)
         commit(seq, seq.tokens - seq.computed, now)
@@ -60,10 +61,10 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
         yield seq
 
 
-def _free(tokens: int, context: int) -> int:
-    """Return the ns of a prefill where there is no clock: 0."""
-    del tokens, context
-    return 0
+def _endless(tokens: int, context: int) -> int:
+    """Return the ns of a prefill that takes longer than any load."""
+    del context
+    return tokens * INT64_LIMIT
 
 
 def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]:

@@ -69,7 +69,7 @@ class PlaneReport:
         how = (
             "The hierarchy was replayed at each point."
             if plane.exact
-            else "Pool and tier are taken for one LRU cache of both sizes (--exact replays them)."
+            else "Pool and tier taken for one LRU cache of both sizes; --exact replays them."
         )
         return (
             f"A cache that never evicts holds {self.size(plane.distinct_blocks)} in "
