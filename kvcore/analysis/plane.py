@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
+from kvcore.analysis.belady import Belady
 from kvcore.analysis.comparison import (
     Bench,
     Policy,
