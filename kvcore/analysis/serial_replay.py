@@ -12,6 +12,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins import find_override
 from kvcore.request import Request
+from kvcore.units import INT64_LIMIT
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
@@ -27,6 +28,9 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     the pool has, while its lookups are those of the whole request. O(spans touched) a
     request.
 
+    What is in tiers below the cache is loaded, whatever that costs, and is there at once; for a
+    request longer than the pool nothing is.
+
     An eviction policy whose `lookahead` is n is told of the next n requests as if they
     waited: before a request is opened, it and the n after it are awaited, in the order in
     which they come; once it is closed it is not. So many are read ahead.
@@ -39,6 +43,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     size = cache.geometry.block_size
     room = cache.pool.blocks * size
     by_key = cache.geometry.accounting == "keys"
+    tiers = cache.tiers
     open_, commit, close = cache.open, cache.commit, cache.close
     if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
         requests = _announced(requests, cache)
@@ -47,9 +52,19 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
         tokens = len(request.keys) * request.key_tokens if by_key else request.prompt_tokens
         first = None if tokens <= room else room - cache.probe(request, now) * size
         seq = open_(request, first, now)
+        if tiers is not None and first is None:
+            load = tiers.load(seq, now, _endless)
+            if load is not None:
+                tiers.finish(load, now)
         commit(seq, seq.tokens - seq.computed, now)
         close(seq, now)
         yield seq
+
+
+def _endless(tokens: int, context: int) -> int:
+    """Return the ns of a prefill that takes longer than any load."""
+    del context
+    return tokens * INT64_LIMIT
 
 
 def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]:

@@ -268,8 +268,7 @@ class CellRun:
         parts, cell, cache = self.parts, self.parts.config, self.cache
         prefix = parts.built("prefix") if cache is None else cache.prefix
         retention = None if cache is None else cache.retention
-        timing = (self.scheduler, self.latency, *parts.tiers())
-        plugins = (self.eviction, prefix, retention, *timing)
+        plugins = (self.eviction, prefix, retention, self.scheduler, self.latency)
         described: dict[str, Any] = {
             "kvcore": version("kvcore"),
             "mode": cell.mode,
