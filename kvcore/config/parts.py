@@ -159,6 +159,11 @@ class RunParts:
                     tier.eviction = self.plugins.build("eviction", tier.eviction, defaults)
         return built
 
+    @property
+    def tier_blocks(self) -> int:
+        """The blocks that fit into all tiers."""
+        return sum(tier.memory // self._block_bytes() for tier in self.tiers())
+
     def scheduler(self) -> Scheduler:
         """Build a scheduler for one run."""
         scheduler: Scheduler = self.built("scheduler")
