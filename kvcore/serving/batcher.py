@@ -522,15 +522,15 @@ class Batcher:
             self.waiting.remove(job, now)
         else:
             self._leave_batch(job)
-        level = None
+        level, computed = None, job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
-            level = self._tiers.can_swap(job.seq, job.length, now, self._server.prefill_ns)
+            level = self._tiers.can_swap(job.seq, computed, now, self._server.prefill_ns)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
         elif job.seq is not None:
             job.swaps += 1
-            level.park(job.seq, job.length, now)
+            level.park(job.seq, computed, now)
         self._allocator.close(job, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0

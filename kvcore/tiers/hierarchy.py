@@ -52,6 +52,8 @@ class TierStats:
         wait_ns, load_ns: time that loads waited for the link, and took in all.
         dropped: blocks that left, by reason: `capacity`, `expired`, `moved`, `corrupt`,
             `gone`, `parked`, `failed`.
+        recovered: blocks that an earlier run on tensors had left here.
+        errors: calls of the store that failed, or took too long.
     """
 
     stored: int = 0
@@ -66,11 +68,16 @@ class TierStats:
     refused: int = 0
     wait_ns: int = 0
     load_ns: int = 0
+    recovered: int = 0
+    errors: int = 0
     dropped: dict[str, int] = attrs.field(factory=dict)
 
 
 class Mover(Protocol):
     """Moves the bytes: in a run on tensors. A simulation has none."""
+
+    def is_ready(self, level: Level) -> bool:
+        """Return False while the store of `level` is left alone, since it has failed."""
 
     def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
         """Called when blocks are written: of `source` (None: of the pool) with these `ids`.
@@ -86,13 +93,19 @@ class Mover(Protocol):
         """Called when a load has begun."""
 
     def finish(self, part: Part, ids: Ids) -> int:
-        """Put what was loaded into the blocks `ids` of the pool; return how many are right."""
+        """Put what was loaded into the blocks `ids` of the pool; return how many are right.
+
+        If not all are, `part.reason` says why.
+        """
 
     def dropped(self, level: Level, slots: Ids) -> None:
         """Called when slots are free again."""
 
-    def present(self, level: Level, holder: Holder, first: int) -> int:
-        """Return up to which position the path of `holder`, from `first` on, is still there."""
+    def present(self, level: Level, slots: Ids) -> int:
+        """Return how many of the first `slots` still have their blocks."""
+
+    def lost(self) -> Iterable[tuple[Level, Holder, int]]:
+        """Yield once what could not be written: blocks of a path, from a position on."""
 
 
 @attrs.define(eq=False)
@@ -103,6 +116,8 @@ class Part:
         level: where they come from.
         holder: what pins them there.
         parked: whether they were a preempted sequence's own.
+        reason: why they are dropped if they are not as they should be.
+        data: the mover's own.
     """
 
     level: Level
@@ -110,6 +125,18 @@ class Part:
     first: int
     end: int
     parked: bool = False
+    reason: str = "corrupt"
+    data: Any = None
+
+    @property
+    def slots(self) -> Ids | None:
+        """The slots of the blocks, in the order of the prompt; None: they have no ids."""
+        span, private = self.holder.span, self.holder.private
+        shared = path_ids(span, self.first, self.end) if self.first < span.end else None
+        if private is None or self.end <= span.end:
+            return shared
+        own = private[max(self.first - span.end, 0) : self.end - span.end]
+        return own if shared is None else shared + own
 
 
 @attrs.define(eq=False)
@@ -178,6 +205,12 @@ class Level:
         """The name of the tier, which traces and reports use; unique among the levels."""
         return self._tiers.names[self]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its store can be asked: False for a while after it has failed."""
+        mover = self._tiers.mover
+        return mover is None or mover.is_ready(self)
+
     # What it hears of its own directory, as the watcher of its tree.
 
     def stored(self, span: Span, now: int) -> None:
@@ -202,7 +235,7 @@ class Level:
     # Down.
 
     def store_used(self, span: Span, now: int, source: Level | None) -> None:
-        """Store the part of the path down to `span` that has been used as often as asked for."""
+        """Store the part of the path down to `span` that was used as often as asked for."""
         uses = self.tier.write
         if type(uses) is int:
             while span.parent is not None and span.hit_count < uses:
@@ -220,7 +253,7 @@ class Level:
         need = end - match.blocks
         if not need:
             return True
-        if self.link.wait(now) > self._max_wait:
+        if self.link.wait(now) > self._max_wait or not self.is_ready:
             self.stats.skipped += need
             return False
         room = self.pool.free_blocks + tree.unpinned_blocks - match.unpinned_blocks
@@ -248,10 +281,11 @@ class Level:
         blocks = -(-tokens // seq.span.geometry.block_size)
         match = self.tree.match(seq.keys, seq.span.end, now)
         room = self.pool.free_blocks + self.tree.unpinned_blocks - match.unpinned_blocks
-        return blocks - match.blocks <= room and self.link.wait(now) <= self._max_wait
+        fits = blocks - match.blocks <= room and self.link.wait(now) <= self._max_wait
+        return fits and self.is_ready
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
-        """Keep the first `tokens` tokens of `seq`: what it shares, pinned, and its own blocks."""
+        """Keep the first `tokens` tokens of `seq`: what it shares, pinned, and its own."""
         shared, tree = seq.span, self.tree
         blocks = -(-tokens // shared.geometry.block_size)
         if shared.parent is not None:
@@ -262,9 +296,8 @@ class Level:
         own = blocks - match.blocks
         tree.open(holder, match, own, now, missed=False, resumed=True)
         self.parked[seq.request.id] = holder
-        ids = None if seq.private is None else seq.private[:own]
-        if self._tiers.mover is not None and ids is not None:
-            self._tiers.mover.park(self, ids, holder)
+        if self._tiers.mover is not None and seq.private is not None:
+            self._tiers.mover.park(self, seq.table()[match.blocks : blocks], holder)
         self.stats.parked += own
         self._wrote(seq.request.id, match.blocks, own, now, None, parked=True)
 
@@ -310,7 +343,21 @@ class Level:
 
     def find(self, keys: Sequence[Key], limit: int, now: int) -> int:
         """Return up to which position, at most `limit`, a prompt is here. Changes nothing."""
-        return self.tree.match(keys, limit, now).blocks
+        return self.tree.match(keys, limit, now).blocks if self.is_ready else 0
+
+    def confirm(self, seq: Holder, first: int, end: int, now: int) -> int:
+        """Return up to which position the blocks `[first, end)` of `seq` are in the store.
+
+        The directory has them; what has gone from the store by itself is dropped from it.
+        """
+        mover, span = self._tiers.mover, self.tree.match(seq.keys, end, now).span
+        slots = None if mover is None else path_ids(span, first, end)
+        if mover is None or slots is None:
+            return end
+        there = first + mover.present(self, slots)
+        if there < end and self.is_ready:
+            self.discard(seq, there, now, "gone")
+        return there
 
     def take(
         self, request: Request, keys: Sequence[Key], first: int, end: int, now: int
@@ -322,20 +369,25 @@ class Level:
         tree.open(holder, tree.match(keys, end, now), 0, now, missed=False, resumed=False)
         return Part(self, holder, first, end)
 
-    def give_back(self, part: Part, right: int, now: int) -> None:
-        """Unpin what was loaded, of which the first `right` blocks were as they should be."""
+    def give_back(self, part: Part, right: int | None, now: int) -> None:
+        """Unpin what was loaded, of which the first `right` blocks were as they should be.
+
+        None: nobody has looked, since blocks before them were not.
+        """
         holder, tree = part.holder, self.tree
         if part.parked:
             self.unpark(holder.request.id, now)
             return
         span = holder.span
         tree.close(holder.span, now)
+        if right is None:
+            return
         if right < part.end - part.first:
-            self._discard(holder, part.first + right, now)
+            self.discard(holder, part.first + right, now, part.reason)
         elif self.tier.keep == "exclusive":
             tree.vacate(span, now)
 
-    def _discard(self, wrong: Holder, first: int, now: int) -> None:
+    def discard(self, wrong: Holder, first: int, now: int, reason: str) -> None:
         """Drop the path of `wrong` from position `first` on, and all that continues it."""
         tree = self.tree
         holder = self._holder(wrong.request.id, wrong.request.tenant, wrong.keys, first)
@@ -344,8 +396,21 @@ class Level:
         key = wrong.keys[holder.span.end // tree.geometry.ratio]
         top = (holder.span.children or {}).get(key)
         if top is not None:
-            tree.discard(top, now, "corrupt")
+            tree.discard(top, now, reason)
         tree.close(holder.span, now)
+
+    def restore(self, keys: Sequence[Key], slots: Ids) -> None:
+        """Put back a path that an earlier run has left: `slots` have its blocks, all of them.
+
+        Their slots must be allocated. The path is the latest to be used, of all put back.
+        """
+        tree, end = self.tree, len(slots)
+        holder = self._holder("", None, keys, end)
+        match = tree.match(keys, end, 0)
+        tree.open(holder, match, 0, 0, missed=False, resumed=True)
+        holder.private = slots[match.blocks :]
+        tree.commit(holder, end, 0)
+        tree.close(holder.span, 0)
 
     def _holder(
         self, request: int | str, tenant: str | None, keys: Sequence[Key], blocks: int
@@ -409,19 +474,31 @@ class Tiers:
         self._loading: list[Load] = []
         cache.tree.watcher = self
         cache.tiers = self
-        if cache.trace is not None:
-            cache.trace.describe(
+        self._devices = devices
+        self.describe()
+
+    def describe(self) -> None:
+        """Write the tiers into the header of the trace, with what was found in them."""
+        if self.cache.trace is not None:
+            self.cache.trace.describe(
                 tiers=[
                     {
                         "tier": level.name,
                         **describe(level.tier),
                         "slots": level.pool.blocks,
-                        "slot_bytes": slot_bytes,
-                        "devices": devices if level.tier.per_device else 1,
+                        "slot_bytes": level.slot_bytes,
+                        "devices": self._devices if level.tier.per_device else 1,
                     }
+                    | ({"recovered": level.stats.recovered} if level.stats.recovered else {})
                     for level in self.levels
                 ]
             )
+
+    def drop_lost(self, now: int) -> None:
+        """Drop from the directories what could not be written."""
+        if self.mover is not None:
+            for level, holder, first in self.mover.lost():
+                level.discard(holder, first, now, "failed")
 
     # What it hears of the pool, as the watcher of its tree.
 
@@ -455,6 +532,7 @@ class Tiers:
         load, and the more comes before a block, the longer it takes to compute. Returns None
         if nothing is loaded. `resumed` says that a preempted request returns.
         """
+        self.drop_lost(now)
         parked = self._parked(seq)
         if parked is not None:
             return self._load_parked(seq, *parked, now, prefill_ns)
@@ -466,6 +544,8 @@ class Tiers:
         end = hit
         for level in self.levels:
             upto = level.find(seq.keys, limit, now) if end < limit else end
+            if upto > end and self.mover is not None and level.tier.load != "never":
+                upto = level.confirm(seq, end, upto, now)
             if upto > end:
                 level.stats.found += upto - end
                 if level.tier.load == "never":
@@ -538,12 +618,12 @@ class Tiers:
         size = self.cache.geometry.block_size
         end, whole = load.parts[0].first, True
         for part in load.parts:
-            blocks = right = part.end - part.first
-            if self.mover is not None and seq.private is not None:
+            blocks = part.end - part.first
+            right = blocks if whole else None
+            if self.mover is not None and seq.private is not None and whole:
                 at = part.first - seq.span.end
-                right = self.mover.finish(part, seq.private[at : at + blocks]) if whole else 0
-            if whole:
-                end += right
+                right = self.mover.finish(part, seq.private[at : at + blocks])
+            end += right or 0
             whole = whole and right == blocks
             if not load.resumed:
                 part.level.stats.hits += right
@@ -551,7 +631,7 @@ class Tiers:
             if trace is not None:
                 trace.load(
                     now, tier=part.level.name, request=seq.request.id, seq=seq.id,
-                    first=part.first, blocks=right,
+                    first=part.first, blocks=right or 0,
                 )  # fmt: skip
             part.level.give_back(part, right, now)
         tokens = load.tokens if whole else end * size
@@ -660,6 +740,8 @@ class Tiers:
                         "refused",
                     )
                 },
+                "recovered_blocks": level.stats.recovered,
+                "errors": level.stats.errors,
                 "loads": level.stats.loads,
                 "dropped_blocks": dict(level.stats.dropped),
                 "read_bytes": level.link.read_bytes,

@@ -16,6 +16,7 @@ from helpers.schedulers import scheduler_of
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
 from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import Batching, simulate
+from kvcore.tiers import Tiers
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4
@@ -153,6 +154,8 @@ def serve(
     trace=True,
     jumps=True,
     rate_scale=1.0,
+    tiers=(),
+    slot_bytes=1,
     **batching,
 ):
     """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`."""
@@ -167,6 +170,8 @@ def serve(
         key_tokens=block_size if key_tokens is None else key_tokens,
         trace=writer,
     )
+    if tiers:
+        Tiers(cache, tiers, slot_bytes)
     result = simulate(
         requests,
         cache=cache,
