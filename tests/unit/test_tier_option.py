@@ -122,8 +122,7 @@ SMALL = 'workload = "zipf:requests=20,prefixes=3"\nblocks = 90\n'
     [
         'tier = "host:memory=1GiB,disk:memory=2GiB,path=kv"',
         'tier = ["host:memory=1GiB", {name = "disk", memory = "2GiB", path = "kv"}]',
-        '[[tier]]\nname = "host"\nmemory = "1GiB"\n'
-        '[[tier]]\nname = "disk"\nmemory = "2GiB"\npath = "kv"\n',
+        '[[tier]]\nname="host"\nmemory="1GiB"\n[[tier]]\nname="disk"\nmemory="2GiB"\npath="kv"\n',
     ],
 )
 def test_files_have_lists_and_tables(toml, tmp_path):
@@ -171,9 +170,8 @@ def test_an_axis_has_a_choice_of_tiers_as_a_value():
 
 def test_a_comparison_has_the_hits_of_pool_and_tiers():
     """Beside those of the pool; the optimum bounds both; each row has tiers of its own."""
-    found = compare(
-        ZIPF, "lru,fifo,optimum", [20, 40], tier="host:memory=1GiB,disk:memory=2GiB"
-    )
+    asked = "zipf:requests=60,prefixes=9", "lru,fifo,optimum", [150, 300]
+    found = compare(*asked, tier="host:memory=1GiB,disk:memory=2GiB")
     *policies, small, large = found.rows
     bounds = {row.blocks: row.reused_blocks for row in (small, large)}
     for row in policies:
@@ -183,7 +181,7 @@ def test_a_comparison_has_the_hits_of_pool_and_tiers():
         assert row.tiers[0]["hit_blocks"] > 0
         assert row.reuse_ratio["block"] == row.reused_blocks / row.lookup_blocks
     assert small.tiers is None
-    alone = compare(ZIPF, "lru,fifo,optimum", [20, 40])
+    alone = compare(*asked)
     assert [row.hit_blocks for row in found.rows] == [row.hit_blocks for row in alone.rows]
     assert all(row.reuse_ratio is None for row in alone.rows)
 
