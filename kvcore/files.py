@@ -454,14 +454,14 @@ def refuse_overwrite(path: str | os.PathLike[str], sources: Iterable[object]) ->
             raise InputError(msg)
 
 
-def make_directory(path: Path) -> None:
-    """Create the directory `path` and those above it, unless it exists.
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Create the directory `path`, of that mode, and those above it, unless it exists.
 
     Raises:
         InputError: it cannot be created, or is a file.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
         reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         msg = f"{path}: cannot be made a directory: {reason}; name another one"

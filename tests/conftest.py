@@ -61,3 +61,20 @@ def pytest_runtest_protocol(item):
     finally:
         os.environ.update(of_processes)
         measured.start()
+
+
+@pytest.fixture(scope="session")
+def redis_server():
+    """Run a server of Redis or Valkey for all tests that want one."""
+    from helpers.redis_server import running  # noqa: PLC0415 - for few tests
+
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_client(redis_server):
+    """Return a client of the server, which is empty."""
+    with redis_server.client() as client:
+        client.flushall()
+        yield client

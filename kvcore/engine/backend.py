@@ -115,7 +115,7 @@ class Backend(Plugin):
     Six methods are required. The others work on the tensors of `layer_blocks`, as long as
     these can be indexed with the integers that `tensor` returns; a backend overrides them
     where it has a faster way, and `swap_out` and `swap_in` where its memory is not the
-    host's.
+    host's. Tiers need `read_blocks` and `write_blocks`.
 
     Attributes:
         layout: layout of the allocated pool; set by `allocate`, None before.
@@ -287,6 +287,40 @@ class Backend(Plugin):
         ids = self._block_ids(blocks)
         for part, content in zip(self._all_blocks(), host, strict=True):
             part[ids] = content
+
+    def host_buffer(self, blocks: int) -> memoryview:
+        """Return memory of the host for the bytes of so many blocks, `[blocks, bytes]`.
+
+        `bytes` is `layout.bytes_per_block`. A backend whose memory is not the host's returns
+        what it copies to and from at its best, such as pinned memory.
+        """
+        size = self.layout.bytes_per_block
+        return memoryview(bytearray(blocks * size)).cast("B", (blocks, size))
+
+    def read_blocks(self, blocks: Sequence[int], into: memoryview) -> None:
+        """Copy the bytes of full `blocks`, all layers, into memory of the host.
+
+        `into` is `[len(blocks), layout.bytes_per_block]`, unsigned bytes, such as
+        `host_buffer` returns. They are there when this returns, as `write_blocks` takes them,
+        in this run or another one of the same layout: a codec's codes and scales, not K/V.
+
+        Raises:
+            InputError: the backend gives no bytes, so that runs with tiers refuse it; unless
+                overridden. Or a block is not full, so that its codec has not coded it.
+        """
+        del blocks, into
+        msg = (
+            f"backend {self.name!r} does not give the bytes of its blocks, which tiers keep: "
+            "leave the tiers out, or take backend torch-cpu"
+        )
+        raise InputError(msg)
+
+    def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
+        """Write what `read_blocks` has read, `[len(blocks), bytes]`, into `blocks`.
+
+        `data` may be used again when this returns.
+        """
+        Backend.read_blocks(self, blocks, data)
 
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
         """Set every number of `blocks` (None: of all) to `value`: 0 clears, NaN poisons."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import attrs
 
@@ -12,7 +13,7 @@ from kvcore.engine.executor import Clock, TensorExecutor
 from kvcore.engine.generator import Generator
 from kvcore.models.codec import Codec
 from kvcore.plugins.manager import resolve
-from kvcore.request import SLO, Request
+from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.result import Result
@@ -88,7 +89,8 @@ def run(
 
     Raises:
         InputError: the arguments do not fit one another, the backend or the generator
-            cannot compute in this dtype or shape, or the workload is out of order.
+            cannot compute in this dtype or shape, a tier cannot be had, or the workload is out
+            of order.
         PolicyError: a plugin failed, or the scheduler lets nothing run.
         StorageError: the pool does not fit into the device's memory.
     """
@@ -99,6 +101,13 @@ def run(
     batching = Batching() if batching is None else batching
     built_generator: Generator = resolve("generator", generator)
     built_backend: Backend = resolve("backend", backend)
+    texts = False
+    if cache.tiers is not None:
+        requests = iter(workload)
+        first = next(requests, None)
+        texts = isinstance(first, TextRequest)
+        if requests is workload and first is not None:
+            workload = chain((first,), requests)
     with built_backend.limit_threads(threads, built_generator.spec):
         executor = TensorExecutor(
             cache,
@@ -110,18 +119,24 @@ def run(
             clock=clock,
             stop_at_eos=stop_at_eos,
             seed=seed,
+            texts=texts,
         )
-        loop, took = serve(
-            workload,
-            cache,
-            scheduler,
-            executor,
-            batching,
-            slo=slo,
-            rate_scale=rate_scale,
-            fragmentation=fragmentation,
-            residency=residency,
-        )
+        whole = False
+        try:
+            loop, took = serve(
+                workload,
+                cache,
+                scheduler,
+                executor,
+                batching,
+                slo=slo,
+                rate_scale=rate_scale,
+                fragmentation=fragmentation,
+                residency=residency,
+            )
+            whole = True
+        finally:
+            executor.close(whole=whole)
     return RunResult(
         log=loop.log,
         cache=cache,

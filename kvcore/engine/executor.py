@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import attrs
 
@@ -24,6 +24,9 @@ from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.units import PS_PER_NS, format_bytes
+
+if TYPE_CHECKING:
+    from kvcore.engine.tiers import TensorMover
 
 Clock = Literal["model", "wall"]
 """Clock of a run: the latency model's, or the wall clock of this machine."""
@@ -67,6 +70,7 @@ class TensorExecutor:
         clock: `model` or `wall`, as for `run`.
         stop_at_eos: whether a text ends at an end-of-text token; wall clock only.
         seed: seed of token ids and samples.
+        texts: whether requests bring their token ids, for tiers that outlive the run.
 
     Attributes:
         streams: token ids of the requests that have run, by request id.
@@ -93,6 +97,7 @@ class TensorExecutor:
         clock: Clock = "model",
         stop_at_eos: bool = False,
         seed: int = 0,
+        texts: bool = False,
     ) -> None:
         _check(cache, generator, clock, stop_at_eos=stop_at_eos)
         self.mode: str = clock
@@ -115,6 +120,20 @@ class TensorExecutor:
         generator.load(backend, dtype)
         backend.allocate(layout)
         self._compactor = Compactor.of(cache, backend, generator)
+        self._mover: TensorMover | None = None
+        if cache.tiers is not None:
+            from kvcore.engine.tiers import TensorMover, identity  # noqa: PLC0415 - most have none
+
+            whose = identity(cache, generator, backend, seed, texts=texts)
+            self._mover = TensorMover(cache.tiers, backend, whose)
+
+    def close(self, *, whole: bool) -> None:
+        """Close the tiers; if `whole`, when all that they were given is written."""
+        mover, tiers = self._mover, self._cache.tiers
+        if mover is not None and tiers is not None:
+            mover.close(whole=whole)
+            if whole:
+                tiers.drop_lost(self._cache.now)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
@@ -126,7 +145,12 @@ class TensorExecutor:
         ended, named = self._append(sequences, self._forward(sequences))
         if self._wall:
             self._backend.synchronize()
-            took_ps = (perf_counter_ns() - began_ns) * PS_PER_NS
+            took_ns = perf_counter_ns() - began_ns
+            if self._mover is not None:
+                # What the loop has copied and waited for since the last step.
+                took_ns += self._mover.spent_ns
+                self._mover.spent_ns = 0
+            took_ps = took_ns * PS_PER_NS
             self._measure(sequences, work, took_ps)
         else:
             took_ps = self._timed.run(work, (), ()).took_ps

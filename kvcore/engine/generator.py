@@ -133,6 +133,16 @@ class Generator(Plugin):
         """The token ids that end a text; none unless overridden."""
         return frozenset()
 
+    def identity(self) -> str:
+        """Return what its K/V depends on besides tokens and positions, as text.
+
+        Tiers keep K/V for later runs: of two generators that compute different K/V it must
+        differ, and be the same whenever the same one is made again. Its class and its options
+        unless overridden, as one must that reads weights from files.
+        """
+        cls = type(self)
+        return f"{cls.__module__}.{cls.__qualname__} {self.options()!r} {self.spec!r}"
+
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of the weights that `load` makes: 0 unless overridden."""
         del dtype

@@ -295,8 +295,8 @@ class Batcher:
     def finish(self, job: Job, now: int) -> None:
         """Give back the slot and the blocks of `job`, which has all its tokens."""
         length = job.request.prompt_tokens + job.output_tokens - 1
-        self._allocator.close(job, now, length if job.stage == DECODE else None)
-        job.stage = DONE
+        decoded, job.stage = job.stage == DECODE, DONE
+        self._allocator.close(job, now, length if decoded else None)
         del self.running[job]
         self.blocked_job = None
         self.changed = True
@@ -488,7 +488,7 @@ class Batcher:
         before = job.computed
         job.computed = self._tiers.finish(load, now)
         self._allocator.loaded(job.computed - before)
-        if not job.recomputes + job.swaps:
+        if not load.resumed:
             job.loaded = job.computed - before
         job.stage = PREFILL
         self._prefilling[job] = None
@@ -500,7 +500,8 @@ class Batcher:
         seq, trace = job.seq, self._cache.trace
         assert seq is not None
         missing = self._missing_slots(job)
-        if missing and not self._allocator.can_extend(seq):
+        can_extend = not missing or self._allocator.can_extend(seq)
+        if not (can_extend or self._cache.make_room(1, now)):
             return False
         if trace is not None:
             trace.resume(now, request=job.request.id, seq=seq.id)

@@ -256,6 +256,35 @@ class BackendTests:
         assert batch.holds(1, other)
 
     @_together
+    @_dtypes
+    def test_gives_and_takes_bytes(self, dtype: str, together: bool) -> None:  # noqa: FBT001
+        """Bytes of full blocks, written into other blocks, are the same K/V; others stay.
+
+        The bytes belong to the caller. A backend that gives none says so.
+        """
+        fixed: Any = {"contexts": [0, 0], "lengths": [48, 30], "room": 60, "block_size": 16}
+        batch = self.batch(4, dtype, together=together, value_dim=8, head_dim=24, **fixed)
+        batch.stored()
+        backend, (table, other) = batch.backend, batch.tables
+        buffer = backend.host_buffer(len(table))
+        assert buffer.nbytes == len(table) * batch.layout.bytes_per_block
+        try:
+            backend.read_blocks(table, buffer)
+        except InputError as error:
+            pytest.skip(str(error))
+        backend.fill(nan, table)
+        kept, targets = bytes(buffer), batch.spare[: len(table)]
+        backend.write_blocks(targets, buffer)
+        buffer.cast("B")[:] = bytes(buffer.nbytes)
+        assert batch.holds(0, targets)
+        assert batch.holds(1, other)
+        backend.read_blocks(targets[1:], buffer[1:])
+        size = batch.layout.bytes_per_block
+        assert bytes(buffer)[size:] == kept[size:]
+        backend.read_blocks([], buffer[:0])
+        backend.write_blocks([], memoryview(b""))
+
+    @_together
     def test_fills(self, together: bool) -> None:  # noqa: FBT001
         """`fill` sets all numbers of the given blocks, or of all blocks, and no others."""
         batch = self.batch(5, room=40, together=together)

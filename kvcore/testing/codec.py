@@ -280,6 +280,23 @@ class CodecTests:
         assert coded.holds(0, table)
         assert coded.holds(1, targets)
 
+    def test_gives_and_takes_bytes(self) -> None:
+        """Bytes of full blocks, written into others, are the same K/V, and go on there."""
+        size = self.block_size
+        batch = self.batch(4, contexts=[0, 0], lengths=[2 * size, size + 9], room=4)
+        batch.store([0, 0], [2 * size, size + 3])
+        backend, (table, other) = batch.backend, batch.tables
+        buffer = backend.host_buffer(3)
+        backend.read_blocks([*table, other[0]], buffer)
+        backend.fill(nan, [*table, other[0]])
+        targets = batch.spare[:3]
+        backend.write_blocks(targets, buffer)
+        moved = attrs.evolve(batch, tables=[targets[:2], [targets[2], other[1]]])
+        moved.store([0, size + 3], [0, 6])
+        coded = self.coded(moved)
+        assert coded.holds(0, targets[:2])
+        assert coded.holds(1, [targets[2], other[1]])
+
     def test_fills(self) -> None:
         """`fill` sets the given blocks, coded or not full yet, and no others."""
         size = self.block_size

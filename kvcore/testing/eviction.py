@@ -106,6 +106,14 @@ class EvictionPolicyTests(ABC):
         counting, with_ids = self.driver(ids=False).run(steps), self.driver(ids=True).run(steps)
         assert counting == with_ids, "with block ids, it decided otherwise"
 
+    @pytest.mark.parametrize("seed", range(2))
+    def test_clients_may_pin_and_demote(self, seed: int) -> None:
+        """It never answers with what a client has pinned, nor misses what was demoted."""
+        traffic = attrs.evolve(_HINTS, pins=True)
+        driver = self.driver()
+        decisions = driver.run(random_steps(seed, 200, traffic))
+        assert any(decision.evicted for decision in decisions), "nothing was evicted"
+
     @_seeds
     def test_a_copy_decides_alike(self, seed: int) -> None:
         """A deep copy of cache and policy goes on exactly as the original does."""

@@ -16,6 +16,7 @@ from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import Request
 from kvcore.testing.harness import Traffic, random_requests
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.tier_store import TierStoreTests
 from kvcore.tiers import Level, Load, Tier, Tiers
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S
@@ -33,7 +34,7 @@ _RULES = [
 ]
 
 
-class TierTests:
+class TierTests(TierStoreTests):
     """The tests that every tier passes. A derived `Test...` class says how to make one.
 
     `tier` is called with options by name, `memory` among them, and returns a new tier:
@@ -42,7 +43,8 @@ class TierTests:
             tier = Mine
 
     A tier without code of its own in simulations has few tests to fail; those of its options
-    and of its header say whether runs with it can be told apart, and made again.
+    and of its header say whether runs with it can be told apart, and made again. Those of its
+    bytes are those of `TierStoreTests`.
     """
 
     tier: ClassVar[Callable[..., Tier]]

@@ -24,6 +24,7 @@ from kvcore.cache.hints import PriorityStep
 from kvcore.cache.integrity import check_blocks, check_tree
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
 from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
@@ -32,6 +33,7 @@ from kvcore.plugins import describe, policy_error, resolve
 from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 from kvcore.tiers.tier import Link, Tier
+from kvcore.units import NS_PER_S
 
 PrefillTime = Callable[[int, int], int]
 """Returns the ns to prefill n tokens after a context of c tokens."""
@@ -45,6 +47,8 @@ class TierStats:
         stored: written into it; `parked`, those of preempted sequences among them.
         loads, loaded: loads, and their blocks; `returned`, those for requests that came back
             from a preemption, which is no reuse, among them.
+        hits: of these blocks, those that were right, at first admissions; `ratio_sum`: their
+            shares in what these requests looked up, summed.
         found: found at first admissions, beyond what nearer levels held; `recomputed`: of
             these found, those that were computed again, since that was faster.
         skipped: not written, since the link was busy for too long; `refused`: since what is
@@ -52,6 +56,8 @@ class TierStats:
         wait_ns, load_ns: time that loads waited for the link, and took in all.
         dropped: blocks that left, by reason: `capacity`, `expired`, `moved`, `corrupt`,
             `gone`, `parked`, `failed`.
+        recovered: blocks that an earlier run on tensors had left here.
+        errors: calls of the store that failed, or took too long.
     """
 
     stored: int = 0
@@ -59,17 +65,24 @@ class TierStats:
     loads: int = 0
     loaded: int = 0
     returned: int = 0
+    hits: int = 0
+    ratio_sum: float = 0.0
     found: int = 0
     recomputed: int = 0
     skipped: int = 0
     refused: int = 0
     wait_ns: int = 0
     load_ns: int = 0
+    recovered: int = 0
+    errors: int = 0
     dropped: dict[str, int] = attrs.field(factory=dict)
 
 
 class Mover(Protocol):
     """Moves the bytes: in a run on tensors. A simulation has none."""
+
+    def is_ready(self, level: Level) -> bool:
+        """Return False while the store of `level` is left alone, since it has failed."""
 
     def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
         """Called when blocks are written: of `source` (None: of the pool) with these `ids`.
@@ -85,13 +98,19 @@ class Mover(Protocol):
         """Called when a load has begun."""
 
     def finish(self, part: Part, ids: Ids) -> int:
-        """Put what was loaded into the blocks `ids` of the pool; return how many are right."""
+        """Put what was loaded into the blocks `ids` of the pool; return how many are right.
+
+        If not all are, `part.reason` says why.
+        """
 
     def dropped(self, level: Level, slots: Ids) -> None:
         """Called when slots are free again."""
 
-    def present(self, level: Level, holder: Holder, first: int) -> int:
-        """Return up to which position the path of `holder`, from `first` on, is still there."""
+    def present(self, level: Level, slots: Ids) -> int:
+        """Return how many of the first `slots` still have their blocks."""
+
+    def lost(self) -> Iterable[tuple[Level, Holder, int]]:
+        """Yield once what could not be written: blocks of a path, from a position on."""
 
 
 @attrs.define(eq=False)
@@ -102,6 +121,8 @@ class Part:
         level: where they come from.
         holder: what pins them there.
         parked: whether they were a preempted sequence's own.
+        reason: why they are dropped if they are not as they should be.
+        data: the mover's own.
     """
 
     level: Level
@@ -109,6 +130,18 @@ class Part:
     first: int
     end: int
     parked: bool = False
+    reason: str = "corrupt"
+    data: Any = None
+
+    @property
+    def slots(self) -> Ids | None:
+        """The slots of the blocks, in the order of the prompt; None: they have no ids."""
+        span, private = self.holder.span, self.holder.private
+        shared = path_ids(span, self.first, self.end) if self.first < span.end else None
+        if private is None or self.end <= span.end:
+            return shared
+        own = private[max(self.first - span.end, 0) : self.end - span.end]
+        return own if shared is None else shared + own
 
 
 @attrs.define(eq=False)
@@ -120,12 +153,14 @@ class Load:
         parts: where they come from, in the order of the prompt.
         ready: when (ns) all of them can be used.
         tokens: tokens that `seq` has computed then.
+        resumed: whether it is of a preempted request that returns.
     """
 
     seq: Holder
     parts: list[Part]
     ready: int
     tokens: int
+    resumed: bool
 
 
 class Level:
@@ -178,6 +213,12 @@ class Level:
         """The name of the tier, which traces and reports use; unique among the levels."""
         return self._tiers.names[self]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its store can be asked: False for a while after it has failed."""
+        mover = self._tiers.mover
+        return mover is None or mover.is_ready(self)
+
     # What it hears of its own directory, as the watcher of its tree.
 
     def stored(self, span: Span, now: int) -> None:
@@ -225,7 +266,7 @@ class Level:
         if not need:
             self._remember(span, end)
             return True
-        if self.link.wait(now) > self._max_wait:
+        if self.link.wait(now) > self._max_wait or not self.is_ready:
             self.stats.skipped += need
             return False
         room = self.pool.free_blocks + tree.unpinned_blocks - match.unpinned_blocks
@@ -243,7 +284,7 @@ class Level:
             self._tiers.mover.store(self, source, ids, holder)
         self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
         tree.commit(holder, end, now)
-        tree.close(holder, now)
+        tree.close(holder.span, now)
         if need > room:
             return False
         self._remember(span, end)
@@ -263,7 +304,8 @@ class Level:
         match = self.tree.match(seq.keys, seq.span.end, now)
         room = self.pool.free_blocks + self.tree.unpinned_blocks - match.unpinned_blocks
         need = blocks - match.blocks
-        return need if need <= room and self.link.wait(now) <= self._max_wait else None
+        fits = need <= room and self.link.wait(now) <= self._max_wait and self.is_ready
+        return need if fits else None
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
         """Keep the first `tokens` tokens of `seq`: pin what it shares, park its own blocks."""
@@ -278,10 +320,7 @@ class Level:
         tree.open(holder, match, own, now, missed=False, resumed=True)
         self.parked[seq.request.id] = holder
         if self._tiers.mover is not None and seq.private is not None:
-            # What is shared, and could not be stored as such, is parked too.
-            ids = path_ids(shared, match.blocks, shared.end) or array("i")
-            ids = ids + seq.private[: blocks - shared.end]
-            self._tiers.mover.park(self, ids, holder)
+            self._tiers.mover.park(self, seq.table()[match.blocks : blocks], holder)
         self.stats.parked += own
         self._wrote(seq.request.id, match.blocks, own, now, None, parked=True)
 
@@ -292,7 +331,7 @@ class Level:
         if self._tiers.mover is not None and holder.private is not None:
             self._tiers.mover.dropped(self, holder.private)
         self.pool.free(None if holder.private is None else holder.private[::-1], count)
-        self.tree.close(holder, now)
+        self.tree.close(holder.span, now)
         self._drop(request, shared, count, now, "parked")
 
     def _wrote(
@@ -327,7 +366,21 @@ class Level:
 
     def find(self, keys: Sequence[Key], limit: int, now: int) -> int:
         """Return up to which position, at most `limit`, a prompt is here. Changes nothing."""
-        return self.tree.match(keys, limit, now).blocks
+        return self.tree.match(keys, limit, now).blocks if self.is_ready else 0
+
+    def confirm(self, seq: Holder, first: int, end: int, now: int) -> int:
+        """Return up to which position the blocks `[first, end)` of `seq` are in the store.
+
+        The directory has them; what has gone from the store by itself is dropped from it.
+        """
+        mover, span = self._tiers.mover, self.tree.match(seq.keys, end, now).span
+        slots = None if mover is None else path_ids(span, first, end)
+        if mover is None or slots is None:
+            return end
+        there = first + mover.present(self, slots)
+        if there < end and self.is_ready:
+            self.discard(seq, there, now, "gone")
+        return there
 
     def take(
         self, request: Request, keys: Sequence[Key], first: int, end: int, now: int,
@@ -344,20 +397,25 @@ class Level:
         tree.open(holder, match, 0, now, missed=False, resumed=resumed)
         return Part(self, holder, first, end)
 
-    def give_back(self, part: Part, right: int, now: int) -> None:
-        """Unpin what was loaded, of which the first `right` blocks were as they should be."""
+    def give_back(self, part: Part, right: int | None, now: int) -> None:
+        """Unpin what was loaded, of which the first `right` blocks were as they should be.
+
+        None: nobody has looked, since blocks before them were not.
+        """
         holder, tree = part.holder, self.tree
         if part.parked:
             self.unpark(holder.request.id, now)
             return
         span = holder.span
-        tree.close(holder, now)
+        tree.close(holder.span, now)
+        if right is None:
+            return
         if right < part.end - part.first:
-            self._discard(holder, part.first + right, now)
+            self.discard(holder, part.first + right, now, part.reason)
         elif self.tier.keep == "exclusive":
             tree.vacate(span, now)
 
-    def _discard(self, wrong: Holder, first: int, now: int) -> None:
+    def discard(self, wrong: Holder, first: int, now: int, reason: str) -> None:
         """Drop the path of `wrong` from position `first` on, and all that continues it."""
         tree = self.tree
         holder = self._holder(wrong.request.id, wrong.request.tenant, wrong.keys, first)
@@ -366,8 +424,21 @@ class Level:
         key = wrong.keys[holder.span.end // tree.geometry.ratio]
         top = (holder.span.children or {}).get(key)
         if top is not None:
-            tree.discard(top, now, "corrupt")
-        tree.close(holder, now)
+            tree.discard(top, now, reason)
+        tree.close(holder.span, now)
+
+    def restore(self, keys: Sequence[Key], slots: Ids) -> None:
+        """Put back a path that an earlier run has left: `slots` have its blocks, all of them.
+
+        Their slots must be allocated. The path is the latest to be used, of all put back.
+        """
+        tree, end = self.tree, len(slots)
+        holder = self._holder("", None, keys, end)
+        match = tree.match(keys, end, 0)
+        tree.open(holder, match, 0, 0, missed=False, resumed=True)
+        holder.private = slots[match.blocks :]
+        tree.commit(holder, end, 0)
+        tree.close(holder.span, 0)
 
     def _holder(
         self, request: int | str, tenant: str | None, keys: Sequence[Key], blocks: int
@@ -429,21 +500,36 @@ class Tiers:
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below
         self._loading: list[Load] = []
+        if self.levels and self.levels[0].tier.load != "never":
+            many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
+            cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
         cache.tree.watcher = self
         cache.tiers = self
-        if cache.trace is not None:
-            cache.trace.describe(
+        self._devices = devices
+        self.describe()
+
+    def describe(self) -> None:
+        """Write the tiers into the header of the trace, with what was found in them."""
+        if self.cache.trace is not None:
+            self.cache.trace.describe(
                 tiers=[
                     {
-                        "name": level.name,
+                        "tier": level.name,
                         **describe(level.tier),
                         "slots": level.pool.blocks,
-                        "slot_bytes": slot_bytes,
-                        "devices": devices if level.tier.per_device else 1,
+                        "slot_bytes": level.slot_bytes,
+                        "devices": self._devices if level.tier.per_device else 1,
                     }
+                    | ({"recovered": level.stats.recovered} if level.stats.recovered else {})
                     for level in self.levels
                 ]
             )
+
+    def drop_lost(self, now: int) -> None:
+        """Drop from the directories what could not be written."""
+        if self.mover is not None:
+            for level, holder, first in self.mover.lost():
+                level.discard(holder, first, now, "failed")
 
     # What it hears of the pool, as the watcher of its tree.
 
@@ -475,6 +561,7 @@ class Tiers:
         prefixes of what is found, the one is loaded that takes the least time to load it and
         to compute the rest. Returns None if that is none. `resumed`: as for `KVCache.open`.
         """
+        self.drop_lost(now)
         parked = self._parked(seq)
         if parked is not None:
             load = self._load_parked(seq, *parked, now, prefill_ns)
@@ -500,7 +587,7 @@ class Tiers:
     def _find(self, seq: Holder, now: int, *, resumed: bool) -> list[tuple[Level, int, int]]:
         """Ask every level; return the ranges `[first, end)` of blocks that may be loaded."""
         geometry = self.cache.geometry
-        limit, end = seq.cacheable, seq.hit_blocks
+        limit, end = min(seq.cacheable, seq.blocks), seq.hit_blocks
         if geometry.accounting == "tokens":
             limit = min(limit, (seq.target - 1) // geometry.block_size)
         found: list[tuple[Level, int, int]] = []
@@ -508,6 +595,8 @@ class Tiers:
             if end >= limit:
                 break
             upto = level.find(seq.keys, limit, now)
+            if upto > end and level.tier.load != "never":
+                upto = level.confirm(seq, end, upto, now)
             if upto < limit and not resumed:
                 level.tree.missed(seq.request, upto, now)
             if upto > end:
@@ -585,7 +674,7 @@ class Tiers:
                     now, tier=level.name, request=seq.request.id, seq=seq.id,
                     first=part.first, blocks=blocks, done=done,
                 )  # fmt: skip
-        load = Load(seq, parts, ready, tokens)
+        load = Load(seq, parts, ready, tokens, resumed)
         self._loading.append(load)
         return load
 
@@ -599,17 +688,20 @@ class Tiers:
         size = self.cache.geometry.block_size
         end, whole = load.parts[0].first, True
         for part in load.parts:
-            blocks = right = part.end - part.first
-            if self.mover is not None and seq.private is not None:
+            blocks = part.end - part.first
+            right = blocks if whole else None
+            if self.mover is not None and seq.private is not None and whole:
                 at = part.first - seq.span.end
-                right = self.mover.finish(part, seq.private[at : at + blocks]) if whole else 0
-            if whole:
-                end += right
+                right = self.mover.finish(part, seq.private[at : at + blocks])
+            end += right or 0
             whole = whole and right == blocks
+            if not load.resumed:
+                part.level.stats.hits += right
+                part.level.stats.ratio_sum += right / seq.lookup_blocks
             if trace is not None:
                 trace.load(
                     now, tier=part.level.name, request=seq.request.id, seq=seq.id,
-                    first=part.first, blocks=right,
+                    first=part.first, blocks=right or 0,
                 )  # fmt: skip
             part.level.give_back(part, right, now)
         tokens = load.tokens if whole else end * size
@@ -683,11 +775,36 @@ class Tiers:
             ]
             level.check_integrity(moving)
 
+    def record_residency(self) -> None:
+        """Start to measure how long blocks stay in each level."""
+        for level in self.levels:
+            level.tree.residency = Residency(level.pool.blocks, level.name)
+
+    def hit_stats(self, level: Level | None = None) -> CacheStats:
+        """Return the statistics of first admissions with the hits of one level alone.
+
+        None: with those of the pool and all levels.
+        """
+        stats, size = self.cache.stats, self.cache.geometry.block_size
+        of = self.levels if level is None else [level]
+        hits, ratios = (
+            sum(getattr(each.stats, n) for each in of) for n in ("hits", "ratio_sum")
+        )
+        pool = stats if level is None else CacheStats()
+        return attrs.evolve(
+            stats,
+            hit_blocks=pool.hit_blocks + hits,
+            hit_tokens=pool.hit_tokens + hits * size,
+            ratio_sum=pool.ratio_sum + ratios,
+        )
+
     def as_dict(self) -> list[dict[str, Any]]:
         """Return what moved, by tier, as JSON has it."""
         return [
             {
                 "tier": level.name,
+                "hit_blocks": level.stats.hits,
+                "ratio": self.hit_stats(level).ratios(),
                 "slots": level.pool.blocks,
                 "memory_bytes": level.pool.blocks * level.slot_bytes,
                 "used_blocks": level.pool.blocks - level.pool.free_blocks,
@@ -698,6 +815,8 @@ class Tiers:
                         "skipped", "refused",
                     )
                 },
+                "recovered_blocks": level.stats.recovered,
+                "errors": level.stats.errors,
                 "loads": level.stats.loads,
                 "dropped_blocks": dict(level.stats.dropped),
                 "read_bytes": level.link.read_bytes,

@@ -1,8 +1,13 @@
 """The built-in tiers pass the tests that every tier must pass."""
 
+from functools import partial
+
+import pytest
+
 from kvcore import Plugins
 from kvcore.testing import TierTests
 from kvcore_plugins.tier import Disk, Host, Redis
+from kvcore_plugins.tier._sealing import HEADER_BYTES
 
 
 class TestHost(TierTests):
@@ -15,12 +20,66 @@ class TestDisk(TierTests):
     """A disk."""
 
     tier = Disk
+    survives = True
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path):
+        self.path = tmp_path
+
+    def open(self, *size, **options):
+        """Open one in the test's directory."""
+        self.tier = partial(Disk, path=self.path)
+        return super().open(*size, **options)
+
+    def make(self, **options):
+        """Build it, in the test's directory if bytes are at stake."""
+        return self.tier(**({"memory": 12000} | options))
+
+    def pieces(self, block):
+        """Yield the header and the K/V."""
+        for suffix, size, at in (
+            ("headers", HEADER_BYTES, block.slot + 1),
+            ("slots", 1000, block.slot),
+        ):
+            (path,) = self.path.glob(f"*.{suffix}")
+
+            def put(data, path=path, size=size, at=at):
+                with path.open("r+b") as file:
+                    file.seek(at * size)
+                    file.write(data.ljust(size, b"\0"))
+
+            with path.open("rb") as file:
+                file.seek(at * size)
+                yield file.read(size), put
 
 
 class TestRedis(TierTests):
     """A server of Redis or Valkey."""
 
     tier = Redis
+    survives = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, request):
+        self.request = request
+
+    def open(self, *size, **options):
+        """Open one on the test's server, which is empty."""
+        url = self.request.getfixturevalue("redis_server").url
+        self.request.getfixturevalue("redis_client")
+        self.tier = partial(Redis, url=url)
+        return super().open(*size, **options)
+
+    def make(self, **options):
+        """Build it, on the test's server if bytes are at stake."""
+        return self.tier(**({"memory": 12000} | options))
+
+    def pieces(self, block):
+        """Yield the fields of the hash."""
+        client = self.request.getfixturevalue("redis_client")
+        (name,) = client.keys("*")
+        for field, data in client.hgetall(name).items():
+            yield data, partial(client.hset, name, field)
 
 
 def test_every_tier_is_in_the_list():

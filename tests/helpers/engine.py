@@ -4,6 +4,7 @@ K/V of a token is its id. Attention returns all ids that a row may attend to, so
 token, their digest, tells whether each of them was read from the right slot.
 """
 
+from array import array
 from hashlib import blake2b
 from io import BytesIO
 from typing import Any, ClassVar
@@ -14,8 +15,11 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, Run
 
 from kvcore import Backend, Generator, InputError, KVCache, Trace, run
+from kvcore.engine.executor import tensor_layout
 from kvcore.models.spec import ModelSpec
+from kvcore.plugins import resolve
 from kvcore.serving import Batching
+from kvcore.tiers import Tiers
 
 SPEC = ModelSpec(
     name="exact", layers=2, query_heads=1, kv_heads=1, head_dim=1, hidden_size=1, parameters=1
@@ -145,6 +149,25 @@ class Slots(Backend):
         slots = [pair for block in table for pair in self.slots[layer][block]][:tokens]
         return [key for key, _ in slots], [value for _, value in slots]
 
+    def read_blocks(self, blocks, into):
+        """Write keys and values down, as integers of 4 bytes; what was not stored is 0."""
+        numbers = [
+            0 if pair is None else pair[half] + (1, -1)[half]
+            for block in blocks
+            for layer in self.slots
+            for pair in layer[block]
+            for half in (0, 1)
+        ]
+        into.cast("B")[:] = array("i", numbers).tobytes()
+
+    def write_blocks(self, blocks, data):
+        """Read them again."""
+        numbers = iter(array("i", bytes(data)))
+        for block in blocks:
+            for layer in self.slots:
+                pairs = [(next(numbers), next(numbers)) for _ in layer[block]]
+                layer[block] = [(key - 1, value + 1) if key else None for key, value in pairs]
+
     def copy_blocks(self, pairs):
         """Copy them."""
         for layer in self.slots:
@@ -156,6 +179,12 @@ class Slots(Backend):
         for layer in self.slots:
             for block in range(self.layout.blocks) if blocks is None else blocks:
                 layer[block] = [None] * self.layout.block_size
+
+
+def slot_bytes_of(spec, block_size, dtype="fp32", codec=None):
+    """Return the bytes of a block in all layers."""
+    codec = None if codec is None else resolve("codec", codec)
+    return tensor_layout(spec, 1, block_size, dtype, codec).bytes_per_block
 
 
 def compute(
@@ -176,6 +205,7 @@ def compute(
     rate_scale=1.0,
     dtype="fp32",
     codec=None,
+    tiers=(),
     **batching,
 ):
     """Serve `requests` on tensors, as `serving.serve` simulates it; return the same."""
@@ -189,10 +219,14 @@ def compute(
         key_tokens=block_size if key_tokens is None else key_tokens,
         trace=writer,
     )
+    generator = resolve("generator", Exact() if generator is None else generator)
+    if tiers:
+        slot_bytes = slot_bytes_of(generator.spec, block_size, dtype, codec)
+        Tiers(cache, tiers, slot_bytes, ids=True)
     result = run(
         requests,
         cache=cache,
-        generator=Exact() if generator is None else generator,
+        generator=generator,
         backend=Slots() if backend is None else backend,
         dtype=dtype,
         codec=codec,

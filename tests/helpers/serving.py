@@ -14,6 +14,7 @@ from helpers.policies import POLICIES, build
 from helpers.schedulers import scheduler_of
 
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
+from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import Batching, simulate
 from kvcore.tiers import Tiers
 from kvcore_plugins.eviction import LRU
@@ -263,7 +264,7 @@ def _requests(draw, count, key_tokens, followers):
     """Make requests; about `followers` in 5 of them come after another."""
     requests: list[Request] = []
     longest, spread = (8, 30, 90)[draw(0, 2)], (3, 30, 300)[draw(0, 2)]
-    now = 0
+    now, hinted = 0, draw(0, 2) == 2
     for number in range(count):
         now += draw(0, spread) * draw(0, 1)
         prompt, output = (
@@ -288,9 +289,18 @@ def _requests(draw, count, key_tokens, followers):
                 session="session" if followers else None,
                 after=draw(0, number - 1) if follows else None,
                 think_time=draw(0, 300) if follows else 0,
+                hints=_hints(draw, prompt) if hinted else NO_HINTS,
             )
         )
     return requests
+
+
+def _hints(draw, prompt):
+    """Return hints; about half of them pin, the others share a part, or demote."""
+    if draw(0, 1):
+        return Hints(pin=draw(1, 900))
+    share = True if draw(0, 1) else draw(0, prompt)
+    return Hints(share=share, demote=bool(draw(0, 1)))
 
 
 def _keys(draw, number, prompt, output, key_tokens):

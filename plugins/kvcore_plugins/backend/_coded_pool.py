@@ -389,6 +389,24 @@ class CodedPool(Pool):
                 half.put_on_stage(blocks[place], content[begin:end].view(shape))
                 begin = end
 
+    def read_bytes(self, blocks: Sequence[int], into: Tensor) -> None:
+        """Copy the bytes of blocks in all planes.
+
+        Raises:
+            InputError: a block is not full yet, so that there are none.
+        """
+        waiting = [b for b in blocks if any(b in half.stage for half in self.halves)]
+        if waiting:
+            msg = f"block {waiting[0]} is not full, and not coded yet: use swap_out"
+            raise InputError(msg)
+        super().read_bytes(blocks, into)
+
+    def write_bytes(self, blocks: Sequence[int], data: Tensor) -> None:
+        """Write what `read_bytes` has read into `blocks`, which are full then."""
+        super().write_bytes(blocks, data)
+        for half in self.halves:
+            half.stage.drop(blocks)
+
     def fill(self, value: float, blocks: Sequence[int] | None) -> None:
         """Set all numbers of `blocks`, or of all blocks, to `value`."""
         for half in self.halves:

@@ -6,7 +6,7 @@ import mmap
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from math import lcm
@@ -315,6 +315,47 @@ class Pool:
     def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
         """Write what `swap_out` returned into `blocks`."""
         self.scatter(self.upload(host), blocks)
+
+    def read_bytes(self, blocks: Sequence[int], into: Tensor) -> None:
+        """Copy the bytes of blocks into memory of the host, `[len(blocks), bytes]`.
+
+        One matrix after the other: each row goes where it belongs in one copy.
+        """
+        ids = self._ids(blocks)
+        here = self.device == into.device
+        out = into if here else torch.empty_like(into, device=self.device)
+        begin = 0
+        for matrix in self._byte_matrices():
+            end = begin + matrix.shape[1]
+            torch.index_select(matrix, 0, ids, out=out[:, begin:end])
+            begin = end
+        if not here:
+            into.copy_(out, non_blocking=into.is_pinned())
+
+    def write_bytes(self, blocks: Sequence[int], data: Tensor) -> None:
+        """Write what `read_bytes` has read into `blocks`."""
+        ids, begin = torch.tensor(blocks, dtype=torch.int64), 0
+        here = self.device == data.device
+        if not here:
+            ids, data = self.upload(ids), self.upload(data)
+        for matrix in self._byte_matrices():
+            end = begin + matrix.shape[1]
+            if here:
+                # numpy copies rows; index_copy_ of torch goes byte by byte, six times slower.
+                matrix.numpy()[ids.numpy()] = data[:, begin:end].numpy()
+            else:
+                matrix.index_copy_(0, ids, data[:, begin:end])
+            begin = end
+
+    def _byte_matrices(self) -> Iterator[Tensor]:
+        """Yield the matrices as bytes, without what pads a block."""
+        layout = self.layout
+        if layout.together:
+            (matrix,) = self.matrices
+            yield matrix.view(torch.uint8)[:, : layout.bytes_per_block]
+        else:
+            for matrix in self.matrices:
+                yield matrix.view(torch.uint8)
 
     def fill(self, value: float, blocks: Sequence[int] | None) -> None:
         """Set all numbers of `blocks`, or of all blocks, to `value`."""

@@ -285,6 +285,38 @@ class TorchBackend(Backend):
             raise InputError(msg)
         self._pool.swap_in(host, blocks)
 
+    def read_blocks(self, blocks: Sequence[int], into: memoryview) -> None:
+        """Copy the bytes of full blocks into memory of the host.
+
+        Raises:
+            InputError: a block is not full, or `into` is of another size.
+        """
+        self._pool.read_bytes(blocks, self._as_tensor(blocks, into))
+        self.synchronize()
+
+    def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
+        """Write what `read_blocks` has read into `blocks`.
+
+        Raises:
+            InputError: `data` is of another size.
+        """
+        self._pool.write_bytes(blocks, self._as_tensor(blocks, data))
+        self.synchronize()
+
+    def _as_tensor(self, blocks: Sequence[int], memory: memoryview) -> Tensor:
+        """Return memory of the host as a tensor, `[len(blocks), bytes]`: not a copy."""
+        import torch  # noqa: PLC0415 - see the module
+
+        shape = len(blocks), self.layout.bytes_per_block
+        if memory.nbytes != shape[0] * shape[1]:
+            msg = f"{shape[0]} blocks of {shape[1]} bytes do not go into {memory.nbytes} bytes"
+            raise InputError(msg)
+        if not memory.nbytes:
+            return torch.empty(shape, dtype=torch.uint8)
+        if memory.readonly:
+            memory = memoryview(bytearray(memory))
+        return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
         """Set every number of the blocks."""
         self._pool.fill(value, blocks)

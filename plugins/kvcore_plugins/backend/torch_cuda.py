@@ -24,8 +24,9 @@ class TorchCUDA(TorchBackend):
     """Keep K/V on a GPU and attend to it with torch's CUDA kernels.
 
     K/V that comes from the host is staged in pinned memory and copied on a stream of its
-    own. The host waits for the device in `swap_out` and `synchronize` only. Takes fp64,
-    fp32, fp16 and, from compute capability 8.0, bf16. Needs torch with CUDA, and a driver.
+    own. The host waits for the device where blocks are copied to the host or from it, and in
+    `synchronize`. Takes fp64, fp32, fp16 and, from compute capability 8.0, bf16. Needs torch
+    with CUDA, and a driver.
 
     Options:
         attention: what computes attention; `sdpa` is torch's own function over gathered K/V.
@@ -118,6 +119,16 @@ class TorchCUDA(TorchBackend):
         # Memory of the copy stream may not be reused while the current one reads it.
         moved.record_stream(current)
         return moved
+
+    def host_buffer(self, blocks: int) -> memoryview:
+        """Return pinned memory for the bytes of so many blocks, unless `pin` is off."""
+        if not self.pin:
+            return super().host_buffer(blocks)
+        import torch  # noqa: PLC0415 - as in the base class
+
+        shape = blocks, self.layout.bytes_per_block
+        pinned: Any = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+        return memoryview(pinned)
 
     def memory(self) -> DeviceMemory:
         """Return what torch has allocated; memory that torch keeps for later counts as free."""

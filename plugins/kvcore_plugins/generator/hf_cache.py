@@ -72,6 +72,9 @@ class PagedCache:
                 "KVCache(blocks, block_size, ids=True)"
             )
             raise InputError(msg)
+        if self.cache.tiers is not None:
+            msg = "a paged cache moves no blocks to tiers: make its cache without them"
+            raise InputError(msg)
         token_retention(self.cache)
         self.backend.bind()
 

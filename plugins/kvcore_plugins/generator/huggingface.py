@@ -7,6 +7,7 @@ import os.path
 import sys
 from collections.abc import Sequence
 from functools import cached_property
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
@@ -125,6 +126,27 @@ class HuggingFace(Generator):
             source = _read("AutoTokenizer", source, "tokenizer")
         return source  # type: ignore[no-any-return]
 
+    def identity(self) -> str:
+        """Return the files of the model with sizes and times, or a digest of its weights."""
+        spec = f"{type(self).__qualname__} {self.spec!r}"
+        folder = Path(os.path.expanduser(self.model)) if _is_name(self.model) else None  # noqa: PTH111
+        if folder is not None and folder.is_dir():
+            files = sorted(file for file in folder.iterdir() if file.is_file())
+            facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+            return f"{spec} {facts!r}"
+        commit = getattr(self.network.config, "_commit_hash", None)
+        if folder is not None and commit is not None:
+            return f"{spec} {self.model} {commit}"
+        import torch  # noqa: PLC0415
+
+        digest = blake2b(digest_size=16)
+        for name, weights in self.network.state_dict().items():
+            digest.update(f"{name} {weights.dtype} {list(weights.shape)}".encode())
+            digest.update(
+                weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            )
+        return f"{spec} {self.network.config!r} {digest.hexdigest()}"
+
     def load(self, backend: Backend, dtype: str) -> None:
         """Convert the weights, put them on the backend's device, attend through `attend`.
 
@@ -232,6 +254,10 @@ def _place(source: str | Path) -> tuple[str, bool]:
         )
         raise InputError(msg)
     return text, is_folder
+
+
+def _is_name(source: Any) -> bool:
+    return isinstance(source, str | Path)
 
 
 def _named(value: Any) -> Any:

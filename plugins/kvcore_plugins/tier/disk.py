@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from errno import ELOOP
+from hashlib import blake2b
+from itertools import count
 from pathlib import Path
+from shutil import disk_usage
 from typing import ClassVar
 
 import attrs
+import orjson
 
-from kvcore.tiers import Tier, bandwidth
+from kvcore import InputError, StorageError
+from kvcore.files import as_path, make_directory
+from kvcore.tiers import StoredBlock, Tier, TierStore, bandwidth
+from kvcore.units import format_bytes
+from kvcore_plugins.tier._sealing import HEADER_BYTES, Sealer
+
+if sys.platform != "win32":
+    import fcntl
+
+SCHEMA = 1
+"""The format of the files; others are of no use to this one, and are left alone."""
+
+CHUNK_BYTES = 1 << 20
+"""Bytes that are written or read at once: what the caches of a CPU hold while it hashes."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -16,14 +39,245 @@ class Disk(Tier):
 
     The defaults of its link are those of one NVMe disk on four lanes of PCI Express 4.0.
 
+    In a run on tensors each model has two files in the directory, which are those of no other:
+    slots, which take room as they are written, and their headers, with checksums. What is read
+    and does not match its header is computed again. A header is written after the K/V that it
+    vouches for, so that a killed process leaves no half block.
+
     Attributes:
         path: the directory of its files, which one process has at a time; None: for
             simulations alone.
+        sync: whether a write waits until its K/V are on the disk, before it writes headers.
+            Without it, the default, a crash of the machine, not of the process, may leave
+            headers without their K/V, as the checksums find out.
     """
 
     name: ClassVar[str] = "disk"
 
-    path: Path | None = None
+    path: Path | None = attrs.field(default=None, converter=attrs.converters.optional(as_path))
+    sync: bool = False
     read_bandwidth: int | str = bandwidth("7GB")
     write_bandwidth: int | str = bandwidth("5GB")
     latency: float = 1e-4
+
+    def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
+        """Return slots in files of `path`, with what an earlier run has left in them.
+
+        Raises:
+            InputError: there is no `path`, it cannot be written, or another process has it.
+            StorageError: its file system has too little room for all slots.
+        """
+        if self.path is None:
+            msg = "tier disk: a run on tensors needs a directory: disk:path=DIR,memory=..."
+            raise InputError(msg)
+        return DiskStore(self.path, slots, slot_bytes, identity, sync=self.sync)
+
+
+class DiskStore(TierStore):
+    """Keeps blocks in files: `write` and `read` take a call of the system for up to 1 MiB.
+
+    Nothing is mapped into memory: a full disk or a file cut short is then an error that a call
+    returns, where a map would end the process.
+
+    Attributes:
+        damaged: headers that `recover` could not use.
+    """
+
+    def __init__(
+        self, path: Path, slots: int, slot_bytes: int, identity: bytes, *, sync: bool
+    ) -> None:
+        """Lock the directory, and open the files of this identity."""
+        if sys.platform == "win32":
+            msg = "tier disk: its locks and its files need Linux or macOS"
+            raise InputError(msg)
+        self._sealer = Sealer(identity, slot_bytes)
+        self._slots, self._size, self._sync = slots, slot_bytes, sync
+        self._files: list[int] = []
+        self.damaged = 0
+        about = {"kvcore_tier": SCHEMA, "slot_bytes": slot_bytes, "identity": identity.hex()}
+        first = orjson.dumps(about)
+        name = blake2b(first, digest_size=8).hexdigest()
+        # All that is longer than a header is there as its hash.
+        first = orjson.dumps(about | {"identity": name}).ljust(HEADER_BYTES)
+        make_directory(path, 0o700)
+        try:
+            self._lock(path)
+            self._data, self._headers = self._open(path, name, first)
+            self._fit(path, first)
+        except OSError as error:
+            self.close()
+            msg = f"tier disk: {error.filename or path} cannot be used: {error.strerror}"
+            raise InputError(msg) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self, path: Path) -> None:
+        """Take the directory for this process, until it closes or ends."""
+        file = self._file(path / "lock")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
+            msg = f"tier disk: {path} is in use by {owner}: wait for its end, or name another"
+            raise InputError(msg) from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _file(self, path: Path) -> int:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            file = os.open(path, flags, 0o600)
+        except OSError as error:
+            if error.errno == ELOOP:
+                error.strerror = "it is a link; give the directory that it points into"
+            raise
+        self._files.append(file)
+        return file
+
+    def _open(self, path: Path, name: str, first: bytes) -> tuple[int, int]:
+        """Return the files of slots and of headers, whose first header is `first`."""
+        paths = path / f"{name}.slots", path / f"{name}.headers"
+        data, headers = map(self._file, paths)
+        found = os.pread(headers, HEADER_BYTES, 0)
+        if found and found != first:
+            number = next(n for n in count(1) if not Path(f"{paths[1]}.damaged-{n}").exists())
+            for each in paths:
+                each.rename(f"{each}.damaged-{number}")
+            _warn("%s was damaged: it is kept as %s.damaged-%d", paths[1], paths[1], number)
+            data, headers = map(self._file, paths)
+        others = [each.stat().st_blocks for each in path.glob("*.slots*") if each != paths[0]]
+        if any(others):
+            size = format_bytes(512 * sum(others))
+            _warn("tier disk: %s also has %s of other models or layouts", path, size)
+        return data, headers
+
+    def _fit(self, path: Path, first: bytes) -> None:
+        """Give both files the length of all slots, if there is room for as much."""
+        wanted = self._slots * self._size
+        room = disk_usage(path).free + os.fstat(self._data).st_blocks * 512
+        if wanted > room:
+            msg = (
+                f"tier disk: {path} has room for {format_bytes(room)}, and is to take "
+                f"{format_bytes(wanted)}: give it less memory, or another path"
+            )
+            raise StorageError(msg)
+        kept = os.fstat(self._headers).st_size // HEADER_BYTES - 1
+        # 1: the slot may have a header that somebody could believe.
+        self._used = bytearray(b"\1") * min(kept, self._slots)
+        self._used.extend(bytes(self._slots - len(self._used)))
+        os.ftruncate(self._data, wanted)
+        os.ftruncate(self._headers, HEADER_BYTES * (self._slots + 1))
+        os.pwrite(self._headers, first, 0)
+
+    def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
+        """Write K/V, then headers; before, the headers of what was in the slots go."""
+        data, size = data.cast("B"), self._size
+        self.drop([block.slot for block in blocks])
+        headers: list[bytes] = []
+        for start, end in self._runs(blocks):
+            # What is hashed comes into the caches of the CPU, from which it is copied then.
+            headers += (
+                self._sealer.seal(blocks[at], data[at * size : (at + 1) * size])
+                for at in range(start, end)
+            )
+            _write(self._data, data[start * size : end * size], blocks[start].slot * size)
+        if self._sync:
+            _sync(self._data)
+        for start, end in self._runs(blocks):
+            first = blocks[start].slot
+            self._used[first : first + end - start] = b"\1" * (end - start)
+            whole = b"".join(each.ljust(HEADER_BYTES, b"\0") for each in headers[start:end])
+            self._write_headers(first, whole)
+
+    def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
+        """Read blocks, up to the first that is not what its header says."""
+        into, size = into.cast("B"), self._size
+        for start, end in self._runs(blocks):
+            first, number = blocks[start].slot, end - start
+            headers = os.pread(self._headers, number * HEADER_BYTES, self._header_at(first))
+            _read(self._data, into[start * size : end * size], first * size)
+            for at in range(start, end):
+                header = headers[(at - start) * HEADER_BYTES :][:HEADER_BYTES]
+                found = into[at * size : (at + 1) * size]
+                if not self._sealer.matches(blocks[at], header, found):
+                    return at
+        return len(blocks)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Overwrite the headers of `slots`; the room of their K/V stays taken."""
+        for slot in slots:
+            if self._used[slot]:
+                self._write_headers(slot, bytes(HEADER_BYTES))
+                self._used[slot] = 0
+
+    def recover(self) -> Iterator[StoredBlock]:
+        """Yield the blocks whose headers are right. Their K/V are checked when they are read.
+
+        Costs reading all headers, 512 bytes a slot.
+        """
+        self.damaged = 0
+        step = CHUNK_BYTES // HEADER_BYTES
+        for first in range(0, self._slots, step):
+            headers = os.pread(self._headers, CHUNK_BYTES, self._header_at(first))
+            for at in range(0, len(headers), HEADER_BYTES):
+                header = headers[at : at + HEADER_BYTES]
+                slot = first + at // HEADER_BYTES
+                if not any(header):
+                    self._used[slot] = 0
+                    continue
+                block = self._sealer.unseal(header)
+                if block is None or block.slot != slot or block.key is None:
+                    self.damaged += block is None or block.slot != slot
+                    self.drop([slot])
+                else:
+                    yield block
+        if self.damaged:
+            _warn("tier disk: %d headers are damaged: their blocks are dropped", self.damaged)
+
+    def close(self) -> None:
+        """Close the files, and let others have the directory."""
+        while self._files:
+            os.close(self._files.pop())
+
+    def _runs(self, blocks: Sequence[StoredBlock]) -> Iterator[tuple[int, int]]:
+        """Yield [start, end) of blocks in slots that follow each other, up to 1 MiB of them."""
+        most = max(1, CHUNK_BYTES // self._size)
+        start = 0
+        for at in range(1, len(blocks) + 1):
+            if (
+                at == len(blocks)
+                or at - start == most
+                or blocks[at].slot != blocks[at - 1].slot + 1
+            ):
+                yield start, at
+                start = at
+
+    def _header_at(self, slot: int) -> int:
+        return HEADER_BYTES * (slot + 1)
+
+    def _write_headers(self, slot: int, headers: bytes) -> None:
+        _write(self._headers, memoryview(headers), self._header_at(slot))
+
+
+def _write(file: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written
+
+
+def _read(file: int, into: memoryview, at: int) -> None:
+    """Fill `into`, as far as the file goes."""
+    while into:
+        got = os.preadv(file, [into], at)
+        if not got:
+            return
+        into, at = into[got:], at + got
+
+
+def _sync(file: int) -> None:
+    (os.fdatasync if sys.platform == "linux" else os.fsync)(file)
+
+
+def _warn(text: str, *about: object) -> None:
+    logging.getLogger("kvcore").warning("kvcore: %s", text % about)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 import attrs
 
-from kvcore.tiers import Tier, bandwidth
+from kvcore import InputError
+from kvcore.host import memory as host_memory
+from kvcore.tiers import StoredBlock, Tier, TierStore, bandwidth
+from kvcore.units import format_bytes
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -15,6 +21,11 @@ class Host(Tier):
 
     The defaults of its link are those of PCI Express 5.0 with 16 lanes as transfers from
     pinned memory reach it, 50 of 63 GB/s, one link for each GPU.
+
+    In a run on tensors its memory is taken as it is first used, in huge pages where there are
+    such; what moves to a GPU goes through pinned buffers of the backend. Blocks carry no
+    checksum: memory has its own against flipped bits, and nobody else writes there. A block is
+    right if its slot holds the one that was asked for.
     """
 
     name: ClassVar[str] = "host"
@@ -24,3 +35,66 @@ class Host(Tier):
     read_bandwidth: int | str = bandwidth("50GB")
     write_bandwidth: int | str = bandwidth("50GB")
     latency: float = 1e-5
+
+    def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
+        """Return slots in memory.
+
+        Raises:
+            InputError: the host has less memory to give.
+        """
+        free, _ = host_memory()
+        if free is not None and slots * slot_bytes > free:
+            msg = (
+                f"tier host: memory={format_bytes(slots * slot_bytes)} is more than the "
+                f"{format_bytes(free)} that this host has free: give it less"
+            )
+            raise InputError(msg)
+        return HostStore(slots, slot_bytes)
+
+
+class HostStore(TierStore):
+    """Keeps blocks in memory that is taken page by page, as slots are first written."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        """Reserve the memory."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        flags |= getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            memory = mmap.mmap(-1, slots * slot_bytes, flags=flags)
+        except (OSError, ValueError, OverflowError) as error:
+            msg = f"tier host: {format_bytes(slots * slot_bytes)} cannot be had: {error}"
+            raise InputError(msg) from error
+        with suppress(AttributeError, OSError):  # a system or a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = memoryview(memory)
+        self._size = slot_bytes
+        self._held: dict[int, tuple[int, bytes]] = {}
+
+    def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
+        """Copy blocks into their slots."""
+        data, size = data.cast("B"), self._size
+        for at, block in enumerate(blocks):
+            start = block.slot * size
+            self._held.pop(block.slot, None)
+            self._memory[start : start + size] = data[at * size : (at + 1) * size]
+            self._held[block.slot] = block.position, block.chain
+
+    def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
+        """Copy blocks from their slots, up to the first that is not there."""
+        into, size = into.cast("B"), self._size
+        for at, block in enumerate(blocks):
+            if self._held.get(block.slot) != (block.position, block.chain):
+                return at
+            start = block.slot * size
+            into[at * size : (at + 1) * size] = self._memory[start : start + size]
+        return len(blocks)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget what is in `slots`; their memory stays taken."""
+        for slot in slots:
+            self._held.pop(slot, None)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._held.clear()
+        self._memory = memoryview(b"")

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import Any, ClassVar, NoReturn
 
 import attrs
 
-from kvcore.tiers import Tier, bandwidth
+from kvcore import InputError
+from kvcore.errors import redact
+from kvcore.extras import import_extra
+from kvcore.tiers import StoredBlock, Tier, TierStore, bandwidth
+from kvcore.units import picoseconds
+from kvcore_plugins.tier._sealing import Sealer
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of a value: a server is busy for a millisecond with so many."""
+
+BATCH_BYTES = 16 << 20
+"""Bytes that are asked for at once: answers take as much memory again."""
+
+BATCH_KEYS = 1000
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
+"""Seconds after a failure in which the server is left alone; doubled by each failure."""
+
+SCAN_S = 30.0
+"""Seconds in which the blocks of earlier runs are looked for, at most."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -15,13 +39,251 @@ class Redis(Tier):
 
     The defaults of its link are those of a network of 10 Gbit/s.
 
+    In a run on tensors a block is one hash, named by model and text, so that runs of the same
+    model find one another's blocks. It has a checksum; what does not match it is computed
+    again. `memory` limits what this run keeps there; what the server limits or evicts by
+    itself, it finds out.
+
     Attributes:
-        url: where the server is.
+        url: where the server is: `redis://`, `rediss://` or `unix://`, as the package redis
+            reads it. User, password and query are shown nowhere.
+        ttl: seconds after which a block that nobody has used goes; None: it stays.
+        timeout: seconds that a connection, and each answer, may take. After a failure the
+            server is left alone for 0.1 s, and for twice as long after each more, up to 30 s.
     """
 
     name: ClassVar[str] = "redis"
 
-    url: str = "redis://127.0.0.1:6379/0"
+    url: str = attrs.field(default="redis://127.0.0.1:6379/0", repr=redact)
+    ttl: float | None = 86400.0
+    timeout: float = 1.0
     read_bandwidth: int | str = bandwidth("1.2GB")
     write_bandwidth: int | str = bandwidth("1.2GB")
     latency: float = 5e-4
+
+    def __attrs_post_init__(self) -> None:
+        """Check the times."""
+        super().__attrs_post_init__()
+        for name in ("ttl", "timeout"):
+            value = getattr(self, name)
+            if value is not None and picoseconds(value, name) < 10**9:
+                msg = f"{name}={value!r}: give seconds, 0.001 or more"
+                raise InputError(msg)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options; `url` without user, password and query."""
+        return super().options() | {"url": redact(self.url)}
+
+    def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
+        """Return slots in the server, which is asked whether it is there.
+
+        Raises:
+            InputError: it is not, or does not let us in.
+            PluginError: the package redis is not installed.
+        """
+        return RedisStore(self, slots, slot_bytes, identity)
+
+
+class RedisStore(TierStore):
+    """Keeps a block as a hash: K/V in fields of up to 4 MiB, then the header that seals them.
+
+    All methods but `close` raise OSError if the server cannot be reached, answers too late, or
+    answers what is no answer; during the pause that follows they do so without asking it.
+    """
+
+    def __init__(self, tier: Redis, slots: int, slot_bytes: int, identity: bytes) -> None:
+        """Connect."""
+        package = import_extra("redis", "tier redis needs the package redis", "redis")
+        self._where = redact(tier.url)
+        try:
+            self._client: Any = package.Redis.from_url(
+                tier.url,
+                socket_timeout=tier.timeout,
+                socket_connect_timeout=tier.timeout,
+                retry=package.retry.Retry(package.backoff.NoBackoff(), 0),
+                decode_responses=False,
+                protocol=2,
+            )
+        except (ValueError, TypeError, package.RedisError):
+            # What they say may have the password.
+            msg = f"tier redis: url={self._where} cannot be read: redis://HOST:PORT/DATABASE"
+            raise InputError(msg) from None
+        self._sealer = Sealer(identity, slot_bytes)
+        self._slots, self._size = slots, slot_bytes
+        self._name: bytes = b"kvcore:1:" + self._sealer.owner.hex().encode() + b":"
+        self._ttl_ms = None if tier.ttl is None else int(tier.ttl * 1000)
+        self._fields = [b"%d" % at for at in range(-(-slot_bytes // CHUNK_BYTES))]
+        self._held: dict[int, StoredBlock] = {}
+        self._pause = self._again = 0.0
+        try:
+            self._ask(lambda pipe: pipe.ping())
+        except OSError as error:
+            self.close()
+            msg = f"{error}: start the server, or give another url"
+            raise InputError(msg) from error
+
+    def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
+        """Send K/V, and the header after it."""
+        data = data.cast("B")
+        self.drop([block.slot for block in blocks])
+        for start, end in self._batches(len(blocks)):
+
+            def send(pipe: Any, start: int = start, end: int = end) -> None:
+                for at in range(start, end):
+                    self._send(pipe, blocks[at], data[at * self._size :][: self._size])
+
+            part = blocks[start:end]
+            self._held.update((block.slot, block) for block in part)
+            try:
+                self._ask(send)
+            except OSError:
+                with suppress(OSError):
+                    self.drop([block.slot for block in part])
+                raise
+
+    def _send(self, pipe: Any, block: StoredBlock, data: memoryview) -> None:
+        name = self._key(block)
+        pipe.delete(name)
+        for at, field in enumerate(self._fields):
+            pipe.hset(name, field, data[at * CHUNK_BYTES :][:CHUNK_BYTES])
+            if not at:
+                self._touch(pipe, name)
+        sealed = attrs.evolve(block, slot=0)  # The next run numbers its slots anew.
+        pipe.hset(name, b"header", self._sealer.seal(sealed, data))
+
+    def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
+        """Get blocks, up to the first that is gone or not what its header says."""
+        into, size = into.cast("B"), self._size
+        known = self._known(blocks)
+        for start, end in self._batches(known):
+
+            def get(pipe: Any, start: int = start, end: int = end) -> None:
+                for block in blocks[start:end]:
+                    pipe.hmget(self._key(block), b"header", *self._fields)
+                for block in blocks[start:end]:
+                    self._touch(pipe, self._key(block))
+
+            answers = self._ask(get)
+            for at in range(start, end):
+                found = into[at * size : (at + 1) * size]
+                block = attrs.evolve(blocks[at], slot=0)
+                if not self._unpack(block, answers[at - start], found):
+                    return at
+        return known
+
+    def _unpack(self, block: StoredBlock, answer: Any, into: memoryview) -> bool:
+        """Put an answer into `into`; return True if it is `block`."""
+        if not isinstance(answer, list) or len(answer) != 1 + len(self._fields):
+            return False
+        header, *pieces = answer
+        if not all(isinstance(each, bytes) for each in answer):
+            return False
+        if sum(map(len, pieces)) != self._size:
+            return False
+        start = 0
+        for piece in pieces:
+            into[start : start + len(piece)] = piece
+            start += len(piece)
+        return self._sealer.matches(block, header, into)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Delete what is in `slots`."""
+        names = [self._key(self._held.pop(slot)) for slot in slots if slot in self._held]
+        if names:
+            self._ask(lambda pipe: pipe.unlink(*names))
+
+    def recover(self) -> Iterator[StoredBlock]:
+        """Yield blocks of this model that are in the server, those that begin prompts first.
+
+        Costs a scan of all keys of the database, for 30 s at most.
+        """
+        found: dict[bytes, StoredBlock] = {}
+        until = monotonic() + SCAN_S
+        for names in self._scan():
+            headers = self._ask(partial(self._ask_headers, names))
+            for name, header in zip(names, headers, strict=True):
+                block = self._sealer.unseal(header) if isinstance(header, bytes) else None
+                if block is not None and self._key(block) == name and block.key is not None:
+                    found[name] = block
+            if len(found) >= 2 * self._slots or monotonic() > until:
+                text = "kvcore: tier redis: %s has more blocks than were looked at"
+                logging.getLogger("kvcore").warning(text, self._where)
+                break
+        first = sorted(found.values(), key=lambda block: (block.position, block.chain))
+        for slot, block in enumerate(first[: self._slots]):
+            self._held[slot] = attrs.evolve(block, slot=slot)
+            yield self._held[slot]
+
+    def _scan(self) -> Iterator[list[bytes]]:
+        cursor: Any = None
+        while cursor != 0:
+            [answer] = self._ask(partial(self._ask_scan, cursor or 0))
+            cursor, names = answer
+            yield names
+
+    def _ask_scan(self, cursor: int, pipe: Any) -> None:
+        pipe.scan(cursor, self._name + b"*", BATCH_KEYS)
+
+    @staticmethod
+    def _ask_headers(names: list[bytes], pipe: Any) -> None:
+        for name in names:
+            pipe.hget(name, b"header")
+
+    def present(self, blocks: Sequence[StoredBlock]) -> int:
+        """Return how many of the first `blocks` the server still has."""
+        known = self._known(blocks)
+
+        def ask(pipe: Any) -> None:
+            for block in blocks[:known]:
+                pipe.exists(self._key(block))
+
+        there = self._ask(ask) if known else []
+        return next((at for at, each in enumerate(there) if each != 1), known)
+
+    def close(self) -> None:
+        """Disconnect; blocks stay until their time is over."""
+        self._client.close()
+
+    def _known(self, blocks: Sequence[StoredBlock]) -> int:
+        """Return how many of the first `blocks` this run believes to be in their slots."""
+        for at, block in enumerate(blocks):
+            held = self._held.get(block.slot)
+            if held is None or (held.position, held.chain) != (block.position, block.chain):
+                return at
+        return len(blocks)
+
+    def _key(self, block: StoredBlock) -> bytes:
+        return self._name + block.chain.hex().encode()
+
+    def _touch(self, pipe: Any, name: bytes) -> None:
+        if self._ttl_ms is not None:
+            pipe.pexpire(name, self._ttl_ms)
+
+    def _batches(self, blocks: int) -> Iterator[tuple[int, int]]:
+        step = min(max(1, BATCH_BYTES // self._size), BATCH_KEYS)
+        return ((at, min(at + step, blocks)) for at in range(0, blocks, step))
+
+    def _ask(self, commands: Callable[[Any], object]) -> list[Any]:
+        """Send commands at once, and return the answers."""
+        if monotonic() < self._again:
+            msg = f"tier redis: {self._where} is left alone for {self._pause:g} s"
+            raise ConnectionError(msg)
+        try:
+            with self._client.pipeline(transaction=False) as pipe:
+                commands(pipe)
+                answers: list[Any] = pipe.execute(raise_on_error=False)
+        except Exception as error:  # noqa: BLE001 - what is no Redis answers anything
+            self._fail(error)
+        self._pause = 0.0
+        refusal = next((each for each in answers if isinstance(each, Exception)), None)
+        if refusal is not None:
+            msg = f"tier redis: {self._where} refused: {refusal}"
+            raise OSError(msg) from refusal
+        return answers
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._client.connection_pool.disconnect()
+        self._pause = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
+        self._again = monotonic() + self._pause
+        msg = f"tier redis: {self._where} does not answer as it should: {error}"
+        raise ConnectionError(msg) from error

@@ -1,0 +1,556 @@
+"""Tiers in a run on tensors: a thread for each writes and reads what the directory says.
+
+    thread of the loop                           thread of a tier
+    ------------------                           ----------------
+    bytes out of the pool, or a read from the
+    tier above, then the write       -- queue -> one call of the store after the other,
+    a read, when a load begins       -- queue -> in the order in which they were asked for
+    bytes into the pool, when it is  <-- done --
+    due: the loop waits for the late
+
+The order is what makes slots safe: what is read from a slot was asked for before the slot was
+given to another block, and what is read after that waits for the write.
+
+No call may take longer than `call_timeout`. The loop, which is the one to wait, gives up a tier
+that does: what is queued there has failed, and nothing is asked of it until the call has come
+back and a pause is over. So a tier that hangs costs time once, and never a wrong text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from hashlib import blake2b
+from logging import getLogger
+from secrets import token_bytes
+from threading import Condition, Thread
+from time import monotonic, perf_counter_ns
+from typing import Any, Literal
+
+import attrs
+
+from kvcore.cache import Ids, KVCache
+from kvcore.cache.sequence import Sequence as Holder
+from kvcore.engine.backend import Backend
+from kvcore.engine.generator import Generator
+from kvcore.errors import InputError
+from kvcore.plugins import FAILURES, describe
+from kvcore.plugins.base import find_override
+from kvcore.request import Key
+from kvcore.tiers import Level, Part, StoredBlock, Tiers, TierStore, path_ids
+
+SCHEMA = 1
+"""Version of how K/V is named and laid out: raised when old slots are not to be read."""
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of a call of a store, unless a block has more: the loop copies one while it runs."""
+
+QUEUED_BYTES = 64 << 20
+"""Bytes of writes that a tier may lag behind. The loop waits for it beyond that."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds in which a tier that has failed is left alone; doubled by each failure in a row."""
+
+MOST_FREE = 16
+"""Buffers that are kept to be used again: new memory costs as much as a copy."""
+
+_NEVER = float("inf")
+
+
+@attrs.define(eq=False)
+class _Task:
+    """A call of a store.
+
+    Attributes:
+        what: the method.
+        blocks: what it is about; of `drop` only the slots count.
+        buffer: memory for what is written or read, `[blocks or more, slot_bytes]`.
+        source: the read from another tier that fills the buffer before.
+        path: whose blocks a write stores; None for those of a preempted sequence.
+        right: how many of the first blocks are as they should be; known when it is done.
+        failed: whether the call failed, was too late, or was not made.
+    """
+
+    what: Literal["write", "read", "drop", "present", "close"]
+    blocks: list[StoredBlock] = attrs.field(factory=list)
+    buffer: memoryview = attrs.field(default=memoryview(b""), repr=False)
+    source: _Task | None = None
+    path: Holder | None = None
+    done: bool = False
+    failed: bool = False
+    right: int = 0
+
+    @property
+    def known(self) -> int:
+        """How many of the first blocks there are bytes of."""
+        return len(self.blocks) if self.source is None else self.source.right
+
+
+class _Channel:
+    """The store of a level, and the thread that alone calls it.
+
+    Attributes:
+        table: what is in each slot in use.
+        tails: by slot, the partial blocks of preempted sequences, as `swap_out` has them.
+        queued_blocks: blocks of writes that are not done.
+        lost: writes that have failed, which the directory is yet to hear of.
+    """
+
+    def __init__(self, level: Level, store: TierStore, changed: Condition) -> None:
+        self.level, self.store = level, store
+        self.table: dict[int, StoredBlock] = {}
+        self.tails: dict[int, Any] = {}
+        self.queued_blocks = 0
+        self.lost: list[_Task] = []
+        self.asks_present = type(store).present is not TierStore.present
+        self._changed = changed
+        self._queue: deque[_Task] = deque()
+        self._running: _Task | None = None
+        self._deadline = _NEVER
+        self._stuck = False
+        self._again = 0.0
+        self._pause = FIRST_PAUSE
+        self._bad: set[int] = set()
+        name = f"kvcore tier {level.name}"
+        Thread(target=self._serve, name=name, daemon=True).start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be asked for something."""
+        return not self._stuck and monotonic() >= self._again
+
+    @property
+    def deadline(self) -> float:
+        """When the call that runs will have taken too long (`monotonic`)."""
+        return _NEVER if self._stuck else self._deadline
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to be done, or can be."""
+        return self._stuck or not (self._queue or self._running)
+
+    def submit(self, task: _Task) -> _Task:
+        """Queue a task; while a call hangs, it has failed at once."""
+        with self._changed:
+            if task.what == "write":
+                self.queued_blocks += len(task.blocks)
+            if self._stuck:
+                self._end(task, failed=True)
+            if not self._stuck or task.what == "close":
+                self._queue.append(task)
+                self._changed.notify_all()
+        return task
+
+    def abandon(self) -> None:
+        """Give up the call that has taken too long, and all that waits behind it."""
+        with self._changed:
+            if self._running is None or monotonic() < self.deadline:
+                return
+            self._stuck = True
+            self._fail(f"{self._running.what} takes too long")
+            self._end(self._running, failed=True)
+            self.flush()
+
+    def flush(self) -> None:
+        """Give up what is queued."""
+        with self._changed:
+            while self._queue:
+                self._end(self._queue.popleft(), failed=True)
+
+    def _serve(self) -> None:
+        """Make the calls, until the store is closed."""
+        task = None
+        while task is None or task.what != "close":
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                task = self._running = self._queue.popleft()
+                source = task.source
+                if source is not None:
+                    self._changed.wait_for(partial(getattr, source, "done"))
+                self._deadline = monotonic() + self.level.tier.call_timeout
+                self._changed.notify_all()
+            error: BaseException | None = None
+            try:
+                right = self._call(task)
+            except FAILURES as raised:
+                error = raised
+            with self._changed:
+                self._running, self._deadline = None, _NEVER
+                if error is not None:
+                    self._fail(f"{task.what}: {type(error).__name__}: {error}")
+                elif not self._stuck:
+                    self._pause = FIRST_PAUSE
+                if not task.done:
+                    task.right = 0 if error else right
+                    self._end(task, failed=error is not None)
+                self._stuck = False
+                self._changed.notify_all()
+
+    def _call(self, task: _Task) -> int:
+        """Make a call; return how many of its blocks are right."""
+        store, blocks = self.store, task.blocks
+        if task.what == "close":
+            store.close()
+        elif task.what == "drop":
+            store.drop([block.slot for block in blocks])
+        elif task.what == "write":
+            if task.known:
+                store.write(blocks[: task.known], task.buffer[: task.known])
+            return task.known
+        else:
+            # Blocks that could not be written may have left something else in their slots.
+            wrong = (at for at, block in enumerate(blocks) if block.slot in self._bad)
+            known = next(wrong, len(blocks))
+            if not known:
+                return 0
+            asked = blocks[:known]
+            if task.what == "present":
+                right = store.present(asked)
+            else:
+                right = store.read(asked, task.buffer[:known])
+            if type(right) is not int or not 0 <= right <= known:
+                msg = f"returned {right!r} for {known} blocks"
+                raise ValueError(msg)
+            return right
+        return len(blocks)
+
+    def _end(self, task: _Task, *, failed: bool) -> None:
+        """Mark a task as done. Called with the lock held."""
+        task.done, task.failed = True, failed
+        if task.what == "write":
+            self.queued_blocks -= len(task.blocks)
+            slots = [block.slot for block in task.blocks]
+            self._bad.difference_update(slots[: task.right])
+            self._bad.update(slots[task.right :])
+            if task.right < len(slots) and task.path is not None:
+                self.lost.append(task)
+        self._changed.notify_all()
+
+    def _fail(self, why: str) -> None:
+        """Count a failure, and leave the store alone for a while. Called with the lock held."""
+        self.level.stats.errors += 1
+        text = "kvcore: tier %s is left alone for %g s: %s"
+        getLogger("kvcore").warning(text, self.level.name, self._pause, why)
+        self._again = monotonic() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+class TensorMover:
+    """Moves the bytes of a run on tensors between its pool and its tiers.
+
+    Costs two copies of what moves: one here, one in the store.
+
+    Attributes:
+        spent_ns: time in which the loop has copied and waited here, since it was last set to 0.
+    """
+
+    def __init__(self, tiers: Tiers, backend: Backend, identity: bytes) -> None:
+        """Open the stores, and put what they have kept back into the directories.
+
+        Raises:
+            InputError: the backend gives no bytes, the sizes differ, or a tier cannot be had.
+            StorageError: there is too little room for a tier.
+        """
+        self.spent_ns = 0
+        self._tiers, self._backend = tiers, backend
+        self._changed = Condition()
+        self._free: list[memoryview] = []
+        self._writes: deque[_Task] = deque()
+        self._ratio = tiers.cache.geometry.ratio
+        self._channels: dict[Level, _Channel] = {}
+        self._check()
+        self._chunk = max(1, CHUNK_BYTES // backend.layout.bytes_per_block)
+        try:
+            for level in tiers.levels:
+                store = level.tier.open(level.pool.blocks, level.slot_bytes, identity)
+                channel = self._channels[level] = _Channel(level, store, self._changed)
+                channel.table.update(_recover(level, store))
+        except BaseException:
+            self.close(whole=False)
+            raise
+        tiers.mover = self
+        tiers.describe()
+
+    def _check(self) -> None:
+        """Raise InputError if these tiers are not for this backend."""
+        tiers, layout = self._tiers, self._backend.layout
+        if find_override(self._backend, "read_blocks") is None:
+            self._backend.read_blocks((), memoryview(b""))
+        size = tiers.levels[0].slot_bytes
+        msg = ""
+        if size != layout.bytes_per_block:
+            msg = (
+                f"tiers with slots of {size} bytes for blocks of {layout.bytes_per_block}: "
+                f"make them as Tiers(cache, tiers, {layout.bytes_per_block}, ids=True)"
+            )
+        elif not tiers.keeps_ids:
+            msg = "run with tiers that only count slots: make them with Tiers(..., ids=True)"
+        if msg:
+            raise InputError(msg)
+
+    # What the tiers call.
+
+    def is_ready(self, level: Level) -> bool:
+        """Return False while the store of `level` is left alone, since it has failed."""
+        self._abandon_late()
+        return self._channels[level].is_ready
+
+    def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
+        """Copy blocks of the pool, or ask for those of `source`, and queue their write."""
+        began = perf_counter_ns()
+        channel = self._channels[level]
+        assert holder.private is not None
+        blocks = self._name(channel, holder, holder.hit_blocks, holder.private)
+        above = None if source is None else self._channels[source]
+        for first in range(0, len(blocks), self._chunk):
+            part = blocks[first : first + self._chunk]
+            moved = ids[first : first + self._chunk]
+            read = None
+            buffer = self._room(channel, len(part))
+            if above is None:
+                self._backend.read_blocks(moved, buffer[: len(part)])
+            else:
+                named = [above.table[slot] for slot in moved]
+                read = above.submit(_Task("read", named, buffer))
+            self._write(channel, _Task("write", part, buffer, read, holder))
+        self.spent_ns += perf_counter_ns() - began
+
+    def park(self, level: Level, ids: Ids, holder: Holder) -> None:
+        """Copy the private blocks of a preempted sequence, and queue their write.
+
+        The last one, if it is not full, stays here as `swap_out` has it: a codec may not have
+        coded it yet, so that it has no bytes to write.
+        """
+        began = perf_counter_ns()
+        channel, slots = self._channels[level], holder.private
+        assert slots is not None
+        full = len(ids)
+        if holder.tokens % self._backend.layout.block_size:
+            full -= 1
+            channel.tails[slots[full]] = self._backend.swap_out(ids[full:])
+        first = holder.blocks - len(ids)
+        blocks = [
+            StoredBlock(slot, first + at, None, token_bytes(16), token_bytes(16))
+            for at, slot in enumerate(slots[:full])
+        ]
+        channel.table.update((block.slot, block) for block in blocks)
+        for at in range(0, full, self._chunk):
+            part = blocks[at : at + self._chunk]
+            buffer = self._room(channel, len(part))
+            self._backend.read_blocks(ids[at : at + len(part)], buffer[: len(part)])
+            self._write(channel, _Task("write", part, buffer))
+        self.spent_ns += perf_counter_ns() - began
+
+    def load(self, part: Part) -> None:
+        """Queue the reads of a load."""
+        channel, slots = self._channels[part.level], part.slots
+        assert slots is not None
+        if slots and slots[-1] in channel.tails:
+            slots = slots[:-1]
+        blocks = [channel.table[slot] for slot in slots]
+        part.data = []
+        for first in range(0, len(blocks), self._chunk):
+            chunk = blocks[first : first + self._chunk]
+            part.data.append(channel.submit(_Task("read", chunk, self._buffer())))
+
+    def finish(self, part: Part, ids: Ids) -> int:
+        """Wait for the reads of a load, and put what is right into the blocks `ids`."""
+        began = perf_counter_ns()
+        right = 0
+        for task in part.data:
+            self._wait(partial(getattr, task, "done"))
+            if task.right:
+                into = ids[right : right + task.right]
+                self._backend.write_blocks(into, task.buffer[: task.right])
+            right += task.right
+            if task.failed:
+                part.reason = "failed"
+            else:
+                self._free.append(task.buffer)
+            if task.right < len(task.blocks):
+                break
+        else:
+            if right < len(ids):
+                slots = part.slots
+                assert slots is not None
+                tail = self._channels[part.level].tails[slots[-1]]
+                self._backend.swap_in(tail, ids[right:])
+                right += 1
+        self.spent_ns += perf_counter_ns() - began
+        return right
+
+    def dropped(self, level: Level, slots: Ids) -> None:
+        """Forget what is in slots that are free again."""
+        channel = self._channels[level]
+        blocks = [channel.table.pop(slot) for slot in slots if slot in channel.table]
+        for slot in slots:
+            channel.tails.pop(slot, None)
+        if blocks:
+            channel.submit(_Task("drop", blocks))
+
+    def present(self, level: Level, slots: Ids) -> int:
+        """Return how many of the first `slots` still have their blocks.
+
+        Only stores from which blocks go by themselves are asked; the loop waits for the answer.
+        """
+        channel = self._channels[level]
+        if not channel.asks_present:
+            return len(slots)
+        began = perf_counter_ns()
+        task = channel.submit(_Task("present", [channel.table[slot] for slot in slots]))
+        self._wait(lambda: task.done)
+        self.spent_ns += perf_counter_ns() - began
+        return task.right
+
+    def lost(self) -> Iterator[tuple[Level, Holder, int]]:
+        """Yield once what could not be written: blocks of a path, from a position on."""
+        for channel in self._channels.values():
+            while channel.lost:
+                task = channel.lost.pop()
+                if task.path is not None:
+                    yield channel.level, task.path, task.blocks[0].position + task.right
+
+    # The rest.
+
+    def close(self, *, whole: bool) -> None:
+        """Close the stores; if `whole`, when all that is queued is written.
+
+        The threads end, but for one whose store hangs.
+        """
+        channels = [*self._channels.values()]
+        if whole:
+            self._wait(lambda: all(channel.is_idle for channel in channels))
+        for channel in channels:
+            channel.flush()
+        tasks = [channel.submit(_Task("close")) for channel in channels]
+        self._wait(lambda: all(task.done for task in tasks))
+
+    def _name(
+        self, channel: _Channel, holder: Holder, first: int, slots: Ids
+    ) -> list[StoredBlock]:
+        """Name the blocks of a path from `first` on, which go into `slots`. O(blocks)."""
+        above = path_ids(holder.span, first - 1, first) if first else None
+        parent = channel.table[above[0]].chain if above else b""
+        blocks = []
+        for position, slot in enumerate(slots, first):
+            key = holder.keys[position // self._ratio]
+            chain = chained(parent, position, key)
+            block = channel.table[slot] = StoredBlock(slot, position, key, chain, parent)
+            blocks.append(block)
+            parent = chain
+        return blocks
+
+    def _room(self, channel: _Channel, blocks: int) -> memoryview:
+        """Return a buffer, when a tier has written enough of what is queued."""
+        most = max(QUEUED_BYTES // channel.level.slot_bytes - blocks, 0)
+        if channel.queued_blocks > most:
+            self._wait(lambda: channel.is_idle or channel.queued_blocks <= most)
+        while self._writes and self._writes[0].done:
+            task = self._writes.popleft()
+            if not task.failed and len(self._free) < MOST_FREE:
+                self._free.append(task.buffer)
+        return self._buffer()
+
+    def _write(self, channel: _Channel, task: _Task) -> None:
+        self._writes.append(channel.submit(task))
+
+    def _buffer(self) -> memoryview:
+        """Return memory for a chunk."""
+        return self._free.pop() if self._free else self._backend.host_buffer(self._chunk)
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Wait until something is so; give up tiers that take too long meanwhile."""
+        with self._changed:
+            while not until():
+                late = self._abandon_late()
+                if not until():
+                    self._changed.wait(None if late == _NEVER else max(late - monotonic(), 0))
+
+    def _abandon_late(self) -> float:
+        """Give up tiers whose calls take too long; return when the next one would."""
+        now = monotonic()
+        for channel in self._channels.values():
+            if channel.deadline <= now:
+                channel.abandon()
+        return min((channel.deadline for channel in self._channels.values()), default=_NEVER)
+
+
+def chained(parent: bytes, position: int, key: Key) -> bytes:
+    """Return 16 bytes that stand for a block and all before it, of which `parent` does."""
+    # `repr` keeps the integer 1 and the text "1" apart.
+    text = position.to_bytes(8, "little") + repr(key).encode()
+    return blake2b(parent + text, digest_size=16).digest()
+
+
+def identity(
+    cache: KVCache, generator: Generator, backend: Backend, seed: int, *, texts: bool
+) -> bytes:
+    """Return 16 bytes that stand for whose K/V it is: equal ones mean exchangeable blocks.
+
+    That is what computes and what lays it out, how keys stand for tokens (`texts`: by hashing
+    those of the text; else tokens are made up from keys), and what attention leaves out.
+    """
+    layout = attrs.asdict(backend.layout, recurse=False, filter=lambda a, _: a.name != "blocks")
+    parts = [
+        SCHEMA,
+        generator.identity(),
+        sorted((name, str(value)) for name, value in layout.items()),
+        backend.name,
+        cache.geometry.key_tokens,
+        None if cache.retention is None else describe(cache.retention),
+        generator.vocabulary,
+        seed,
+        texts,
+    ]
+    return blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def _recover(level: Level, store: TierStore) -> dict[int, StoredBlock]:
+    """Put what an earlier run has left in `store` into the directory of `level`.
+
+    What does not follow from the first block of a prompt on, by names that are right, is
+    dropped. Later paths count as used later. O(blocks x paths that share them).
+    """
+    pool, ratio = level.pool, level.tree.geometry.ratio
+    try:
+        found = [
+            block for block in store.recover()
+            if block.slot < pool.blocks and block.key is not None
+        ]  # fmt: skip
+        right: dict[bytes, StoredBlock] = {}
+        for block in sorted(found, key=lambda block: block.position):
+            above = right.get(block.parent)
+            follows = above.position + 1 if above else 0 if block.parent == b"" else -1
+            named = chained(block.parent, block.position, block.key) == block.chain
+            if named and follows == block.position:
+                right.setdefault(block.chain, block)
+        wrong = [block.slot for block in found if right.get(block.chain) is not block]
+        if wrong:
+            store.drop(wrong)
+    except FAILURES as error:
+        level.stats.errors += 1
+        text = "kvcore: tier %s: what it holds cannot be found: %s"
+        getLogger("kvcore").warning(text, level.name, error)
+        return {}
+    table = {block.slot: block for block in right.values()}
+    if table:
+        taken = pool.allocate(max(table) + 1)
+        assert taken is not None
+        free = array("i", [slot for slot in reversed(taken) if slot not in table])
+        pool.free(free, len(free))
+        parents = {block.parent for block in right.values()}
+        watcher, level.tree.watcher = level.tree.watcher, None
+        for last in found:
+            if last.chain in parents or right.get(last.chain) is not last:
+                continue
+            path = [last]
+            while path[-1].parent:
+                path.append(right[path[-1].parent])
+            path.reverse()
+            keys = [block.key for block in path[::ratio]]
+            level.restore(keys, array("i", [block.slot for block in path]))
+        level.tree.watcher = watcher
+        level.stats.recovered = len(table)
+    return table

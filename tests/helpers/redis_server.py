@@ -1,0 +1,137 @@
+"""A real Redis or Valkey server on loopback; as a program: installs one where there is none."""
+
+import os
+import shutil
+import socket
+import socketserver
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+
+import pytest
+
+PROGRAMS = ("redis-server", "valkey-server")
+START_S = 20
+
+
+def program():
+    """Return the path of a server's program; None if there is none."""
+    return next(filter(None, map(shutil.which, PROGRAMS)), None)
+
+
+def install():
+    """Install Debian's package if that is needed and possible; say what was done."""
+    found = program()
+    if found:
+        return f"there is {found}"
+    if not shutil.which("apt-get") or os.geteuid():
+        return f"there is none of {', '.join(PROGRAMS)}: to install one takes apt-get and root"
+    print("installing redis-server from Debian's packages", flush=True)  # noqa: T201
+    quiet = {"check": True, "stdout": subprocess.DEVNULL, "timeout": 300}
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        for command in (
+            ["apt-get", "update", "-qq"],
+            ["apt-get", "install", "-qq", "-y", "--no-install-recommends", "redis-server"],
+        ):
+            subprocess.run(command, env=environment, **quiet)  # noqa: PLW1510 - in `quiet`
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"it cannot be installed: {error}"
+    return f"installed {program()}"
+
+
+class Server:
+    """A server on a free port of loopback, with nothing on disk; it can be stopped and started.
+
+    Attributes:
+        port: its port.
+        url: of its database 0.
+    """
+
+    def __init__(self, folder):
+        """Choose the port."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self._process = None
+
+    def start(self, **config):
+        """Start it; wait until it answers."""
+        options = {"port": self.port, "bind": "127.0.0.1", "save": "", "dir": self._folder}
+        command = [program()]
+        for name, value in (options | config).items():
+            command += [f"--{name}", str(value)]
+        with (Path(self._folder) / "log").open("a") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        with self.client() as client:
+            client.ping()
+
+    def stop(self):
+        """Stop it; what it held is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def client(self, **options):
+        """Return a client that waits for a server that is about to start."""
+        redis = pytest.importorskip("redis")
+        retry = redis.retry.Retry(redis.backoff.ConstantBackoff(0.02), 50 * START_S)
+        return redis.Redis.from_url(self.url, retry=retry, **options)
+
+
+@contextmanager
+def running(**config):
+    """Run a server as long as the body takes; skip the test if there is none."""
+    if program() is None:
+        pytest.skip(f"none of {', '.join(PROGRAMS)} is installed")
+    with TemporaryDirectory() as folder:
+        server = Server(folder)
+        try:
+            server.start(**config)
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def answering(answer, *, greets=True):
+    """Run a server that greets as Redis does, and answers each command with these bytes.
+
+    None: it never answers. Yields its URL and the names of the commands it was sent.
+    """
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            with suppress(OSError, ValueError):
+                while count := self.rfile.readline():
+                    words = [
+                        self.rfile.read(int(self.rfile.readline()[1:]) + 2)
+                        for _ in range(int(count[1:]))
+                    ]
+                    name = words[0].strip().decode()
+                    asked.append(name)
+                    polite = {"CLIENT": b"+OK\r\n", "PING": b"+PONG\r\n"}.get(name)
+                    reply = polite if greets and polite else answer
+                    if reply is not None:
+                        self.wfile.write(reply)
+
+    asked = []
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"redis://127.0.0.1:{server.server_address[1]}/0", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+if __name__ == "__main__":
+    print(f"{Path(__file__).name}: {install()}", file=sys.stderr)  # noqa: T201
