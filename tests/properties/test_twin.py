@@ -83,7 +83,7 @@ def tiers_of(name, server):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheduler"), zip(TIERS, cycle(["fcfs", "urgent", "planning"]), strict=False)
+    ("name", "scheduler"), [*zip(TIERS, cycle(["fcfs", "urgent", "planning"]), strict=False)]
 )
 @few
 @given(server=servers())
