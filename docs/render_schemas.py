@@ -36,6 +36,12 @@ _SIMPLE: Mapping[Any, str] = {
 _MARKED: Mapping[str, Any] = {
     "plugin": {"$ref": "#/$defs/plugin"},
     "workload": {"$ref": "#/$defs/plugin"},
+    "tiers": {
+        "anyOf": [
+            {"$ref": "#/$defs/plugin"},
+            {"type": "array", "items": {"$ref": "#/$defs/plugin"}},
+        ],
+    },
     "model": {"type": "string"},
     "device": {"type": "string"},
     "bytes": {"type": "string"},

@@ -148,6 +148,60 @@ class Retention:
             raise InputError(msg)
 
 
+def _tokens(share: int | None) -> int | None:
+    """Return how many tokens True and False stand for."""
+    return (None if share else 0) if type(share) is bool else share
+
+
+@attrs.frozen(kw_only=True)
+class Hints:
+    """What a client says about the K/V of one request, beside `Retention`.
+
+    `pin`, `demote` and `share` hold for every eviction policy: the cache itself heeds them.
+    Times are counted from events, since in a closed loop nobody knows when these will be.
+
+    Attributes:
+        share: the first tokens of the request whose blocks are published, so that later
+            requests may hit them; None or True: all, False: 0. The other blocks are its own,
+            and free once it ends. What is cached it hits in any case. To keep blocks for one
+            session or tenant, give its keys a `salt` instead.
+        pin: nanoseconds after the end of the request before which none of its published
+            prefix may be evicted, nor expire. All pins together hold at most half of the
+            pool: of a prefix for which that is not enough, the front is pinned. They yield,
+            the one that ends first before others, to a request that would else wait for
+            ever: that has no room although no other one is open.
+        demote: whether its blocks, up to where they are shared, are evicted before all
+            others once it has ended, unless they are used again meanwhile.
+        prefetch: nanoseconds before its arrival at which its prefix may be loaded from
+            lower tiers.
+
+    Raises:
+        InputError: a number is out of range, or both `pin` and `demote` are given.
+    """
+
+    share: int | None = attrs.field(default=None, converter=_tokens)
+    pin: int | None = None
+    demote: bool = False
+    prefetch: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Check the numbers."""
+        for name, least in (("share", 0), ("pin", 1), ("prefetch", 1)):
+            value = getattr(self, name)
+            if value is None or (type(value) is int and least <= value < INT64_LIMIT):
+                continue
+            unit = "True, False, or tokens" if name == "share" else "whole nanoseconds"
+            msg = f"hint {name}={value!r}: give {unit}, from {least} on"
+            raise InputError(msg)
+        if type(self.demote) is not bool or (self.demote and self.pin is not None):
+            msg = f"hint demote={self.demote!r} must be True or False, and False beside a pin"
+            raise InputError(msg)
+
+
+NO_HINTS = Hints()
+"""The hints of a request that brings none."""
+
+
 @attrs.frozen(kw_only=True)
 class SLO:
     """What a client expects, in nanoseconds; None where it expects nothing.
@@ -220,8 +274,11 @@ class Request:
         slo: the times its client expects; None: those that the run expects of all.
         predicted_output_tokens: output tokens that a predictor expects; None: there is none.
         retention: retention hints by token range.
+        hints: what else its client says about its K/V.
         session, after, think_time: closed-loop traffic. This request is sent `think_time`
             nanoseconds after request `after` of the same session has finished.
+        tool: name of the tool that its answer calls, and whose result its session waits for
+            before the next request; None: it calls none.
         output_keys: keys of the blocks that follow the prompt's full ones, where they are
             known.
 
@@ -242,9 +299,11 @@ class Request:
     slo: SLO | None = None
     predicted_output_tokens: int | None = None
     retention: tuple[Retention, ...] = ()
+    hints: Hints = NO_HINTS
     session: str | None = None
     after: int | str | None = None
     think_time: int = 0
+    tool: str | None = None
     output_keys: Sequence[Key] = ()
 
     publish = False  # requests of texts have it as an option

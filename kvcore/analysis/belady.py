@@ -16,10 +16,12 @@ from array import array
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from itertools import accumulate, groupby
+from math import inf
 from typing import Any, ClassVar, Self
 
 import attrs
 
+from kvcore.cache import ScoreEviction, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
@@ -209,18 +211,90 @@ class Belady:
         """Return the options by name."""
         return {"bypass": self.bypass}
 
-    def replay(self, future: Future, blocks: int, block_size: int) -> tuple[CacheStats, int]:
-        """Serve `future` in a pool of `blocks` blocks of `block_size` tokens.
+    def hits(self, future: Future, blocks: int) -> tuple[array[int], int]:
+        """Serve `future` in a pool of `blocks` blocks.
 
         Costs O(runs · log requests), whatever the block size.
 
         Returns:
-            The statistics, and how many blocks were evicted or, with `bypass`, not kept.
+            The blocks that each request hits, and how many blocks were evicted or, with
+            `bypass`, not kept.
         """
         hits = array("i", bytes(4 * len(future.lengths)))
         runs = future.starts, future.wanted, future.ends
         evicted = belady(future.lengths, future.lengths, *runs, blocks, self.bypass, hits)
+        return hits, evicted
+
+    def replay(self, future: Future, blocks: int, block_size: int) -> tuple[CacheStats, int]:
+        """Return the statistics of `hits` with blocks of `block_size` tokens, and evictions."""
+        hits, evicted = self.hits(future, blocks)
         return future.stats(hits, block_size), evicted
+
+
+class Foresight(ScoreEviction):
+    """Evict what is requested again last, in the order of the workload: Belady's rule, served.
+
+    The blocks of a leaf go from its end while their next request is as far away. Under a
+    clock, where requests overlap and running ones take room, the rule is no proven bound.
+    Memory: 8 bytes a key of the workload, and a list a distinct key.
+
+    Args:
+        requests: all that will be served, in the order of the workload.
+        layout: how their keys lie in blocks.
+    """
+
+    name = "foresight"
+
+    def __init__(self, requests: Iterable[Request], layout: BlockLayout) -> None:
+        self._serials: dict[int | str, int] = {}
+        self._coming: dict[Key, list[int]] = {}
+        for serial, request in enumerate(requests):
+            self._serials[request.id] = serial
+            for key in layout.prompt(request)[0]:
+                self._coming.setdefault(key, []).append(serial)
+        for serials in self._coming.values():
+            serials.reverse()
+        self._passed = bytearray(len(self._serials))
+        self._awaiting: dict[int, list[Span]] = {}
+
+    def on_insert(self, span: Span, now: int) -> None:  # noqa: ARG002
+        """Record that its request runs."""
+        self._pass(span)
+
+    def on_access(self, span: Span, now: int) -> None:  # noqa: ARG002
+        """Record that the request that hit it runs."""
+        self._pass(span)
+
+    def score(self, span: Span, now: int) -> float:  # noqa: ARG002
+        """Return how near the next request for the last block is; the furthest is lowest."""
+        nearest = self._next(span.keys()[-1])
+        if nearest != inf:
+            self._awaiting.setdefault(int(nearest), []).append(span)
+        return -nearest
+
+    def evictable_blocks(self, span: Span) -> int:
+        """Return how many blocks at the end are wanted next by the same request."""
+        keys, ratio = span.keys(), span.geometry.ratio
+        latest = self._next(keys[-1])
+        begin = len(keys) - 1
+        while begin and self._next(keys[begin - 1]) == latest:
+            begin -= 1
+        return span.end - max(span.start, (span.start // ratio + begin) * ratio)
+
+    def _next(self, key: Key) -> float:
+        """Return the serial of the next request that has `key`; infinite without one."""
+        coming = self._coming.get(key, [])
+        while coming and self._passed[coming[-1]]:
+            coming.pop()
+        return coming[-1] if coming else inf
+
+    def _pass(self, span: Span) -> None:
+        """Let the request that uses `span` be past: what still waits for it is scored again."""
+        serial = self._serials[span.last_request]
+        if not self._passed[serial]:
+            self._passed[serial] = True
+            for each in self._awaiting.pop(serial, ()):
+                self.rescore(each)
 
 
 def _contradiction(request: Request, key: Key) -> InputError:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import attrs
 
 from kvcore.analysis.belady import Belady, Future
-from kvcore.analysis.serial_replay import replay
-from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
+from kvcore.analysis.serial_replay import replay, served
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
@@ -28,6 +28,11 @@ from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import opened
+
+if TYPE_CHECKING:
+    # Imported where there are prices.
+    from kvcore.analysis.billing import Bill, Bills
+    from kvcore.models.pricing import PriceModel
 
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""
@@ -47,11 +52,16 @@ class Row:
         lookup_blocks, hit_blocks: blocks looked up, and hit before the first miss.
         hit_ratio: the share that hit, weighted by `block`, `token` or `request` (the mean
             over requests with a lookup block); None where nothing was looked up.
+        reused_blocks, reuse_ratio: the same of what the pool or a tier below it had; None
+            without tiers. For the optimum: the most that any policies of them can reach.
+        tiers: what moved in and out of each tier, as `Tiers.as_dict()` says; None without
+            tiers, and for the optimum.
         evicted_blocks: blocks that left the cache, for room or because they expired.
         share_of_optimum: its share of the optimum's hits (without bypass) in the same pool;
             None where that was not run or hits nothing.
         residency: by tier, how long blocks rested, as `Residency.as_dict()` says, in the
             workload's own time; None where that was not asked for, and for the optimum.
+        bill: what an API whose cache this is would have charged; None without prices.
         wall_s: seconds the row took, reading the workload included. Rows of the
             optimum share one reading, which no row pays.
     """
@@ -66,7 +76,11 @@ class Row:
     hit_ratio: dict[str, float | None]
     evicted_blocks: int
     share_of_optimum: float | None = None
+    reused_blocks: int | None = None
+    reuse_ratio: dict[str, float | None] | None = None
+    tiers: list[dict[str, Any]] | None = None
     residency: dict[str, Any] | None = None
+    bill: Bill | None = None
     wall_s: float
 
 
@@ -109,12 +123,21 @@ class Source:
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """The result of `compare`: one row a policy and size, in the order asked for."""
+    """The result of `compare`: one row a policy and size, in the order asked for.
+
+    Attributes:
+        workload, accounting: what was replayed, and how blocks were counted.
+        rows: the policies.
+        infinite: what a cache without bounds hits.
+        bills: what an API would have charged by its own rule, and without any cache; None
+            without prices.
+    """
 
     workload: Source
     accounting: str
     rows: list[Row]
     infinite: Infinite
+    bills: Bills | None = None
 
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the rows, with hit ratios in columns of their own.
@@ -125,11 +148,15 @@ class Comparison:
         needed = "to_frame needs polars, which cannot be imported"
         instead = ", or make a frame of `comparison.rows` yourself"
         pl = import_extra("polars", needed, "lab", instead)
-        left_out = attrs.filters.exclude("options", "hit_ratio", "residency")
+        left_out = attrs.filters.exclude(
+            "options", "hit_ratio", "reuse_ratio", "residency", "tiers", "bill"
+        )
         rows = [
             attrs.asdict(row, filter=left_out)
             | {"options": ",".join(f"{k}={as_text(v)}" for k, v in row.options.items())}
             | {f"hit_ratio_{unit}": ratio for unit, ratio in row.hit_ratio.items()}
+            | {f"reuse_ratio_{k}": ratio for k, ratio in (row.reuse_ratio or {}).items()}
+            | ({} if row.bill is None else {"bill_usd": row.bill.usd})
             for row in self.rows
         ]
         return pl.DataFrame(rows, infer_schema_length=None)
@@ -147,6 +174,8 @@ def compare(
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
     residency: bool = False,
+    tiers: Callable[[KVCache], object] | None = None,
+    price: PriceModel | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -170,6 +199,9 @@ def compare(
         trace: the file to write every decision to; with one policy and one size.
         residency: whether to measure how long blocks rest; a row takes two to three times as
             long for it.
+        tiers: puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row;
+            None: there are none. What they hold is loaded in no time, since no clock runs.
+        price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: where names are looked up; None: what is installed.
         progress: is told how many requests have been replayed; None: nobody is.
 
@@ -187,13 +219,18 @@ def compare(
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
     bench = Bench.of(requested, accounting, block_size, recompute, make_prefix)
+    bench = attrs.evolve(bench, put_tiers=tiers)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
     source = Source.of(requested)
-    maker = _RowMaker(bench, residency)
+    if isinstance(price, str):
+        from kvcore.models.pricing import find_price  # noqa: PLC0415 - for prices alone
+
+        price = find_price(price)
+    maker = _RowMaker(bench, residency, price)
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if requested.size is None else requested.size * replays
     with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
@@ -206,7 +243,14 @@ def compare(
             rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
     source = attrs.evolve(source, requests=requests)
     found = _with_shares(rows)
-    return Comparison(workload=source, accounting=accounting, rows=found, infinite=infinite)
+    bills = None
+    if price is not None:
+        from kvcore.analysis.billing import bill  # noqa: PLC0415 - as above
+
+        bills = bill(requested, price)
+    return Comparison(
+        workload=source, accounting=accounting, rows=found, infinite=infinite, bills=bills
+    )
 
 
 def default_sizes(distinct_blocks: int) -> list[int]:
@@ -215,7 +259,7 @@ def default_sizes(distinct_blocks: int) -> list[int]:
     return list(dict.fromkeys(max(1, round(size, 1 - len(str(size)))) for size in sizes))
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Bench:
     """Replays one workload, serial and untimed, each time in a cache of its own.
 
@@ -224,12 +268,14 @@ class Bench:
         geometry: how they lie in blocks.
         recompute: what it costs to compute a block again.
         make_prefix: builds a prefix cache; None: the default.
+        put_tiers: puts tiers below a cache; None: there are none.
     """
 
     workload: Workload
     geometry: BlockLayout
     recompute: PrefillCost
     make_prefix: Callable[[], PrefixIndex] | None
+    put_tiers: Callable[[KVCache], object] | None = None
 
     @classmethod
     def of(
@@ -270,6 +316,15 @@ class Bench:
             recompute=self.recompute,
         )
 
+    @cached_property
+    def slots(self) -> int:
+        """The blocks that all tiers below a cache hold together."""
+        if self.put_tiers is None:
+            return 0
+        cache = self.cache(_NoEviction(), 1)
+        self.put_tiers(cache)
+        return sum(level.pool.blocks for level in cache.tiers.levels)
+
     def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
         """Replay in a cache that never evicts; return its counts, and its blocks in the end."""
         cache = self.cache(_NoEviction(), MOST_BLOCKS)
@@ -282,6 +337,7 @@ class _RowMaker:
 
     bench: Bench
     residency: bool
+    price: PriceModel | None
     tick: Tick = attrs.field(init=False)
     future: Future | None = attrs.field(init=False, default=None)
 
@@ -309,17 +365,33 @@ class _RowMaker:
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
-        seen: Residency | None = None
+        cache: KVCache | None = None
+        reused: CacheStats | None = None
+        size, charged = self.bench.geometry.block_size, None
         if isinstance(policy.make, Belady):
             assert self.future is not None, "`infinite` has read it"
             self.tick(len(self.future.lengths))
-            size = self.bench.geometry.block_size
-            stats, evicted = policy.make.replay(self.future, blocks, size)
+            hits, evicted = policy.make.hits(self.future, blocks)
+            stats = self.future.stats(hits, size)
+            if self.bench.slots:
+                # What pool and tiers hold is one cache that computes prompts it need not keep.
+                reused, _ = Belady(bypass=True).replay(
+                    self.future, blocks + self.bench.slots, size
+                )
+            if self.price is not None:
+                charged = self._bill(zip(self.bench.workload, hits, strict=True))
         else:
             cache = self.bench.cache(policy.make(), blocks, trace)
+            if self.bench.put_tiers is not None:
+                self.bench.put_tiers(cache)
             if self.residency:
-                seen = cache.tree.residency = Residency(blocks)
-            stats = replay(ticked(self.bench.workload, self.tick), cache)
+                cache.record_residency()
+            requests = ticked(self.bench.workload, self.tick)
+            if self.price is not None:
+                done = served(requests, cache)
+                charged = self._bill((seq.request, seq.hit_blocks) for seq in done)
+            stats = cache.stats if self.price else replay(requests, cache)
+            reused = None if cache.tiers is None else cache.tiers.hit_stats()
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(
             eviction=policy.name,
@@ -331,9 +403,22 @@ class _RowMaker:
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
             evicted_blocks=evicted,
-            residency=None if seen is None else seen.by_tier(),
+            reused_blocks=None if reused is None else reused.hit_blocks,
+            reuse_ratio=None if reused is None else reused.ratios(),
+            tiers=None if cache is None or cache.tiers is None else cache.tiers.as_dict(),
+            residency=None if cache is None else cache.residency_by_tier(),
+            bill=charged,
             wall_s=round(perf_counter() - begin, 6),
         )
+
+    def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
+        """Return the bill of requests that hit so many blocks."""
+        from kvcore.analysis.billing import Bill, hit_charge  # noqa: PLC0415 - for prices alone
+
+        size = self.bench.geometry.block_size
+        assert self.price is not None
+        price = self.price
+        return Bill.of(price, (hit_charge(price, each, hit * size) for each, hit in hits))
 
     def traced_row(
         self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None

@@ -34,6 +34,9 @@ from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
+    # And these where there are prices.
+    from kvcore.analysis.billing import Bills
+    from kvcore.models.pricing import PriceModel
     from kvcore.trace import events
 
 
@@ -57,6 +60,7 @@ class RunSummary:
         throughput_tokens_s: generated tokens a second.
         goodput: requests a second that met their SLO; None where none was expected.
         slo_met: their share of all that had one.
+        bill: what an API that caches prompts would have charged; None without prices.
     """
 
     config: dict[str, Any]
@@ -77,6 +81,7 @@ class RunSummary:
     throughput_tokens_s: float | None
     goodput: float | None
     slo_met: float | None
+    bill: Bills | None = None
 
     @classmethod
     def of(
@@ -217,6 +222,7 @@ class Recorded:
         self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
+        self._resumed: set[int] = set()
         self._steps = DecodeSteps()
         self._serial = 0
         size = reader.file.stat().st_size
@@ -225,6 +231,7 @@ class Recorded:
             "REQUEST": self._request,
             "HIT": self._hit,
             "MISS": self._miss,
+            "LOAD": self._load,
             "EVICT": self._evict,
             "COMPACT": self._compact,
             "FREE": self._free,
@@ -280,8 +287,14 @@ class Recorded:
         _, tokens, _, _, lookup, _ = self._geometry.prompt(job.request)
         hit_tokens = hit * self._geometry.block_size
         self.stats.admitted(lookup, hit, tokens, hit_tokens, resumed=again)
-        if not again:
+        if again:
+            self._resumed.add(event.seq)
+        else:
             job.admitted, job.hit = event.t, hit_tokens
+
+    def _load(self, event: events.Load) -> None:
+        if event.seq not in self._resumed:
+            self._open[event.seq].loaded += event.blocks * self._geometry.block_size
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "sequence":
@@ -424,14 +437,15 @@ class WhatIf:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
+        unbilled = attrs.filters.exclude("bill") if self.recorded.bill is None else None
         return {
             "schema": SCHEMA,
             "file": self.file,
             "kvcore": {"recorded": self.kvcore, "rerun": self.here},
             "workload": self.workload,
             "timed": self.timed,
-            "recorded": attrs.asdict(self.recorded),
-            "rerun": attrs.asdict(self.rerun),
+            "recorded": attrs.asdict(self.recorded, filter=unbilled),
+            "rerun": attrs.asdict(self.rerun, filter=unbilled),
             "changes": [change.as_dict() for change in self.changes],
         }
 
@@ -450,6 +464,7 @@ def whatif(
     slo: SLO | None = None,
     rate_scale: float | None = None,
     export: str | os.PathLike[str] | None = None,
+    price: PriceModel | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
 ) -> WhatIf:
@@ -475,6 +490,7 @@ def whatif(
             run is judged by it too.
         rate_scale: how many times as fast as in the workload open-loop requests arrive.
         export: the file to write the trace of the new run to.
+        price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: where names are looked up; None: what is installed.
         progress: is told how many requests have been run again; None: nobody is.
 
@@ -502,6 +518,7 @@ def whatif(
         recorded = _verified(workload.file, workload.header, parts.slo)
         shown = f"running {workload.name} again", len(recorded.log.ids)
         log = rerun.run(stack.enter_context((progress or silent)(*shown)))
+    before, after = _bills(workload, price, recorded.log, log)
     return WhatIf(
         file=str(workload.file),
         header=header.as_dict(),
@@ -509,12 +526,44 @@ def whatif(
         here=version(),
         workload=workload.name,
         timed=parts.timed,
-        recorded=RunSummary.of(
-            parts.recorded(), recorded.log, recorded.stats, recorded.evicted, timed=parts.timed
+        recorded=attrs.evolve(
+            RunSummary.of(
+                parts.recorded(),
+                recorded.log,
+                recorded.stats,
+                recorded.evicted,
+                timed=parts.timed,
+            ),
+            bill=before,
         ),
-        rerun=rerun.summary(log),
+        rerun=attrs.evolve(rerun.summary(log), bill=after),
         changes=list(changes(recorded.log, log)),
     )
+
+
+def bill_trace(file: str | os.PathLike[str], price: PriceModel | str) -> Bills:
+    """Return what an API would have charged for the requests of a trace, with its hits too.
+
+    Raises:
+        InputError: an unknown price, or a trace of calls that were made by hand.
+        TraceError: the trace is damaged, or cut.
+    """
+    workload = TraceWorkload(file)
+    recorded = _verified(workload.file, workload.header, None)
+    (found,) = _bills(workload, price, recorded.log)
+    assert found is not None
+    return found
+
+
+def _bills(
+    workload: TraceWorkload, price: PriceModel | str | None, *logs: RunLog
+) -> list[Bills | None]:
+    """Return the bills of runs of `workload`, if there are prices."""
+    if price is None:
+        return [None] * len(logs)
+    from kvcore.analysis.billing import bill  # noqa: PLC0415 - for prices alone
+
+    return [bill(workload, price, log=log) for log in logs]
 
 
 class _Rerun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -57,24 +57,27 @@ def work_all(
 
     Args:
         work: what the workers do.
-        tasks: what can be sent to them.
+        tasks: what can be sent to them. A deque is emptied, and may grow meanwhile.
         jobs: how many processes there are at a time, at most.
     """
-    waiting = deque(enumerate(tasks))
+    waiting = queue_of(tasks)
     suspects: deque[tuple[int, TaskT]] = deque()
-    deaths: Counter[int] = Counter()
     while waiting or suspects:
-        queue, width = (deque([suspects.popleft()]), 1) if suspects else (waiting, jobs)
-        with closing(_Pool(work, min(width, len(queue)))) as pool:
-            for number, task, outcome in pool.run(queue):
-                if not isinstance(outcome, WorkerDied):
-                    yield task, outcome
-                    continue
-                deaths[number] += 1
-                if deaths[number] < ATTEMPTS:
-                    suspects.append((number, task))
+        queue, deaths, width = waiting, 1, jobs
+        if suspects:
+            before, suspect = suspects.popleft()
+            queue, deaths, width = deque([suspect]), before + 1, 1
+        with closing(_Pool(work, width)) as pool:
+            for task, outcome in pool.run(queue):
+                if isinstance(outcome, WorkerDied) and deaths < ATTEMPTS:
+                    suspects.append((deaths, task))
                 else:
                     yield task, outcome
+
+
+def queue_of(tasks: Iterable[TaskT]) -> deque[TaskT]:
+    """Return a deque as it is, so that more tasks can be added to it; all else as a deque."""
+    return tasks if isinstance(tasks, deque) else deque(tasks)
 
 
 class _Pool(Generic[TaskT, OutcomeT]):
@@ -87,31 +90,29 @@ class _Pool(Generic[TaskT, OutcomeT]):
             jobs, get_context("spawn"), initializer=_begin, initargs=(work,)
         )
 
-    def run(
-        self, waiting: deque[tuple[int, TaskT]]
-    ) -> Iterator[tuple[int, TaskT, OutcomeT | WorkerDied]]:
-        """Yield (number, task, outcome) until no task waits, or a worker has died.
+    def run(self, waiting: deque[TaskT]) -> Iterator[tuple[TaskT, OutcomeT | WorkerDied]]:
+        """Yield (task, outcome) until no task waits, or a worker has died.
 
         The outcome of all tasks that were running then is `WorkerDied`.
         """
-        running: dict[Future[OutcomeT], tuple[int, TaskT]] = {}
+        running: dict[Future[OutcomeT], TaskT] = {}
         alive = True
         while running or (alive and waiting):
             while alive and waiting and len(running) < self._jobs:
                 try:
-                    future = self._submit(waiting[0][1])
+                    future = self._submit(waiting[0])
                 except BrokenProcessPool:  # a worker has died since it was last looked at
                     alive = False
                 else:
                     running[future] = waiting.popleft()
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                number, task = running.pop(future)
+                task = running.pop(future)
                 try:
-                    yield number, task, future.result()
+                    yield task, future.result()
                 except BrokenProcessPool:
                     alive = False
-                    yield number, task, WorkerDied(self._ended())
+                    yield task, WorkerDied(self._ended())
 
     def close(self) -> None:
         """End all processes, whatever they are at."""

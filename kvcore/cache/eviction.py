@@ -108,13 +108,17 @@ class EvictionPolicy(Plugin):
     def on_dequeued(self, request: Request, now: int) -> None:
         """Called when `request` leaves the waiting queue: it runs, or is queued once more."""
 
+    def on_end(self, request: Request, now: int) -> None:
+        """Called when `request` has ended; `on_release` of spans that no other uses follows."""
+
     @abstractmethod
     def victim(self, now: int) -> Span:
         """Return the unpinned leaf to evict next, and keep it.
 
         The cache evicts as many blocks of it as are missing, last block first, and calls
         `on_trim` or `on_remove`. Without such a call in between the answer stays the same.
-        `victim` is called only while an unpinned leaf exists.
+        `victim` is called only while an unpinned leaf exists. What a client has demoted
+        leaves without that the policy is asked.
         """
 
     def evictable_blocks(self, span: Span) -> int:

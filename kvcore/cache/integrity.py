@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvcore.cache.hints import PIN_SHARE
 from kvcore.cache.pool import BlockPool, CountingPool
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
@@ -70,7 +71,8 @@ def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequenc
     for seq in open_sequences:
         shares = seq.span is not tree.root or seq.cacheable
         _require(not (seq.compacted and shares), f"{seq!r} was compacted, and shares blocks")
-    _check_pins(tree, open_sequences)
+    _check_pins(tree, [*(seq.span for seq in open_sequences), *(p.span for p in tree.pins)])
+    _check_client_pins(tree)
     if isinstance(pool, BlockPool):
         private = _check_ids(pool, tree, open_sequences)
     else:
@@ -85,18 +87,33 @@ def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequenc
         raise AssertionError(msg)
 
 
-def _check_pins(tree: SpanTree, sequences: list[Sequence]) -> None:
-    """Check that a span is pinned once for each open sequence whose path it is on."""
+def _paths(ends: Iterable[Span]) -> dict[Span, int]:
+    """Return for each span on how many of the paths down to `ends` it is."""
     pins: dict[Span, int] = {}
-    for seq in sequences:
-        span = seq.span
-        while span.parent is not None:
-            pins[span] = pins.get(span, 0) + 1
-            span = span.parent
+    for span in ends:
+        at = span
+        while at.parent is not None:
+            pins[at] = pins.get(at, 0) + 1
+            at = at.parent
+    return pins
+
+
+def _check_pins(tree: SpanTree, ends: list[Span]) -> None:
+    """Check that a span is pinned once for each open sequence or pin whose path it is on."""
+    pins = _paths(ends)
     for span in tree.spans():
         held = pins.pop(span, 0)
         _require(held == span.ref_count, f"{span!r} is on the paths of {held} open sequences")
     _require(not pins, f"open sequences hold {list(pins)}, which are not cached")
+
+
+def _check_client_pins(tree: SpanTree) -> None:
+    """Check that the pins of clients are counted, and hold no more than their share."""
+    pinned = _paths(pin.span for pin in tree.pins)
+    blocks, most = sum(span.blocks for span in pinned), PIN_SHARE * tree.pool.blocks
+    _require(pinned == tree.pinned, f"clients pin {pinned}; counted are {tree.pinned}")
+    _require(blocks == tree.pinned_blocks, f"they hold {blocks}, not {tree.pinned_blocks}")
+    _require(blocks <= most, f"pins hold {blocks} blocks, of {most} that they may")
 
 
 def _check_ids(pool: BlockPool, tree: SpanTree, sequences: list[Sequence]) -> int:

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
 from operator import index
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import attrs
 
@@ -47,10 +47,7 @@ from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
-from kvcore.request import Key, Request
-
-if TYPE_CHECKING:
-    from kvcore.tiers import Tiers
+from kvcore.request import NO_HINTS, Key, Request
 
 
 class KVCache:
@@ -126,7 +123,7 @@ class KVCache:
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
-        self.tiers: Tiers | None = None
+        self.tiers: Any = None  # the room of tiers is above this one
         self.trace = trace
         self.on_copy = on_copy
         self.on_fork = on_fork
@@ -195,9 +192,24 @@ class KVCache:
         return seq.table()
 
     def record_residency(self) -> Residency:
-        """Start to measure how long blocks stay, and return where that is written down."""
+        """Start to measure how long blocks stay, and return where that is written down.
+
+        Tiers below the pool begin to measure too, each in its own place.
+        """
         self.tree.residency = Residency(self.pool.blocks)
+        if self.tiers is not None:
+            self.tiers.record_residency()
         return self.tree.residency
+
+    def residency_by_tier(self) -> dict[str, Any] | None:
+        """Return how long blocks rested in the pool and in each tier below, by their names.
+
+        As `Residency.as_dict()` says it; None where nothing was measured, or nothing happened.
+        """
+        levels = () if self.tiers is None else self.tiers.levels
+        trees = (self.tree, *(level.tree for level in levels))
+        found = (tree.residency.by_tier() for tree in trees if tree.residency is not None)
+        return {name: each for tier in found if tier for name, each in tier.items()} or None
 
     def check_integrity(self) -> None:
         """Check every invariant. Costs O(spans + sequences), with ids O(blocks).
@@ -228,7 +240,7 @@ class KVCache:
             self._set_key_tokens(request, trace)
             trace.request(request, now)
 
-    def open(  # noqa: C901 - one admission, told from top to bottom
+    def open(  # noqa: C901, PLR0912 - one admission, told from top to bottom
         self,
         request: Request,
         first_tokens: int | None = None,
@@ -260,6 +272,8 @@ class KVCache:
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
+        if tree.pins:
+            tree.end_pins(now)
         if trace is not None:
             self._check_admission(request, resumed=resumed)
             trace.request(request, now)
@@ -280,6 +294,10 @@ class KVCache:
         # blocks can be evicted in the end, since below an unpinned span nothing is pinned.
         kept = match.unpinned_blocks + reserve
         if need > self.pool.free_blocks + tree.unpinned_blocks - kept:
+            if tree.pins and not self.sequences and tree.yield_pins(blocks + reserve, now):
+                return self.open(
+                    request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
+                )
             raise OutOfBlocks(self._no_room(request, need, kept))
         # From here on only a plugin can fail.
         self._last_id += 1
@@ -290,6 +308,8 @@ class KVCache:
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
+        if request.hints.share is not None:
+            seq.cacheable = min(cacheable, request.hints.share // size)
         tree.open(seq, match, need, now, missed=hit < limit, resumed=resumed)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit, length, hit * size, resumed=resumed)
@@ -321,7 +341,7 @@ class KVCache:
         tail = self._shared_tail(seq) if tokens and seq.tokens % size else None
         need += tail is not None
         if need:
-            if need > self.pool.free_blocks + self.tree.unpinned_blocks:
+            if need > self.available_blocks and not self.make_room(need, now):
                 raise OutOfBlocks(self._no_room(seq.request, need, 0))
             ids = self.tree.allocate(need, seq, now)
             if tail is not None and ids is not None:
@@ -389,7 +409,7 @@ class KVCache:
         ahead = seq.tokens - seq.computed
         blocks = -(-(tokens + ahead) // self.geometry.block_size)
         need = max(0, blocks - own_blocks(self.pool, seq))
-        if need > self.pool.free_blocks + self.tree.unpinned_blocks:
+        if need > self.available_blocks and not self.make_room(need, now):
             raise OutOfBlocks(self._no_room(seq.request, need, 0))
         before = None if seq.private is None else seq.table()
         new = self.tree.allocate(need, seq, now)
@@ -404,7 +424,7 @@ class KVCache:
         if seq.family is not None:
             seq.family.remove(seq)
             seq.family = None
-        self.tree.close(seq, now)
+        self.tree.close(seq.span, now)
         seq.go_private(self.tree.root, tokens, blocks)
         if self.on_compact is not None and before is not None:
             try:
@@ -417,10 +437,18 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(self, seq: Sequence, now: int | None = None, length: int | None = None) -> None:
+    def close(
+        self,
+        seq: Sequence,
+        now: int | None = None,
+        length: int | None = None,
+        *,
+        preempted: bool = False,
+    ) -> None:
         """Unpin what `seq` shares, which stays cached, and free the rest.
 
-        `length` is that of its text, where `settle` has yet to set it.
+        `length` is that of its text, where `settle` has yet to set it. A request that was
+        `preempted` will return: its hints wait until it has ended.
         """
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
@@ -442,7 +470,16 @@ class KVCache:
             )  # fmt: skip
         elif private := seq.blocks - seq.span.end - seq.freed:
             self._free_last(seq, private)
-        self.tree.close(seq, now)
+        request, tree = seq.request, self.tree
+        hints = request.hints
+        if hints is NO_HINTS or preempted:
+            tree.close(seq.span, now, None if preempted else request)
+            return
+        if hints.pin is not None:
+            tree.pin(seq, now + hints.pin, now)
+        tree.close(seq.span, now, request)
+        if hints.demote:
+            tree.demote(seq.span)
 
     def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.
@@ -523,10 +560,23 @@ class KVCache:
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
         seq.keys.extend(keys)
-        if not seq.compacted:
+        if not seq.compacted and seq.request.hints.share is None:
             seq.cacheable += len(keys)
 
     # Blocks.
+
+    def make_room(self, blocks: int, now: int) -> bool:
+        """Return True if `blocks` are free or evictable for the only open sequence.
+
+        Pins of clients that have ended, or must yield to it, are ended. Where several
+        sequences are open, one of them frees blocks when it ends, so pins hold.
+        """
+        tree = self.tree
+        if tree.pins:
+            tree.end_pins(now)
+            if len(self.sequences) == 1:
+                return tree.yield_pins(blocks, now)
+        return blocks <= self.available_blocks
 
     def _free_last(self, seq: Sequence, count: int) -> Ids | None:
         """Free the last `count` blocks of `seq`, deepest first.

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Keys
+from heapq import heappop, heappush
 from typing import Any, Literal, Protocol
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import (
+    PIN_SHARE,
+    Pin,
     PriorityStep,
     apply_hints,
     hint_borders,
@@ -29,7 +32,7 @@ from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
 from kvcore.errors import PolicyError
 from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
-from kvcore.request import DEFAULT_PRIORITY, Key
+from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
 class Watcher(Protocol):
@@ -60,9 +63,15 @@ class SpanTree:
         root: the empty span at which every prompt begins. It is pinned, and never evicted.
         cached_blocks, unpinned_blocks: blocks in spans, and those that no sequence pins.
         evicted_blocks, expired_blocks: blocks evicted for room, and dropped as expired.
+        pins: what clients have pinned, a heap: the pin that ends first is the first.
+        pinned: for each span that they hold, by how many of them it is held.
+        pinned_blocks: blocks in these spans.
+        refused_blocks, yielded_pins: blocks for which the share of pins was not enough, and
+            pins that ended early, since a request had no room though no other was open.
         failure: the first error of a plugin; None as long as there was none.
         residency: statistics of hits and evictions; None: they are not kept.
         watcher: the tiers below; None: there are none.
+        upper: the tree of the cache below which this one is a tier; None: it is in none.
         pool, index, eviction, geometry, trace: what it works with.
     """
 
@@ -70,6 +79,7 @@ class SpanTree:
     __slots__ = (
         "_announces",
         "_created",
+        "_demoted",
         "_evictable_blocks",
         "_expires",
         "_index_insert",
@@ -80,6 +90,7 @@ class SpanTree:
         "_no_match",
         "_now",
         "_on_access",
+        "_on_end",
         "_on_extend",
         "_on_insert",
         "_on_leaf",
@@ -97,12 +108,18 @@ class SpanTree:
         "failure",
         "geometry",
         "index",
+        "pinned",
+        "pinned_blocks",
+        "pins",
         "pool",
+        "refused_blocks",
         "residency",
         "root",
         "trace",
         "unpinned_blocks",
+        "upper",
         "watcher",
+        "yielded_pins",
     )
 
     def __init__(
@@ -121,9 +138,15 @@ class SpanTree:
         self.trace = trace
         self.residency: Residency | None = None
         self.watcher: Watcher | None = None
+        self.upper: SpanTree | None = None
         self.failure: PolicyError | None = None
         self.cached_blocks = self.unpinned_blocks = 0
         self.evicted_blocks = self.expired_blocks = 0
+        self.pins: list[Pin] = []
+        self.pinned: dict[Span, int] = {}
+        self.pinned_blocks = self.refused_blocks = self.yielded_pins = 0
+        # By the release since which it is not used, for a span that is used is demoted no more.
+        self._demoted: dict[Span, int] = {}
         self.root = Span(
             0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
             None, geometry, (), None, None,
@@ -137,6 +160,7 @@ class SpanTree:
         self._expires = eviction.expires_spans
         self._on_insert = find_override(eviction, "on_insert")
         self._on_access = find_override(eviction, "on_access")
+        self._on_end = find_override(eviction, "on_end")
         self._on_extend = find_override(eviction, "on_extend")
         self._on_split = find_override(eviction, "on_split")
         self._on_pin = find_override(eviction, "on_pin")
@@ -222,13 +246,16 @@ class SpanTree:
         except BaseException as error:
             raise self.fail(self.eviction, "on_pin", error) from error
         if self._on_miss is not None and missed and not resumed:
-            self._call(
-                self.eviction, "on_miss", self._on_miss, seq.request, seq.hit_blocks, now
-            )
+            self.missed(seq.request, seq.hit_blocks, now)
         seq.private = self.allocate(need, seq, now)
         # The access counts after the evictions that the admission needs.
         if seq.span is not root:
             self._record_hit(seq, now, resumed=resumed)
+
+    def missed(self, request: Request, hit: int, now: int) -> None:
+        """Tell the policy that `request` has hit `hit` blocks, and not all that it could."""
+        if self._on_miss is not None:
+            self._call(self.eviction, "on_miss", self._on_miss, request, hit, now)
 
     def _record_hit(  # noqa: C901 - one access, told from top to bottom
         self, seq: Sequence, now: int, *, resumed: bool
@@ -271,10 +298,14 @@ class SpanTree:
         if self.watcher is not None:
             self.watcher.hit(seq.span, now)
 
-    def close(self, seq: Sequence, now: int) -> None:
-        """Unpin the path of `seq`, leaf to root. O(its spans)."""
+    def close(self, span: Span, now: int, ended: Request | None = None) -> None:
+        """Unpin the path down to `span`, leaf to root, that of the request that has `ended`.
+
+        None: it has not, or the path is a client's pin. O(its spans).
+        """
         self._now = now
-        span = seq.span
+        if ended is not None and self._on_end is not None:
+            self._call(self.eviction, "on_end", self._on_end, ended, now)
         span.creator = None
         root = self.root
         on_release, expires = self._on_release, self._expires
@@ -303,6 +334,78 @@ class SpanTree:
             span.creator = None
             span.ref_count += 1
             span = span.parent  # type: ignore[assignment]
+
+    # What clients ask for: pins and demotions.
+
+    def pin(self, seq: Sequence, until: int, now: int) -> None:
+        """Pin the path of `seq` until `until` (ns), as far as the share of pins goes.
+
+        The span in which the share ends is split. O(its spans).
+        """
+        self._now = now
+        path, span = [], seq.span
+        while span is not self.root:
+            span.creator = None
+            path.append(span)
+            span = span.parent  # type: ignore[assignment]
+        room = int(PIN_SHARE * self.pool.blocks) - self.pinned_blocks
+        held: list[Span] = []
+        for span in reversed(path):
+            if span not in self.pinned and span.blocks > room:
+                self.refused_blocks += seq.span.end - span.start - room
+                if room:
+                    upper = self._split(span, span.start + room)
+                    upper.ref_count -= 1
+                    held.append(upper)
+                break
+            if span not in self.pinned:
+                room -= span.blocks
+            held.append(span)
+        for span in held:
+            span.ref_count += 1
+            if span not in self.pinned:
+                self.pinned_blocks += span.blocks
+            self.pinned[span] = self.pinned.get(span, 0) + 1
+        if held:
+            self._created += 1
+            heappush(self.pins, Pin(until, self._created, held[-1]))
+
+    def end_pins(self, now: int) -> None:
+        """End the pins whose time has come. O(their spans)."""
+        while self.pins and self.pins[0].until <= now:
+            self._end_pin(now)
+
+    def yield_pins(self, blocks: int, now: int) -> bool:
+        """End pins, the first to end first, until `blocks` blocks are free or evictable.
+
+        Returns False, and ends none, if all of them are not enough. O(pinned spans).
+        """
+        alone = sum(span.blocks for span, pins in self.pinned.items() if pins == span.ref_count)
+        if blocks > self.pool.free_blocks + self.unpinned_blocks + alone:
+            return False
+        while blocks > self.pool.free_blocks + self.unpinned_blocks:
+            self._end_pin(now)
+            self.yielded_pins += 1
+        return True
+
+    def _end_pin(self, now: int) -> None:
+        """End the pin that is the first to end."""
+        span = deepest = heappop(self.pins).span
+        while span is not self.root:
+            self.pinned[span] -= 1
+            if not self.pinned[span]:
+                del self.pinned[span]
+                self.pinned_blocks -= span.blocks
+            span = span.parent  # type: ignore[assignment]
+        self.close(deepest, now)
+
+    def demote(self, span: Span) -> None:
+        """Make the path down to `span` the next to be evicted, up to where it is shared."""
+        below = 0
+        while not span.ref_count and len(span.children or ()) == below:
+            self._demoted.pop(span, None)
+            self._demoted[span] = span.released_order
+            below, span = 1, span.parent  # type: ignore[assignment]
 
     # Commit: private blocks become shared ones.
 
@@ -560,6 +663,8 @@ class SpanTree:
         parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
         lower.parent = upper
         lower.start = at
+        if self.pinned and lower in self.pinned:
+            self.pinned[upper] = self.pinned[lower]
         if not lower.ref_count:
             self.unpinned_blocks -= at - upper.start
         if self.trace is not None:
@@ -633,7 +738,12 @@ class SpanTree:
         return evicted
 
     def _victim(self, missing: int, now: int) -> tuple[Span, int]:
-        """Ask the policy for a victim; return it, and how many of its blocks leave."""
+        """Return a demoted leaf, or the policy's victim, and how many blocks of it leave."""
+        while self._demoted:
+            span, released = next(iter(self._demoted.items()))
+            if not span.ref_count and not span.children and span.released_order == released:
+                return span, min(span.blocks, missing)
+            del self._demoted[span]
         try:
             span = self.eviction.victim(now)
         except BaseException as error:
@@ -682,6 +792,8 @@ class SpanTree:
         blocks = span.end - span.start
         self.cached_blocks -= blocks
         self.unpinned_blocks -= blocks
+        if self._demoted:
+            self._demoted.pop(span, None)
         if self._on_remove is not None:
             self._call(self.eviction, "on_remove", self._on_remove, span, reason)
         span.parent = None
@@ -743,15 +855,21 @@ class SpanTree:
         Raises:
             KeyboardInterrupt: that is `error`. It ends the use of the cache as well.
         """
-        self.failure = policy_error(plugin, method, error)
+        failure = self._failed(policy_error(plugin, method, error))
         if isinstance(error, KeyboardInterrupt):
             raise error
-        return self.failure
+        return failure
 
     def _refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
         """Return the error of a `plugin` that gave a wrong answer, which does so too."""
-        self.failure = wrong_answer(plugin, question, why)
-        return self.failure
+        return self._failed(wrong_answer(plugin, question, why))
+
+    def _failed(self, failure: PolicyError) -> PolicyError:
+        """Keep `failure`, which ends the use of this tree and of the cache above it."""
+        self.failure = failure
+        if self.upper is not None:
+            self.upper.failure = failure
+        return failure
 
     def _call(self, plugin: Plugin, method: str, hook: Callable[..., Any], *args: Any) -> Any:
         """Call a `hook` of `plugin`; its exception becomes a PolicyError that names it."""

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import orjson
 
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
-from kvcore.cli.options import part_options, shared
+from kvcore.cli.options import part_options, price_option, shared
 from kvcore.cli.output import (
     emit_json,
     json_option,
@@ -31,6 +31,9 @@ from kvcore.report import setup
 from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore.workloads import part_of
 from kvcore.workloads.files import lines
+
+if TYPE_CHECKING:
+    from kvcore.models.pricing import PriceModel
 
 EVICTION = "lru"
 ACCOUNTING = "keys"
@@ -74,6 +77,7 @@ ACCOUNTING = "keys"
     help=f"Prefix cache that a workload is replayed with.  [default: {SHARING}]",
 )
 @shared("seed", default=None, text="Seed of policies that draw random numbers, of a workload.")
+@price_option
 @json_option
 def explain(
     source: str,
@@ -81,6 +85,7 @@ def explain(
     *,
     summary: bool,
     top: int,
+    price: PriceModel | None,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -89,11 +94,17 @@ def explain(
     SOURCE is a trace, as --trace of compare, simulate and run writes it, or a workload as for
     compare, which is then replayed in --blocks blocks, one request after another. What stands
     before the cut of an unfinished trace is explained.
+
+    With --price, SOURCE is a workload, such as the log of a chat API, and it is explained why
+    the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.
     """
     if (request is None) is not summary:
         msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"
         raise InputError(f"{msg}, not both" if summary else msg)
     plugins = Plugins()
+    if price is not None:
+        _billed(source, request, price, given, plugins, as_json=as_json)
+        return
     if _is_trace(source, plugins):
         _refuse(source, given)
         with progress("explaining", None) as tick:
@@ -129,6 +140,40 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
         report.notes,
         setup(explanation.header),
     )
+
+
+def _billed(
+    source: str,
+    request: str | None,
+    price: PriceModel,
+    given: Mapping[str, Any],
+    plugins: Plugins,
+    *,
+    as_json: bool,
+) -> None:
+    """Explain what an API read of a workload's prompts, or of one of them."""
+    from kvcore.analysis.prompt_misses import explain_prompts  # noqa: PLC0415 - for prices alone
+
+    kept = ("limit", "window", "seed")
+    needless = [name for name in given if name not in kept and given[name] is not None]
+    if needless:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in needless)
+        msg = f"--price explains the cache of an API, which has no {options}: leave it out"
+        raise InputError(msg)
+    workload = part_of(
+        find_workload(source, plugins, given["seed"]), given["limit"], given["window"]
+    )
+    with progress(f"explaining {workload.name}", None):
+        found = explain_prompts(workload, price, source=workload.name)
+    chosen = None if request is None else found.of(request)
+    if as_json:
+        emit_json(found.as_dict() | ({} if chosen is None else chosen.as_dict()))
+    else:
+        from kvcore.report.billing import PromptReport  # noqa: PLC0415 - as above
+
+        report = PromptReport(found)
+        print_sections(*(report.sections if chosen is None else [report.told(chosen)]))
+    print_notes(workload)
 
 
 def _is_trace(source: str, plugins: Plugins) -> bool:

@@ -32,6 +32,7 @@ VERBS = {
     "demo": "kvcore.cli.demo",
     "explain": "kvcore.cli.explain",
     "export": "kvcore.cli.export",
+    "plan": "kvcore.cli.plan",
     "plugins": "kvcore.cli.plugins",
     "quality": "kvcore.cli.quality",
     "record": "kvcore.cli.record",

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from click.core import ParameterSource
 
-from kvcore.cli.output import file_path, input_file, prometheus_option
+from kvcore.cli.output import file_path, input_file, print_table, prometheus_option
 from kvcore.cli.verb import Count, complete_workload, plugin_completion
 from kvcore.config import Mode, RunConfig, read_toml
 from kvcore.config.parts import BLOCK_SIZE
@@ -214,6 +214,39 @@ output_options = all_of(
     ),
     prometheus_option,
 )
+
+
+PRICED = ("anthropic", "openai", "gemini", "deepseek", "xai")
+"""The providers whose prices are known; the table of them is imported with `--price`."""
+
+
+def _price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Return the prices that the text of `--price` names, or print those that are known."""
+    if value is None or ctx.resilient_parsing:
+        return None
+    from kvcore.models.pricing import PRICES, find_price  # noqa: PLC0415 - for prices alone
+
+    if value == "list":
+        from kvcore.report.billing import PRICE_HEADERS, price_rows  # noqa: PLC0415 - as above
+
+        print_table(PRICE_HEADERS, price_rows(PRICES.values()), right=PRICE_HEADERS[1:6])
+        ctx.exit()
+    try:
+        return find_price(value)
+    except InputError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+price_option = click.option(
+    "--price",
+    callback=_price,
+    is_eager=True,
+    metavar="PRICE",
+    help=f"Prices by which to bill the workload: {', '.join(PRICED)}, a model of theirs (list: "
+    "show all), or figures in USD per million tokens, such as "
+    "input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
+)
+"""The option that bills a workload as an API would."""
 
 
 def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:

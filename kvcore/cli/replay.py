@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvcore.cli.options import what_if
+from kvcore.cli.options import price_option, what_if
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -16,7 +16,7 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.verb import verb
+from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, TraceError
 from kvcore.report.tables import share
 from kvcore.trace import Report
@@ -56,6 +56,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
     metavar="FILE",
     help="JSONL file for the trace of the requests run again.",
 )
+@price_option
 @json_option
 def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     """Replay the trace FILE: rebuild the cache line by line, and check every line.
@@ -73,9 +74,10 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     """
     from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
 
+    price = asked.pop("price")
     given = {name: value for name, value in asked.items() if value is not None}
     if is_recording(file):
-        if given or at is not None:
+        if given or price is not None or at is not None:
             msg = (
                 f"{file} is a recording of KV events: it is checked and shown, without "
                 "options. `kvcore compare` and `curve` run its requests as "
@@ -88,13 +90,20 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
         if at is not None:
             msg = "--at is for the recorded run alone: leave it out, or the what-if options"
             raise InputError(msg)
-        _what_if(file, given, as_json=as_json)
+        _what_if(file, given | {"price": price}, as_json=as_json)
         return
     report = replay_trace(file, None if at is None else parse_seconds(at))
+    document, bills = report.as_dict(), None
+    if price is not None and report.complete:
+        from kvcore.analysis.what_if import bill_trace  # noqa: PLC0415 - for prices alone
+
+        document["bill"] = bills = bill_trace(file, price).as_dict()
     if as_json:
-        emit_json(report.as_dict())
+        emit_json(document)
     else:
         _print(report)
+        if bills is not None:
+            _print_bills(bills)
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)
@@ -135,6 +144,16 @@ def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
         *((headers, rows, headers[1:]) for headers, rows in report.tables),
         report.setup,
     )
+    if found.recorded.bill is not None and found.rerun.bill is not None:
+        _print_bills(found.recorded.bill.as_dict(), found.rerun.bill.as_dict()["run"])
+
+
+def _print_bills(bills: dict[str, Any], again: dict[str, Any] | None = None) -> None:
+    """Print the bills of a run, and that of the same requests run again."""
+    from kvcore.report.billing import bill_sections  # noqa: PLC0415 - for prices alone
+
+    echo()
+    print_sections(*bill_sections(bills, again))
 
 
 def _print(report: Report) -> None:

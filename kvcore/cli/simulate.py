@@ -18,6 +18,7 @@ from kvcore.cli.options import (
     output_options,
     part_options,
     policy_options,
+    price_option,
     shared,
     traffic_options,
     workload_argument,
@@ -31,7 +32,7 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.verb import verb
+from kvcore.cli.verb import echo, verb
 from kvcore.config import RunParts
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.progress import ticked, unseen
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     default=True,
     help="Search for what would hold a workload that is too much, by simulating it again.",
 )
+@price_option
 @json_option
 @click.pass_context
 def simulate(ctx: click.Context, /, **given: Any) -> None:
@@ -92,8 +94,13 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
         if config.allocation == "contiguous":
             paged, asked = _run(parts, None, "paged", residency=measured)
             document |= {"config": asked["config"], "paged": paged.summary()}
+        if given["price"] is not None:
+            from kvcore.analysis.billing import bill  # noqa: PLC0415 - for prices alone
+
+            document["bill"] = bill(parts.workload, given["price"], log=result.log).as_dict()
         if out is not None:
-            more = {name: document[name] for name in ("config", "paged") if name in document}
+            parted = ("config", "paged", "bill")
+            more = {name: document[name] for name in parted if name in document}
             result.write(out, **more)
     saturation = result.saturation
     searching = given["search"] and saturation is not None and saturation.saturated
@@ -103,6 +110,11 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
         emit_json(document)
     elif given["prometheus"] != STDOUT:
         report = _print(result, document, searching=searching)
+        if given["price"] is not None:
+            from kvcore.report.billing import bill_sections  # noqa: PLC0415 - as above
+
+            echo()
+            print_sections(*bill_sections(document["bill"]))
         if searching:
             print_sections("\n" + report.holding(_searched(parts, result)))
     print_notes(parts.workload)
@@ -208,7 +220,8 @@ def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[s
     """Return the JSON document of a run."""
     cache = result.cache
     plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)
-    return {**result.summary(), "config": parts.describe(*plugins)}
+    tiers = () if cache.tiers is None else (level.tier for level in cache.tiers.levels)
+    return {**result.summary(), "config": parts.describe(*plugins, *tiers)}
 
 
 def report_of(
@@ -227,12 +240,14 @@ def report_of(
 
 def print_report(report: SimulationReport, *more: str) -> None:
     """Print the report of a run; the sentences `more` go with its headline."""
-    columns = report.columns
+    columns, tiers = report.columns, report.tiers
+    names = [tier["tier"] for tier in report.summary.get("tiers") or ()]
     print_sections(
         report.warning,
         "\n".join([report.headline, *more]),
         (["time", *columns], report.times, columns),
         (["quantity", "amount"], report.amounts, ()),
+        *([(["tier", *names], tiers, ())] if tiers else []),
         (["time of blocks", *columns], report.resting, columns),
         report.thrashing,
         f"{report.closing}\n{report.setup}",

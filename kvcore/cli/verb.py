@@ -152,7 +152,7 @@ HEADINGS = {
         *("model", "device", "tensor_parallel", "generator", "backend", "dtype", "codec"),
         *("clock", "weights_dtype", "needle_generator", "threads"),
     ),
-    "Pool": ("blocks", "memory", "block_size", "accounting", "allocation", "sizes"),
+    "Pool": (*("blocks", "memory", "block_size", "accounting", "allocation", "sizes", "tier"),),
     "Policies": ("eviction", "scheduler", "prefix", "retention", "budget", "latency", "seed"),
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
     "Output": (

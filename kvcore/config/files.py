@@ -40,7 +40,7 @@ def read_toml(
     """Return the options that a TOML file gives, by name, as their types have them.
 
     A key is the name of an option, with `-` or `_` in it. A plugin is text, or a table of
-    its name and options. Paths are relative to the file.
+    its name and options; tiers may be a list of them. Paths are relative to the file.
 
     Args:
         path: the file.
@@ -118,6 +118,8 @@ class _ConfigFile:
 
     def _placed(self, name: str, value: Any) -> Any:
         """Return a value with its paths as seen from the working directory."""
+        if name == "tier":
+            return tuple(self._placed_plugin(name, tier) for tier in value)
         if name in KINDS:
             return self._placed_plugin(name, value)
         # A name of the catalogue goes before a file of that name.

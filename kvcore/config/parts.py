@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -138,20 +138,31 @@ class RunParts:
             recompute=self.recompute,
         )
         if self.config.tier:
-            from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
-
-            devices = self.deployment.devices
-            with self._about("tier"):
-                Tiers(cache, self.tiers(), self._block_bytes(), devices=devices, ids=self.ids)
+            self.add_tiers(cache)
         return cache
 
-    def tiers(self) -> list[Any]:
-        """Build the tiers for one run, nearest first."""
+    def add_tiers(self, cache: KVCache) -> None:
+        """Build the tiers for one run, and put them below `cache`."""
+        from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
+
+        tiers, size, devices = self.tiers(), self._block_bytes(), self.deployment.devices
         with self._about("tier"):
-            return [
-                self.plugins.build("tier", tier) if isinstance(tier, Spec) else tier
-                for tier in cast("tuple[Any, ...]", self.config.tier)
-            ]
+            Tiers(cache, tiers, size, devices=devices, ids=self.ids)
+
+    def tiers(self) -> list[Any]:
+        """Build the tiers for one run, nearest first, each with its eviction policy."""
+        with self._about("tier"):
+            built = [self._build("tier", each) for each in cast("Any", self.config.tier)]
+            for tier in built:
+                if isinstance(tier.eviction, str):
+                    defaults = self._defaults()
+                    tier.eviction = self.plugins.build("eviction", tier.eviction, defaults)
+        return built
+
+    @property
+    def tier_blocks(self) -> int:
+        """The blocks that fit into all tiers."""
+        return sum(tier.memory // self._block_bytes() for tier in self.tiers())
 
     def scheduler(self) -> Scheduler:
         """Build a scheduler for one run."""
@@ -182,12 +193,14 @@ class RunParts:
 
         `defaults` are values of options that its text leaves out, besides the seed.
         """
-        value = getattr(self.config, kind)
         with self._about(kind):
-            if isinstance(value, Spec):
-                return self.plugins.build(kind, value, self._defaults() | defaults)
-            is_plugin = isinstance(value, Plugin | type)
-            return resolve(kind, value if is_plugin else value())
+            return self._build(kind, getattr(self.config, kind), defaults)
+
+    def _build(self, kind: str, value: Any, defaults: Mapping[str, Any] | None = None) -> Any:
+        if isinstance(value, Spec):
+            return self.plugins.build(kind, value, self._defaults() | (defaults or {}))
+        is_plugin = isinstance(value, Plugin | type)
+        return resolve(kind, value if is_plugin else value())
 
     def header(self) -> dict[str, Any]:
         """Return what the header of a trace has besides what the run itself writes there."""
@@ -201,7 +214,7 @@ class RunParts:
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return what was run, and the plugins that ran it, as JSON has it; None is none."""
-        source = self.workload
+        source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         return {
             "kvcore": version(),
             "workload": {
@@ -215,9 +228,8 @@ class RunParts:
             "tensor_parallel": self.deployment.devices,
             "codec": self._codec_text(),
             "bytes_per_block": self._block_bytes(),
-            "plugins": {
-                plugin.kind: plain(describe(plugin)) for plugin in plugins if plugin is not None
-            },
+            "plugins": {p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
+            "tiers": [plain(describe(p)) for p in used if p.kind == "tier"],
             "batching": attrs.asdict(self.batching),
             "allocation": self.config.allocation,
             "rate_scale": self.config.rate_scale,

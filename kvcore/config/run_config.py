@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import (
@@ -70,10 +70,9 @@ SLOChoice: TypeAlias = Annotated[SLO | str | Mapping[str, float], "slo"]
 Natural: TypeAlias = Annotated[int, "natural"]
 """A whole number of 0 or more."""
 
-TierChoices: TypeAlias = Annotated[
-    str | Spec | Plugin | tuple[str | Spec | Plugin, ...], "tiers"
-]
-"""Tiers, nearest first: a text may name several, as `host:memory=64GiB,disk:memory=1TiB`."""
+TierChoices: TypeAlias = Annotated[PluginChoice | Sequence[PluginChoice] | None, "tiers"]
+"""Tiers, nearest first: a text may name several, as `host:memory=64GiB,disk:memory=1TiB`;
+`none` or None: none."""
 
 WindowChoice: TypeAlias = Annotated[tuple[int, int | None] | str, "window"]
 """A window of time in ns, the end left out (None: open); as text in seconds, `60:120`."""
@@ -147,7 +146,8 @@ class RunConfig:
             weights, and in mode `run` 256 MiB.
         eviction, prefix, retention, scheduler, latency, generator, backend: plugins.
             `retention` None: running sequences keep all their blocks.
-        tier: where blocks rest below the pool, nearest first; empty: nowhere.
+        tier: where blocks rest below the pool: plugins, nearest first, in a tuple; empty:
+            nowhere. As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
         max_tokens, max_seqs, steps, chunked, watermark: as in `Batching`.
         allocation: `paged`, or `contiguous` as before paging.
         rate_scale: how many times as fast as recorded open-loop requests arrive.
@@ -197,8 +197,7 @@ class RunConfig:
     )
     tier: TierChoices = _option(
         (),
-        "Tier below the pool, such as host:memory=64GiB; may be given several times, nearest "
-        "first.",
+        "Tier below the pool, such as host:memory=64GiB; several are given nearest first.",
     )
     latency: PluginChoice = _option(
         Spec("roofline"), "Latency model: how many seconds a step takes."
@@ -555,13 +554,18 @@ def _plugin(value: object) -> Any:
 
 
 def _tiers(value: object) -> tuple[Any, ...]:
-    if value in (None, "none", ()):
+    if value is None or value == "none":
         return ()
     if isinstance(value, str):
         return tuple(parse(value))
     if isinstance(value, tuple | list):
         return tuple(tier for each in value for tier in _tiers(each))
     return (_plugin(value),)
+
+
+def tiers_text(tiers: Iterable[object]) -> str:
+    """Return tiers as `RunConfig` reads them, or `none`."""
+    return ",".join(map(str, tiers)) or "none"
 
 
 def _table(table: Mapping[str, Any]) -> Spec:

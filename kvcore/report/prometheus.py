@@ -84,6 +84,7 @@ def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any
     _add_lookups(families, document["hit"], labels)
     for tier, rested in (document["residency"] or {}).items():
         _add_residency(families, rested, labels | {"tier": tier})
+    _add_tiers(families, document, labels)
     for stat in ("mean", "peak"):
         blocks = pool["active"][stat]
         if blocks is not None:
@@ -184,6 +185,31 @@ def _add_lookups(families: _Families, hit: Mapping[str, Any], labels: Labels) ->
     ):
         if part in hit:
             families.counter(name, says, hit[part], labels)
+
+
+def _add_tiers(families: _Families, document: Mapping[str, Any], labels: Labels) -> None:
+    """Add what was looked up in each tier below the pool, hit, moved and dropped."""
+    size = document["pool"]["block_size"]
+    missed = document["hit"]["lookup_tokens"] - document["hit"]["hit_tokens"]
+    for tier in document.get("tiers") or ():
+        about, hits = labels | {"tier": tier["tier"]}, tier["hit_blocks"] * size
+        says = "Prompt tokens that no nearer level held."
+        families.counter("external_prefix_cache_queries", says, missed, about)
+        says = "Those of them that were loaded."
+        families.counter("external_prefix_cache_hits", says, hits, about)
+        missed -= hits
+        for way, key in (("load", "read_bytes"), ("store", "written_bytes")):
+            moved = about | {"transfer_type": way}
+            families.counter("kv_offload_total_bytes", "Bytes moved.", tier[key], moved)
+        says = "Seconds that loads took, those spent waiting for the link among them."
+        moved = about | {"transfer_type": "load"}
+        families.counter("kv_offload_total_time", says, tier["load_s"], moved)
+        for reason, blocks in tier["dropped_blocks"].items():
+            why = about | {"reason": reason}
+            families.counter("kv_offload_dropped_blocks", "Blocks that left.", blocks, why)
+        says = "Share of the slots that are in use at the end."
+        used = tier["used_blocks"] / tier["slots"]
+        families.gauge("kv_offload_usage_perc", says, used, about)
 
 
 def _add_residency(families: _Families, rested: Mapping[str, Any], labels: Labels) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore.analysis import Comparison, Row
+from kvcore.cache.residency import TIER
 from kvcore.report.tables import NONE, counted, named, setup, share
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 
@@ -85,24 +86,32 @@ def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "free at such times", NO_VALUE if free is None else f"{free:.1%}"
 
 
-def thrashing(residency: Mapping[str, Any] | None, blocks: int) -> str:
+def thrashing(
+    residency: Mapping[str, Any] | None, blocks: int, tiers: Iterable[Mapping[str, Any]] = ()
+) -> str:
     """Return a sentence for each tier that thrashes: its figures, and what to do.
 
     `residency` is that of a summary: by tier, what `Residency.as_dict()` says, which is also
-    where the rule stands (`Residency.thrashing`). `blocks` are those of the pool.
+    where the rule stands (`Residency.thrashing`). `blocks` are those of the pool; `tiers` say
+    how large those below it are.
     """
+    below = {tier["tier"]: tier for tier in tiers}
     sentences = []
     for tier, rested in (residency or {}).items():
         if not rested["thrashing"]:
             continue
         gone = sum(rested["evicted_blocks"].values())
         hit = rested["age_at_hit_s"]
+        size, more = blocks, f"Twice the pool (--blocks {2 * blocks})"
+        if tier in below:
+            size, memory = below[tier]["slots"], 2 * below[tier]["memory_bytes"]
+            more = f"Twice its memory ({format_bytes(memory)})"
         sentences.append(
             f"THRASHING ({tier}): {rested['never_hit_blocks'] / gone:.0%} of the {gone:,} "
             f"blocks evicted had never been hit, and {rested['restored_blocks']:,} were "
-            f"stored again before another {blocks:,} had gone, while only "
-            f"{hit['blocks'] if hit else 0:,} hit. Twice the pool (--blocks {2 * blocks}) "
-            "would keep most of these; `kvcore compare` shows what another policy keeps."
+            f"stored again before another {size:,} had gone, while only "
+            f"{hit['blocks'] if hit else 0:,} hit. {more} would keep most of these; `kvcore "
+            "compare` shows what another policy keeps."
         )
     return "\n".join(sentences)
 
@@ -268,16 +277,28 @@ class SimulationReport:
     def resting(self) -> list[TableRow]:
         """The rows of the table of blocks in the cache, by tier; none if nothing is known."""
         return [
-            [name, *_cells(seen[key], format_seconds if key.endswith("_s") else format_number)]
-            for seen in (self.summary["residency"] or {}).values()
+            [
+                name if tier == TIER else f"{tier}: {name}",
+                *_cells(seen[key], format_seconds if key.endswith("_s") else format_number),
+            ]
+            for tier, seen in (self.summary["residency"] or {}).items()
             for key, name in RESTING.items()
             if seen[key]
         ]
 
     @property
+    def tiers(self) -> list[TableRow]:
+        """The rows of the table of tiers, under their names; none without tiers."""
+        columns = [tier_cells(tier, self.summary) for tier in self.summary.get("tiers") or ()]
+        names = dict.fromkeys(name for cells in columns for name in cells)
+        return [[name, *(cells.get(name, NONE) for cells in columns)] for name in names]
+
+    @property
     def thrashing(self) -> str:
         """That the cache brings back what it has just evicted; nothing if it does not."""
-        return thrashing(self.summary["residency"], self.summary["pool"]["blocks"])
+        summary = self.summary
+        blocks = summary["pool"]["blocks"]
+        return thrashing(summary["residency"], blocks, summary.get("tiers") or ())
 
     @property
     def closing(self) -> str:
@@ -340,10 +361,20 @@ class SimulationReport:
                 "",
                 f"{share(ratio['token'])} of tokens, {share(ratio['request'])} a request",
             )
+            if summary.get("tiers"):
+                ratio = summary["reuse_ratio"]
+                yield (
+                    "and with tiers",
+                    f"{share(ratio['token'])} of tokens, {share(ratio['request'])} a request",
+                )
         if hit["self_hit_blocks"]:
             yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
         counts = summary["preemptions"]
-        yield "preemptions", f"{counts['pause']:,} paused, {counts['recompute']:,} recomputed"
+        swapped = f", {counts['swap']:,} swapped" if summary.get("tiers") else ""
+        yield (
+            "preemptions",
+            f"{counts['pause']:,} paused, {counts['recompute']:,} recomputed{swapped}",
+        )
         if summary["forgotten_blocks"]:
             yield "forgotten", counted(summary["forgotten_blocks"], "block")
         compactions, deferred = summary["compactions"], summary["deferred_compactions"]
@@ -352,6 +383,10 @@ class SimulationReport:
             later = f", {deferred:,} times put off without room" if deferred else ""
             yield "compactions", f"{compactions:,} removed {removed}{later}"
         yield "evicted", counted(summary["evicted_blocks"], "block")
+        pins = summary["pins"]
+        if any(pins.values()):
+            refused = counted(pins["refused_blocks"], "block")
+            yield "pins", f"{refused} refused, {pins['yielded']:,} yielded"
         blocks, active = pool["blocks"], pool["active"]
         if active["mean"] is not None:
             cached = pool["cached"]["mean"]
@@ -372,6 +407,36 @@ class SimulationReport:
         if not given or own == requests:
             return f"{judged} (their own)"
         return f"{judged} ({', '.join(given)}{f'; {own:,} by their own' if own else ''})"
+
+
+def tier_cells(tier: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return what there is to say of a tier in a run, by the names of the rows."""
+    ratio, loads, dropped = tier["ratio"], tier["loads"], dict(tier["dropped_blocks"])
+    used, seconds = tier["used_blocks"] / tier["slots"], summary["simulated_s"]
+    cells = {
+        "memory": f"{format_bytes(tier['memory_bytes'])}, {share(used)} full",
+        "hits": f"{share(ratio['token'])} of tokens, {share(ratio['request'])} a request",
+        "found": counted(tier["found_blocks"], "block"),
+        "loaded": f"{tier['loaded_blocks']:,} in {counted(loads, 'load')}",
+        "computed again": f"{tier['recomputed_blocks']:,}, the faster way",
+        "stored": f"{tier['stored_blocks']:,}",
+    }
+    if tier["parked_blocks"]:
+        cells["of this, swapped out"] = f"{tier['parked_blocks']:,}"
+    cells["not stored"] = (
+        f"{tier['skipped_blocks']:,} link busy, {tier['refused_blocks']:,} no room"
+    )
+    gone = dropped.pop("capacity", 0)
+    others = "".join(f", {count:,} {reason}" for reason, count in dropped.items())
+    cells["dropped"] = f"{gone:,} for room{others}"
+    if loads:
+        took, waited = tier["load_s"] / loads, tier["load_wait_s"] / loads
+        cells["a load takes"] = (
+            f"{format_seconds(took)}, {format_seconds(waited)} of it waiting"
+        )
+    if seconds:
+        cells["link in use"] = share(tier["link_busy_s"] / seconds)
+    return cells
 
 
 def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDTH) -> str:

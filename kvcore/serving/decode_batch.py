@@ -28,7 +28,7 @@ from kvcore.cache import KVCache, Sequence
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request
 from kvcore.serving.latency import LinearPiece, Windows
-from kvcore.serving.scheduler import DecodeSteps, Job
+from kvcore.serving.scheduler import DONE, DecodeSteps, Job
 from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
 from kvcore.units import PS_PER_NS
 
@@ -517,7 +517,10 @@ class DecodeAllocator:
         `length` is that of its text if it was in the batch until now; None: it was settled.
         """
         assert job.seq is not None
-        self._cache.close(job.seq, now, length)
+        self._cache.close(job.seq, now, length, preempted=job.stage != DONE)
+
+    def loaded(self, tokens: int) -> None:
+        """Called when so many tokens have come into their slots from tiers."""
 
     def can_extend(self, seq: Sequence) -> bool:
         """Return True if `seq` can get a slot more."""
@@ -543,7 +546,8 @@ class DecodeAllocator:
         if self.allocated_until <= step:
             jobs = batch.growing(step)
             if jobs is not None:
-                if len(jobs) > self._cache.available_blocks:
+                cache = self._cache
+                if len(jobs) > cache.available_blocks and not cache.make_room(len(jobs), now):
                     return False
                 self._grow(jobs, 0, now)
             self.allocated_until = step + 1

@@ -1,7 +1,8 @@
 """The serving loop: a discrete-event simulation of continuous batching.
 
-The events are ARRIVAL, LOADED, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and TIMER. Between two
-of them the same jobs decode, so that all the steps in between are one jump (see `decode_batch`).
+The events are ARRIVAL, LOADED, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and TIMER. Between
+two of them the same jobs decode, so that all the steps in between are one jump (see
+`decode_batch`).
 One turn of the loop:
 
     arrivals up to now -> plan (admit, pause, preempt) -> one step or one jump -> the clock
@@ -366,8 +367,12 @@ class ServingLoop:
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
         batcher, batch, arrivals = self.batcher, self.batch, self._arrivals
+        pins = self._cache.tree.pins
         while True:
             now = self.clock_ps // PS_PER_NS
+            if pins and pins[0].until <= now:
+                self._cache.tree.end_pins(now)
+                batcher.computed()
             if arrivals.next_at <= now:
                 self._take_arrivals(now)
             if batcher.plan(now):
@@ -485,6 +490,8 @@ class ServingLoop:
                 event = min(event, self.batcher.timers[0][0])
             if self.batcher.loads:
                 event = min(event, self.batcher.loads[0][0])
+            if self._cache.tree.pins:
+                event = min(event, self._cache.tree.pins[0].until)
             event_ps = event * PS_PER_NS if event < NEVER else None
             tokens = batch.size
             steps, took_ps = self.allocator.jump(lines, self.clock_ps, event_ps)

@@ -73,6 +73,12 @@ def simulate(
     check_cache(cache, "simulate")
     allocator: AllocatorFactory | None = None
     if allocation == "contiguous":
+        if cache.tiers is not None:
+            msg = (
+                "allocation='contiguous' has no blocks that a tier could hold: leave out one "
+                "of the two"
+            )
+            raise InputError(msg)
         cache = contiguous_cache(cache)
         max_output = longest_output(workload, max_output)
         allocator = partial(ContiguousAllocator, max_output=max_output)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcore.analysis import served
 from kvcore.cache import BlockPool, EvictionPolicy, KVCache, PrefixIndex, Sequence, Span
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.request import Key, Request, Retention
+from kvcore.request import NO_HINTS, Hints, Key, Request, Retention
 
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
@@ -40,6 +40,7 @@ class Traffic:
         most_keys: keys of the longest prompt.
         width: keys that may follow one. With 2 prompts share a lot.
         hints: whether some requests carry retention hints.
+        pins: whether some pin or demote what they have used, or share only a part of it.
         longest_wait: ns between two steps, at most.
         mix: how often each action comes.
     """
@@ -48,6 +49,7 @@ class Traffic:
     most_keys: int = 6
     width: int = 2
     hints: bool = False
+    pins: bool = False
     longest_wait: int = 4
     mix: Mapping[str, int] = EVEN
 
@@ -95,7 +97,15 @@ def draw_request(draw: Draw, traffic: Traffic) -> Request:
         key_tokens=traffic.key_tokens,
         tenant=(None, "a", "b")[draw(0, 2)],
         retention=tuple(hints),
+        hints=_draw_pin(draw, length) if traffic.pins else NO_HINTS,
     )
+
+
+def _draw_pin(draw: Draw, length: int) -> Hints:
+    share = draw(-length, length)
+    demote = not draw(0, 3)
+    pin = None if demote or draw(0, 1) else draw(1, 40)
+    return Hints(share=True if share < 0 else share, pin=pin, demote=demote)
 
 
 def _draw_hint(draw: Draw, length: int) -> Retention:
@@ -296,6 +306,7 @@ class RecordingPolicy(EvictionPolicy):
     on_miss = _forwarded("on_miss")
     on_queued = _forwarded("on_queued")
     on_dequeued = _forwarded("on_dequeued")
+    on_end = _forwarded("on_end")
 
     def on_trim(self, span: Span, blocks: int) -> None:
         """Record the blocks, and call the policy."""

@@ -42,7 +42,8 @@ class WorkloadTests:
     def test_yields_requests(self) -> None:
         """It yields at least one, and nothing but instances of Request."""
         found = {type(request) for request in self.make()}
-        assert found == {Request}
+        assert found
+        assert all(issubclass(each, Request) for each in found)
 
     def test_starts_again_from_the_beginning(self) -> None:
         """Iterating a second time yields equal requests."""

@@ -25,6 +25,7 @@ from kvcore.trace.lifecycle import Lifecycles
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.state import (
     APPLIED,
+    TIERED,
     CacheState,
     Hits,
     TracedPrompt,
@@ -36,6 +37,7 @@ from kvcore.trace.state import (
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace import events
+    from kvcore.trace.tier_check import TierChecker
 
 
 @attrs.frozen
@@ -51,6 +53,8 @@ class Report:
         preemptions: how often a request was preempted, by kind: `pause` and `recompute`.
         hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
             and by request (null without lookups).
+        tiers: of each tier, nearest first: its slots, blocks in it, on their way from it,
+            and what has been stored, loaded and dropped so far; and its link.
         header: the first line: what was recorded; empty if there is none.
     """
 
@@ -65,6 +69,7 @@ class Report:
     rejected: int
     preemptions: dict[str, int]
     hit: dict[str, Any]
+    tiers: list[dict[str, Any]]
     header: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,11 +128,13 @@ def _report(
 ) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
     lifecycles, hits = Lifecycles("untimed"), Hits()
+    tiers: list[dict[str, Any]] = []
     if checker is not None:
         state = checker.state
         lifecycles, hits = checker.lifecycles, state.hits
         pool |= {"free": state.free, "cached": state.cached, "private": state.private}
         pool["spans"] = len(state.spans)
+        tiers = [] if state.tiers is None else state.tiers.as_dict()
     return Report(
         file=str(reader.file),
         complete=reader.complete,
@@ -140,6 +147,7 @@ def _report(
         rejected=lifecycles.rejected,
         preemptions=dict(lifecycles.preemptions),
         hit=hits.as_dict(),
+        tiers=tiers,
         header={} if checker is None else checker.state.header.as_dict(),
     )
 
@@ -197,6 +205,7 @@ class TraceChecker:
         # Plain requests for what a server says have one check: that of their life cycle.
         checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
         self._checks: dict[str, Callable[[Any], None]] = checks
+        self._tiers = self._tier_checker()
 
     def apply(self, event: events.Event) -> None:
         """Check the next event after HEADER, and apply it. O(spans touched), blocks in C.
@@ -207,13 +216,19 @@ class TraceChecker:
         name, state = event.event, self.state
         self._due = self._next
         if self._due is not None and self._due[:2] != (name, getattr(event, "seq", None)):
-            violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
+            self._refuse_early(name)
         if self._unpinned and name not in SHARING:
             self._refuse_unpinned()
-        if event.t != self._now:
+        begins = event.t != self._now
+        if begins:
             if self._due is not None or self._unpinned or self._evicting is not None:
                 violated(f"it is of one call with the line before, which is at {self._now} ns")
             self._now = event.t
+        if self._tiers is not None and self._tiers.check(event, begins):
+            if name.startswith("LOAD") and self._evicting is not None:
+                self._refuse_victims()
+            state.apply(event)
+            return
         if name not in ADMISSION:
             self._expired_for = None
             # A call that fails, as its policy does, is the last one of a trace.
@@ -230,6 +245,22 @@ class TraceChecker:
                 f"{free} free + {state.cached} cached + {state.private} private blocks are "
                 f"{total}; the pool has {state.header.blocks}"
             )
+
+    def _tier_checker(self) -> TierChecker | None:
+        tiers = self.state.tiers
+        if tiers is None:
+            return None
+        from kvcore.trace.tier_check import TierChecker  # noqa: PLC0415 - most have none
+
+        prefix = self.state.header.plugins.get("prefix")
+        return TierChecker(
+            self.state,
+            tiers,
+            self._cached_keys,
+            self.lifecycles,
+            shares=prefix is not None and _of_own("prefix", prefix.name, "shares"),
+            expires=_expires,
+        )
 
     def _request(self, event: events.Request) -> None:
         if event.id in self.state.requests:
@@ -304,6 +335,8 @@ class TraceChecker:
             )
         if seq.has_forgotten:
             violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
+        if seq.prompt.share is not None and end > seq.prompt.share:
+            violated(f"request {seq.prompt.id!r} shares {seq.prompt.share} blocks")
         if end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
         ids = seq.private[:count]
@@ -374,11 +407,8 @@ class TraceChecker:
 
     @cached_property
     def _expires(self) -> bool:
-        """Whether the eviction policy may expire spans; True if it is none of kvcore's own."""
-        try:
-            return bool(default("eviction", str(self._eviction)).expires_spans)
-        except KvcoreError:
-            return True
+        """Whether the eviction policy may expire spans."""
+        return _expires(str(self._eviction))
 
     def _drop(self, event: events.Drop) -> None:
         self._order.settle()
@@ -483,7 +513,9 @@ class TraceChecker:
             self.lifecycles.close(seq.prompt.id, seq.id)
         prompt, end = seq.prompt, seq.span.end
         least, most = self._limits(prompt, resumed=True)
-        most = max(most, prompt.cacheable if seq.has_forgotten else end)
+        # What it does not share itself, others may have cached meanwhile.
+        partly = seq.has_forgotten or prompt.share is not None
+        most = max(most, prompt.cacheable if partly else end)
         if self.state.header.mode != "untimed":
             least = max(least, end)
         self._returning[prompt.id] = least, most
@@ -504,6 +536,8 @@ class TraceChecker:
 
     def _lifecycle(self, event: Any) -> None:
         """Check what a server says of a request; a sequence it names must be open."""
+        if event.event in TIERED:
+            violated("HEADER has no tiers")
         seq = self.state.sequence(event.seq) if hasattr(event, "seq") else None
         closes = self.lifecycles.apply(event)
         if seq is None:
@@ -573,8 +607,27 @@ class TraceChecker:
     def _refuse_victims(self) -> None:
         violated(f"blocks were evicted for request {self._evicting!r}, which takes none")
 
+    def _refuse_early(self, name: str) -> None:
+        # What a sequence that is swapped out leaves in a tier comes before it closes.
+        if name not in TIERED or self._tiers is None or not self._tiers.swaps:
+            assert self._due is not None
+            violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
+
     def _refuse_unpinned(self) -> None:
         violated("forked sequences still hold blocks that are cached now, without a pin")
+
+
+def _expires(eviction: str) -> bool:
+    """Return True if an eviction policy may expire spans; also if it is none of kvcore's."""
+    return _of_own("eviction", eviction, "expires_spans", otherwise=True)
+
+
+def _of_own(kind: str, name: str, attribute: str, *, otherwise: bool = False) -> bool:
+    """Return an attribute of a built-in plugin's class; of another, `otherwise`."""
+    try:
+        return bool(getattr(default(kind, name), attribute))
+    except KvcoreError:
+        return otherwise
 
 
 class CachedKeys:

@@ -52,6 +52,10 @@ RetentionHints: TypeAlias = Annotated[
     list[tuple[Count, Count | None, Count, Count | None]],
     Meta(description="a list of [start, end or null, priority, ns or null]"),
 ]
+HintValues: TypeAlias = Annotated[
+    dict[Literal["share", "pin", "demote", "prefetch"], bool | Count],
+    Meta(description="an object of any of share, pin, demote, prefetch; times in ns"),
+]
 SloTimes: TypeAlias = Annotated[
     dict[Literal["ttft", "tpot", "deadline"], Size],
     Meta(description="an object of any of ttft, tpot, deadline, in ns from 1 on"),
@@ -74,6 +78,24 @@ class WorkloadRecord(Struct, forbid_unknown_fields=True):
     name: str
     digest: str
     options: dict[str, Any]
+
+
+class TierRecord(Struct, forbid_unknown_fields=True):
+    """A tier of a run: what lines call it, what builds it again, and its size.
+
+    Attributes:
+        tier: its name in lines, and in other tiers' `from`.
+        name, options: of its plugin, as those of a `PluginRecord`.
+        slots, slot_bytes: how many blocks it holds, and the bytes of one.
+        devices: GPUs whose links to it add up.
+    """
+
+    tier: str
+    name: str
+    options: dict[str, Any]
+    slots: Annotated[int, Meta(ge=1)]
+    slot_bytes: Annotated[int, Meta(ge=1)]
+    devices: Annotated[int, Meta(ge=1)]
 
 
 class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
@@ -127,7 +149,16 @@ class Header(Event, tag="HEADER", kw_only=True):
     latency: Object | UnsetType = UNSET
     rate_scale: Number | UnsetType = UNSET
     slo: SloTimes | UnsetType = UNSET
-    tiers: Json | UnsetType = UNSET
+    tiers: (
+        Annotated[
+            list[TierRecord],
+            Meta(
+                description="a list of tiers, each with tier, name, options, slots, slot_bytes "
+                "and devices"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
 
 
 class Request(Event, tag="REQUEST"):
@@ -144,9 +175,11 @@ class Request(Event, tag="REQUEST"):
     slo: SloTimes | UnsetType = UNSET
     predicted: Count | UnsetType = UNSET
     retention: RetentionHints | UnsetType = UNSET
+    hints: HintValues | UnsetType = UNSET
     session: Text | UnsetType = UNSET
     after: RequestId | UnsetType = UNSET
     think: Count | UnsetType = UNSET
+    tool: Text | UnsetType = UNSET
     output_keys: BlockKeys | UnsetType = UNSET
 
 

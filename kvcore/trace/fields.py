@@ -16,7 +16,7 @@ from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.request import KEY_BYTES, SLO, Key, Request, Retention
+from kvcore.request import KEY_BYTES, SLO, Hints, Key, Request, Retention
 from kvcore.units import INT64_LIMIT
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ _OPTIONAL = {
     "session": "session",
     "after": "after",
     "think": "think_time",
+    "tool": "tool",
     "retention": "retention",
+    "hints": "hints",
     "output_keys": "output_keys",
 }
 """The fields of REQUEST that are left out at their default, and the attributes they hold."""
@@ -144,6 +146,10 @@ def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
         given["retention"] = [
             [hint.start, hint.end, hint.priority, hint.duration] for hint in request.retention
         ]
+    if "hints" in given:
+        given["hints"] = attrs.asdict(
+            request.hints, filter=lambda hint, value: value != hint.default
+        )
     if "output_keys" in given:
         given["output_keys"] = key_fields(request.output_keys, request.id)
     return given
@@ -289,6 +295,7 @@ def read_keys(written: list[Any]) -> list[Key]:
 _READ: dict[str, Callable[[Any], Any]] = {
     "slo": slo_of,
     "retention": lambda hints: tuple(Retention(*hint) for hint in hints),
+    "hints": lambda hints: Hints(**hints),
     "output_keys": read_keys,
 }
 """What makes the attribute of an optional field, where it is not the field itself."""

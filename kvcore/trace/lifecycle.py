@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace import events
 
-PREEMPTIONS = ("pause", "recompute")
+PREEMPTIONS = ("pause", "recompute", "swap")
 
 WAITING, RUNNING, PAUSED, PREEMPTED = "waiting", "running", "paused", "preempted"
 
@@ -124,7 +124,11 @@ class Lifecycles:
             ViolationError: it cannot follow from the events of its request before it.
         """
         self._apply[event.event](event)
-        return event.event == "FINISH" or getattr(event, "how", None) == "recompute"
+        return event.event == "FINISH" or getattr(event, "how", None) in ("recompute", "swap")
+
+    def waits(self, request: int | str) -> bool:
+        """Return True if `request` was preempted, and waits for another admission."""
+        return self._requests[request].stage == PREEMPTED
 
     def close(self, request: int | str, seq: int) -> None:
         """Record that `seq` closed without a reason in the line before; a fork needs none.

@@ -22,6 +22,7 @@ from kvcore.trace.reader import TraceReader
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace import events
+    from kvcore.trace.tiers import TracedTiers
 
 
 MOST_BLOCKS = 1 << 24
@@ -39,6 +40,9 @@ APPLIED = (
     *("COMPACT", "FREE", "FORK", "KEYS"),
 )
 """Events that change the cache; each is applied by the method of its name."""
+
+TIERED = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
+"""Events of the tiers below the pool; where HEADER has some, each changes what is in them."""
 
 TIMED = ("HIT", "SPLIT", "COMMIT", "EVICT")
 """Events from which the residency of blocks follows."""
@@ -66,6 +70,7 @@ class TracedPrompt:
         lookup: how many are looked up.
         limit: how many can hit at most.
         unkeyed: whether missing keys are why no more can hit.
+        share: how many of its blocks its client lets others use; None: all.
     """
 
     id: int | str
@@ -76,6 +81,7 @@ class TracedPrompt:
     lookup: int
     limit: int
     unkeyed: bool
+    share: int | None
 
 
 @attrs.frozen
@@ -116,12 +122,15 @@ class TraceLayout:
             msg = f"keys of {request.key_tokens} tokens; HEADER says {self.key_tokens}"
             raise ValueError(msg)
         keys: list[Any] = request.keys
+        shares = request.hints.get("share", True) if request.hints else True
+        share = None if shares is True else shares // self.block_size
         if self.count == "keys":
             blocks = len(keys) * self.ratio
             return TracedPrompt(
                 *(request.id, request.prompt, keys, blocks),
                 *(blocks, blocks, blocks),
                 unkeyed=not keys,
+                share=share,
             )
         size, length = self.block_size, request.prompt
         full = length // size
@@ -141,6 +150,7 @@ class TraceLayout:
             lookup=min(full, keyed),
             limit=min(most, keyed),
             unkeyed=keyed < most or not keys,
+            share=share,
         )
 
     def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
@@ -309,6 +319,7 @@ class CacheState:
         requests: the prompts of all requests so far, by id.
         cached, private: blocks in spans, and blocks that only open sequences hold.
         hits: what the admissions so far looked up and hit.
+        tiers: what lies below the pool; None: HEADER has no tiers.
     """
 
     def __init__(self, header: events.Header) -> None:
@@ -330,6 +341,12 @@ class CacheState:
         self._apply: dict[str, Callable[[Any], None]] = {
             name: getattr(self, f"_{name.lower()}") for name in APPLIED
         }
+        self.tiers: TracedTiers | None = None
+        if header.tiers:
+            from kvcore.trace.tiers import TracedTiers  # noqa: PLC0415 - most have none
+
+            self.tiers = TracedTiers(self)
+            self._apply |= {name: getattr(self.tiers, name.lower()) for name in TIERED}
 
     @property
     def free(self) -> int:
@@ -391,6 +408,10 @@ class CacheState:
         if self._copies + copies > MOST_COPIES:
             violated(f"open forks share more than {MOST_COPIES:,} blocks, which is the most")
         return copies
+
+    def count_work(self, steps: int) -> None:
+        """Count steps that a line takes; beyond a limit that grows with the lines it ends."""
+        self._work += steps
 
     def own_blocks(self, seq: TracedSequence) -> Ids:
         """Return the private blocks of `seq` that no fork of it has too."""

@@ -267,7 +267,7 @@ class WorkloadSample(Workload):
     def _scaled(self, request: Request) -> Request:
         factor, size = self.scale, self.key_tokens
         prompt = max(request.prompt_tokens // factor, min(request.prompt_tokens, 1))
-        predicted = request.predicted_output_tokens
+        predicted, hints = request.predicted_output_tokens, request.hints
         return attrs.evolve(
             request,
             prompt_tokens=prompt,
@@ -276,6 +276,7 @@ class WorkloadSample(Workload):
             key_tokens=size,
             predicted_output_tokens=None if predicted is None else -(-predicted // factor),
             retention=tuple(self._scaled_hint(hint) for hint in request.retention),
+            hints=attrs.evolve(hints, share=hints.share // factor) if hints.share else hints,
         )
 
     def _scaled_hint(self, hint: Retention) -> Retention:

@@ -81,7 +81,7 @@ def test_json_has_these_fields(report):
     document = report(SMALL)
     assert set(FIELDS) < set(document)
     assert list(document["ttft_s"]) == ["mean", "p50", "p90", "p95", "p99"]
-    assert list(document["preemptions"]) == ["pause", "recompute"]
+    assert list(document["preemptions"]) == ["pause", "recompute", "swap"]
     assert list(document["hit"]["ratio"]) == ["block", "token", "request"]
     assert list(document["config"]) == [
         *(
@@ -93,7 +93,7 @@ def test_json_has_these_fields(report):
             "codec",
             "bytes_per_block",
         ),
-        *("plugins", "batching", "allocation", "rate_scale", "seed"),
+        *("plugins", "tiers", "batching", "allocation", "rate_scale", "seed"),
     ]
     assert (document["schema"], document["requests"], document["completed"]) == (1, 40, 40)
 

@@ -285,7 +285,7 @@ def test_a_sweep_that_runs_is_left_alone(tmp_path):
         process.kill()
         process.wait()
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"process {process.pid} is sweeping with it" in done.stderr
+    assert f"process {process.pid} is using it" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ POLICIES = {
     "tail-lru:threshold=0.02,turn=6": partial(blocks.TailLRU, 0.02, 6, seconds=True),
     "tinylfu": None,
     "tinylfu:window=0.2,protected=0.5,period=2": None,
+    "tool-ttl": None,
+    "tool-ttl:prior=0.5": None,
     "ttl": partial(blocks.TTL, 300 * 10**9),
     "ttl:ttl=2e-8": partial(blocks.TTL, 20),
 }

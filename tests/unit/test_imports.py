@@ -32,7 +32,7 @@ LAYERS = [
     {"plugins"},
     {"models", "workloads"},
     {"cache"},
-    {"trace"},
+    {"trace", "tiers"},
     {"serving"},
     {"engine"},
     {"config"},

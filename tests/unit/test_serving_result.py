@@ -77,8 +77,10 @@ def test_the_columns_of_a_request():
         "prompt": 4,
         "output": 3,
         "hit_tokens": 0,
+        "loaded_tokens": 0,
         "pauses": 0,
         "recomputes": 0,
+        "swaps": 0,
         "met_slo": None,
     }
 
@@ -131,8 +133,9 @@ def test_the_summary_of_three_requests():
     assert summary["tpot_s"] == summary["itl_s"] == evenly(10)
     assert summary["e2e_s"]["mean"] == 22.5 / NS
     assert summary["queue_s"]["mean"] == 2.5 / NS
-    assert summary["preemptions"] == {"pause": 0, "recompute": 0}
+    assert summary["preemptions"] == {"pause": 0, "recompute": 0, "swap": 0}
     assert summary["evicted_blocks"] == 0
+    assert summary["pins"] == {"refused_blocks": 0, "yielded": 0}
     assert summary["residency"] is None
 
 

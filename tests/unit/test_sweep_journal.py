@@ -117,7 +117,7 @@ def test_two_cannot_have_it_at_once(tmp_path):
     """The second is told which process has it."""
     with Journal(tmp_path / "j"), pytest.raises(InputError) as refused, Journal(tmp_path / "j"):
         pass
-    assert f"process {os.getpid()} is sweeping with it" in str(refused.value)
+    assert f"process {os.getpid()} is using it" in str(refused.value)
 
 
 def test_the_lock_of_a_killed_process_is_none(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
 from functools import lru_cache
@@ -16,7 +15,7 @@ from uuid import uuid4
 import attrs
 
 from kvcore.analysis.sweep.runner import CellRunner, Outcome, Task
-from kvcore.analysis.workers import ATTEMPTS, WorkerDied, work_all
+from kvcore.analysis.workers import ATTEMPTS, WorkerDied, queue_of, work_all
 from kvcore.errors import InputError, PluginError
 from kvcore.extras import import_extra
 from kvcore.host import cpus
@@ -53,7 +52,7 @@ class RayCluster:
 
     def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
         """Yield the outcomes of `tasks` as they come."""
-        tasks = deque(tasks)
+        tasks = queue_of(tasks)
         if not tasks:
             return
         ray = import_extra("ray", "Ray cannot be imported", "ray")
@@ -167,6 +166,17 @@ class Processes:
 def _local_runner() -> Callable[[Task], Outcome]:
     """Return what a worker does."""
     return CellRunner().attempt
+
+
+@attrs.frozen
+class ThisProcess:
+    """Runs tasks one after another in this process."""
+
+    def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
+        """Yield the outcomes of `tasks` as they come."""
+        runner, tasks = CellRunner(), queue_of(tasks)
+        while tasks:
+            yield runner.attempt(tasks.popleft())
 
 
 def executor_named(text: str, jobs: int | None = None) -> Processes | RayCluster:

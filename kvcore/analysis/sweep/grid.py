@@ -26,14 +26,14 @@ MODES: tuple[Mode, ...] = ("simulate", "compare")
 
 UNTIMED = (
     *("workload", "limit", "window", "model", "device", "codec", "accounting"),
-    *("block_size", "blocks", "memory", "prefix", "seed", "eviction"),
+    *("block_size", "blocks", "memory", "tier", "prefix", "seed", "eviction"),
 )
 """The axes of a sweep without a clock. It uses nothing that takes time."""
 
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
-    *("block_size", "blocks", "memory", "prefix", "retention", "latency", "max_tokens"),
-    *("max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
+    *("block_size", "blocks", "memory", "tier", "prefix", "retention", "latency"),
+    *("max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
     *("scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which counts tokens."""
@@ -42,7 +42,7 @@ AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 """The options of a run that may have several values in a sweep."""
 
 
-PART = ("limit", "window")
+PART = ("limit", "window", "tier")
 """The axes that a table has only where they are given."""
 
 

@@ -1,4 +1,4 @@
-"""The journal of a sweep: a line for each finished cell, on the disk before the next."""
+"""The journal of a sweep or a plan: a line a finished run, on the disk before the next."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             msg = (
-                f"{self.path}: {self._holder()} is sweeping with it: wait for that one, or "
+                f"{self.path}: {self._holder()} is using it: wait for that one, or "
                 "give another --out"
             )
             raise InputError(msg) from error
@@ -106,7 +106,7 @@ class Journal:
         entries = [_entry(line + b"\n") for line in lines]
         if not any(entries) and (lines or not HEAD.startswith(torn[: len(HEAD)])):
             msg = (
-                f"{self.path}:1: no line has its digest: this is no journal of a sweep, or one "
+                f"{self.path}:1: no line has its digest: this is no journal, or one "
                 "of an older kvcore: remove the file to begin anew, or give another --out"
             )
             raise InputError(msg)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from traceback import extract_tb
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 import orjson
@@ -20,7 +21,7 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.run_config import slo_text
+from kvcore.config.run_config import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec
@@ -32,6 +33,8 @@ from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
 DIGEST_BYTES = 16
+
+T = TypeVar("T")
 
 HITS = {
     "lookup_blocks": "lookup_blocks",
@@ -57,15 +60,21 @@ TIMED = {
     "slo_met": "slo.met",
     "preemptions_pause": "preemptions.pause",
     "preemptions_recompute": "preemptions.recompute",
+    "preemptions_swap": "preemptions.swap",
     "evicted_blocks": "evicted_blocks",
     **{name: f"hit.{path}" for name, path in HITS.items()},
+    "loaded_tokens": "loaded_tokens",
+    **{f"reuse_ratio_{unit}": f"reuse_ratio.{unit}" for unit in ("block", "token", "request")},
     "lost_tokens": "lost_tokens",
     "pool_active_mean": "pool.active.mean",
     "pool_active_peak": "pool.active.peak",
 }
 """Columns of a simulated cell, and where each is in the summary of its run."""
 
-UNTIMED = ("requests", *HITS, "evicted_blocks")
+UNTIMED = (
+    *("requests", *HITS, "evicted_blocks", "reused_blocks"),
+    *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
+)
 
 RESULTS: dict[Mode, tuple[str, ...]] = {"simulate": tuple(TIMED), "compare": UNTIMED}
 """The columns that a cell's run fills, by mode."""
@@ -77,6 +86,25 @@ class Task:
 
     digest: str
     cell: RunConfig
+
+    def run(self, known: WorkloadCache) -> dict[str, Any]:
+        """Return the columns of the result.
+
+        Raises:
+            KvcoreError: this process would run another cell.
+        """
+        cell = CellRun(self.cell, known)
+        self.check(cell.digest)
+        return cell.run()
+
+    def check(self, digest: str) -> None:
+        """Raise KvcoreError if what this process would run has another digest."""
+        if digest != self.digest:
+            msg = (
+                "this process would run another cell: a file, a plugin or kvcore itself has "
+                "changed since it was named, or is not the same on this machine"
+            )
+            raise KvcoreError(msg)
 
 
 @attrs.frozen
@@ -112,7 +140,7 @@ class WorkloadCache:
         self._workloads: dict[tuple[object, ...], Workload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
         self.file = cache(file_digest)
-        self._future: tuple[object, Future] | None = None
+        self._kept: tuple[object, Any] = None, None
 
     def parts(self, cell: RunConfig) -> RunParts:
         """Return the parts of a cell.
@@ -135,10 +163,16 @@ class WorkloadCache:
     def future(self, parts: RunParts) -> Future:
         """Return the future references of a workload; those of the latest one are kept."""
         geometry = parts.geometry
-        key = self.digest(parts), geometry.accounting, geometry.block_size
-        if self._future is None or self._future[0] != key:
-            self._future = key, Future.read(parts.workload, geometry)
-        return self._future[1]
+        read = partial(Future.read, geometry=geometry)
+        return self.kept(parts, read, geometry.accounting, geometry.block_size)
+
+    def kept(self, parts: RunParts, read: Callable[[Workload], T], *more: object) -> T:
+        """Return what `read` makes of a workload, and `more`; the latest one is kept."""
+        key = self.digest(parts), *more
+        if self._kept[0] != key:
+            self._kept = key, read(parts.workload)
+        kept: T = self._kept[1]
+        return kept
 
 
 def _workload_key(cell: RunConfig) -> tuple[object, ...]:
@@ -177,6 +211,7 @@ class CellRun:
         parts, cell = self.parts, self.parts.config
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
+        row["tier"] = tiers_text(cast("Any", cell.tier))
         del row["memory"]
         if cell.window is not None:
             row["window"] = window_text(cast("Any", cell.window))
@@ -223,9 +258,16 @@ class CellRun:
         if self.cache is None:
             future = self._known.future(parts)
             optimum = cast("Belady", self.eviction)
-            stats, evicted = optimum.replay(future, parts.blocks, parts.geometry.block_size)
+            size = parts.geometry.block_size
+            stats, evicted = optimum.replay(future, parts.blocks, size)
+            reused = stats
+            if parts.tier_blocks:
+                most = Belady(bypass=True)
+                reused, _ = most.replay(future, parts.blocks + parts.tier_blocks, size)
         else:
+            tiers = self.cache.tiers
             stats = replay(parts.workload, self.cache)
+            reused = stats if tiers is None else tiers.hit_stats()
             evicted = self.cache.tree.evicted_blocks + self.cache.tree.expired_blocks
         return {
             "requests": stats.requests,
@@ -233,13 +275,17 @@ class CellRun:
             "hit_blocks": stats.hit_blocks,
             **{f"hit_ratio_{unit}": ratio for unit, ratio in stats.ratios().items()},
             "evicted_blocks": evicted,
+            "reused_blocks": reused.hit_blocks,
+            **{f"reuse_ratio_{unit}": ratio for unit, ratio in reused.ratios().items()},
         }
 
     def _description(self) -> dict[str, Any]:
         parts, cell, cache = self.parts, self.parts.config, self.cache
         prefix = parts.built("prefix") if cache is None else cache.prefix
         retention = None if cache is None else cache.retention
-        plugins = (self.eviction, prefix, retention, self.scheduler, self.latency)
+        tiers = parts.tiers()
+        below = (*tiers, *(tier.eviction for tier in tiers))
+        plugins = (self.eviction, prefix, retention, self.scheduler, self.latency, *below)
         described: dict[str, Any] = {
             "kvcore": version("kvcore"),
             "mode": cell.mode,
@@ -285,20 +331,10 @@ class CellRunner:
         """Run a task; what it raises is its outcome, so that the other cells go on."""
         begin = perf_counter()
         try:
-            result = self._run(task)
+            result = task.run(self._known)
         except FAILURES as error:  # reported, and the sweep fails in the end
             return Outcome(task.digest, None, _reason(error))
         return Outcome(task.digest, result, wall_s=round(perf_counter() - begin, 6))
-
-    def _run(self, task: Task) -> dict[str, Any]:
-        cell = CellRun(task.cell, self._known)
-        if cell.digest != task.digest:
-            msg = (
-                "this process would run another cell: a file, a plugin or kvcore itself has "
-                "changed since the sweep began, or is not the same on this machine"
-            )
-            raise KvcoreError(msg)
-        return cell.run()
 
 
 def _optimum(parts: RunParts) -> Belady:

@@ -16,6 +16,7 @@ from kvcore_plugins.eviction.sieve import SIEVE
 from kvcore_plugins.eviction.slru import SLRU
 from kvcore_plugins.eviction.tail_lru import TailLRU
 from kvcore_plugins.eviction.tinylfu import TinyLFU
+from kvcore_plugins.eviction.tool_ttl import ToolTTL
 from kvcore_plugins.eviction.ttl import TTL
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "Random",
     "TailLRU",
     "TinyLFU",
+    "ToolTTL",
 ]

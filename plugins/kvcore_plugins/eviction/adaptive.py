@@ -12,7 +12,7 @@ from kvcore.plugins import find_override
 
 CALLBACKS = (
     *("on_insert", "on_access", "on_extend", "on_split", "on_pin", "on_release"),
-    *("on_leaf", "on_trim", "on_remove", "on_miss", "on_queued", "on_dequeued"),
+    *("on_leaf", "on_trim", "on_remove", "on_miss", "on_queued", "on_dequeued", "on_end"),
 )
 
 DRAW_BITS = 53
@@ -202,6 +202,11 @@ class Adaptive(EvictionPolicy):
         for _, on_dequeued in self._overrides["on_dequeued"]:
             on_dequeued(request, now)
 
+    def on_end(self, request: Request, now: int) -> None:
+        """Call the experts."""
+        for _, on_end in self._overrides["on_end"]:
+            on_end(request, now)
+
     def victim(self, now: int) -> Span:
         """Return the victim of the expert that is drawn for the request."""
         if self._chosen is None:
@@ -240,7 +245,7 @@ class Adaptive(EvictionPolicy):
 
     def _remember(self, span: Span, blocks: int) -> None:
         """Remember the last `blocks` blocks of the victim, for the experts that chose it."""
-        if self._chosen is not None:
+        if self._chosen is not None and self._chosen[0] is span:
             for index in self._chosen[2]:
                 self._ghosts[index].add(span, blocks)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -35,6 +36,12 @@ _ESTIMATES = {
     "words": "tokens are pieces of words, which only estimates what a model's tokenizer makes",
     "bytes": "tokens are bytes, some four times as many as a model's tokenizer makes",
 }
+
+JSON_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+"""Content blocks without a text, whose JSON is about what a model reads."""
+
+MARK = "cache_control"
+"""The field of a content block that sets a breakpoint."""
 
 Message: TypeAlias = dict[str, Any]
 """A message as chat templates take it: `role`, `content`, and whatever else it has."""
@@ -172,6 +179,8 @@ class Chat(TimedFile):
         body, response = _part(row, "request", "body"), _part(row, "response", "body")
         answer, count = _answer(response), _output_count(body, response)
         serial, think = row.line - 1, round(self.think * NS_PER_S)
+        make: Callable[..., Request] = Request
+        model = body.optional(body.text, "model", None)
         if "messages" not in body.fields and "conversations" not in body.fields:
             prompts = [encoder.encode(body.text("prompt"), begins=True)]
             answers = [answer]
@@ -182,6 +191,11 @@ class Chat(TimedFile):
             )
             places = [len(messages)] if single else _answer_places(messages)
             prompts = list(encoder.prompts(messages, places, body))
+            if single and "messages" in body.fields:
+                # Imported late: every command imports this module.
+                from kvcore_plugins.workload._chat_log import logged  # noqa: PLC0415
+
+                make = logged(body, response, encoder.ends, len(prompts[0]))
             answers = [
                 _text(messages[place]) if place < len(messages) else answer for place in places
             ]
@@ -196,16 +210,17 @@ class Chat(TimedFile):
             if not prompt:
                 raise body.error(field="prompt", expected="at least one token")
             whole = len(prompt) // self.key_tokens
-            keys = block_keys([*prompt, *generated], self.key_tokens)
+            keys = block_keys([*prompt, *generated], self.key_tokens, salt=model)
             arrival = start + turn * think
             build = partial(
-                Request,
+                make,
                 id=serial if alone else f"{serial}/{turn}",
                 arrival=arrival,
                 prompt_tokens=len(prompt),
                 output_tokens=output,
                 keys=keys[:whole],
                 key_tokens=self.key_tokens,
+                salt=model,
                 session=None if alone else str(serial),
                 after=f"{serial}/{turn - 1}" if turn else None,
                 think_time=think if turn else 0,
@@ -221,6 +236,7 @@ class _Encoder:
 
     def __init__(self, tokens: Callable[[str], list[int]]) -> None:
         self._tokens = tokens
+        self._ends: list[int] = []
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Return the tokens of a text, with those that begin a prompt if it `begins` one."""
@@ -232,17 +248,33 @@ class _Encoder:
     ) -> Iterator[list[int]]:
         """Yield the tokens of all before the message at each of `places`, which ascend."""
         tokens: list[int] = []
-        tools = body.fields.get("tools")
+        self._ends = ends = []
+        tools = _tools(body)
         if tools:
             tokens += self.encode(orjson.dumps(tools).decode())
+            ends.append(len(tokens))
         done = 0
         for place in places:
             for message in messages[done:place]:
                 # Pieces apart, so that a prompt starts with the prompt and answer before it.
                 for text in (f"{message['role']}\n", _text(message), "\n"):
                     tokens += self.encode(text)
+                ends.append(len(tokens))
             done = place
             yield [*tokens, *self.encode(f"{ANSWER}\n")]
+
+    def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
+        """Return where tools and messages of these lengths end in the prompt made last."""
+        del lengths, total
+        return self._ends
+
+
+def _tools(body: Row) -> Any:
+    """Return the tools of a chat, without breakpoints."""
+    tools = body.fields.get("tools")
+    if type(tools) is not list:
+        return tools
+    return [unmarked(tool) if type(tool) is dict else tool for tool in tools]
 
 
 def _words(text: str) -> list[int]:
@@ -273,13 +305,19 @@ class _Tokenizer(_Encoder):
             try:
                 yield self._tokenizer.apply_chat_template(
                     messages[:place],
-                    tools=body.fields.get("tools"),
+                    tools=_tools(body),
                     add_generation_prompt=True,
                     return_dict=False,
                 )
             except Exception as error:
                 msg = f"{body.path}:{body.line}: the tokenizer's chat template fails: {error}"
                 raise InputError(msg) from error
+
+    def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
+        if self._tokenizer.chat_template is None:
+            return super().ends(lengths, total)
+        # A template says only how long the whole is: texts have shares by their lengths.
+        return [total * length // (sum(lengths) or 1) for length in accumulate(lengths)]
 
 
 def _digests(folder: Path) -> tuple[str, ...]:
@@ -347,22 +385,48 @@ def _messages(body: Row) -> list[Message]:
     if not found:
         raise body.error(field=name, expected="at least one message")
     if name == "messages":
-        return [_message(row) for row in found]
+        messages = [_message(row) for row in found]
+        system = _system(body)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        return first + messages
     return [
         {"role": _ROLES.get(row.text("from"), row.text("from")), "content": row.text("value")}
         for row in found
     ]
 
 
+def _system(body: Row) -> str | None:
+    """Return the system prompt that stands beside the messages, if there is one."""
+    found = body.fields.get("system")
+    if type(found) is not list:
+        return body.optional(body.text, "system", None)
+    return "".join(block_text(body, n, part) for n, part in enumerate(body.inner("system")))
+
+
+def block_text(row: Row, place: int, part: Row) -> str:
+    """Return the text of a content block of the message in `row`.
+
+    Raises:
+        InputError: it has none, such as an image.
+    """
+    if type(part.fields.get("text")) is str:
+        return str(part.fields["text"])
+    if part.fields.get("type") in JSON_BLOCKS:
+        return orjson.dumps(unmarked(part.fields)).decode()
+    expected = "a part with a text: how many tokens others have is not known here"
+    raise row.error(field=f"content[{place}]", expected=expected, got=part.fields)
+
+
+def unmarked(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an object without its breakpoint, which may move from turn to turn."""
+    return {name: value for name, value in fields.items() if name != MARK}
+
+
 def _message(row: Row) -> Message:
     content = row.fields.get("content")
     if type(content) is list:
-        parts = row.inner("content")
-        for place, part in enumerate(parts):
-            if type(part.fields.get("text")) is not str:
-                expected = "a part with a text: how many tokens others have is not known here"
-                raise row.error(field=f"content[{place}]", expected=expected, got=part.fields)
-        content = "".join(part.fields["text"] for part in parts)
+        parts = enumerate(row.inner("content"))
+        content = "".join(block_text(row, place, part) for place, part in parts)
     elif content is not None:
         content = row.text("content")
     return row.fields | {"role": row.text("role"), "content": content or ""}
@@ -392,6 +456,9 @@ def _answer(response: Row) -> str | None:
         if type(message) is not dict:
             return choice.optional(choice.text, "text", None)
         return _text(_message(Row(choice.path, choice.line, {"role": ANSWER} | message)))
+    if type(response.fields.get("content")) is list:
+        fields = {"role": ANSWER} | response.fields
+        return _text(_message(Row(response.path, response.line, fields)))
     found = (response.fields.get(name) for name in _ANSWERS)
     return next((text for text in found if type(text) is str), None)
 
@@ -399,6 +466,7 @@ def _answer(response: Row) -> str | None:
 def _output_count(body: Row, response: Row) -> int | None:
     """Return the number of tokens that were generated, if it is recorded."""
     usage = _part(response, "usage")
-    if usage is not response and usage.fields.get("completion_tokens") is not None:
-        return usage.natural("completion_tokens")
+    for name in ("completion_tokens", "output_tokens") if usage is not response else ():
+        if usage.fields.get(name) is not None:
+            return usage.natural(name)
     return body.optional(body.natural, "output_tokens", None)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import SLO, InputError, Request
-from kvcore.request import Retention, chain_keys
+from kvcore.request import NO_HINTS, Hints, Retention, chain_keys
 from kvcore.trace import SCHEMA
 from kvcore.trace.fields import slo_of
 from kvcore.units import INT64_LIMIT
@@ -116,6 +116,8 @@ def _request(row: Row, arrival: int) -> Request:
         session=row.optional(row.text, "session", None),
         after=row.optional(row.identifier, "after", None),
         think_time=row.optional(row.natural, "think", 0),
+        tool=row.optional(row.text, "tool", None),
+        hints=row.optional(partial(_hints, row), "hints", NO_HINTS),
         output_keys=row.optional(partial(row.keys, digests=True), "output_keys", ()),
     )
 
@@ -126,6 +128,14 @@ def _slo(row: Row, name: str) -> SLO:
         with suppress(InputError):
             return slo_of(times)
     raise row.error(field=name, expected="an object of ttft, tpot, deadline in ns above 0")
+
+
+def _hints(row: Row, name: str) -> Hints:
+    hints = row.fields[name]
+    with suppress(InputError, TypeError):
+        return Hints(**hints)
+    expected = "an object of share (true, false or tokens), pin, prefetch (ns), demote"
+    raise row.error(field=name, expected=expected)
 
 
 def _retention(row: Row, name: str) -> tuple[Retention, ...]:

@@ -30,8 +30,8 @@ class Weka(FileWorkload):
 
     A line is a session: `id`, `block_size` (64), `hash_id_scope` and `requests`, each of
     `t` (s from the session's start), `in`, `out` (tokens), `hash_ids`, and where known
-    `api_time` and `think_time` (s). An entry of type `subagent` holds `requests` of its
-    own, their `t` counted from its own.
+    `api_time` and `think_time` (s) and `stop`, why its answer ended. An entry of type
+    `subagent` holds `requests` of its own, their `t` counted from its own.
 
     The format has no clock in common, so sessions start at random: the first at 0, the
     others after exponential gaps, in the order of the file. A key is (line << 32) | id,
@@ -40,7 +40,8 @@ class Weka(FileWorkload):
 
     Traffic is closed-loop: a request comes `think` after its agent's last one has finished;
     a subagent's first comes after the request that its parent sent last, think time being
-    what the recording leaves between the two.
+    what the recording leaves between the two. The names of tools were not recorded: `tool`
+    is `subagent` where an answer stopped to start one, and `tool_use` where to call another.
 
     Attributes:
         path: path of the file.
@@ -68,7 +69,7 @@ class Weka(FileWorkload):
             start += round(exponential(draw) * self.stagger * NS_PER_S)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Turn:
     """A request to come, `at` ns after its session's start; it was recorded until `end`."""
 
@@ -80,6 +81,7 @@ class _Turn:
     prompt: int
     output: int
     keys: array[int]
+    tool: str | None
 
 
 def _request(turn: _Turn, session: str, start: int, namespace: int) -> Request:
@@ -93,6 +95,7 @@ def _request(turn: _Turn, session: str, start: int, namespace: int) -> Request:
         session=session,
         after=turn.after,
         think_time=turn.think,
+        tool=turn.tool,
     )
 
 
@@ -128,6 +131,8 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
         earliest = row.in_order("t", t, earliest)
         at, turn_id = start + t, f"{name}/{place}"
         if row.fields.get("type") == "subagent":
+            if last is not None and last is not parent and last.tool:
+                last.tool = "subagent"
             yield from _turns(row, turn_id, at, last)
             continue
         gap = 0 if last is None else max(0, at - last.end)
@@ -143,5 +148,6 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
             prompt=prompt,
             output=row.natural("out"),
             keys=array("Q", keys),
+            tool="tool_use" if row.fields.get("stop") == "tool_use" else None,
         )
         yield last

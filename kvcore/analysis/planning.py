@@ -1,0 +1,588 @@
+"""Plans: the least fleet whose simulation meets an SLO, and what limits a smaller one.
+
+A fleet is a number of replicas of the model, each on so many GPUs. There is no router here:
+sessions are divided among the replicas by a hash, and each replica is simulated for itself.
+
+    GPUs       1, 2, 4 miss ──► 8 meets ──► 16      however they are divided into replicas
+    replicas   bisected between the last number that misses and the first that meets
+    pool       bisected down from all that fits     in steps of an eighth of a doubling
+    host RAM   bisected down from all there is      in steps of a quarter of a doubling
+
+More of a thing mostly helps, but not always: a split of the sessions may be uneven, and a pool
+in which less fits may order requests better. So below the least that bisection finds, the next
+few are tried as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from fractions import Fraction
+from itertools import count, takewhile
+from math import inf
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import attrs
+
+from kvcore.analysis.fleet import GRANTS, Fleet, FleetTask, Served
+from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.analysis.sweep.grid import Grid
+from kvcore.analysis.sweep.journal import Journal
+from kvcore.analysis.sweep.plan import Executor
+from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
+from kvcore.config import RunConfig
+from kvcore.config.run_config import read_option
+from kvcore.errors import InputError, PluginError
+from kvcore.progress import Progress, Tick, silent, unseen
+from kvcore.request import SLO
+
+T = TypeVar("T")
+
+Verdict = Literal["capacity", "policy", "content", "compute", "none"]
+"""What keeps a smaller fleet from meeting the SLO; `none`: none that was tried misses it."""
+
+HOST = "host:memory=1TiB"
+"""The host's memory that a replica has at most, where no tier is given."""
+
+DEGREES = (1, 2, 4, 8)
+"""GPUs of a replica that are tried where none are given."""
+
+BUDGET = 30
+"""Simulations for each number of GPUs a replica, at most, about."""
+
+MOST_GPUS = 64
+"""GPUs of a fleet, at most, where no other number is given."""
+
+POOL_STEPS, RAM_STEPS = 8, 4
+"""Sizes that are tried between a pool, or host RAM, and half of it."""
+
+NEIGHBOURS = 2
+"""How many further sizes are tried below the least one that bisection finds."""
+
+
+@attrs.frozen(kw_only=True)
+class Option:
+    """A fleet that meets the SLO, with the least memory that was found for it.
+
+    Attributes:
+        fleet: the fleet.
+        pool_bytes: K/V memory of a replica, on all its GPUs together.
+        served: what became of the workload.
+    """
+
+    fleet: Fleet
+    pool_bytes: int
+    served: Served
+
+
+@attrs.frozen(kw_only=True)
+class Limit:
+    """What keeps a fleet from meeting the SLO, told by simulating it with one thing changed.
+
+    Attributes:
+        verdict: the first of these that holds: `policy`, another eviction policy or scheduler
+            meets it; `capacity`, eviction with foresight or a pool that never fills does;
+            `content`, no fleet of the search does, but one whose prompts were all seen before
+            would; `compute`, none of that.
+        fleet: the fleet that misses it; None where none does.
+        attainment: share of the requests that meet the SLO there.
+        grants: that share with each of `GRANTS`.
+        policies: that share by (kind, name) of each policy with which enough do, best first.
+    """
+
+    verdict: Verdict
+    fleet: Fleet | None = None
+    attainment: float | None = None
+    grants: dict[str, float] = attrs.field(factory=dict)
+    policies: dict[tuple[str, str], float] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class FleetPlan:
+    """The result of `plan`.
+
+    Attributes:
+        setup: the run that was planned for: its options as a table of sweeps has them, but
+            for what is searched.
+        requests: how many it has.
+        percentile: percentage of the requests that had to meet the SLO.
+        max_gpus: GPUs of the largest fleet that may be.
+        block_bytes: bytes of a block, by GPUs of a replica.
+        options: fleets that meet it, best first: the fewest GPUs, then the least host RAM,
+            then the smallest pools.
+        limit: what keeps a smaller fleet, or where none does the best one, from meeting it.
+        simulations: fleets that were simulated, or found in the journal.
+        notes: what was left out, and why.
+    """
+
+    setup: dict[str, Any]
+    requests: int
+    percentile: float
+    max_gpus: int
+    block_bytes: dict[int, int]
+    options: list[Option]
+    limit: Limit
+    simulations: int
+    notes: list[str]
+
+    @property
+    def best(self) -> Option | None:
+        """The fleet to take; None if none meets the SLO."""
+        return self.options[0] if self.options else None
+
+
+def plan(
+    workload: Any = "mooncake",
+    *,
+    percentile: float = 99,
+    tensor_parallel: Iterable[int] | int = DEGREES,
+    replicas: Iterable[int] | int | None = None,
+    max_gpus: int = MOST_GPUS,
+    tier: Any = HOST,
+    policies: Iterable[tuple[str, str]] | None = None,
+    journal: Journal | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> FleetPlan:
+    """Return the least fleets on which `workload` meets its SLO, and what limits smaller ones.
+
+    For each number of GPUs a replica, the fewest replicas and the smallest pool that do; with
+    less host RAM than there is, the least with which fewer replicas do. Fleets of more than
+    twice the GPUs with which one does are not searched. Some 30 to 120 simulations of the whole
+    workload, which is held in memory; one ends when too many requests have missed the SLO.
+
+    Args:
+        workload: where the requests come from, as for `kvcore.simulate`.
+        percentile: percentage of the requests that are judged which must meet their SLO.
+        tensor_parallel: GPUs that share a model, each number a search of its own.
+        replicas: numbers of replicas; None: the least that does, for each of these.
+        max_gpus: GPUs of a fleet, at most.
+        tier: tiers below the pool, as for `RunConfig`. The memory of the one named `host` is
+            searched for, up to what it is given here; the others are as they are. None: no
+            tier.
+        policies: (kind, name) of eviction policies and schedulers that the verdict tries;
+            None: all that are installed, with their default options. No eviction policy is
+            tried where a pool that never fills misses the SLO.
+        journal: where finished simulations are kept and looked up; open. None: nowhere.
+        executor: what simulates; None: this process.
+        progress: is told how many simulations are done; None: nobody is.
+        options: options of `RunConfig` for a simulation; plugins by name. `blocks` or
+            `memory` is the largest pool of a replica (what fits beside the weights).
+
+    Raises:
+        InputError: a percentile outside 0 to 100, no fleet to try, an SLO that judges no
+            request, or as `kvcore.simulate`.
+        PluginError: a plugin that cannot work here, or a simulation that failed.
+    """
+    if not 0 < percentile <= 100:  # noqa: PLR2004
+        msg = f"percentile {percentile:g}: give a percentage above 0 and up to 100"
+        raise InputError(msg)
+    degrees = _numbers("tensor_parallel", tensor_parallel)
+    counts = None if replicas is None else _numbers("replicas", replicas)
+    grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
+    tiers = read_option("tier", tier)
+    cells = [attrs.evolve(cell, tier=tiers) for cell in grid]
+    if cells[0].slo == SLO():
+        msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
+        raise InputError(msg)
+    planner = _Planner(percentile, max_gpus, journal, executor or ThisProcess())
+    planner.add(cells, counts)
+    return planner.plan(counts, policies, progress or silent)
+
+
+def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
+    """Return numbers of 1 or more in order, each once."""
+    numbers = sorted({given} if isinstance(given, int) else set(given))
+    if not numbers or numbers[0] < 1:
+        msg = f"{what}: {numbers} was given; give numbers of 1 or more"
+        raise InputError(msg)
+    return numbers
+
+
+Search: TypeAlias = Generator[list[Fleet], None, T]
+"""Yields fleets that it needs simulated, and goes on when they are."""
+
+
+@attrs.define
+class _Planner:
+    """Searches over fleets, several at a time, and what is known of each.
+
+    Attributes:
+        cells: by GPUs of a replica, what is simulated.
+        full: by the same, blocks of the largest pool.
+        block_bytes: by the same, bytes of a block.
+        host: bytes of the host's memory that a replica may have.
+        served: what became of each fleet that was simulated.
+        notes: what was left out, and why.
+    """
+
+    percentile: float
+    max_gpus: int
+    journal: Journal | None
+    executor: Executor
+    known: WorkloadCache = attrs.field(factory=WorkloadCache)
+    cells: dict[int, RunConfig] = attrs.field(factory=dict)
+    full: dict[int, int] = attrs.field(factory=dict)
+    block_bytes: dict[int, int] = attrs.field(factory=dict)
+    host: int = 0
+    served: dict[Fleet, Served] = attrs.field(factory=dict)
+    tasks: dict[Fleet, FleetTask] = attrs.field(factory=dict)
+    failed: dict[Fleet, str] = attrs.field(factory=dict)
+    notes: list[str] = attrs.field(factory=list)
+    tick: Tick = unseen
+    left: int = 0
+
+    @property
+    def share(self) -> Fraction:
+        """The share of the judged requests that must meet their SLO."""
+        return Fraction(str(self.percentile)) / 100
+
+    def add(self, cells: Iterable[RunConfig], counts: list[int] | None) -> None:
+        """Add what is to be simulated, by GPUs of a replica.
+
+        Raises:
+            InputError: none of it can be: what is wrong with the last one.
+        """
+        fault: InputError | None = None
+        for cell in cells:
+            devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
+            if devices * least > self.max_gpus:
+                msg = f"{least} x {devices} GPUs are more than {self.max_gpus}"
+                fault = InputError(f"max_gpus: {msg}")
+                self.notes.append(f"{msg}: not tried")
+                continue
+            try:
+                parts = self.known.parts(cell)
+            except InputError as error:
+                fault = error
+                self.notes.append(f"{devices} GPUs a replica: {error}")
+                continue
+            self.cells[devices] = cell
+            self.full[devices] = parts.blocks
+            self.block_bytes[devices] = parts.deployment.bytes_per_block
+            self.host = sum(tier.memory for tier in parts.tiers() if tier.name == "host")
+        if not self.cells and fault is not None:
+            raise fault
+
+    def plan(
+        self,
+        counts: list[int] | None,
+        policies: Iterable[tuple[str, str]] | None,
+        progress: Progress,
+    ) -> FleetPlan:
+        """Search for the least fleets, then for what limits smaller ones."""
+        tried = self._policies(policies)
+        budget = BUDGET * len(self.cells) * len(counts or "1") + len(tried) + len(GRANTS)
+        with progress("planning: simulations", budget) as self.tick:
+            self.left = budget
+            (starts,) = self._run([self._ladder() if counts is None else self._each(counts)])
+            fleets = self._run([self._least(self._replicas(*each)) for each in starts])
+            fleets = _worthwhile(fleets)
+            found = self._run([self._least(self._memories(each)) for each in fleets])
+            fewest = min((each.gpus for each in found), default=0)
+            small = self._run([self._small(each) for each in found if each.gpus == fewest])
+            found += [each for each in small if each is not None]
+            options = sorted(map(self._option, dict.fromkeys(found)), key=_rank)
+            (limit,) = self._run([self._limit(options, tried)])
+            self.tick(self.left)
+        return FleetPlan(
+            setup=self._setup(),
+            requests=next(iter(self.served.values())).requests,
+            percentile=self.percentile,
+            max_gpus=self.max_gpus,
+            block_bytes=self.block_bytes,
+            options=options,
+            limit=limit,
+            simulations=len(self.served),
+            notes=self.notes,
+        )
+
+    def _setup(self) -> dict[str, Any]:
+        """Return the options that all fleets have in common, as a table has them."""
+        cell = next(iter(self.cells.values()))
+        searched = ("tensor_parallel", "blocks", "pool_bytes")
+        row = CellRun(cell, self.known).row
+        return {name: value for name, value in row.items() if name not in searched}
+
+    def _meets(self, fleet: Fleet) -> bool:
+        """Return True if enough requests met their SLO."""
+        served = self.served.get(fleet)
+        if served is None or not served.judged:
+            return False
+        return Fraction(served.met, served.judged) >= self.share
+
+    def _option(self, fleet: Fleet) -> Option:
+        size = fleet.blocks * self.block_bytes[fleet.devices]
+        return Option(fleet=fleet, pool_bytes=size, served=self.served[fleet])
+
+    def _full(self, devices: int, replicas: int) -> list[Fleet]:
+        """Return the fleets of so many replicas with all memory: without host RAM, and with."""
+        bare = Fleet(replicas=replicas, devices=devices, blocks=self.full[devices])
+        return [bare, attrs.evolve(bare, host_bytes=self.host)] if self.host else [bare]
+
+    def _ladder(self) -> Search[list[tuple[Fleet, int]]]:
+        """Return fleets that meet the SLO, and a number of replicas with which they do not.
+
+        The number of GPUs is doubled until a fleet meets it, and then once more.
+        """
+        found: dict[tuple[int, int], tuple[Fleet, int]] = {}
+        missed: dict[tuple[int, int], int] = {}
+        gpus, last = min(self.cells), self.max_gpus
+        while True:
+            rung = [
+                fleet
+                for devices in self.cells
+                if devices <= gpus
+                for fleet in self._full(devices, gpus // devices)
+                if (devices, fleet.host_bytes) not in found
+            ]
+            yield rung
+            for fleet in rung:
+                kind = fleet.devices, fleet.host_bytes
+                if self._meets(fleet):
+                    found[kind] = fleet, missed.get(kind, 0)
+                else:
+                    missed[kind] = fleet.replicas
+            if gpus == last:
+                return list(found.values())
+            if found and last == self.max_gpus:
+                last = min(2 * gpus, last)
+            gpus = min(2 * gpus, last)
+
+    def _each(self, counts: list[int]) -> Search[list[tuple[Fleet, int]]]:
+        """Return the fleets with a given number of replicas that meet the SLO, as `_ladder`."""
+        fleets = [
+            fleet
+            for devices in self.cells
+            for number in counts
+            if number * devices <= self.max_gpus
+            for fleet in self._full(devices, number)
+        ]
+        yield fleets
+        return [(fleet, fleet.replicas - 1) for fleet in fleets if self._meets(fleet)]
+
+    def _replicas(self, fleet: Fleet, missed: int) -> list[Fleet]:
+        """Return the fleet, and all with fewer replicas, but more than `missed`."""
+        numbers = range(fleet.replicas, missed, -1)
+        return [attrs.evolve(fleet, replicas=number) for number in numbers]
+
+    def _memories(self, fleet: Fleet) -> list[Fleet]:
+        """Return the fleet, and all with less host RAM, or if it has none, smaller pools."""
+        return self._hosts(fleet) if fleet.host_bytes else self._pools(fleet)
+
+    def _small(self, fleet: Fleet) -> Search[Fleet | None]:
+        """Return a fleet with the smallest pool beside any host RAM, and the least of that.
+
+        None if that pool is smaller by less than a quarter.
+        """
+        helped = attrs.evolve(fleet, host_bytes=self.host)
+        yield [helped]
+        if not self.host or not self._meets(helped):
+            return None
+        small = yield from self._least(self._pools(helped))
+        if 4 * small.blocks > 3 * fleet.blocks:
+            return None
+        return (yield from self._least(self._hosts(small)))
+
+    def _pools(self, fleet: Fleet) -> list[Fleet]:
+        """Return the fleet, and with it all smaller pools that are tried, largest first."""
+        sizes = _smaller(fleet.blocks, POOL_STEPS)
+        return [attrs.evolve(fleet, blocks=size) for size in sizes]
+
+    def _hosts(self, fleet: Fleet) -> list[Fleet]:
+        """Return the fleet, and with it all less host RAM that is tried, most first."""
+        sizes = _smaller(fleet.host_bytes, RAM_STEPS, 64 * self.block_bytes[fleet.devices])
+        return [attrs.evolve(fleet, host_bytes=size) for size in sizes]
+
+    def _least(self, fleets: Sequence[Fleet]) -> Search[Fleet]:
+        """Return the last of `fleets`, each less than the one before, that meets the SLO.
+
+        The first one does. Bisected; then the next few below are tried.
+        """
+        low, high = 0, len(fleets)
+        while high - low > 1:
+            middle = (low + high) // 2
+            yield [fleets[middle]]
+            low, high = (middle, high) if self._meets(fleets[middle]) else (low, middle)
+        while True:
+            below = range(low + 2, min(low + 2 + NEIGHBOURS, len(fleets)))
+            yield [fleets[place] for place in below]
+            lower = [place for place in below if self._meets(fleets[place])]
+            if not lower:
+                return fleets[low]
+            low = lower[-1]
+
+    def _policies(self, given: Iterable[tuple[str, str]] | None) -> list[tuple[str, str]]:
+        """Return the policies that the verdict tries: all but those that are asked for."""
+        config = next(iter(self.cells.values()))
+        plugins = self.known.plugins
+        if given is None:
+            given = [(k, name) for k in ("eviction", "scheduler") for name in plugins.names(k)]
+        asked = {(kind, str(getattr(config, kind))) for kind in ("eviction", "scheduler")}
+        return [each for each in given if each not in asked]
+
+    def _limit(self, options: list[Option], tried: list[tuple[str, str]]) -> Search[Limit]:
+        """Return what keeps the nearest fleet that misses the SLO from meeting it."""
+        fleet = self._nearest_miss(options)
+        if fleet is None:
+            return Limit(verdict="none")
+        granted = [attrs.evolve(fleet, grant=grant, whole=True) for grant in ("", *GRANTS)]
+        yield granted
+        asked, *granted = granted
+        foresight, endless, seen = map(self._meets, granted)
+        # What no eviction at all does not reach, no order of eviction does.
+        kinds = ("eviction", "scheduler") if endless or foresight else ("scheduler",)
+        others = [attrs.evolve(fleet, policy=each) for each in tried if each[0] in kinds]
+        yield others
+        verdict: Verdict = "compute"
+        if any(map(self._meets, others)):
+            verdict = "policy"
+        elif foresight or endless:
+            verdict = "capacity"
+        elif seen and not options:
+            verdict = "content"
+        shares = {
+            each.policy: self.served[each].attainment
+            for each in others
+            if each.policy is not None and self._meets(each)
+        }
+        self.notes += [
+            f"{each.policy[1]} was not tried: {why}"
+            for each, why in self.failed.items()
+            if each.policy is not None
+        ]
+        return Limit(
+            verdict=verdict,
+            fleet=fleet,
+            attainment=self.served[asked].attainment,
+            grants={each.grant: self.served[each].attainment for each in granted},
+            policies=dict(sorted(shares.items(), key=lambda item: -item[1])),
+        )
+
+    def _nearest_miss(self, options: list[Option]) -> Fleet | None:
+        """Return the fleet whose limit is asked for: one that misses the SLO by the least.
+
+        Of those with fewer GPUs than the best plan and all the memory there is, or without a
+        plan of all of them; else the best plan with the most memory that was too little.
+        """
+        misses = [each for each in self.served if not self._meets(each)]
+        full = [
+            each
+            for each in misses
+            if (each.blocks, each.host_bytes) == (self.full[each.devices], self.host)
+        ]
+        if not options:
+            return max(full, key=lambda each: (self.served[each].attainment, -each.gpus))
+        best = options[0].fleet
+        fewer = [each for each in full if each.gpus < best.gpus]
+        if fewer:
+            return max(fewer, key=lambda each: (self.served[each].attainment, -each.gpus))
+        less = [
+            each
+            for each in misses
+            if attrs.evolve(each, blocks=best.blocks, host_bytes=best.host_bytes) == best
+            and each.blocks <= best.blocks
+            and each.host_bytes <= best.host_bytes
+        ]
+        return max(less, key=lambda each: (each.host_bytes, each.blocks), default=None)
+
+    def _run(self, searches: list[Search[T]]) -> list[T]:
+        """Run searches to their ends, all at a time; return their results in order."""
+        results: dict[int, T] = {}
+        asked: dict[int, list[Fleet]] = {place: [] for place in range(len(searches))}
+        queue: deque[FleetTask] = deque()
+        running: dict[str, Fleet] = {}
+
+        def advance() -> None:
+            """Let every search go on that has what it asked for, and queue what they ask."""
+            for place, search in enumerate(searches):
+                while place not in results and all(map(self._done, asked[place])):
+                    try:
+                        asked[place] = next(search)
+                    except StopIteration as end:
+                        results[place] = end.value
+                        break
+                    for fleet in asked[place]:
+                        self._ask(fleet, queue, running)
+
+        advance()
+        with closing(self.executor.run(queue)) as outcomes:
+            for outcome in outcomes:
+                fleet = running.pop(outcome.digest)
+                if outcome.result is None:
+                    self._fail(fleet, str(outcome.error))
+                else:
+                    if self.journal is not None:
+                        row = attrs.asdict(fleet)
+                        self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
+                    self._record(fleet, outcome.result)
+                advance()
+        return [results[place] for place in range(len(searches))]
+
+    def _done(self, fleet: Fleet) -> bool:
+        return fleet in self.served or fleet in self.failed
+
+    def _ask(self, fleet: Fleet, queue: deque[FleetTask], running: dict[str, Fleet]) -> None:
+        """Queue the simulation of a fleet, unless what comes of it is known."""
+        if self._done(fleet):
+            return
+        try:
+            percentile = 0 if fleet.whole else self.percentile
+            task = FleetTask.of(self.cells[fleet.devices], fleet, percentile, self.known)
+        except (InputError, PluginError) as error:
+            if fleet.policy is None:
+                raise
+            self._fail(fleet, str(error))
+            return
+        results = {} if self.journal is None else self.journal.results
+        known = results.get(task.digest)
+        if known is not None and known.keys() == attrs.fields_dict(Served).keys():
+            self._record(fleet, known)
+        elif task.digest not in running:
+            running[task.digest] = fleet
+            queue.append(task)
+
+    def _record(self, fleet: Fleet, result: dict[str, Any]) -> None:
+        served = Served(**result)
+        if not served.judged:
+            msg = "slo: it judges no request of this workload, so there is nothing to plan for"
+            raise InputError(msg)
+        self.served[fleet] = served
+        self._ticked()
+
+    def _fail(self, fleet: Fleet, why: str) -> None:
+        """Record a policy that cannot serve; whatever else fails ends the search."""
+        if fleet.policy is None:
+            msg = f"{fleet.replicas} x {fleet.devices} GPUs could not be simulated: {why}"
+            raise PluginError(msg)
+        self.failed[fleet] = why
+        self._ticked()
+
+    def _ticked(self) -> None:
+        """Report a simulation; at the end, those that were not needed."""
+        self.tick(min(1, self.left))
+        self.left = max(0, self.left - 1)
+
+
+def _smaller(most: int, steps: int, least: int = 1) -> list[int]:
+    """Return sizes from `most` down to `least`, so many `steps` between one and its half."""
+    sizes = (int(most * 2 ** (-step / steps)) for step in count())
+    return list(dict.fromkeys(takewhile(lambda size: size >= least, sizes)))
+
+
+def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:
+    """Return the fleets but for those with host RAM that spare no replica."""
+    bare = {each.devices: each.replicas for each in fleets if not each.host_bytes}
+    return [
+        each
+        for each in fleets
+        if not each.host_bytes or each.replicas < bare.get(each.devices, inf)
+    ]
+
+
+def _rank(option: Option) -> tuple[int, ...]:
+    fleet = option.fleet
+    each = fleet.replicas
+    return fleet.gpus, each * fleet.host_bytes, each * option.pool_bytes, each

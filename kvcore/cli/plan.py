@@ -1,0 +1,157 @@
+"""`kvcore plan`: the least GPUs, memory and host RAM that meet an SLO, and what limits them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+
+from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
+from kvcore.analysis.planning import plan as make_plan
+from kvcore.analysis.sweep import Journal, executor_named
+from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.cli.compare import pool_sizes
+from kvcore.cli.options import (
+    batching_options,
+    part_options,
+    policy_options,
+    shared,
+    traffic_options,
+    workload_argument,
+)
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_option,
+    print_sections,
+    progress,
+)
+from kvcore.cli.verb import Count, echo, verb
+from kvcore.config.run_config import option_names
+from kvcore.files import atomic_file, make_directory, refuse_overwrite
+from kvcore.plugins import Plugins
+from kvcore.report.plan import HEADERS, PlanReport
+from kvcore.workloads.selection import find_workload
+
+NONE_FOUND = 1
+"""The exit code if no fleet meets the SLO."""
+
+RESULTS = Path("plan-results")
+"""The directory of the journal and the plan, where none is named."""
+
+
+def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int] | None:
+    """Read a list of numbers, such as `1,2,4`."""
+    del ctx
+    hint = "expected numbers, such as 1,2,4"
+    return None if value is None else pool_sizes(param.opts[0], str(value), hint)
+
+
+@verb(
+    "kvcore plan --device h100 --slo ttft=2,tpot=0.05",
+    "kvcore plan requests.jsonl --model llama-3-70b --slo ttft=5 --percentile 95 --tier none",
+)
+@workload_argument
+@part_options
+@policy_options
+@shared("model")
+@shared("device")
+@shared("codec")
+@shared("memory", text="Bytes of K/V in the pool of a replica, at most.  [default: what fits]")
+@batching_options
+@traffic_options
+@click.option(
+    "--percentile",
+    type=float,
+    default=99.0,
+    help="Percentage of the requests that must meet the SLO.",
+)
+@click.option(
+    "--tensor-parallel",
+    callback=_numbers,
+    metavar="LIST",
+    default=",".join(map(str, DEGREES)),
+    help="Numbers of GPUs that share a model.",
+)
+@click.option(
+    "--replicas",
+    callback=_numbers,
+    metavar="LIST",
+    help="Numbers of replicas of the model.  [default: the fewest that do]",
+)
+@click.option("--max-gpus", type=Count(), default=MOST_GPUS, help="Number of GPUs, at most.")
+@click.option(
+    "--out",
+    callback=file_path,
+    metavar="DIR",
+    help=f"Directory for plan.json and the journal, with which it goes on after an "
+    f"interruption.  [default: {RESULTS}]",
+)
+@click.option(
+    "--jobs", type=Count(), help="Number of simulations at a time.  [default: one a CPU]"
+)
+@click.option(
+    "--executor",
+    metavar="WHERE",
+    help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
+)
+@json_option
+@click.pass_context
+def plan(ctx: click.Context, /, **given: Any) -> None:
+    """Find the least GPUs, K/V memory and host RAM with which WORKLOAD meets its SLO.
+
+    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
+    file of any known format. Without it, it is the trace that comes with kvcore.
+
+    Fleets of replicas are simulated, the sessions divided among them by hash, until the least
+    are found that do; and once more with what no server has, to say what limits a smaller
+    fleet: its policy, the capacity of its memory, the content of the prompts, or compute.
+    What is finished is kept: the same command after an interruption goes on where it was.
+    """
+    source = find_workload(given["workload"], Plugins(), given["seed"])
+    out = given["out"] or RESULTS
+    written = out / "plan.json"
+    refuse_overwrite(written, source.options().values())
+    jobs, where = given["jobs"], given["executor"]
+    alone = jobs == 1 and where in (None, "local")
+    executor = ThisProcess() if alone else executor_named(where or "local", jobs)
+    options = {
+        name: given[name]
+        for name in option_names()
+        if name in given and name not in ("workload", "tier", "tensor_parallel")
+    }
+    make_directory(out)
+    try:
+        with Journal(out / "journal.jsonl") as journal:
+            found = make_plan(
+                source,
+                percentile=given["percentile"],
+                tensor_parallel=given["tensor_parallel"],
+                replicas=given["replicas"],
+                max_gpus=given["max_gpus"],
+                tier=given["tier"] or HOST,
+                journal=journal,
+                executor=executor,
+                progress=progress,
+                **options,
+            )
+            report = PlanReport(found)
+            document = {"schema": 1, **report.document()}
+            with atomic_file(written) as file:
+                option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+                file.buffer.write(orjson.dumps(document, option=option))
+    except KeyboardInterrupt:
+        echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)
+        raise
+    if given["as_json"]:
+        emit_json(document)
+    else:
+        print_sections(
+            report.headline, (HEADERS, report.rows, HEADERS), report.limit, report.closing
+        )
+    for note in found.notes:
+        echo(f"kvcore: {note}", err=True)
+    if found.best is None:
+        ctx.exit(NONE_FOUND)

@@ -1,0 +1,241 @@
+"""Bills as tables: prices that are known, runs, comparisons, and prompts that were not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore.analysis import Comparison
+from kvcore.analysis.prompt_misses import (
+    REASONS,
+    PromptExplanation,
+    PromptReads,
+    UnreadTokens,
+)
+from kvcore.models.pricing import PriceModel
+from kvcore.report.tables import NONE, counted, named, share
+from kvcore.units import NS_PER_S, format_seconds
+
+TableRow = list[str]
+Section = str | tuple[TableRow, list[TableRow], TableRow]
+
+PRICE_HEADERS = ["price", "input", "cached", "write", "write, 1 h", "output", "caches", "read"]
+
+BILLS = {
+    "uncached": "without a cache",
+    "api": "by the API's rule",
+    "reported": "as the log reports",
+    "run": "with this cache",
+}
+"""The bills of a workload, and what they are called."""
+
+KINDS = ("uncached", "read", "written", "written_1h", "output")
+
+
+def price_rows(prices: Iterable[PriceModel]) -> list[TableRow]:
+    """Return a row for each of `prices`, by `PRICE_HEADERS`: USD per million tokens."""
+    return [
+        [
+            price.name,
+            *(NONE if rate is None else f"{rate:g}" for rate in _figures(price)),
+            price.rule(),
+            f"{price.source}, {price.read}",
+        ]
+        for price in prices
+    ]
+
+
+def _figures(price: PriceModel) -> tuple[float | None, ...]:
+    return price.input, price.cached, price.write, price.write_1h, price.output
+
+
+def dollars(usd: float) -> str:
+    """Format dollars, of less than one with four places."""
+    return f"{usd:,.2f}" if usd >= 1 else f"{usd:.4f}"
+
+
+def setup_of(price: PriceModel) -> str:
+    """Return a sentence: the prices, the rule, and where both were read."""
+    names = ("input", "read", "written", "written for an hour", "output")
+    rates = (
+        f"{name} {rate:g}"
+        for name, rate in zip(names, price.rates, strict=True)
+        if price.write is not None or not name.startswith("written")
+    )
+    source = f" ({price.source}, read {price.read})" if price.source else ""
+    note = f" {price.note[0].upper()}{price.note[1:]}." if price.note else ""
+    return (
+        f"Prices: {price.name or 'given'}{source}, USD per million tokens: {', '.join(rates)}. "
+        f"Cached: {price.rule()}.{note}"
+    )
+
+
+def bill_sections(
+    bills: Mapping[str, Any], again: Mapping[str, Any] | None = None
+) -> list[Section]:
+    """Return the table of the bills of a workload, as `Bills.as_dict` has them, and a sentence.
+
+    Kinds of tokens that none of them has are left out. `again` is the bill of another run.
+    """
+    called = {name: bills[key] for key, name in BILLS.items()} | {"what if": again}
+    found = {name: bill for name, bill in called.items() if bill is not None}
+    kinds = [kind for kind in KINDS if any(bill[f"{kind}_tokens"] for bill in found.values())]
+    headers = ["bill", *(kind.replace("_1h", ", 1 h") for kind in kinds), "USD"]
+    rows = [
+        [name, *(f"{bill[f'{kind}_tokens']:,}" for kind in kinds), dollars(bill["usd"])]
+        for name, bill in found.items()
+    ]
+    return [(headers, rows, headers[1:]), setup_of(PriceModel(**bills["price"]))]
+
+
+@attrs.frozen
+class ComparisonBill:
+    """What an API would have charged if its cache were that of a row of a comparison.
+
+    Attributes:
+        comparison: one that was made with prices.
+        memory: for pools given in bytes, what to call each size in blocks.
+    """
+
+    comparison: Comparison
+    memory: Mapping[int, str] | None = None
+
+    @property
+    def headers(self) -> TableRow:
+        """Headers of the table: one column a pool size."""
+        sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
+        names = (f"{size:,}" if self.memory is None else self.memory[size] for size in sizes)
+        return ["bill in USD", *(f"{name:>5}" for name in names)]
+
+    @property
+    def rows(self) -> list[TableRow]:
+        """Rows of dollars: one a policy, and those that no pool changes."""
+        table: dict[str, TableRow] = {}
+        for name, row in named(self.comparison.rows):
+            assert row.bill is not None
+            table.setdefault(name, []).append(dollars(row.bill.usd))
+        bills, columns = self.comparison.bills, len(self.headers) - 1
+        for key, name in BILLS.items():
+            bill = getattr(bills, key)
+            if bill is not None:
+                table[name] = [dollars(bill.usd)] * columns
+        return [[name, *cells] for name, cells in table.items()]
+
+    @property
+    def reading(self) -> str:
+        """What the table says, and the prices."""
+        assert self.comparison.bills is not None
+        return (
+            "What the API would charge if its cache were this pool, with its prices, least "
+            f"length and steps.\n{setup_of(self.comparison.bills.price)}"
+        )
+
+
+@attrs.frozen
+class PromptReport:
+    """Why prompts were not read from an API's cache, for people.
+
+    Attributes:
+        found: the explanation.
+    """
+
+    found: PromptExplanation
+
+    headers: ClassVar[TableRow] = [
+        "not read",
+        "tokens",
+        "of unread",
+        "USD",
+        "stopped",
+        "because",
+    ]
+
+    @property
+    def sections(self) -> list[Section]:
+        """The report on all prompts."""
+        return [
+            self.headline,
+            (self.headers, self.rows, self.headers[1:5]),
+            self.agreement,
+            *bill_sections(self.found.bills.as_dict()),
+        ]
+
+    @property
+    def headline(self) -> str:
+        """One sentence: how much was read."""
+        prompts = self.found.prompts
+        tokens, read = (sum(getattr(p, name) for p in prompts) for name in ("tokens", "read"))
+        ratio = share(read / tokens if tokens else None)
+        by = "by the API's rule" if self._reported == 0 else "as the log reports"
+        return (
+            f"{self.found.source}: {counted(len(prompts), 'request')}. Of "
+            f"{counted(tokens, 'prompt token')}, {read:,} were read from the cache {by} "
+            f"({ratio})."
+        )
+
+    @property
+    def rows(self) -> list[TableRow]:
+        """Rows of tokens by reason; reasons without any are left out."""
+        sums = self.found.sums()
+        unread = sum(row["tokens"] for row in sums.values())
+        return [
+            [
+                reason,
+                f"{row['tokens']:,}",
+                share(row["tokens"] / unread),
+                dollars(row["usd"]),
+                f"{row['stopped']:,}",
+                REASONS[reason],
+            ]
+            for reason, row in sums.items()
+            if row["tokens"]
+        ]
+
+    @property
+    def agreement(self) -> str:
+        """One sentence: how what the log reports compares with the API's rule."""
+        if not self._reported:
+            return ""
+        told = [p for p in self.found.prompts if p.reported is not None]
+        less = sum(any(u.reason == "evicted" for u in each.unread) for each in told)
+        more = sum(each.read > each.expected + each.expected // 10 for each in told)
+        expected = sum(each.expected for each in told)
+        return (
+            f"The rule reads {expected:,} tokens, the log {sum(p.read for p in told):,}. "
+            f"{counted(less, 'request')} read less than the rule says, {more:,} more, "
+            f"{len(told) - less - more:,} about as much."
+        )
+
+    @property
+    def _reported(self) -> int:
+        return sum(each.reported is not None for each in self.found.prompts)
+
+    def told(self, prompt: PromptReads) -> str:
+        """Return the sentences about one prompt."""
+        return "\n".join(self._lines(prompt))
+
+    def _lines(self, prompt: PromptReads) -> Iterator[str]:
+        at = format_seconds(prompt.arrived_ns / NS_PER_S)
+        yield f"Request {prompt.request} of {self.found.source}, which arrived at {at}:"
+        reported = "" if prompt.reported is None else f", and the log {prompt.reported:,}"
+        yield (
+            f"Of {counted(prompt.tokens, 'token')}, the API's rule reads "
+            f"{prompt.expected:,} from the cache{reported}."
+        )
+        for part in prompt.unread:
+            tokens = counted(part.tokens, "token")
+            end = part.first + part.tokens
+            yield f"- from token {part.first:,} to {end:,} ({tokens}): {_why(part)}"
+
+
+def _why(part: UnreadTokens) -> str:
+    """Return the reason, and the request and the place that it names."""
+    text = f"{part.reason}, {REASONS[part.reason]}."
+    if part.other is not None and part.gap_ns is not None:
+        before = format_seconds(part.gap_ns / NS_PER_S)
+        which = "Edited from" if part.place else "Last sent by"
+        text += f" {which} request {part.other}, {before} before"
+        text += f": {part.place}." if part.place else "."
+    return text

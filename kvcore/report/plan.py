@@ -1,0 +1,154 @@
+"""A plan for people: fleets that meet an SLO, and why no smaller one does; and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kvcore.analysis.fleet import Fleet
+from kvcore.analysis.planning import FleetPlan, Limit, Option
+from kvcore.plugins.options import as_text
+from kvcore.report.tables import NONE, counted, share
+from kvcore.trace.fields import version
+from kvcore.units import format_bytes, format_seconds
+
+HEADERS = (
+    *("replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"),
+    *("TTFT p99", "TPOT p99", "hits", "busiest"),
+)
+
+SHOWN = 3
+"""How many policies are named that would do."""
+
+LIMITS = {
+    "policy": "another policy does at this size",
+    "capacity": "more memory helps",
+    "content": "prompts diverge, and nothing helps but changing them",
+    "compute": "no memory is enough",
+    "none": "no smaller fleet was tried that does not",
+}
+"""What each verdict means, in a few words."""
+
+
+@attrs.frozen
+class PlanReport:
+    """A plan as a table with sentences, and as a JSON object.
+
+    Attributes:
+        plan: what is reported.
+    """
+
+    plan: FleetPlan
+
+    @property
+    def headline(self) -> str:
+        """What was asked for, and which fleet to take."""
+        plan, setup = self.plan, self.plan.setup
+        asked = (
+            f"{setup['workload']}: {counted(plan.requests, 'request')} to {setup['model']} on "
+            f"{setup['device']}, of which {plan.percentile:g}% are to meet {setup['slo']}."
+        )
+        if plan.best is None:
+            return f"{asked}\nNo fleet of up to {counted(plan.max_gpus, 'GPU')} does."
+        met = plan.best.served.attainment
+        return f"{asked}\nTake {self.fleet(plan.best.fleet)}: {met:.1%} do."
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The rows of the table, the fleet to take first."""
+        return [list(self._cells(option)) for option in self.plan.options]
+
+    @property
+    def limit(self) -> str:
+        """Why no smaller fleet does."""
+        limit = self.plan.limit
+        text = f"Limit: {limit.verdict}: {LIMITS[limit.verdict]}."
+        if limit.fleet is None:
+            return text
+        policies = [f"{kind} {name} {met:.1%}" for (kind, name), met in limit.policies.items()]
+        if len(policies) > SHOWN:
+            policies[SHOWN:] = [f"{len(policies) - SHOWN} more"]
+        others = f"with {', '.join(policies)}; " if policies else ""
+        grants = limit.grants
+        return (
+            f"{text} Of {self.fleet(limit.fleet)}, {share(limit.attainment)} of the requests "
+            f"meet the SLO; {others}if eviction foresaw the future, {grants['foresight']:.1%}; "
+            f"with a pool that never fills, {grants['endless']:.1%}; if every prompt had been "
+            f"there before, {grants['seen']:.1%}."
+        )
+
+    @property
+    def closing(self) -> str:
+        """How it was found, and what all simulations have in common."""
+        plan = self.plan
+        parts = [f"{name} {as_text(value)}" for name, value in plan.setup.items() if value]
+        return (
+            f"{counted(plan.simulations, 'simulation')}. Sessions are divided among replicas "
+            "by hash; busiest: the share of the prompt tokens that one replica gets.\n"
+            f"Setup: kvcore {version()}; {'; '.join(parts)}."
+        )
+
+    def fleet(self, fleet: Fleet) -> str:
+        """Return a fleet in words."""
+        size = fleet.blocks * self.plan.block_bytes[fleet.devices]
+        host = f" and {format_bytes(fleet.host_bytes)} of host RAM" if fleet.host_bytes else ""
+        return (
+            f"{counted(fleet.replicas, 'replica')} on {fleet.devices} x "
+            f"{self.plan.setup['device']}, each with {format_bytes(size)} of K/V{host}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the plan as a JSON object, without its `schema`."""
+        plan = self.plan
+        return {
+            "setup": plan.setup,
+            "requests": plan.requests,
+            "percentile": plan.percentile,
+            "max_gpus": plan.max_gpus,
+            "plans": [
+                self._sizes(each.fleet)
+                | {"slo_met": each.served.attainment, "hit_ratio": each.served.hit_ratio}
+                | attrs.asdict(each.served, filter=attrs.filters.exclude("whole", "requests"))
+                for each in plan.options
+            ],
+            "limit": self._limit(plan.limit),
+            "simulations": plan.simulations,
+            "notes": plan.notes,
+        }
+
+    def _limit(self, limit: Limit) -> dict[str, Any]:
+        return {
+            "verdict": limit.verdict,
+            "why": self.limit,
+            "fleet": None if limit.fleet is None else self._sizes(limit.fleet),
+            "slo_met": limit.attainment,
+            "granted": limit.grants,
+            "policies": [
+                {"kind": kind, "name": name, "slo_met": met}
+                for (kind, name), met in limit.policies.items()
+            ],
+        }
+
+    def _sizes(self, fleet: Fleet) -> dict[str, int]:
+        return {
+            "replicas": fleet.replicas,
+            "tensor_parallel": fleet.devices,
+            "gpus": fleet.gpus,
+            "blocks": fleet.blocks,
+            "pool_bytes": fleet.blocks * self.plan.block_bytes[fleet.devices],
+            "host_bytes": fleet.host_bytes,
+        }
+
+    def _cells(self, option: Option) -> tuple[str, ...]:
+        fleet, served = option.fleet, option.served
+        times = (served.ttft_s, served.tpot_s)
+        return (
+            *map(str, (fleet.replicas, fleet.devices, fleet.gpus)),
+            format_bytes(option.pool_bytes),
+            format_bytes(fleet.host_bytes) if fleet.host_bytes else NONE,
+            share(served.attainment),
+            *(NONE if time is None else format_seconds(time["p99"]) for time in times),
+            share(served.hit_ratio),
+            share(served.busiest),
+        )

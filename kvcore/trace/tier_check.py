@@ -1,0 +1,430 @@
+"""The check of what a trace says of its tiers.
+
+Between two lines of the pool stand those of tiers, in the order in which they happen:
+
+    EVICT of the pool, COMMIT, HIT        why blocks go down: by the rule `write` of a tier
+    DROP capacity, OFFLOAD                who makes room, and for what
+    PREEMPT swap, OFFLOAD parked, FREE    a sequence rests in a tier
+    LOAD_START after an admission,        what comes up
+    LOAD, its DROP lines, COMMIT
+
+What is in a tier follows from OFFLOAD and DROP alone, and `done` from the queue of its link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvcore.trace.state import (
+    CacheState,
+    TracedPrompt,
+    TracedSequence,
+    ViolationError,
+    violated,
+)
+from kvcore.trace.tiers import TracedTier, TracedTiers
+
+if TYPE_CHECKING:
+    from kvcore.trace import events
+    from kvcore.trace.check import CachedKeys
+    from kvcore.trace.lifecycle import Lifecycles
+
+LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
+"""Lines between a load and the last commit of what it has loaded."""
+
+FAULTS = ("corrupt", "gone", "failed")
+"""Reasons of DROP that only a run which moves bytes has."""
+
+
+class TierChecker:
+    """Checks the lines of tiers, and what the lines of the pool owe to them."""
+
+    def __init__(
+        self,
+        state: CacheState,
+        tiers: TracedTiers,
+        cached: CachedKeys,
+        lifecycles: Lifecycles,
+        *,
+        shares: bool,
+        expires: Callable[[str], bool],
+    ) -> None:
+        """Store what the check of the pool knows.
+
+        Args:
+            state: the pool.
+            tiers: what is below it.
+            cached: the keys in the pool.
+            lifecycles: of the requests.
+            shares: whether what is computed is surely stored in the pool.
+            expires: tells whether the eviction policy of that name expires spans.
+        """
+        self._state, self._tiers, self._cached = state, tiers, cached
+        self._lifecycles, self._shares = lifecycles, shares
+        header = state.header
+        self._expires = {
+            name: expires(str(tier.record.options.get("eviction")).partition(":")[0])
+            for name, tier in tiers.levels.items()
+        }
+        self._moves_bytes = header.executor == "run"
+        # By the wall clock a transfer takes as long as it takes.
+        self._exact = header.mode != "wall"
+        self._ratio = state.layout.ratio
+        self._rule = next(iter(tiers.levels.values())).record.options.get("write")
+        self._by_hits = type(self._rule) is int
+        # What the pool evicted or committed in the line before: keys, and up to which block.
+        self._leaving: tuple[list[Any], int] | None = None
+        self._kept: tuple[list[Any], int] | None = None
+        # The preempted sequence that is to be parked, whether it is, and where what it shares
+        # is by now; the sequence just admitted, and the one of which some loads have come.
+        self._swapped: events.Preempt | None = None
+        self._parked = False
+        self._rests: TracedTier | None = None
+        self._admitted = self._arriving = -1
+        # Up to which block what has come of it is whole.
+        self._come = 0
+        # What was loaded last: its tier, keys, and up to which block.
+        self._loaded: tuple[TracedTier, list[Any], int] | None = None
+        # The sequence that must commit what it has loaded, and up to which block.
+        self._owed: tuple[int, int] | None = None
+        # Tiers that dropped blocks to make room which nothing has taken yet.
+        self._short: set[str] = set()
+        # Tiers that evict blocks which were written farther down just before; tiers in which
+        # blocks were stored in this call; and whether they go down for a load to come.
+        self._leaves: set[str] = set()
+        self._stored: set[str] = set()
+        self._load_due = False
+        # Whether a HIT must follow at the same time, and of which request, if that is known.
+        self._hit_due = False
+        self._hit_by: int | str | None = None
+        self._checks: dict[str, Callable[[Any, bool], None]] = {
+            "OFFLOAD": self._offload,
+            "LOAD_START": self._load_start,
+            "LOAD": self._load,
+            "DROP": self._drop,
+        }
+
+    @property
+    def swaps(self) -> bool:
+        """Whether a sequence was preempted that is about to rest in a tier, and to close."""
+        return self._swapped is not None
+
+    def check(self, event: Any, begins: bool) -> bool:  # noqa: FBT001 - called for every line
+        """Check the next event; return True if it is of a tier.
+
+        `begins` tells that its time is not that of the line before.
+
+        Raises:
+            ViolationError: it contradicts what came before.
+        """
+        if self._owed is not None:
+            self._must_commit(event, begins)
+        check = self._checks.get(event.event)
+        if check is None:
+            self._between(event, begins)
+            return False
+        if begins:
+            self._stored.clear()
+            unfinished = self._short or self._leaves or self._load_due or self._hit_due
+            if unfinished or self._swapped or self._arriving > 0:
+                violated("it is of one call with the line before, which was earlier")
+        try:
+            check(event, begins)
+        except LookupError as error:
+            msg = f"it does not fit the lines before it ({error!r})"
+            raise ViolationError(msg) from error
+        return True
+
+    # The lines of the pool.
+
+    def _between(self, event: Any, begins: bool) -> None:  # noqa: C901, FBT001 - as above
+        """Check that a line of the pool may stand here, and record what it leads to."""
+        name, seq = event.event, getattr(event, "seq", -1)
+        self._must_be_settled(event, begins)
+        if seq in self._tiers.loads:
+            violated(f"sequence {seq} waits for what it loads")
+        self._stored.clear()
+        self._swapped = self._leaving = self._loaded = None
+        # Blocks of a commit may have other owners, since a fork: these come before it is told.
+        if name not in ("COMMIT", "SPLIT", "FREE"):
+            self._kept = None
+        if name in ("HIT", "MISS"):
+            self._admitted = seq
+        elif name != "ALLOC":
+            self._admitted = -1
+        if name == "EVICT":
+            if event.scope == "cache" and event.reason == "capacity":
+                span = self._state.span(event.span)
+                self._leaving = span.keys, span.end
+        elif name == "COMMIT":
+            prompt = self._state.sequence(seq).prompt
+            self._must_not_rest(prompt.id)
+            if event.how in ("new", "grown"):
+                self._kept = prompt.keys, event.first + event.blocks
+        elif name == "FINISH":
+            self._must_not_rest(event.request)
+        elif name == "PREEMPT" and event.how == "swap":
+            self._swapped, self._parked, self._rests = event, False, None
+
+    def _must_be_settled(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
+        """Check that what lines of tiers led to has come before this line of the pool."""
+        if self._short:
+            violated(f"tier {min(self._short)!r} dropped blocks to make room for nothing")
+        if self._leaves:
+            violated(f"tier {min(self._leaves)!r} keeps what was written below to evict it")
+        if self._load_due:
+            violated("blocks were offloaded for a load that must come here")
+        if self._arriving > 0:
+            violated(f"sequence {self._arriving} waits for a load that is done")
+        if self._swapped is not None and not self._parked:
+            violated(f"sequence {self._swapped.seq} is swapped out, and parked nowhere")
+        if self._hit_due:
+            hits = event.event == "HIT" and self._hit_by in (None, event.request)
+            if begins or not hits:
+                violated("blocks were offloaded for a hit that must come here")
+            self._hit_due, self._hit_by = False, None
+
+    def _must_commit(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
+        """Check that what was loaded is committed before anything else happens."""
+        assert self._owed is not None
+        seq, upto = self._owed
+        if self._state.sequence(seq).span.end >= upto:
+            self._owed = None
+        elif begins or event.event not in LOADED:
+            violated(f"sequence {seq} has loaded blocks up to {upto}, and must commit them")
+
+    def _must_not_rest(self, request: int | str) -> None:
+        for tier in self._tiers.levels.values():
+            if request in tier.parked:
+                violated(f"request {request!r} has parked blocks in {tier.name!r} still")
+
+    # The lines of tiers.
+
+    def _offload(self, event: events.Offload, begins: bool) -> None:  # noqa: FBT001 - as above
+        tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
+        end = event.first + event.blocks
+        source = event.source or None
+        # What is swapped out comes from the pool, wherever it goes, all of it to one tier.
+        swaps = self.swaps and source is None and self._rests in (None, tier)
+        if (source != tier.above or (event.parked and source)) and not swaps:
+            place = repr(tier.above) if tier.above else "the pool"
+            violated(f"tier {tier.name!r} takes blocks from {place}")
+        used, slots = tier.used + event.blocks, tier.record.slots
+        if used > slots:
+            violated(f"{used} slots of tier {tier.name!r} would be in use; it has {slots}")
+        if tier.name in self._short and used < slots:
+            violated(f"tier {tier.name!r} dropped {slots - used} more blocks than were missing")
+        self._short.discard(tier.name)
+        if event.parked:
+            self._park(event, tier, end)
+        else:
+            if self._exact and tier.free_at - event.t > _max_wait(tier):
+                violated(f"the link of tier {tier.name!r} is busy for longer than it may be")
+            if source is None:
+                self._must_be_in_pool(event, prompt, end, begins=begins)
+            else:
+                self._must_come_down(self._tiers.tier(source), tier, prompt, end)
+                if begins:
+                    self._begin()
+            self._stored.add(tier.name)
+        self._must_be_done(event, tier, write=True)
+
+    def _must_be_in_pool(
+        self, event: events.Offload, prompt: TracedPrompt, end: int, *, begins: bool
+    ) -> None:
+        """Check that blocks are in the pool, or leave it just now, and go by the rule."""
+        keys, last = prompt.keys, (end - 1) // self._ratio
+        if last >= len(keys):
+            violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
+        here, leaves = self._cached.match(keys), self._rule == "evict" or self.swaps
+        reason = self._leaving if leaves else self._kept
+        led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
+        if here < end and not (leaves and led):
+            violated(f"{here} blocks of request {prompt.id!r} are cached, not {end}")
+        if self._swapped is not None:
+            seq = self._state.sequence(self._swapped.seq)
+            shares = end <= seq.span.end and seq.prompt.keys[last] == keys[last]
+            if self._parked or not shares:
+                violated("only what the swapped sequence shares goes down with it")
+            self._rests = self._tiers.tier(event.tier)
+        elif self._by_hits:
+            if begins:
+                self._begin()
+            self._hit_due, self._hit_by = True, event.request
+        elif begins or not led:
+            violated("nothing was evicted or stored just before that goes down")
+
+    def _must_come_down(
+        self, above: TracedTier, tier: TracedTier, prompt: TracedPrompt, end: int
+    ) -> None:
+        """Check that blocks are in the tier `above`, and go down from there by the rule."""
+        if above.directory.match(prompt.keys) < end:
+            violated(f"tier {above.name!r} has not the blocks up to {end}")
+        rule = tier.record.options.get("write")
+        if rule == "evict":
+            self._leaves.add(above.name)
+        elif rule == "through":
+            if above.name not in self._stored:
+                violated(f"nothing was stored just before in tier {above.name!r}")
+        elif self._admitted < 0:
+            violated(f"nothing is loaded here from tier {above.name!r}")
+        else:
+            self._load_due = True
+
+    def _begin(self) -> None:
+        """Record that a call begins with this line: it must be an admission that hits."""
+        if not self._by_hits:
+            violated("nothing was evicted or stored just before that goes down")
+        self._hit_due = True
+
+    def _park(self, event: events.Offload, tier: TracedTier, end: int) -> None:
+        swapped = self._swapped
+        if swapped is None or self._parked or event.request != swapped.request:
+            violated(f"request {event.request!r} is not swapped out here")
+        self._must_not_rest(event.request)
+        seq = self._state.sequence(swapped.seq)
+        shared = min(tier.directory.match(seq.prompt.keys), seq.span.end)
+        if event.first != shared or not shared < end <= seq.blocks:
+            violated(
+                f"sequence {seq.id} has {seq.blocks} blocks; {shared} of them are shared, and "
+                f"in tier {tier.name!r}"
+            )
+        self._parked = True
+
+    def _load_start(self, event: events.LoadStart, begins: bool) -> None:  # noqa: FBT001
+        seq, tier = self._state.sequence(event.seq), self._tiers.tier(event.tier)
+        prompt, end = seq.prompt, event.first + event.blocks
+        if begins or event.seq != self._admitted:
+            violated(f"sequence {seq.id} is not admitted here: it loads nothing")
+        if event.request != prompt.id:
+            violated(f"sequence {seq.id} is of request {prompt.id!r}")
+        before = self._tiers.loads.get(seq.id, [])
+        first = before[-1].first + before[-1].blocks if before else seq.span.end
+        if event.first != first or end > seq.blocks:
+            violated(f"sequence {seq.id} has {seq.blocks} blocks, {first} of them already")
+        self._load_due = False
+        names = list(self._tiers.levels)
+        if before and names.index(before[-1].tier) >= names.index(tier.name):
+            violated(f"tier {tier.name!r} is not asked after {before[-1].tier!r}")
+        if tier.record.options.get("load") == "never":
+            violated(f"nothing is loaded from tier {tier.name!r}")
+        self._must_hold(seq, tier, end, alone=not before)
+        self._must_be_done(event, tier, write=False)
+
+    def _must_hold(
+        self, seq: TracedSequence, tier: TracedTier, end: int, *, alone: bool
+    ) -> None:
+        """Check that the blocks of `seq` up to `end` are in a tier."""
+        prompt = seq.prompt
+        here = tier.directory.match(prompt.keys)
+        for other in self._tiers.levels.values():
+            parked = other.parked.get(prompt.id)
+            if parked is not None:
+                if other is not tier or not alone or end != parked[1] or here < parked[0]:
+                    violated(f"request {prompt.id!r} has parked {parked} in {other.name!r}")
+                return
+        limit = prompt.cacheable if seq.resumed else prompt.limit
+        if end > min(here, limit):
+            violated(f"{here} blocks of request {prompt.id!r} are in tier {tier.name!r}")
+
+    def _load(self, event: events.Load, begins: bool) -> None:  # noqa: FBT001 - as above
+        del begins
+        seq, tier = self._state.sequence(event.seq), self._tiers.tier(event.tier)
+        if self._arriving not in (-1, event.seq):
+            violated(f"sequence {self._arriving} waits for a load that is done")
+        waiting = self._tiers.loads.get(event.seq)
+        if not waiting:
+            violated(f"sequence {event.seq} has no LOAD_START before this")
+        start = waiting[0]
+        told = event.tier, event.request, event.first
+        if told != (start.tier, start.request, start.first):
+            violated(f"sequence {event.seq} loads {start.first} from {start.tier!r} next")
+        done = max(each.done for each in waiting)
+        if self._exact and event.t < done:
+            violated(f"what sequence {event.seq} loads is there at {done} ns")
+        # After a part that is not whole, what comes is of no use.
+        whole = self._arriving == -1 or self._come == start.first
+        most = start.blocks if whole else 0
+        if event.blocks > most or (event.blocks < most and not self._moves_bytes):
+            violated(f"{most} blocks are loaded, not {event.blocks}")
+        end = event.first + event.blocks
+        self._loaded = tier, seq.prompt.keys, end
+        if whole:
+            self._come = end
+        self._arriving = event.seq if len(waiting) > 1 else -1
+        # The last block of a parked sequence may have room for more tokens.
+        parked = seq.prompt.id in tier.parked
+        upto = min(self._come - parked, seq.prompt.cacheable)
+        if seq.prompt.share is not None:
+            upto = min(upto, seq.prompt.share)
+        if self._arriving == -1 and self._shares and upto > seq.span.end:
+            self._owed = seq.id, upto
+
+    def _drop(self, event: events.Discard, begins: bool) -> None:  # noqa: FBT001 - as above
+        tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
+        reason, end = event.reason, event.first + event.blocks
+        if reason == "parked":
+            if begins or self._swapped is not None or self._lifecycles.waits(prompt.id):
+                violated(f"request {prompt.id!r} still waits for what it has parked")
+            return
+        self._must_be_free(tier, prompt, event.first)
+        if reason in FAULTS:
+            if not self._moves_bytes:
+                violated(f"no bytes are moved here, so none are {reason}")
+            return
+        if reason == "moved":
+            self._must_be_loaded(tier, prompt, end, begins)
+            return
+        if reason == "expired" and not self._expires[tier.name]:
+            violated(f"the eviction policy of tier {tier.name!r} expires nothing")
+        if begins:
+            self._begin()
+        if reason == "capacity":
+            self._short.add(tier.name)
+            self._leaves.discard(tier.name)
+
+    def _must_be_loaded(
+        self,
+        tier: TracedTier,
+        prompt: TracedPrompt,
+        end: int,
+        begins: bool,  # noqa: FBT001
+    ) -> None:
+        """Check that blocks were loaded just before from a tier that does not keep them."""
+        loaded, last = self._loaded, (end - 1) // self._ratio
+        exclusive = tier.record.options.get("keep") == "exclusive"
+        if begins or loaded is None or loaded[0] is not tier or not exclusive:
+            violated(f"nothing was loaded just before from an exclusive {tier.name!r}")
+        if end > loaded[2] or loaded[1][last] != prompt.keys[last]:
+            violated(f"block {end - 1} is not of what was loaded")
+
+    def _must_be_free(self, tier: TracedTier, prompt: TracedPrompt, first: int) -> None:
+        """Check that no transfer and no parked sequence needs a block of a prompt."""
+        at = first // self._ratio
+        needed = [
+            (start.request, start.first + start.blocks)
+            for loads in self._tiers.loads.values()
+            for start in loads
+            if start.tier == tier.name
+        ]
+        needed += [(request, parked) for request, (parked, _) in tier.parked.items()]
+        self._state.count_work(len(needed))
+        for request, upto in needed:
+            keys = self._state.prompt(request).keys
+            if first < upto and at < len(keys) and keys[at] == prompt.keys[at]:
+                violated(f"request {request!r} needs block {first} in tier {tier.name!r}")
+
+    def _must_be_done(
+        self, event: events.Offload | events.LoadStart, tier: TracedTier, *, write: bool
+    ) -> None:
+        """Check when a transfer is done: in its turn, by the bandwidth of its direction."""
+        done = tier.done_at(event.blocks, event.t, write=write)
+        if event.done != done if self._exact else event.done < event.t:
+            violated(f"by the link of tier {tier.name!r} it is done at {done} ns")
+
+
+def _max_wait(tier: TracedTier) -> int:
+    """Return the ns that a write may wait for its turn."""
+    wait = tier.record.options.get("max_wait")
+    return round(wait * 10**9) if type(wait) in (int, float) else 0  # type: ignore[operator]

@@ -1,0 +1,287 @@
+"""The tiers of a traced run: what lies in each, rebuilt from the lines alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvcore.trace.state import CacheState, TracedPrompt, violated
+from kvcore.units import NS_PER_S
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
+
+MOST_KEYS = 1 << 23
+"""Keys of blocks in all tiers together, of which each takes some 200 bytes here."""
+
+
+class TierDirectory:
+    """The blocks in a tier, as how many there are of every key; no block without those before.
+
+    A prompt's share is a bisection over its keys, which are chained. A key also has the number
+    of keys stored after it: a block that others continue cannot leave.
+    """
+
+    def __init__(self, ratio: int) -> None:
+        """Start empty; a key stands for `ratio` blocks."""
+        self._ratio = ratio
+        self._blocks: dict[Any, int] = {}
+        self._next: dict[Any, int] = {}
+
+    def __len__(self) -> int:
+        """Return how many keys have blocks here."""
+        return len(self._blocks)
+
+    def match(self, keys: list[Any]) -> int:
+        """Return how many blocks of a prompt are here, from the first on. O(log keys)."""
+        blocks = self._blocks
+        missing = bisect_left(keys, 1, key=lambda key: key not in blocks)
+        return (missing - 1) * self._ratio + blocks[keys[missing - 1]] if missing else 0
+
+    def store(self, keys: list[Any], first: int, end: int) -> None:
+        """Add the blocks `[first, end)` of a prompt. O(keys of them).
+
+        Raises:
+            ViolationError: they do not continue exactly what is here.
+        """
+        ratio, here = self._ratio, self.match(keys)
+        if here != first:
+            violated(f"{here} blocks of the prompt are there already, so {first} is not next")
+        low, high = first // ratio, (end - 1) // ratio
+        for at in range(-(-first // ratio), high + 1):
+            if at:
+                before = keys[at - 1]
+                self._next[before] = self._next.get(before, 0) + 1
+        self._blocks.update(dict.fromkeys(keys[low:high], ratio))
+        self._blocks[keys[high]] = end - high * ratio
+
+    def remove(self, keys: list[Any], first: int, end: int) -> None:
+        """Remove the blocks `[first, end)` of a prompt, which nothing may continue.
+
+        Raises:
+            ViolationError: they are not there, or are not the end of what is.
+        """
+        ratio, blocks, after = self._ratio, self._blocks, self._next
+        low, high = first // ratio, (end - 1) // ratio
+        whole = -(-first // ratio)
+        if blocks.get(keys[high], 0) != end - high * ratio or after.get(keys[high]):
+            violated(f"the blocks up to {end} are not the end of a path that is there")
+        for at in range(high, whole - 1, -1):
+            if after.get(keys[at]):
+                violated(f"what comes after block {at * ratio} of the prompt is there still")
+            del blocks[keys[at]]
+            if at:
+                before = keys[at - 1]
+                after[before] -= 1
+                if not after[before]:
+                    del after[before]
+        if whole > low:
+            if after.get(keys[low]):
+                violated(f"what comes after block {first} of the prompt is there still")
+            blocks[keys[low]] = first - low * ratio
+
+
+@attrs.define(eq=False)
+class TracedTier:
+    """A tier after the lines so far.
+
+    Attributes:
+        record: what the header says of it.
+        above: the tier from which blocks come down; None: the pool.
+        read, write: bytes a second of its link each way; `latency` is in ns.
+        directory: what can be found in it.
+        parked: the blocks `[first, end)` of preempted sequences, by request.
+        used: slots in use.
+        free_at: when (ns) all that is queued on its link has passed.
+        stored, loads, loaded: blocks written into it; loads from it that are done, and their
+            blocks.
+        dropped: blocks that left it, by reason.
+        read_bytes, written_bytes, busy_ns: what went over its link, and how long it took.
+    """
+
+    record: events.TierRecord
+    above: str | None
+    read: int
+    write: int
+    latency: int
+    directory: TierDirectory
+    parked: dict[int | str, tuple[int, int]] = attrs.field(factory=dict)
+    used: int = 0
+    free_at: int = 0
+    stored: int = 0
+    loads: int = 0
+    loaded: int = 0
+    dropped: dict[str, int] = attrs.field(factory=dict)
+    read_bytes: int = 0
+    written_bytes: int = 0
+    busy_ns: int = 0
+
+    @property
+    def name(self) -> str:
+        """What lines call it."""
+        return self.record.tier
+
+    @property
+    def parked_blocks(self) -> int:
+        """Blocks of preempted sequences."""
+        return sum(end - first for first, end in self.parked.values())
+
+    def load_ns(self, blocks: int, now: int) -> int | None:
+        """Return the ns from `now` until blocks would be loaded; None: nothing is from here."""
+        if self.record.options.get("load") == "never":
+            return None
+        return self.done_at(blocks, now, write=False) - now
+
+    def done_at(self, blocks: int, now: int, *, write: bool) -> int:
+        """Return when (ns) blocks could be used that are put on the link at `now`."""
+        size = blocks * self.record.slot_bytes
+        held = -(-size * NS_PER_S // (self.write if write else self.read))
+        return max(self.free_at, now) + held + self.latency
+
+    def queue(self, blocks: int, now: int, *, write: bool) -> None:
+        """Put blocks on the link."""
+        size = blocks * self.record.slot_bytes
+        free_at = self.done_at(blocks, now, write=write) - self.latency
+        self.busy_ns += free_at - max(self.free_at, now)
+        self.free_at = free_at
+        if write:
+            self.written_bytes += size
+        else:
+            self.read_bytes += size
+
+    def as_dict(self, loading: int) -> dict[str, Any]:
+        """Return what lies in it and what moved as JSON; `loading` blocks are on their way."""
+        return {
+            "tier": self.name,
+            "slots": self.record.slots,
+            "used_blocks": self.used,
+            "parked_blocks": self.parked_blocks,
+            "loading_blocks": loading,
+            "stored_blocks": self.stored,
+            "loads": self.loads,
+            "loaded_blocks": self.loaded,
+            "dropped_blocks": dict(self.dropped),
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+            "link_busy_s": self.busy_ns / NS_PER_S,
+        }
+
+
+class TracedTiers:
+    """All tiers of a trace, nearest first by name, and what is on its way from them.
+
+    Attributes:
+        levels: the tiers by name.
+        loads: the LOAD_START lines that no LOAD has followed yet, by sequence.
+    """
+
+    def __init__(self, state: CacheState) -> None:
+        """Start with the empty tiers that HEADER gives.
+
+        Raises:
+            ValueError: what it says of one cannot be.
+        """
+        self.levels: dict[str, TracedTier] = {}
+        self.loads: dict[int, list[events.LoadStart]] = {}
+        self._state = state
+        above = None
+        for record in state.header.tiers or []:
+            if record.tier in self.levels:
+                msg = f"two tiers are called {record.tier!r}"
+                raise ValueError(msg)
+            directory = TierDirectory(state.layout.ratio)
+            self.levels[record.tier] = TracedTier(record, above, *_link(record), directory)
+            above = record.tier
+
+    def tier(self, name: str) -> TracedTier:
+        """Return the tier of that name.
+
+        Raises:
+            ViolationError: there is none.
+        """
+        known = ", ".join(self.levels)
+        return self.levels.get(name) or violated(f"no tier is {name!r}; there are: {known}")
+
+    def found(self, prompt: TracedPrompt, hit: int) -> list[tuple[TracedTier, int, int]]:
+        """Return the blocks `[first, end)` of a prompt beyond `hit` in each tier, in order."""
+        parts = []
+        for tier in self.levels.values():
+            end = min(tier.directory.match(prompt.keys), prompt.limit)
+            if end > hit:
+                parts.append((tier, hit, end))
+                hit = end
+        return parts
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """Return what lies in each tier and what moved, nearest first, as JSON has it."""
+        loading = dict.fromkeys(self.levels, 0)
+        for starts in self.loads.values():
+            for start in starts:
+                loading[start.tier] += start.blocks
+        return [tier.as_dict(loading[name]) for name, tier in self.levels.items()]
+
+    def offload(self, event: events.Offload) -> None:
+        """Apply OFFLOAD. O(keys)."""
+        tier, prompt = self.tier(event.tier), self._state.prompt(event.request)
+        first, end = event.first, event.first + event.blocks
+        if event.parked:
+            tier.parked[event.request] = first, end
+        else:
+            self._work(first, end)
+            tier.directory.store(prompt.keys, first, end)
+            if sum(len(level.directory) for level in self.levels.values()) > MOST_KEYS:
+                violated(f"tiers hold more than {MOST_KEYS:,} keys, which is the most")
+        tier.used += event.blocks
+        tier.stored += event.blocks
+        tier.queue(event.blocks, event.t, write=True)
+
+    def load_start(self, event: events.LoadStart) -> None:
+        """Apply LOAD_START."""
+        self.tier(event.tier).queue(event.blocks, event.t, write=False)
+        self.loads.setdefault(event.seq, []).append(event)
+
+    def load(self, event: events.Load) -> None:
+        """Apply LOAD."""
+        tier, waiting = self.tier(event.tier), self.loads[event.seq]
+        del waiting[0]
+        if not waiting:
+            del self.loads[event.seq]
+        tier.loads += 1
+        tier.loaded += event.blocks
+
+    def drop(self, event: events.Discard) -> None:
+        """Apply DROP. O(keys)."""
+        tier, prompt = self.tier(event.tier), self._state.prompt(event.request)
+        first, end = event.first, event.first + event.blocks
+        if event.reason == "parked":
+            if tier.parked.pop(event.request, None) != (first, end):
+                violated(f"request {event.request!r} has not parked blocks {first} to {end}")
+        else:
+            self._work(first, end)
+            tier.directory.remove(prompt.keys, first, end)
+        tier.used -= event.blocks
+        tier.dropped[event.reason] = tier.dropped.get(event.reason, 0) + event.blocks
+
+    def _work(self, first: int, end: int) -> None:
+        keys = 1 + (end - first) // self._state.layout.ratio
+        self._state.count_work(8 * keys + len(self.levels))
+
+
+def _link(record: events.TierRecord) -> tuple[int, int, int]:
+    """Return bytes a second each way, and the latency in ns, of a tier's link."""
+    options: Mapping[str, Any] = record.options
+    rates = [options.get(f"{way}_bandwidth") for way in ("read", "write")]
+    latency = options.get("latency")
+    numbers = type(latency) in (int, float) and 0 <= latency < NS_PER_S  # type: ignore[operator]
+    if not numbers or any(type(rate) is not int or rate < 1 for rate in rates):  # type: ignore[operator]
+        msg = (
+            f"tier {record.tier!r} has the bandwidths {rates} and the latency {latency!r}: "
+            "its link is not known"
+        )
+        raise ValueError(msg)
+    read, write = (rate * record.devices for rate in rates)  # type: ignore[operator]
+    return read, write, round(latency * NS_PER_S)

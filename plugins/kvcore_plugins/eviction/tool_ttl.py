@@ -1,0 +1,204 @@
+"""Tool TTL: keep what waits for a tool as long as it is likely to return in time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import accumulate
+from typing import ClassVar, TypeAlias
+
+from kvcore import InputError, Request, ScoreEviction, Span
+from kvcore.request import Key
+from kvcore.units import NS_PER_S
+
+_SHIFT = 27
+_BUCKETS = 21
+"""Ages fall in buckets: below 2^27 ns (0.13 s), up to twice as much, ..., 2^46 ns (20 h)."""
+
+_TAIL = 0.3
+"""Share of the waits that end in a bucket, of those that reach it, where nothing is known."""
+
+_MOST_SESSIONS = 1 << 16
+_MOST_WAITS = 8
+
+Wait: TypeAlias = tuple[int, Key, str, int]
+"""(place, key): the prompt that ends it has this key there; the tool; ns when it began."""
+
+
+class ToolTTL(ScoreEviction):
+    """Evict the prefix that is least worth its memory until its session returns.
+
+    When a request of a session ends, the session waits for the tool that the answer calls
+    (`Request.tool`), or for its user. To keep its prefix up to an age T saves the seconds to
+    compute a block again, or to load it from a tier, if it returns by then; it costs memory
+    as long as it waits, but T at most. The score is the best ratio of the two over all T.
+    What the memory is worth to others is the score of the victim: so every prefix has a time
+    to live, which is longer where memory is ample, and by tool: what waits for a slow one
+    outlives what has waited a little too long for a fast one.
+
+    How long a tool takes is learned online, as a histogram of ages in powers of two for each
+    name: how many of the waits that reached an age ended there. Few waits lean on those for
+    all tools, and these on a heavy tail: the older, the less likely to end soon, as LRU has
+    it. A wait ends when its session sends a prompt with the first 15/16 of the keys of the
+    one before. What belongs to no session has the heavy tail alone. O(log leaves) per event,
+    and now and then O(sessions); a score changes when an age enters the next bucket.
+
+    `span.data` is (tool, ns of the release).
+
+    Options:
+        prior: waits that what is known before them weighs as much as.
+
+    Source: a TTL by chance of return, cost of recomputing, and price of memory is that of
+    Li et al., "Continuum", arXiv 2511.02230, 2025. To rank by value per block-second, not to
+    set the price, is the idea of LHD: Beckmann, Chen and Cidon, NSDI 2018. Waits that have
+    not ended count as Kaplan and Meier have it (1958).
+    """
+
+    name: ClassVar[str] = "tool-ttl"
+
+    _ended_at = -1
+    _tool: str | None = None
+
+    def __init__(self, prior: float = 8.0) -> None:
+        """Store the option."""
+        if not 0 < prior < float("inf"):
+            msg = f"tool-ttl: prior={prior} must be a number of waits above 0"
+            raise InputError(msg)
+        self.prior = prior
+
+    def attach(self, blocks: int, block_size: int) -> None:
+        """Store the size of the pool; nothing is known yet."""
+        super().attach(blocks, block_size)
+        self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
+        # By tool, how many waits have ended in each bucket, and were given up in it.
+        self._ended: dict[str, list[int]] = {}
+        self._given_up: dict[str, list[int]] = {}
+        self._seen = self._due = 0
+        self._unknown = _values([_TAIL] * _BUCKETS)
+        self._values: dict[str | None, list[float]] = {}
+
+    def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
+        """End the waits of the session for prompts that begin as this one does."""
+        waits = self._waits.get(request.session or "")
+        if waits:
+            keys, going = request.keys, []
+            for wait in waits:
+                place, key, tool, since = wait
+                if place < len(keys) and keys[place] == key:
+                    self._counts(self._ended, tool)[_bucket(now - since)] += 1
+                    self._seen += 1
+                else:
+                    going.append(wait)
+            waits[:] = going
+
+    def on_end(self, request: Request, now: int) -> None:
+        """Begin to wait for the next request of the session."""
+        self._ended_at, self._tool = now, None
+        if request.session is None or not request.keys:
+            return
+        self._tool = tool = request.tool or ""
+        place = len(request.keys) * 15 // 16
+        waits = self._waits.setdefault(request.session, [])
+        waits.append((place, request.keys[place], tool, now))
+        self._seen += 1
+        self._waits.move_to_end(request.session)
+        if len(waits) > _MOST_WAITS:
+            self._give_up(waits.pop(0), now)
+        if len(self._waits) > _MOST_SESSIONS:
+            for wait in self._waits.popitem(last=False)[1]:
+                self._give_up(wait, now)
+
+    def on_release(self, span: Span, now: int) -> None:
+        """Store what `span` waits for from now on."""
+        if now != self._ended_at:  # a preemption, or the end of a client's pin
+            tool = None if span.data is None else span.data[0]
+        else:
+            tool = self._tool
+        span.data = tool, now
+        super().on_release(span, now)
+
+    def on_split(self, upper: Span, lower: Span) -> None:
+        """Copy what it waits for to the upper half."""
+        upper.data = lower.data
+        super().on_split(upper, lower)
+
+    def score(self, span: Span, now: int) -> float:
+        """Return the seconds saved per second that a block of the tail is kept."""
+        if self._seen >= self._due:
+            self._learn(now)
+        tool, since = span.data
+        values = self._values.get(tool, self._unknown)
+        return values[_bucket(now - since)] * span.loss_seconds
+
+    def changes_at(self, span: Span, now: int) -> int | None:
+        """Return when the age of `span` enters the next bucket, in ns."""
+        since: int = span.data[1]
+        return since + (1 << (_SHIFT + _bucket(now - since)))
+
+    def _give_up(self, wait: Wait, now: int) -> None:
+        self._counts(self._given_up, wait[2])[_bucket(now - wait[3])] += 1
+
+    def _counts(self, counts: dict[str, list[int]], tool: str) -> list[int]:
+        if tool not in counts:
+            counts[tool] = [0] * _BUCKETS
+        return counts[tool]
+
+    def _learn(self, now: int) -> None:
+        """Compute the values by tool and age from the waits so far."""
+        self._due = self._seen + self._seen // 8 + 8
+        open_: dict[str, list[int]] = {}
+        for waits in self._waits.values():
+            for _, _, tool, since in waits:
+                self._counts(open_, tool)[_bucket(now - since)] += 1
+        none = [0] * _BUCKETS
+        ended, left = {}, {}
+        for tool in {**self._ended, **self._given_up, **open_}:
+            ended[tool] = self._ended.get(tool, none)
+            both = self._given_up.get(tool, none), open_.get(tool, none)
+            left[tool] = [a + b for a, b in zip(*both, strict=True)]
+        tail = [_TAIL] * _BUCKETS
+        ended_in_all, left_in_all = (
+            [sum(column) for column in zip(none, *counts.values(), strict=True)]
+            for counts in (ended, left)
+        )
+        prior = _hazards(ended_in_all, left_in_all, tail, self.prior)
+        self._values = {
+            tool: _values(_hazards(ended[tool], left[tool], prior, self.prior))
+            for tool in ended
+        }
+
+
+def _bucket(age: int) -> int:
+    """Return the bucket of an age in ns."""
+    return min((age >> _SHIFT).bit_length(), _BUCKETS - 1)
+
+
+def _hazards(
+    ended: list[int], left: list[int], prior: list[float], weight: float
+) -> list[float]:
+    """Return by bucket the share of the waits that reach it and end in it.
+
+    Those that `left` a bucket without an end, still open ones included, have only reached
+    those before it.
+    """
+    reached = list(accumulate(reversed([a + b for a, b in zip(ended, left, strict=True)])))
+    reached.reverse()
+    return [
+        (end + weight * before) / (reach - lost + weight)
+        for end, lost, reach, before in zip(ended, left, reached, prior, strict=True)
+    ]
+
+
+def _values(hazards: list[float]) -> list[float]:
+    """Return by bucket the best chance of an end per second of waiting for it."""
+    values = []
+    for start in range(_BUCKETS):
+        survival, chance, seconds, best = 1.0, 0.0, 0.0, 0.0
+        for bucket in range(start, _BUCKETS):
+            hazard = hazards[bucket]
+            width = (1 << (_SHIFT + bucket)) / NS_PER_S / (2 if bucket else 1)
+            seconds += survival * width * (1 - hazard / 2)
+            chance += survival * hazard
+            survival *= 1 - hazard
+            best = max(best, chance / seconds)
+        values.append(best)
+    return values

@@ -1,0 +1,134 @@
+"""`--price` of compare, simulate, replay and explain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.commands import run_here
+
+from kvcore.models.pricing import PRICES
+
+LOG = Path(__file__).parents[2] / "examples" / "api_log.jsonl.gz"
+SMALL = "zipf:requests=50,prefixes=5,prefix_tokens=64,suffix_tokens=32,rate=50"
+BILLS = ["price", "uncached", "api", "reported", "run"]
+KINDS = (
+    "uncached_tokens",
+    "read_tokens",
+    "written_tokens",
+    "written_1h_tokens",
+    "output_tokens",
+)
+
+
+def document(*arguments):
+    """Run a command with `--json`, and return what it prints."""
+    done = run_here(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_compare_bills_each_row():
+    """Rows have their bills, and the document those that no pool changes."""
+    arguments = ("compare", SMALL, "--eviction", "lru,optimum", "--blocks", "20,200")
+    found = document(*arguments, "--price", "input=3,cached=0.3,write=3.75")
+    assert list(found["bill"]) == BILLS
+    assert list(found["rows"][0]["bill"]) == ["requests", *KINDS, "usd"]
+    usd = [row["bill"]["usd"] for row in found["rows"]]
+    assert usd[1] < usd[0] < found["bill"]["uncached"]["usd"] * 1.25
+    assert usd[2] <= usd[0]
+    plain = document(*arguments)
+    assert "bill" not in plain
+    assert "bill" not in plain["rows"][0]
+
+
+def test_simulate_and_replay_agree(tmp_path):
+    """The bill of a run, of its trace, and of its trace run again are the same."""
+    trace = tmp_path / "trace.jsonl"
+    arguments = ("simulate", SMALL, "--blocks", "60", "--no-search", "--trace", trace)
+    simulated = document(*arguments, "--price", "openai,min_tokens=0,step=1")["bill"]
+    assert list(simulated) == BILLS
+    assert simulated["run"]["read_tokens"] > 0
+    price = ("--price", "openai,min_tokens=0,step=1")
+    assert document("replay", trace, *price)["bill"] == simulated
+    again = document("replay", trace, "--scheduler", "fcfs", *price)
+    assert again["recorded"]["bill"] == again["rerun"]["bill"] == simulated
+    assert "bill" not in document("replay", trace, "--scheduler", "fcfs")["recorded"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compare", SMALL, "--eviction", "lru", "--blocks", "20"),
+        ("simulate", SMALL, "--blocks", "60", "--no-search"),
+        ("explain", SMALL, "--summary"),
+    ],
+)
+def test_tables_have_dollars_and_prices(arguments):
+    """People are told the bills, and by which prices and rule."""
+    done = run_here(*arguments, "--price", "deepseek")
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 0
+    assert "USD" in text
+    assert "by the API's rule" in text
+    assert "Prices: deepseek-flash" in text
+
+
+def test_replay_prints_both_bills(tmp_path):
+    """The recorded run and the one run again, below one another."""
+    trace = tmp_path / "trace.jsonl"
+    run_here("compare", SMALL, "--eviction", "lru", "--blocks", "20", "--trace", trace)
+    done = run_here("replay", trace, "--eviction", "lfu", "--price", "xai")
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert {"with this cache", "what if"} <= set(rows)
+    assert "with this cache" in run_here("replay", trace, "--price", "xai").stdout
+
+
+def test_explain_a_log():
+    """Of the example: what was edited, what had lapsed, what was evicted, and by how much."""
+    found = document("explain", LOG, "--price", "anthropic", "--summary")
+    lost = {reason: row["stopped"] for reason, row in found["lost"].items() if row["tokens"]}
+    assert lost == {"new": 13, "edited": 4, "undetermined": 1, "lapsed": 1, "evicted": 1}
+    assert found["read_tokens"] == found["bill"]["reported"]["read_tokens"]
+    assert found["expected_tokens"] > found["read_tokens"]
+    told = run_here("explain", LOG, "--price", "anthropic", "8").stdout
+    assert "system[0], after token 166" in " ".join(told.split())
+
+
+def test_list_shows_all():
+    """`--price list` prints every price, whatever else is asked."""
+    done = run_here("explain", "--price", "list")
+    assert done.returncode == 0
+    assert {line.split()[0] for line in done.stdout.splitlines()[2:]} == set(PRICES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("compare", SMALL, "--price", "free"), "'free' is not known"),
+        (("explain", SMALL, "--summary", "--price", "xai", "--blocks", "5"), "no --blocks"),
+        (("explain", SMALL, "none", "--price", "xai"), "'none' is not in zipf"),
+    ],
+)
+def test_wrong_use_is_refused(arguments, why):
+    """The error says what is wrong."""
+    done = run_here(*arguments)
+    assert done.returncode == 2
+    assert why in " ".join(done.stderr.split())
+
+
+def test_nothing_is_imported_without_prices():
+    """As a process: a simulation without --price imports neither prices nor bills."""
+    code = (
+        "import sys; from kvcore.cli.main import run; "
+        f"run(['simulate', {SMALL!r}, '--no-search', '--residency']); "
+        "print([m for m in sys.modules if 'pricing' in m or 'billing' in m or 'logged' in m "
+        "or 'chat_log' in m or 'prompt_misses' in m], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "[]\n"

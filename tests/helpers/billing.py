@@ -1,0 +1,70 @@
+"""Requests to be billed, and an API's cache by brute force."""
+
+from __future__ import annotations
+
+from kvcore import Request
+from kvcore.units import NS_PER_S
+from kvcore.workloads.logged import LoggedRequest, PromptPart
+
+
+def request(id_, seconds, text, output=0):
+    """Return a request whose tokens are letters, with a key for each."""
+    return Request(
+        id=id_,
+        arrival=round(seconds * NS_PER_S),
+        prompt_tokens=len(text),
+        output_tokens=output,
+        keys=[text[: end + 1] for end in range(len(text))],
+        key_tokens=1,
+    )
+
+
+def requests(*rows):
+    """Return requests of (seconds, letters)."""
+    return [request(id_, *row) for id_, row in enumerate(rows)]
+
+
+def logged(id_, seconds, *blocks, **more):
+    """Return a logged request of (letters, TTL of its breakpoint in ns or None) blocks.
+
+    A sentence is a letter.
+    """
+    text = "".join(letters for letters, _ in blocks)
+    parts, end = [], 0
+    for number, (letters, ttl) in enumerate(blocks):
+        pieces = tuple((ord(letter), end + n + 1) for n, letter in enumerate(letters))
+        end += len(letters)
+        parts.append(PromptPart(f"messages[{number}]", end, letters.encode(), pieces, ttl))
+    fields = {name: getattr(request(id_, seconds, text), name) for name in FIELDS}
+    return LoggedRequest(**fields, parts=tuple(parts), **more)
+
+
+FIELDS = ("id", "arrival", "prompt_tokens", "output_tokens", "keys", "key_tokens")
+
+
+def prefixes_read(rows, ttl, least, step):
+    """Return the tokens of each (seconds, letters) that any earlier prompt within `ttl` has."""
+    read = []
+    for place, (now, text) in enumerate(rows):
+        lengths = [
+            length
+            for length in range(least, len(text) + 1, step)
+            for then, other in rows[:place]
+            if length and len(other) >= least and now - then < ttl
+            if other[:length] == text[:length]
+        ]
+        read.append(max(lengths, default=0))
+    return read
+
+
+def entries_read(rows, ttl, least):
+    """Return the tokens of each prompt that an entry has, each of which is a whole prompt."""
+    expiries, read = {}, []
+    for now, text in rows:
+        found = [each for each in expiries if text.startswith(each) and expiries[each] > now]
+        read.append(max(map(len, found), default=0))
+        for each in found:
+            expiries[each] = now + ttl
+        if len(text) >= max(least, 1):
+            expiries[text] = now + ttl
+    return read

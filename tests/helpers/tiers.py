@@ -1,0 +1,34 @@
+"""Blocks for the stores of tiers, whose bytes follow from their chain."""
+
+from random import Random
+
+from kvcore.tiers import StoredBlock
+
+SIZE = 3000
+
+
+def blocks(slots, *, text=0):
+    """Return the first blocks of a prompt, in these slots."""
+    chains = [b"", *(b"%8d%8d" % (text, at) for at in range(len(slots)))]
+    return [
+        StoredBlock(slot, at, f"{text}-{at}", chains[at + 1], chains[at])
+        for at, slot in enumerate(slots)
+    ]
+
+
+def data(path):
+    """Return the bytes of blocks."""
+    return b"".join(Random(block.chain).randbytes(SIZE) for block in path)  # noqa: S311
+
+
+def write(store, path):
+    """Write blocks."""
+    store.write(path, memoryview(data(path)))
+
+
+def read(store, path):
+    """Return how many of the first blocks are right; check that they are."""
+    into = memoryview(bytearray(SIZE * len(path)))
+    right = store.read(path, into)
+    assert into[: right * SIZE] == data(path[:right]), "wrong K/V are given for right"
+    return right

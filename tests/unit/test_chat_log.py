@@ -1,0 +1,195 @@
+"""Logs of chat APIs: where blocks end, which have breakpoints, and what usage reports."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvcore.analysis.billing import bill
+from kvcore.errors import InputError
+from kvcore.workloads.logged import LoggedRequest, Usage
+from kvcore_plugins.workload import Chat
+
+HOUR = 3600 * 10**9
+TEXT = {"type": "text", "text": "What is a yawl? And a ketch?"}
+MARK = {"type": "ephemeral"}
+ANTHROPIC = {
+    "model": "m",
+    "system": [TEXT | {"cache_control": MARK | {"ttl": "1h"}}],
+    "tools": [{"name": "look", "cache_control": MARK}],
+    "messages": [
+        {"role": "user", "content": "Look it up."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "A boat."},
+                TEXT | {"cache_control": MARK},
+            ],
+        },
+    ],
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Return what reads rows as a chat workload of bytes, in keys of one token."""
+
+    def read(*rows, **options):
+        path = tmp_path / "log.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return list(Chat(path, **{"key_tokens": 1, "tokens": "bytes"} | options))
+
+    return read
+
+
+def test_content_blocks_are_parts(read):
+    """Tools, system, messages and their blocks in order, each with its end and breakpoint."""
+    (request,) = read({"request": ANTHROPIC, "response": {"content": [TEXT]}})
+    assert [(part.label, part.ttl_ns) for part in request.parts] == [
+        ("tools[0]", 0),
+        ("system[0]", HOUR),
+        ("messages[0]", None),
+        ("messages[1].content[0]", None),
+        ("messages[2].content[0]", None),
+        ("messages[2].content[1]", 0),
+    ]
+    ends = [part.end for part in request.parts]
+    assert ends == sorted(ends)
+    assert ends[0] == len('[{"name":"look"}]')
+    assert ends[1] - ends[0] == len(f"system\n{TEXT['text']}\n")
+    assert ends[-1] == request.prompt_tokens - len("assistant\n")
+    assert (request.explicit, request.salt) == (True, "m")
+    assert request.output_tokens == len(TEXT["text"])
+
+
+def test_breakpoints_are_no_tokens(read):
+    """A breakpoint that moves from turn to turn changes neither keys nor contents."""
+    bare = json.loads(json.dumps(ANTHROPIC).replace("cache_control", "x-mark"))
+    for tool in bare["tools"]:
+        tool.pop("x-mark")
+    one, other = read({"request": ANTHROPIC}, {"request": bare})
+    assert one.keys == other.keys
+    assert [part.digest for part in one.parts] == [part.digest for part in other.parts]
+    assert [part.ttl_ns for part in other.parts] == [None] * 6
+
+
+def test_sentences_are_pieces(read):
+    """Equal sentences have equal hashes, wherever they stand; they end where the part does."""
+    one, other = read(
+        *(
+            {"messages": [{"role": "user", "content": f"{n} is it. What is a yawl?"}]}
+            for n in "12"
+        )
+    )
+    (a, b), (c, d) = ([hash_ for hash_, _ in each.parts[0].pieces][1:] for each in (one, other))
+    assert a != c
+    assert b == d
+    assert one.parts[0].pieces[-1][1] == one.parts[0].end
+
+
+def test_automatic_breakpoints(read):
+    """A breakpoint beside the messages is one at their end; one of a message at its end."""
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
+    marked = {"messages": [chat["messages"][0] | {"cache_control": MARK}, chat["messages"][1]]}
+    end, first = read(chat | {"cache_control": MARK}, marked)
+    assert [part.ttl_ns for part in end.parts] == [None, 0]
+    assert [part.ttl_ns for part in first.parts] == [0, None]
+    assert end.explicit
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected", "explicit"),
+    [
+        (
+            {
+                "prompt_tokens": 2006,
+                "completion_tokens": 300,
+                "prompt_tokens_details": {"cached_tokens": 1920},
+            },
+            Usage(2006, 1920, 0, 0, 300),
+            False,
+        ),
+        (
+            {
+                "input_tokens": 50,
+                "input_tokens_details": {"cached_tokens": 40},
+                "output_tokens": 3,
+            },
+            Usage(50, 40, 0, 0, 3),
+            False,
+        ),
+        (
+            {
+                "input_tokens": 21,
+                "cache_creation_input_tokens": 100,
+                "cache_read_input_tokens": 50,
+                "cache_creation": {
+                    "ephemeral_5m_input_tokens": 70,
+                    "ephemeral_1h_input_tokens": 30,
+                },
+                "output_tokens": 9,
+            },
+            Usage(171, 50, 70, 30, 9),
+            True,
+        ),
+        (
+            {"prompt_tokens": 90, "prompt_cache_hit_tokens": 64, "completion_tokens": 1},
+            Usage(90, 64, 0, 0, 1),
+            False,
+        ),
+        ({"completion_tokens": 5}, None, False),
+        (None, None, False),
+    ],
+)
+def test_usage_is_read(read, usage, expected, explicit):
+    """As chat completions, responses, messages, and DeepSeek report it; or not at all."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    (request,) = read({"request": chat, "response": {"choices": [], "usage": usage}})
+    assert (request.usage, request.explicit) == (expected, explicit)
+    if expected is not None:
+        assert request.output_tokens == expected.output_tokens
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (
+            {"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 6}}},
+            "usage",
+        ),
+        ({"usage": {"prompt_tokens": "5"}}, "usage.prompt_tokens"),
+        ({"cache_control": {"ttl": "2h"}}, "cache_control"),
+        ({"system": 5}, "system"),
+        ({"system": [{"type": "image"}]}, "content[0]"),
+    ],
+)
+def test_wrong_rows_are_refused(read, row, field):
+    """The error names the field."""
+    with pytest.raises(InputError, match=rf"field '{field}'".replace("[", r"\[")):
+        read({"messages": [{"role": "user", "content": "a"}], **row})
+
+
+def test_models_share_nothing(read):
+    """Prompts to different models have different keys."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    one, other, same = read(*(chat | {"model": name} for name in "xyx"))
+    assert one.keys != other.keys
+    assert one.keys == same.keys
+
+
+def test_only_logged_requests_have_parts(read):
+    """A recorded conversation is not what an API was sent, request for request."""
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    (request,) = read({"messages": turns})
+    assert not isinstance(request, LoggedRequest)
+
+
+def test_a_log_is_billed_as_reported(read):
+    """The tokens of the log, not those that were counted here."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    usage = {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 400}}
+    found = bill(read({**chat, "usage": usage, "choices": []}), "input=4,cached=1")
+    assert found.reported.usd == pytest.approx((600 * 4 + 400) / 1e6)
+    assert found.uncached.prompt_tokens == 1000

@@ -1,0 +1,88 @@
+"""Prices of APIs: the table, and prices from text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvcore.cli.options import PRICED
+from kvcore.errors import InputError
+from kvcore.models.pricing import PRICES, PROVIDERS, PriceModel, find_price
+
+
+@pytest.mark.parametrize("price", PRICES.values(), ids=str)
+def test_known_prices_say_where_they_are_from(price):
+    """Each has a source and a date, reads cost less than input, and its text finds it."""
+    assert price.source
+    assert re.fullmatch(r"2026-\d\d-\d\d", price.read)
+    assert 0 < price.cached < price.input < price.output
+    assert find_price(str(price)) == price
+
+
+def test_help_names_the_providers():
+    """The names in the help of `--price`, which does not import the table."""
+    assert set(PRICED) == set(PROVIDERS)
+
+
+def test_claude_prices_are_multiples():
+    """Writes cost 1.25 and 2 times the input, reads a tenth."""
+    for price in PRICES.values():
+        if price.provider == "anthropic":
+            multiples = [rate / price.input for rate in price.rates]
+            assert multiples[1:4] == pytest.approx([0.1, 1.25, 2])
+
+
+def test_prices_are_read_from_text():
+    """A provider is its first model, figures replace others, and figures alone are a price."""
+    known = find_price("anthropic")
+    assert known.name == "claude-sonnet-4.5"
+    assert find_price("claude-sonnet-4.5, ttl=3600").ttl == 3600
+    text = "input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300"
+    price = find_price(text)
+    assert price.rates == (3, 0.3, 3.75, 6, 0)
+    assert find_price(str(price)) == price
+
+
+def test_missing_rates_are_those_of_input():
+    """Without a discount, and without a price of writing, tokens cost what input costs."""
+    assert PriceModel(input=2).rates == (2, 2, 2, 2, 0)
+    assert PriceModel(input=2, write=3).rates == (2, 2, 3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("antropic", "did you mean 'anthropic'"),
+        ("anthropic,tll=3", "did you mean 'ttl'"),
+        ("input", "is not known"),
+        ("input=3,input=4", "given twice"),
+        ("input=cheap", "as a number|give a number"),
+        ("cached=1", "lacks input="),
+        ("input=-1", "input=-1"),
+        ("input=nan", "finite"),
+        ("input=1,step=0", "step=0"),
+        ("input=1,step=1.5", "whole number"),
+        ("input=1,ttl=0", "ttl=0"),
+        ("", "is not known"),
+    ],
+)
+def test_wrong_prices_are_refused(text, why):
+    """The error says what is wrong, and what there is."""
+    with pytest.raises(InputError, match=why):
+        find_price(text)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached"),
+    [(0, 0), (1023, 0), (1024, 1024), (1151, 1024), (1152, 1152), (2006, 1920)],
+)
+def test_steps_of_128(tokens, cached):
+    """From 1,024 tokens on in steps of 128; 1,920 of 2,006 is the example of the guide."""
+    assert find_price("openai").cacheable(tokens) == cached
+
+
+def test_steps_begin_at_the_least_length():
+    """Not at the prompt's start."""
+    price = find_price("input=1,min_tokens=100,step=128")
+    assert [price.cacheable(tokens) for tokens in (99, 227, 228)] == [0, 100, 228]

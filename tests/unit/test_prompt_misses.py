@@ -1,0 +1,213 @@
+"""Why an API read no more of a prompt: each reason by the shortest log that has it."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.billing import logged, request, requests
+
+from kvcore.analysis import prompt_misses
+from kvcore.analysis.prompt_misses import REASONS, explain_prompts
+from kvcore.errors import InputError
+from kvcore.models.pricing import find_price
+from kvcore.units import NS_PER_S
+from kvcore.workloads.logged import Usage
+
+AUTOMATIC = "input=4,cached=1,ttl=300"
+EXPLICIT = "input=4,cached=1,write=5,ttl=300,breakpoints=4"
+
+
+@pytest.fixture(autouse=True)
+def _short_edits(monkeypatch):
+    """Let two repeated tokens be an edit."""
+    monkeypatch.setattr(prompt_misses, "EDIT_TOKENS", 2)
+
+
+def unread(*served, price=AUTOMATIC):
+    """Return (reason, first, tokens) of what the last request did not read."""
+    last = explain_prompts(served, price).prompts[-1]
+    return [(part.reason, part.first, part.tokens) for part in last.unread]
+
+
+def test_new_tokens():
+    """What no earlier prompt begins with, from where they part."""
+    assert unread(*requests((0, "ab"))) == [("new", 0, 2)]
+    assert unread(*requests((0, "ab"), (1, "acd"))) == [("new", 1, 2)]
+
+
+def test_short_prompts():
+    """Prompts below the least length are never cached, however often they are sent."""
+    rows = requests((0, "ab"), (1, "ab"))
+    assert unread(*rows, price=f"{AUTOMATIC},min_tokens=3") == [("short", 0, 2)]
+
+
+def test_a_ttl_that_has_lapsed():
+    """The gap is that to the last request with the same prefix, not to the last request."""
+    rows = requests((0, "abc"), (100, "abd"), (450, "xyz"), (500, "abc"))
+    (last,) = explain_prompts(rows, AUTOMATIC).prompts[-1].unread
+    assert (last.reason, last.first, last.tokens) == ("lapsed", 0, 3)
+    assert (last.other, last.gap_ns) == (1, 400 * NS_PER_S)
+
+
+def test_a_part_that_has_lapsed():
+    """A prefix that others renewed is read, and what only an old request had is not."""
+    rows = requests((0, "abcd"), (250, "abx"), (400, "abcd"))
+    assert unread(*rows) == [("lapsed", 2, 2)]
+
+
+def test_an_entry_that_has_lapsed():
+    """The gap is that to the last request with what lapsed, not with a part that is alive."""
+    rows = requests((0, "abcd"), (200, "abx"), (350, "abcd"))
+    (last,) = explain_prompts(rows, EXPLICIT).prompts[-1].unread
+    assert (last.reason, last.tokens, last.other) == ("lapsed", 4, 0)
+    assert last.gap_ns == 350 * NS_PER_S
+
+
+def test_no_entry_ends_there():
+    """Tokens that earlier prompts have, but no breakpoint or whole step after them."""
+    rows = requests((0, "abcd"), (1, "abce"))
+    assert unread(*rows, price=EXPLICIT) == [("unmarked", 0, 3), ("new", 3, 1)]
+    assert unread(*rows, price=f"{AUTOMATIC},step=2") == [("unmarked", 2, 1), ("new", 3, 1)]
+
+
+def test_an_edited_prompt():
+    """One that repeats what stood after its first difference, and where that is."""
+    rows = [
+        logged(0, 0, ("xab", None), ("cd", None)),
+        logged(1, 9, ("yab", None), ("cde", None)),
+    ]
+    (edited, new) = explain_prompts(rows, AUTOMATIC).prompts[-1].unread
+    assert (edited.reason, edited.first, edited.tokens) == ("edited", 0, 4)
+    assert (edited.other, edited.gap_ns) == (0, 9 * NS_PER_S)
+    assert edited.place == "messages[0], after token 0"
+    assert (new.reason, new.tokens) == ("new", 2)
+
+
+def test_an_edit_further_in():
+    """The prefix before it is read where any prefix is, and belongs to it where none is."""
+    rows = [
+        logged(0, 0, ("ab", None), ("xcdef", None)),
+        logged(1, 1, ("ab", None), ("ycdef", None)),
+    ]
+    assert unread(*rows) == [("edited", 2, 4), ("new", 6, 1)]
+    assert unread(*rows, price=EXPLICIT) == [("edited", 0, 6), ("new", 6, 1)]
+    assert explain_prompts(rows, AUTOMATIC).prompts[1].unread[0].place == (
+        "messages[1], after token 2"
+    )
+
+
+def test_a_dropped_message_is_an_edit():
+    """What stood after it is sent again, and none of it is read."""
+    rows = [
+        logged(0, 0, ("ab", None), ("12", None), ("cdef", None)),
+        logged(1, 1, ("ab", None), ("cdef", None), ("g", None)),
+    ]
+    assert unread(*rows) == [("edited", 2, 4), ("new", 6, 1)]
+
+
+def test_the_original_is_not_the_last_prompt_alike():
+    """Others share more sentences with an edited prompt than its original does."""
+    rows = [
+        logged(0, 0, ("abcdefgh", None), ("m", None), ("1234", None)),
+        logged(1, 1, ("abcdefgh", None), ("z", None)),
+        logged(2, 2, ("abcdefgh", None), ("1234", None), ("n", None)),
+    ]
+    (edited, _) = explain_prompts(rows, AUTOMATIC).prompts[-1].unread
+    assert (edited.reason, edited.tokens, edited.other) == ("edited", 4, 0)
+
+
+def test_some_sentences_alike_are_no_edit():
+    """A prompt that repeats less than half of another after the difference is no edit of it."""
+    rows = [logged(0, 0, ("xabcdef", None)), logged(1, 1, ("yab123", None))]
+    assert unread(*rows) == [("new", 0, 6)]
+
+
+def test_old_prompts_are_forgotten(monkeypatch):
+    """An edit is looked for among the last prompts."""
+    monkeypatch.setattr(prompt_misses, "RECENT", 1)
+    rows = [
+        logged(0, 0, ("xabcd", None)),
+        logged(1, 1, ("z", None)),
+        logged(2, 2, ("yabcd", None)),
+    ]
+    assert unread(*rows) == [("new", 0, 5)]
+
+
+def test_undetermined_edits():
+    """Where the TTL of the original had lapsed anyway, the edit is not what mattered."""
+    rows = [logged(0, 0, ("xabcd", None)), logged(1, 300, ("yabcd", None))]
+    assert unread(*rows) == [("undetermined", 0, 4), ("new", 4, 1)]
+
+
+def test_another_question_is_no_edit():
+    """Prompts that part and do not meet again are two prompts."""
+    rows = [
+        logged(0, 0, ("abcd", None), ("ef", None)),
+        logged(1, 1, ("abcd", None), ("gh", None)),
+    ]
+    assert unread(*rows) == [("new", 4, 2)]
+
+
+def test_other_models_are_no_originals():
+    """A prompt to another model is no edited prompt of the first."""
+    rows = [logged(n, n, (f"{n}abcd", None), salt=f"m{n}") for n in range(2)]
+    assert [reason for reason, *_ in unread(*rows)] == ["new"]
+
+
+def test_evictions():
+    """What the rule reads within the TTL and the log does not was evicted."""
+    rows = [logged(n, n, ("abcd", 0), usage=Usage(400)) for n in range(2)]
+    (gone,) = explain_prompts(rows, EXPLICIT).prompts[-1].unread
+    assert (gone.reason, gone.tokens, gone.other) == ("evicted", 400, 0)
+    assert gone.gap_ns == NS_PER_S
+
+
+@pytest.mark.parametrize("read", [370, 400])
+def test_about_as_much_is_no_eviction(read):
+    """Positions are estimates: a tenth less than the rule says is not another reason."""
+    rows = [logged(n, n, ("abcd", 0), usage=Usage(400, read_tokens=read)) for n in range(2)]
+    assert "evicted" not in [reason for reason, *_ in unread(*rows, price=EXPLICIT)]
+
+
+def test_what_lives_longer_than_its_ttl():
+    """A log that reads what should have lapsed is believed."""
+    rows = [
+        logged(n, 400 * n, ("abcd", 0), usage=Usage(4, read_tokens=4 * n)) for n in range(2)
+    ]
+    last = explain_prompts(rows, EXPLICIT).prompts[-1]
+    assert (last.expected, last.reported, last.read, last.unread) == (0, 4, 4, [])
+
+
+def test_every_token_has_one_reason():
+    """Read and unread tokens add up, and the sums have each once."""
+    rows = [
+        logged(n, 70 * n, (f"{'xyz'[n % 3]}ab", 0), ("cd" + "efgh"[: n % 5], 0))
+        for n in range(20)
+    ]
+    for price in (AUTOMATIC, EXPLICIT, f"{EXPLICIT},min_tokens=6"):
+        found = explain_prompts(rows, price)
+        for each in found.prompts:
+            ends = [part.first + part.tokens for part in each.unread]
+            starts = [part.first for part in each.unread]
+            assert starts == [each.read, *ends[:-1]][: len(starts)]
+            assert [each.read, *ends][-1] == each.tokens
+        sums = found.sums()
+        assert set(sums) == set(REASONS)
+        unread_tokens = sum(each.tokens - each.read for each in found.prompts)
+        assert sum(row["tokens"] for row in sums.values()) == unread_tokens
+        assert sum(row["stopped"] for row in sums.values()) == sum(
+            each.tokens > each.read for each in found.prompts
+        )
+
+
+def test_dollars_are_what_reading_would_save():
+    """The difference between the prices of input and of what is read."""
+    found = explain_prompts(requests((0, "abc"), (400, "abc")), find_price(AUTOMATIC))
+    assert found.sums()["lapsed"]["usd"] == pytest.approx(3 * 3 / 1e6)
+
+
+def test_an_unknown_request():
+    """The error names the request and the workload."""
+    found = explain_prompts([request("abc", 0, "a")], AUTOMATIC, source="log")
+    assert found.of("abc").request == "abc"
+    with pytest.raises(InputError, match=r"'abd' is not in log \(did you mean 'abc'"):
+        found.of("abd")

@@ -1,0 +1,133 @@
+"""What a run says of its tiers: in its summary, its report, its metrics and its residency."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.serving import BLOCK, Even, ask
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvcore import KVCache, simulate
+from kvcore.report import SimulationReport, run_metrics, thrashing
+from kvcore.serving import Batching
+from kvcore.tiers import Tiers
+
+from .test_report_simulation import CONFIG
+
+SLOT = 1000
+"""Bytes of a block."""
+
+HOST = f"host:memory={20 * SLOT},load=always,latency=0,read_bandwidth=1e15,write_bandwidth=1e15"
+NVME = f"disk:memory={40 * SLOT},load=never"
+
+
+def served(*tiers, max_seqs=1):
+    """Serve two prompts of 4 blocks in turn, of which the pool of 4 holds one.
+
+    a b a: the first three blocks of a prompt can hit, and the second a finds them in a tier.
+    """
+    cache = KVCache(4, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    if tiers:
+        Tiers(cache, tiers, SLOT)
+    requests = [
+        ask(name + str(at), at=at * 10**6, prompt=4 * BLOCK, keys=[name + k for k in "0123"])
+        for at, name in enumerate("aba")
+    ]
+    return simulate(requests, cache=cache, latency=Even(), batching=Batching(max_seqs=max_seqs))
+
+
+def test_hits_are_told_by_level():
+    """In blocks and in the three countings; `reuse_ratio` is of the pool and all tiers."""
+    summary = served(HOST).summary()
+    (host,) = summary["tiers"]
+    assert (host["hit_blocks"], host["loads"], host["found_blocks"]) == (3, 1, 3)
+    assert summary["hit"]["hit_blocks"] == 0
+    assert host["ratio"] == {"block": 3 / 12, "token": 12 / 48, "request": 3 / 4 / 3}
+    assert summary["reuse_ratio"] == host["ratio"]
+    assert summary["loaded_tokens"] == 12
+
+
+def test_without_tiers_nothing_is_said_of_them():
+    """Neither in the summary nor in the report."""
+    summary = served().summary()
+    assert (summary["tiers"], summary["loaded_tokens"]) == (None, 0)
+    assert summary["reuse_ratio"] == summary["hit"]["ratio"]
+    report = SimulationReport(summary, CONFIG)
+    assert report.tiers == []
+    assert not any("swapped" in amount or "tier" in name for name, amount in report.amounts)
+
+
+def test_a_return_after_preemption_is_no_hit_of_a_tier():
+    """It loads what it had itself; that is counted apart from first admissions."""
+    cache = KVCache(6, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    Tiers(cache, [HOST], SLOT)
+    requests = [
+        ask(name, prompt=2 * BLOCK, output=12, keys=[name + k for k in "01"]) for name in "ab"
+    ]
+    summary = simulate(requests, cache=cache, latency=Even()).summary()
+    (host,) = summary["tiers"]
+    assert summary["preemptions"]["swap"] >= 1
+    assert host["loaded_blocks"] > 0
+    assert (host["hit_blocks"], summary["loaded_tokens"]) == (0, 0)
+
+
+def test_the_report_has_a_column_for_each_tier():
+    """A load takes its turn after the write of what it displaces; times are means a load."""
+    report = SimulationReport(served(HOST, NVME).summary(), CONFIG)
+    rows = {name: cells for name, *cells in report.tiers}
+    assert rows["memory"] == ["19.5 KiB, 40.0% full", "39.1 KiB, 0.0% full"]
+    assert rows["hits"][0] == "25.0% of tokens, 25.0% a request"
+    assert rows["loaded"] == ["3 in 1 load", "0 in 0 loads"]
+    assert rows["not stored"][0] == "0 link busy, 0 no room"
+    assert rows["dropped"][0] == "0 for room"
+    assert rows["a load takes"] == ["2 ns, 1 ns of it waiting", "–"]
+    assert dict(report.amounts)["and with tiers"] == "25.0% of tokens, 25.0% a request"
+    assert dict(report.amounts)["preemptions"] == "0 paused, 0 recomputed, 0 swapped"
+
+
+def test_blocks_at_rest_are_told_by_level():
+    """What is loaded hits in the tier it comes from."""
+    summary = served(HOST).summary()
+    assert list(summary["residency"]) == ["gpu", "host"]
+    host = summary["residency"]["host"]
+    assert (host["stored_blocks"], host["age_at_hit_s"]["blocks"]) == (8, 3)
+    rows = [name for name, *_ in SimulationReport(summary, CONFIG).resting]
+    assert "host: since last use, at a hit" in rows
+
+
+def test_a_tier_that_thrashes_needs_memory():
+    """The pool's advice is about blocks, a tier's about its own bytes."""
+    rested = {
+        "thrashing": True,
+        "evicted_blocks": {"capacity": 900, "expired": 100},
+        "never_hit_blocks": 750,
+        "restored_blocks": 1200,
+        "age_at_hit_s": {"blocks": 30},
+    }
+    host = {"tier": "host", "slots": 500, "memory_bytes": 2**30}
+    told = thrashing({"host": rested}, 64, [host])
+    assert "THRASHING (host)" in told
+    assert "before another 500 had gone" in told
+    assert "Twice its memory (2 GiB) would keep" in told
+
+
+def test_metrics_have_a_sample_for_each_tier():
+    """As vLLM counts what is outside of the GPU: queries are what no nearer level held."""
+    result = served(HOST, NVME)
+    config = CONFIG | {"workload": {"name": "mine"}}
+    text = run_metrics(result.summary() | {"config": config}, result.requests)
+    samples = {
+        (sample.name, sample.labels.get("tier"), sample.labels.get("transfer_type")): sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for name, tier, way, value in (
+        ("external_prefix_cache_queries_total", "host", None, 48),
+        ("external_prefix_cache_hits_total", "host", None, 12),
+        ("external_prefix_cache_queries_total", "disk", None, 36),
+        ("external_prefix_cache_hits_total", "disk", None, 0),
+        ("kv_offload_total_bytes_total", "host", "load", 3 * SLOT),
+        ("kv_offload_total_bytes_total", "host", "store", 8 * SLOT),
+        ("kv_offload_usage_perc", "host", None, 0.4),
+    ):
+        found = samples[f"kvcore_{name}", tier, way].value
+        assert found == pytest.approx(value), (name, tier)

@@ -1,0 +1,355 @@
+"""The disk tier: whatever happens to its files, it gives right K/V or none."""
+
+import errno
+import json
+import logging
+import os
+import resource
+import stat
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import tier_kills
+from helpers.tiers import SIZE, blocks, read, write
+
+from kvcore import InputError, PluginError, StorageError
+from kvcore_plugins.tier import Disk, disk
+
+SLOTS = 8
+
+
+def opened(path, slots=SLOTS, identity=b"model", **options):
+    """Open a store that closes at the end of a `with`."""
+    tier = Disk(path=path, memory=slots * SIZE, **options)
+    return closing(tier.open(slots, SIZE, identity))
+
+
+def found(path, **options):
+    """Return the keys of the blocks that a new run can use."""
+    with opened(path, **options) as store:
+        return sorted(block.key for block in list(store.recover()) if read(store, [block]))
+
+
+def filled(path):
+    """Write a path into all slots."""
+    with opened(path) as store:
+        write(store, blocks(range(SLOTS)))
+
+
+def the(path, suffix):
+    """Return the one file with a suffix."""
+    (file,) = path.glob(f"*.{suffix}")
+    return file
+
+
+def kills(how, path, **options):
+    """Return the command of the program that is killed."""
+    tests = Path(tier_kills.__file__).parents[1]
+    command = [sys.executable, tier_kills.__file__, how, str(path)]
+    return command, {"env": os.environ | {"PYTHONPATH": str(tests)}, **options}
+
+
+def test_killed_at_any_write_leaves_no_half(tmp_path):
+    """Killed before, amid and after each of its writes, it leaves whole blocks or none.
+
+    All headers that are found are those of right K/V, and slots not written then keep theirs.
+    """
+    command, options = kills("all", tmp_path)
+    results = json.loads(subprocess.check_output(command, **options))
+    assert len(results) >= 3 * 9
+    untouched = {"0-1", "0-4", "0-5"}
+    for result in results:
+        assert result["right"] == len(result["found"])
+        assert untouched <= set(result["found"])
+    assert {"1-0", "1-3"} <= set(results[-1]["found"])
+
+
+def test_a_killed_process_gives_its_directory_back(tmp_path):
+    """While a process writes, another is told who it is; once it is killed, all is usable."""
+    command, options = kills("on", tmp_path, stdout=subprocess.PIPE)
+    for lines in (1, 7):
+        with subprocess.Popen(command, **options) as writer:
+            try:
+                for _ in range(lines):
+                    assert writer.stdout.readline()
+                with pytest.raises(InputError, match=f"in use by process {writer.pid} on "):
+                    opened(tmp_path)
+            finally:
+                writer.kill()
+        with opened(tmp_path) as store:
+            blocks_left = list(store.recover())
+            assert blocks_left
+            assert all(read(store, [block]) for block in blocks_left)
+
+
+def test_one_store_has_a_directory_at_a_time(tmp_path):
+    """A second store in the same process is refused too, until the first is closed."""
+    with opened(tmp_path), pytest.raises(InputError, match=f"process {os.getpid()} on "):
+        opened(tmp_path, identity=b"another")
+    opened(tmp_path).thing.close()
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_full_disk(tmp_path, monkeypatch, call):
+    """A write that fails for want of room raises; of its blocks none is believed wrongly.
+
+    Others are still there, and once there is room it goes on.
+    """
+    filled(tmp_path)
+    pwrite, calls = os.pwrite, 0
+
+    def full(file, data, at):
+        nonlocal calls
+        calls += 1
+        if calls >= call:
+            if calls == call:
+                return pwrite(file, data[: len(data) // 2], at)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(file, data, at)
+
+    new = blocks([2, 3, 6, 7], text=1)
+    with opened(tmp_path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(OSError, match="No space left"):
+                write(store, new)
+        for block in [*blocks(range(SLOTS)), *new]:
+            read(store, [block])
+        assert [read(store, [block]) for block in blocks([0, 1])] == [1, 1]
+    assert {"0-0", "0-1", "0-4", "0-5"} <= set(found(tmp_path))
+    with opened(tmp_path) as store:
+        write(store, new)
+        assert read(store, new) == len(new)
+
+
+def test_files_may_grow_to_a_limit(tmp_path):
+    """Where a process may write no files as large as that, it is refused at the start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOTS * SIZE - 1, hard))
+    try:
+        with pytest.raises(InputError, match="File too large"):
+            opened(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_too_little_room_is_refused(tmp_path, monkeypatch):
+    """More memory than its file system has is refused; what it has already counts as room."""
+    filled(tmp_path)
+    monkeypatch.setattr(disk, "disk_usage", lambda _: SimpleNamespace(free=SIZE))
+    with pytest.raises(StorageError, match=r"has room for .* give it less memory"):
+        opened(tmp_path, slots=3 * SLOTS)
+    assert len(found(tmp_path)) == SLOTS
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    """A call may write or read only a part: the rest follows."""
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:700], at))
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [into[0][:700]], at))
+    filled(tmp_path)
+    assert len(found(tmp_path)) == SLOTS
+
+
+def test_headers_follow_their_data(tmp_path, monkeypatch):
+    """Old headers go first, then K/V are written, then new headers; `sync` waits before these."""
+    filled(tmp_path)
+    pwrite, calls = os.pwrite, []
+
+    def name(file):
+        return Path(f"/proc/self/fd/{file}").readlink().suffix
+
+    def spy(file, data, at):
+        calls.append(f"void{name(file)}" if not any(data) else f"write{name(file)}")
+        return pwrite(file, data, at)
+
+    for sync, expected in (
+        (False, "void.headers write.slots write.headers"),
+        (True, "void.headers write.slots sync.slots write.headers"),
+    ):
+        with opened(tmp_path, sync=sync) as store, monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", spy)
+            patch.setattr(os, "fdatasync", lambda file: calls.append(f"sync{name(file)}"))
+            calls.clear()
+            write(store, blocks([1]))
+        assert " ".join(calls) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 700, SIZE + 1])
+@pytest.mark.parametrize("suffix", ["slots", "headers"])
+def test_cut_files(tmp_path, suffix, size):
+    """A file that was cut, while it is open or before, has what is left in it, and no more."""
+    filled(tmp_path)
+    with opened(tmp_path) as store:
+        os.truncate(the(tmp_path, suffix), size)
+        for block in blocks(range(SLOTS)):
+            read(store, [block])
+    there = set(found(tmp_path))
+    assert len(there) < SLOTS
+    if suffix == "slots":
+        assert there == {f"0-{at}" for at in range(size // SIZE)}
+
+
+def test_removed_files(tmp_path):
+    """Where one of the files is missing there are no blocks to use, and new ones can be."""
+    for suffix in ("slots", "headers"):
+        filled(tmp_path)
+        the(tmp_path, suffix).unlink()
+        assert not found(tmp_path)
+
+
+def test_damaged_headers_are_counted(tmp_path, caplog):
+    """Headers that are no headers are dropped, counted, and logged once."""
+    filled(tmp_path)
+    with the(tmp_path, "headers").open("r+b") as file:
+        file.seek(2 * disk.HEADER_BYTES)
+        file.write(b"garbage" * 100)
+    with opened(tmp_path) as store:
+        assert len(list(store.recover())) == SLOTS - 2
+        assert store.damaged == 2
+    assert "2 headers are damaged" in caplog.text
+    with opened(tmp_path) as store:
+        assert len(list(store.recover())) == SLOTS - 2
+        assert store.damaged == 0
+
+
+def test_headers_in_other_slots_are_damaged(tmp_path):
+    """A header that lies where another one should does not make its K/V those of that slot."""
+    filled(tmp_path)
+    with the(tmp_path, "headers").open("r+b") as file:
+        file.seek(disk.HEADER_BYTES)
+        first = file.read(disk.HEADER_BYTES)
+        file.write(first)
+    with opened(tmp_path) as store:
+        assert read(store, blocks(range(SLOTS))) == 1
+        assert len(list(store.recover())) == SLOTS - 1
+        assert store.damaged == 1
+
+
+def test_a_damaged_file_is_kept_aside(tmp_path, caplog):
+    """Files whose first bytes are not theirs are not used, and not overwritten either."""
+    filled(tmp_path)
+    before = the(tmp_path, "slots").read_bytes()
+    with the(tmp_path, "headers").open("r+b") as file:
+        file.write(b"not a tier")
+    assert not found(tmp_path)
+    assert "was damaged: it is kept as" in caplog.text
+    assert the(tmp_path, "slots.damaged-1").read_bytes() == before
+    filled(tmp_path)
+    the(tmp_path, "headers").write_bytes(b"again")
+    assert not found(tmp_path)
+    assert the(tmp_path, "headers.damaged-2").read_bytes() == b"again"
+
+
+def test_another_schema_is_left_alone(tmp_path, monkeypatch, caplog):
+    """Files of another format are neither used nor changed; the log says what they take."""
+    filled(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
+    monkeypatch.setattr(disk, "SCHEMA", disk.SCHEMA + 1)
+    with caplog.at_level(logging.WARNING):
+        assert not found(tmp_path)
+    assert "of other models or layouts" in caplog.text
+    filled(tmp_path)
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize("slots", [3, SLOTS, 20])
+def test_memory_may_change(tmp_path, slots):
+    """With more memory all blocks are found again; with less those in slots that are left."""
+    filled(tmp_path)
+    there = found(tmp_path, slots=slots)
+    assert there == [f"0-{at}" for at in range(min(slots, SLOTS))]
+    assert the(tmp_path, "slots").stat().st_size == slots * SIZE
+
+
+def test_slots_take_room_as_they_are_written(tmp_path):
+    """A file of many slots takes only the room of those that were written."""
+    with opened(tmp_path, slots=10_000) as store:
+        write(store, blocks([9_000]))
+    assert the(tmp_path, "slots").stat().st_blocks * 512 < 100 * SIZE
+
+
+def test_others_cannot_read_it(tmp_path):
+    """Prompts of others show in K/V: the directory and its files are the owner's alone."""
+    path = tmp_path / "deep" / "kv"
+    filled(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+
+
+def test_links_are_refused(tmp_path):
+    """A link in place of a file is not followed; a link to the directory is."""
+    filled(tmp_path / "kv")
+    slots = the(tmp_path / "kv", "slots")
+    (tmp_path / "link").symlink_to("kv")
+    assert len(found(tmp_path / "link")) == SLOTS
+    victim = tmp_path / "victim"
+    slots.rename(victim)
+    slots.symlink_to(victim)
+    before = victim.read_bytes()
+    with pytest.raises(InputError, match="it is a link"):
+        opened(tmp_path / "kv")
+    assert victim.read_bytes() == before
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
+def test_no_directory_is_refused(tmp_path, what):
+    """A file in its place, a pipe in place of its file, or no path: an error says which."""
+    path, expected = tmp_path / "kv", "cannot be used"
+    if what == "file":
+        path.write_text("mine")
+        expected = "it is a file"
+    elif what == "pipe":
+        filled(path)
+        the(path, "slots").unlink()
+        os.mkfifo(the(path, "headers").with_suffix(".slots"))
+    else:
+        path, expected = None, "needs a directory"
+    with pytest.raises(InputError, match=expected):
+        opened(path)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch, number):
+    """A read-only or full file system is refused, with its reason and the file."""
+
+    def refuse(path, *_):
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(InputError, match=f"lock cannot be used: {os.strerror(number)}"):
+        opened(tmp_path)
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    """Where nobody can know whether another process has it, it is not used."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(disk.fcntl, "flock", refuse)
+    with pytest.raises(InputError, match=os.strerror(errno.ENOLCK)):
+        opened(tmp_path)
+
+
+def test_errors_of_the_disk_are_raised(tmp_path, monkeypatch):
+    """A disk that cannot be read raises OSError, as the contract allows."""
+
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    filled(tmp_path)
+    monkeypatch.setattr(os, "preadv", broken)
+    with opened(tmp_path) as store, pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        read(store, blocks([0]))
+
+
+def test_needs_a_package(tmp_path, monkeypatch):
+    """Without the package of its checksums it says which extra has it."""
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(PluginError, match=r"xxhash.*pip install 'kvcore\[torch\]'"):
+        opened(tmp_path)

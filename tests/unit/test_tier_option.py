@@ -1,0 +1,216 @@
+"""The option `tier`: what it reads in text, TOML and Python, and what it builds of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+
+import pytest
+
+from kvcore import InputError, KVCache, compare, simulate
+from kvcore.analysis.sweep import Grid
+from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
+from kvcore.config import RunConfig, RunParts
+from kvcore.plugins import describe
+from kvcore.plugins.options import Spec
+from kvcore.tiers import Tiers
+from kvcore_plugins.eviction import LFU
+from kvcore_plugins.tier import Disk, Host
+from tests.helpers.commands import run_here
+
+ZIPF = "zipf:requests=20,prefixes=3"
+HOST, DISK = Spec("host", {"memory": "1GiB"}), Spec("disk", {"memory": "2GiB"})
+
+
+def levels(**options):
+    """Return the levels below a cache of 90 blocks."""
+    return RunParts(RunConfig(workload=ZIPF, blocks=90, **options)).cache().tiers.levels
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "host:memory=1GiB,disk:memory=2GiB",
+        ["host:memory=1GiB", "disk:memory=2GiB"],
+        ("host:memory=1GiB", DISK),
+        [{"name": "host", "memory": "1GiB"}, ["disk:memory=2GiB"], "none"],
+    ],
+)
+def test_several_tiers_are_read(given):
+    """In one text or in lists, in order."""
+    assert RunConfig(tier=given).tier == (HOST, DISK)
+
+
+@pytest.mark.parametrize("given", [None, "none", (), [], ["none"]])
+def test_there_may_be_no_tier(given):
+    """However that is said."""
+    assert RunConfig(tier=given).tier == ()
+    assert RunParts(RunConfig(workload=ZIPF, blocks=90, tier=given)).cache().tiers is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "host:memory=1GiB",
+        Host(memory="1GiB"),
+        [Host(memory=2**30)],
+        partial(Host, memory="1GiB"),
+    ],
+)
+def test_a_tier_is_given_in_any_way(given):
+    """Text, an instance or a function make the same tier."""
+    (level,) = levels(tier=given)
+    assert type(level.tier) is Host
+    assert level.tier.memory == 2**30
+
+
+def test_the_eviction_policy_of_a_tier_may_have_an_option():
+    """After a second colon; it is built as that of the pool is."""
+    first, second = levels(
+        tier="host:memory=1GiB,eviction=lfu:half_life=30,disk:memory=1GiB,eviction=random",
+        seed=7,
+    )
+    assert type(first.tree.eviction) is LFU
+    assert first.tree.eviction.half_life == 30
+    assert second.tree.eviction.seed == 7
+    assert describe(first.tier)["options"]["eviction"] == "lfu:half_life=30.0,unit=s"
+
+
+@pytest.mark.parametrize(
+    ("tier", "reason"),
+    [
+        ("hots:memory=1GiB", "no tier plugin is named 'hots' (did you mean 'host'?)"),
+        ("host", "tier plugin 'host' needs a value for option 'memory'"),
+        ("host:memory=1kB", "tier 'host' has memory=1000, less than a block, which takes"),
+        ("host:memory=1GiB,eviction=lur", "no eviction plugin is named 'lur' (did you mean"),
+        ("host:memory=1GiB,keep=all", "option 'keep' of tier plugin 'host' takes inclusive or"),
+        ("host:memory=1GiB,write=0", "write=0: give evict, through, or a number of uses"),
+        ("host:memory=0", "memory=0: give bytes, 1 or more, such as 64GiB"),
+        (Host, "tier plugin 'host' needs a value for option 'memory'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(tier, reason):
+    """The message begins with the name of the option."""
+    with pytest.raises(InputError) as refused:
+        levels(tier=tier)
+    assert str(refused.value).startswith(f"tier: {reason}")
+
+
+def test_contiguous_memory_has_no_tiers():
+    """Nothing in it could be moved."""
+    with pytest.raises(InputError, match="allocation='contiguous' has no blocks that a tier"):
+        simulate(ZIPF, blocks=90, tier="host:memory=1GiB", allocation="contiguous")
+
+
+def test_a_cache_of_the_callers_has_its_tiers_below_it():
+    """`Tiers` puts them there; `tier=` is for a cache that is built."""
+    cache = KVCache(900, 16, accounting="tokens")
+    Tiers(cache, ["host:memory=1GiB,write=through"], 2**21)
+    assert simulate(RunParts(RunConfig(workload=ZIPF)).workload, cache=cache).summary()[
+        "tiers"
+    ][0]["stored_blocks"]
+    with pytest.raises(InputError, match="tier= is for a cache that is built here"):
+        simulate(ZIPF, cache=KVCache(90, 16, accounting="tokens"), tier="host:memory=1GiB")
+
+
+SMALL = 'workload = "zipf:requests=20,prefixes=3"\nblocks = 90\n'
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        'tier = "host:memory=1GiB,disk:memory=2GiB,path=kv"',
+        'tier = ["host:memory=1GiB", {name = "disk", memory = "2GiB", path = "kv"}]',
+        '[[tier]]\nname="host"\nmemory="1GiB"\n[[tier]]\nname="disk"\nmemory="2GiB"\npath="kv"\n',
+    ],
+)
+def test_files_have_lists_and_tables(toml, tmp_path):
+    """Paths are relative to the file; a run's JSON lists the tiers, nearest first."""
+    (tmp_path / "run.toml").write_text(SMALL + toml)
+    done = run_here("simulate", "--config", tmp_path / "run.toml", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    host, disk = json.loads(done.stdout)["config"]["tiers"]
+    assert (host["name"], host["options"]["memory"]) == ("host", 2**30)
+    assert (disk["name"], disk["options"]["path"]) == ("disk", str(tmp_path / "kv"))
+
+
+def test_the_flag_is_repeated_and_wins_over_the_file(tmp_path):
+    """Each adds a tier; together they stand for what the file says."""
+    (tmp_path / "run.toml").write_text(f'{SMALL}tier = "redis:memory=1GiB"\n')
+    flags = ("--tier", "host:memory=1GiB", "--tier", "disk:memory=2GiB")
+    command = "simulate", "--config", tmp_path / "run.toml", "--json"
+    for given, names in (((), ["redis"]), (flags, ["host", "disk"]), (("--tier", "none"), [])):
+        done = run_here(*command, *given)
+        assert [t["name"] for t in json.loads(done.stdout)["config"]["tiers"]] == names
+    done = run_here(*command, "--tier", "hots:memory=1GiB")
+    assert (done.returncode, done.stderr.partition(" (")[0]) == (
+        2,
+        "kvcore: error: --tier: no tier plugin is named 'hots'",
+    )
+
+
+def test_an_axis_has_a_choice_of_tiers_as_a_value():
+    """One text may name several; what differs in a tier or its policy is another cell."""
+    grid = Grid(
+        workload=ZIPF,
+        blocks=90,
+        tier=["none", "host:memory=1GiB", "host:memory=1GiB,disk:memory=2GiB", [HOST, DISK]],
+    )
+    rows = [CellRun(cell, WorkloadCache()).row["tier"] for cell in grid]
+    assert rows == ["none", "host:memory=1GiB", "host:memory=1GiB,disk:memory=2GiB"]
+    other = (
+        [HOST, DISK],
+        "host:memory=1GiB,eviction=lfu",
+        "host:memory=1GiB,eviction=lfu:half_life=9",
+    )
+    cells = (RunConfig(workload=ZIPF, blocks=90, tier=tier) for tier in ("none", HOST, *other))
+    assert len({CellRun(cell, WorkloadCache()).digest for cell in cells}) == 5
+
+
+def test_a_comparison_has_the_hits_of_pool_and_tiers():
+    """Beside those of the pool; the optimum bounds both; each row has tiers of its own."""
+    asked = "zipf:requests=60,prefixes=9", "lru,fifo,optimum", [150, 300]
+    found = compare(*asked, tier="host:memory=1GiB,disk:memory=2GiB")
+    *policies, small, large = found.rows
+    bounds = {row.blocks: row.reused_blocks for row in (small, large)}
+    for row in policies:
+        assert [tier["tier"] for tier in row.tiers] == ["host", "disk"]
+        below = sum(tier["hit_blocks"] for tier in row.tiers)
+        assert row.hit_blocks + below == row.reused_blocks <= bounds[row.blocks]
+        assert row.tiers[0]["hit_blocks"] > 0
+        assert row.reuse_ratio["block"] == row.reused_blocks / row.lookup_blocks
+    assert small.tiers is None
+    alone = compare(*asked)
+    assert [row.hit_blocks for row in found.rows] == [row.hit_blocks for row in alone.rows]
+    assert all(row.reuse_ratio is None for row in alone.rows)
+
+
+def test_the_command_tells_the_hits_of_pool_and_tiers():
+    """In rows of their own, with their share of the bound; JSON has the fields."""
+    command = "compare", ZIPF, "--blocks", "20", "--tier", "host:memory=1GiB"
+    done = run_here(*command, "--eviction", "lru,optimum")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^lru \+ tiers +[0-9.]+% \([0-9]+%\)$", done.stdout, re.MULTILINE)
+    assert re.search(r"^optimum \+ tiers +[0-9.]+%$", done.stdout, re.MULTILINE)
+    assert "tier host:memory=1073741824" in done.stdout.replace("\n", " ")
+    (row,) = json.loads(run_here(*command, "--eviction", "lru", "--json").stdout)["rows"]
+    assert row["reused_blocks"] == row["hit_blocks"] + row["tiers"][0]["hit_blocks"]
+
+
+def test_a_sweep_without_a_clock_has_tiers_too():
+    """The same numbers as a comparison has, the optimum's bound among them."""
+    grid = Grid("compare", workload=ZIPF, blocks=20, tier=HOST, eviction=["lru", "optimum"])
+    lru, bound = (CellRun(cell, WorkloadCache()).run() for cell in grid)
+    expected = compare(ZIPF, "lru,optimum", 20, tier=HOST, seed=0).rows
+    assert [lru["reused_blocks"], bound["reused_blocks"]] == [
+        row.reused_blocks for row in expected
+    ]
+
+
+def test_each_disk_is_a_tier_of_its_own():
+    """Two of one kind are told apart by a number."""
+    tiers = RunParts(
+        RunConfig(workload=ZIPF, blocks=90, tier=[Disk(memory="1GiB"), DISK])
+    ).cache()
+    assert [level.name for level in tiers.tiers.levels] == ["disk-1", "disk-2"]
