@@ -1,9 +1,10 @@
 """What the simulator decides, the engine decides too, and what it computes is right."""
 
-from itertools import islice
+from itertools import cycle, islice
 
+import attrs
 import pytest
-from helpers.engine import compute, decided, digest
+from helpers.engine import SPEC, compute, decided, digest, slot_bytes_of
 from helpers.policies import POLICIES
 from helpers.schedulers import SCHEDULERS
 from helpers.serving import EVICTIONS, Bent, Server, servers
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 
 from kvcore.engine.tokens import TokenStream
 from kvcore.plugins import Plugins
+from kvcore.plugins.options import parse
 from kvcore.workloads import WorkloadSample
 from kvcore_plugins.workload import Mooncake
 
@@ -56,6 +58,46 @@ def test_paged_is_dense(scheduler, server):
     result = computed(server, scheduler).result
     served = {r.id: r for r in server.requests if r.id not in server_rejects(result)}
     assert result.outputs == {name: expected(request) for name, request in served.items()}
+
+
+TIERS = {
+    "always": "host:memory={0},latency=0,load=always",
+    "cost": "host:memory={0},latency=0,read_bandwidth=1000000000,write_bandwidth=1000000000",
+    "through": "host:memory={0},latency=3e-9,write=through,load=always,eviction=fifo",
+    "exclusive": "host:memory={0},write=1,keep=exclusive,load=always,latency=0",
+    "two": "host:memory={0},latency=0,load=always,host:memory={1},latency=1e-8,load=always",
+    "through both": (
+        "host:memory={0},latency=0,write=through,load=always,"
+        "host:memory={1},latency=1e-8,load=always,write=through"
+    ),
+    "one waits": "host:memory={0},latency=0,max_wait=0,host:memory={1},write=2,load=always",
+}
+
+
+def tiers_of(name, server):
+    """Return the tiers for a server: a third of its pool, and twice of it below that."""
+    block = slot_bytes_of(SPEC, server.options["block_size"])
+    blocks = server.options["blocks"]
+    sizes = [block * max(blocks // 3, 1), block * 2 * blocks]
+    return [str(tier) for tier in parse(TIERS[name].format(*sizes))]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"), zip(TIERS, cycle(["fcfs", "urgent", "planning"]), strict=False)
+)
+@few
+@given(server=servers())
+def test_same_moves_between_tiers(name, scheduler, server):
+    """Offloads, loads, drops and swaps too are decided alike, and bring the right K/V back."""
+    tiers = tiers_of(name, server)
+    server = attrs.evolve(server, options=server.options | {"tiers": tiers})
+    run = computed(server, scheduler)
+    size = slot_bytes_of(SPEC, server.options["block_size"])
+    assert decided(run.trace) == decided(server.run(scheduler, slot_bytes=size).trace)
+    assert not any(level.stats.errors for level in run.result.cache.tiers.levels)
+    rejected = server_rejects(run.result)
+    served = {r.id: expected(r) for r in server.requests if r.id not in rejected}
+    assert run.result.outputs == served
 
 
 RETENTIONS = {
