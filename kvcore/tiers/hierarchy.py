@@ -850,7 +850,7 @@ def path_ids(span: Span, first: int, end: int) -> Ids | None:
         if span.ids is None:
             return None
         low = max(first - span.start, 0)
-        parts.append(span.ids[low : end - span.start])
+        parts.append(span.ids[low : max(end - span.start, 0)])
         span = span.parent
     if not parts:
         return None
