@@ -324,6 +324,16 @@ class Resume(Event, tag="RESUME"):
     seq: Count
 
 
+class Recover(Event, tag="RECOVER"):
+    """Blocks of a path are in a tier from the start, left by an earlier run."""
+
+    tier: Text
+    request: RequestId
+    keys: BlockKeys
+    first: Count
+    blocks: Size
+
+
 class Offload(Event, tag="OFFLOAD"):
     """Blocks of a prompt are written into a tier, where they can be used from `done` on."""
 
@@ -403,8 +413,8 @@ class End(Event, tag="END"):
 
 _TAGGED = (
     Header | Request | Hit | Miss | Split | Alloc | Commit | Evict | Compact | Free | Fork
-    | Copy | FirstToken | Preempt | Resume | Offload | LoadStart | Load | Discard | Keys
-    | Finish | Reject | End
+    | Copy | FirstToken | Preempt | Resume | Recover | Offload | LoadStart | Load | Discard
+    | Keys | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {

@@ -188,6 +188,7 @@ class TracedTiers:
     Attributes:
         levels: the tiers by name.
         loads: the LOAD_START lines that no LOAD has followed yet, by sequence.
+        recovered: blocks that were there from the start, by tier.
     """
 
     def __init__(self, state: CacheState) -> None:
@@ -198,6 +199,7 @@ class TracedTiers:
         """
         self.levels: dict[str, TracedTier] = {}
         self.loads: dict[int, list[events.LoadStart]] = {}
+        self.recovered: dict[str, int] = {}
         self._state = state
         above = None
         for record in state.header.tiers or []:
@@ -237,6 +239,19 @@ class TracedTiers:
                 loading[start.tier] += start.blocks
         return [tier.as_dict(loading[name]) for name, tier in self.levels.items()]
 
+    def recover(self, event: events.Recover) -> None:
+        """Apply RECOVER: its path has a name, as if a request had it. O(keys)."""
+        tier, state, keys = self.tier(event.tier), self._state, event.keys
+        if event.request in state.requests:
+            violated(f"{event.request!r} is the name of another path")
+        first, end = event.first, event.first + event.blocks
+        state.requests[event.request] = TracedPrompt(
+            event.request, 0, keys, end, end, 0, 0, unkeyed=False, share=None
+        )
+        self._store(tier, keys, first, end)
+        tier.used += event.blocks
+        self.recovered[tier.name] = self.recovered.get(tier.name, 0) + event.blocks
+
     def offload(self, event: events.Offload) -> None:
         """Apply OFFLOAD. O(keys)."""
         tier, prompt = self.tier(event.tier), self._state.prompt(event.request)
@@ -244,10 +259,7 @@ class TracedTiers:
         if event.parked:
             tier.parked[event.request] = first, end
         else:
-            self._work(first, end)
-            tier.directory.store(prompt.keys, first, end)
-            if sum(len(level.directory) for level in self.levels.values()) > MOST_KEYS:
-                violated(f"tiers hold more than {MOST_KEYS:,} keys, which is the most")
+            self._store(tier, prompt.keys, first, end)
         tier.used += event.blocks
         tier.stored += event.blocks
         tier.queue(event.blocks, event.t, write=True)
@@ -278,6 +290,12 @@ class TracedTiers:
             tier.directory.remove(prompt.keys, first, end)
         tier.used -= event.blocks
         tier.dropped[event.reason] = tier.dropped.get(event.reason, 0) + event.blocks
+
+    def _store(self, tier: TracedTier, keys: list[Any], first: int, end: int) -> None:
+        self._work(first, end)
+        tier.directory.store(keys, first, end)
+        if sum(len(level.directory) for level in self.levels.values()) > MOST_KEYS:
+            violated(f"tiers hold more than {MOST_KEYS:,} keys, which is the most")
 
     def _work(self, first: int, end: int) -> None:
         keys = 1 + (end - first) // self._state.layout.ratio
