@@ -7,11 +7,11 @@ import pytest
 from helpers.engine import SPEC, compute, decided, digest, slot_bytes_of
 from helpers.policies import POLICIES
 from helpers.schedulers import SCHEDULERS
-from helpers.serving import EVICTIONS, Bent, Server, servers
+from helpers.serving import EVICTIONS, Bent, Server, ask, servers
 from hypothesis import given, settings
 
 from kvcore.engine.tokens import TokenStream
-from kvcore.plugins import Plugins
+from kvcore.plugins import Plugins, resolve
 from kvcore.plugins.options import parse
 from kvcore.workloads import WorkloadSample
 from kvcore_plugins.workload import Mooncake
@@ -83,7 +83,7 @@ def tiers_of(name, server):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheduler"), zip(TIERS, cycle(["fcfs", "urgent", "planning"]), strict=False)
+    ("name", "scheduler"), [*zip(TIERS, cycle(["fcfs", "urgent", "planning"]), strict=False)]
 )
 @few
 @given(server=servers())
@@ -181,6 +181,26 @@ def test_twins_on_recorded_requests(recorded, eviction, scheduler):
     assert decided(run.trace) == decided(simulated.trace)
     assert simulated.of("FINISH")
     assert simulated.result.cache.tree.evicted_blocks
+
+
+@pytest.mark.parametrize("generator", [MODEL, "induction:vocab_size=64"])
+def test_twins_with_tiers_on_models(generator):
+    """Users who come back: the same decisions on K/V of models, and the text without tiers."""
+    pytest.importorskip("torch", reason="K/V lies in tensors")
+    requests = [
+        ask(n, 60 * n, 40 + 8 * (n // 4), 9, keys=[*range(n % 4, 130, 7)]) for n in range(16)
+    ]
+    size = slot_bytes_of(resolve("generator", generator).spec, 4)
+    tiers = [f"host:memory={n * size},latency=1e-9,load=always" for n in (45, 99)]
+    options = {"blocks": 30, "block_size": 4, "max_seqs": 2}
+    server = Server(requests, "lru", (None,), options | {"tiers": tiers})
+    simulated = server.run("fcfs", slot_bytes=size)
+    torch = {"generator": generator, "backend": "torch-cpu"}
+    run = compute(requests, latency=Bent(), **server.options, **torch)
+    assert decided(run.trace) == decided(simulated.trace)
+    assert all(level.stats.loaded for level in run.result.cache.tiers.levels)
+    plain = compute(requests, latency=Bent(), **options, **torch)
+    assert run.result.outputs == plain.result.outputs
 
 
 def test_every_policy_is_in_the_list():

@@ -235,7 +235,7 @@ def test_a_paused_request_keeps_its_piece():
     requests = [ask("slow", output=6, priority=1), ask("quick", at=20)]
     result = run(requests, scheduler=Urgent(), max_seqs=1)
     assert result.log.ids == ["quick", "slow"]
-    assert result.summary()["preemptions"] == {"pause": 1, "recompute": 0}
+    assert result.summary()["preemptions"] == {"pause": 1, "recompute": 0, "swap": 0}
     assert list(result.log.finish) == [30, 70]
 
 

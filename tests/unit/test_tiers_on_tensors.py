@@ -80,19 +80,27 @@ def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
     assert moved(run, "errors") == [0, 0]
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(slots=False, eq=False, kw_only=True)
 class Faulty(Tier):
     """Keeps blocks in a dict, and does what a test wants to its calls."""
 
     name: ClassVar[str] = "faulty"
 
+    memory: int = 400 * slot_bytes_of(SPEC, 4)
+    latency: float = 0
+    load: str = "always"
     fault: str = "none"
     after: int = 0
 
     def open(self, slots, slot_bytes, identity):
         """Return the store."""
-        self.opened = FaultyStore(self, slot_bytes)
+        del slots, identity
+        self.opened = self.made(slot_bytes)
         return self.opened
+
+    def made(self, size):
+        """Make the store, unless a test has another."""
+        return FaultyStore(self, size)
 
 
 class FaultyStore(TierStore):
@@ -143,7 +151,7 @@ class FaultyStore(TierStore):
     def drop(self, slots):
         """Forget them."""
         if self._meet("fails to drop"):
-            raise RuntimeError("no")
+            raise RuntimeError
         for slot in slots:
             self.held.pop(slot, None)
 
@@ -151,7 +159,7 @@ class FaultyStore(TierStore):
         """Remember that it was closed."""
         self.closed = True
         if self._meet("fails to close"):
-            raise OSError("no")
+            raise OSError
 
 
 FAULTS = {
@@ -175,11 +183,7 @@ def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch):
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
     requests, options = sessions(), {"blocks": 40, "max_seqs": 2}
     keep = "exclusive" if fault == "fails to drop" else "inclusive"
-    size = slot_bytes_of(SPEC, 4)
-    faulty = Faulty(
-        memory=400 * size, latency=0, load="always", keep=keep,
-        fault=fault, after=after, call_timeout=0.05,
-    )  # fmt: skip
+    faulty = Faulty(keep=keep, fault=fault, after=after, call_timeout=0.05)
     try:
         run = compute(requests, tiers=[faulty], **options)
     finally:
@@ -199,9 +203,7 @@ def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch):
 def test_a_tier_that_comes_back_is_used_again(monkeypatch):
     """After a failure a tier is left alone for a while, and then asked again."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
-    size = slot_bytes_of(SPEC, 4)
-    flaky = Faulty(memory=400 * size, latency=0, load="always", fault="unreadable")
-    flaky.after = 0
+    flaky = Faulty(fault="unreadable")
 
     class Once(FaultyStore):
         def _meet(self, fault):
@@ -210,7 +212,7 @@ def test_a_tier_that_comes_back_is_used_again(monkeypatch):
                 self.tier.fault = "none"
             return met
 
-    flaky.open = lambda slots, slot_bytes, identity: Once(flaky, slot_bytes)
+    flaky.made = lambda size: Once(flaky, size)
     run = compute(sessions(), tiers=[flaky], blocks=40, max_seqs=2)
     (stats,) = (level.stats for level in run.result.cache.tiers.levels)
     assert stats.errors == 1
@@ -220,8 +222,7 @@ def test_a_tier_that_comes_back_is_used_again(monkeypatch):
 def test_a_tier_that_failed_is_left_alone(monkeypatch):
     """During the pause nothing is written into it or asked of it; the run goes on."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
-    size = slot_bytes_of(SPEC, 4)
-    faulty = Faulty(memory=400 * size, latency=0, load="always", fault="full disk")
+    faulty = Faulty(fault="full disk")
     run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
     (stats,) = (level.stats for level in run.result.cache.tiers.levels)
     assert stats.errors >= 1
@@ -244,7 +245,7 @@ def test_threads_end_and_stores_close_when_a_run_fails(error):
                 raise error
             return super().forward(batch, attend)
 
-    faulty = Faulty(memory=400 * slot_bytes_of(SPEC, 4), latency=0, load="always")
+    faulty = Faulty()
     with pytest.raises(Exception if error is not KeyboardInterrupt else error):
         compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2, generator=Stops())
     assert faulty.opened.held
@@ -290,10 +291,10 @@ def test_another_model_finds_nothing(other, tmp_path):
     assert not run.result.cache.tiers.levels[0].stats.recovered
 
 
-def test_orphans_are_dropped(tmp_path):
+def test_orphans_are_dropped():
     """Of what a store has left, blocks that do not follow from a first block are dropped."""
 
-    def blocks(store):
+    def blocks(_):
         first = StoredBlock(3, 0, 7, engine_tiers.chained(b"", 0, 7), b"")
         chain = engine_tiers.chained(first.chain, 1, 8)
         second = StoredBlock(1, 1, 8, chain, first.chain)
@@ -311,8 +312,8 @@ def test_orphans_are_dropped(tmp_path):
         def drop(self, slots):
             self.dropped += slots
 
-    kept = Faulty(memory=20 * slot_bytes_of(SPEC, 4))
-    kept.open = lambda slots, slot_bytes, identity: Left(kept, slot_bytes)
+    kept = Faulty()
+    kept.made = lambda size: Left(kept, size)
     run = compute([], tiers=[kept])
     (level,) = run.result.cache.tiers.levels
     assert level.stats.recovered == 2
@@ -349,15 +350,14 @@ def test_tiers_of_another_shape_are_refused(size, ids, said):
 
 def test_the_wall_clock_waits_for_what_is_late():
     """Under the wall clock a load that takes long makes the step that needs it long."""
-    size = slot_bytes_of(SPEC, 4)
-    slow = Faulty(memory=400 * size, latency=0, load="always", write="through")
+    slow = Faulty(write="through")
 
     class Slow(FaultyStore):
         def read(self, blocks, into):
             Event().wait(0.05)
             return super().read(blocks, into)
 
-    slow.open = lambda slots, slot_bytes, identity: Slow(slow, slot_bytes)
+    slow.made = lambda size: Slow(slow, size)
     first, again = (ask(n, n * 10**9, 40, 1, keys=[*range(10)]) for n in range(2))
     other = ask(5, 5, 120, 1)
     run = compute([first, other, attrs.evolve(again)], tiers=[slow], blocks=30, clock="wall")
