@@ -14,7 +14,6 @@ and any eviction policy serves as it is.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
