@@ -131,7 +131,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 tensor_parallel=given["tensor_parallel"],
                 replicas=given["replicas"],
                 max_gpus=given["max_gpus"],
-                tier=given["tier"] or HOST,
+                tier=HOST if given["tier"] is None else given["tier"],
                 journal=journal,
                 executor=executor,
                 progress=progress,
