@@ -14,7 +14,6 @@ and any eviction policy serves as it is.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -695,7 +694,7 @@ class Tiers:
                 right = self.mover.finish(part, seq.private[at : at + blocks])
             end += right or 0
             whole = whole and right == blocks
-            if not load.resumed:
+            if right and not load.resumed:
                 part.level.stats.hits += right
                 part.level.stats.ratio_sum += right / seq.lookup_blocks
             if trace is not None:
