@@ -28,7 +28,7 @@ def test_it_prints_the_fleets_the_best_first_and_the_limit(planned, tmp_path):
     """The fleet to take is that of the first row; the document is written beside."""
     done = planned(*SMALL)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("zipf:requests=40,prefixes=4,rate=4: 40 requests to")
+    assert done.stdout.startswith("zipf:requests=40,rate=4.0,prefixes=4: 40 requests to")
     assert "Take 1 replica on 1 x h100" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith("100.0%")]
     assert rows[0][:3] == ["1", "1", "1"]
