@@ -263,6 +263,7 @@ def compare(
     block_size: int | None = None,
     accounting: Literal["keys", "tokens"] = "keys",
     prefix: PluginChoice = "radix",
+    tier: TierChoices = (),
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     limit: int | None = None,
@@ -291,6 +292,8 @@ def compare(
         block_size: tokens a block holds; None: as many as a key of the workload.
         accounting: how blocks are counted.
         prefix: the prefix cache.
+        tier: tiers below each pool, by name or as functions, since every row has its own;
+            the optimum then bounds what the pool and the tiers hold together.
         recompute: what it costs to compute a block again; None: that of model and device.
         seed: of the named policies that have an option `seed` and do not set it.
         limit: how many of the first requests are replayed; None: all.
@@ -322,6 +325,7 @@ def compare(
         seed=seed,
         limit=limit,
         window=window,
+        tier=tier,
         blocks=1,  # of no pool here: the sizes are those of the rows
     )
     parts = RunParts(config, plugins)
@@ -343,6 +347,7 @@ def compare(
         seed=seed,
         trace=trace,
         residency=residency,
+        tiers=parts.add_tiers if config.tier else None,
         price=price,
         plugins=plugins,
         progress=progress,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -12,7 +12,7 @@ import attrs
 
 from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.serial_replay import replay, served
-from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Residency, Span
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
@@ -52,6 +52,10 @@ class Row:
         lookup_blocks, hit_blocks: blocks looked up, and hit before the first miss.
         hit_ratio: the share that hit, weighted by `block`, `token` or `request` (the mean
             over requests with a lookup block); None where nothing was looked up.
+        reused_blocks, reuse_ratio: the same of what the pool or a tier below it had; None
+            without tiers. For the optimum: the most that any policies of them can reach.
+        tiers: what moved in and out of each tier, as `Tiers.as_dict()` says; None without
+            tiers, and for the optimum.
         evicted_blocks: blocks that left the cache, for room or because they expired.
         share_of_optimum: its share of the optimum's hits (without bypass) in the same pool;
             None where that was not run or hits nothing.
@@ -72,6 +76,9 @@ class Row:
     hit_ratio: dict[str, float | None]
     evicted_blocks: int
     share_of_optimum: float | None = None
+    reused_blocks: int | None = None
+    reuse_ratio: dict[str, float | None] | None = None
+    tiers: list[dict[str, Any]] | None = None
     residency: dict[str, Any] | None = None
     bill: Bill | None = None
     wall_s: float
@@ -141,11 +148,14 @@ class Comparison:
         needed = "to_frame needs polars, which cannot be imported"
         instead = ", or make a frame of `comparison.rows` yourself"
         pl = import_extra("polars", needed, "lab", instead)
-        left_out = attrs.filters.exclude("options", "hit_ratio", "residency", "bill")
+        left_out = attrs.filters.exclude(
+            "options", "hit_ratio", "reuse_ratio", "residency", "tiers", "bill"
+        )
         rows = [
             attrs.asdict(row, filter=left_out)
             | {"options": ",".join(f"{k}={as_text(v)}" for k, v in row.options.items())}
             | {f"hit_ratio_{unit}": ratio for unit, ratio in row.hit_ratio.items()}
+            | {f"reuse_ratio_{k}": ratio for k, ratio in (row.reuse_ratio or {}).items()}
             | ({} if row.bill is None else {"bill_usd": row.bill.usd})
             for row in self.rows
         ]
@@ -164,6 +174,7 @@ def compare(
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
     residency: bool = False,
+    tiers: Callable[[KVCache], object] | None = None,
     price: PriceModel | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
@@ -188,6 +199,8 @@ def compare(
         trace: the file to write every decision to; with one policy and one size.
         residency: whether to measure how long blocks rest; a row takes two to three times as
             long for it.
+        tiers: puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row;
+            None: there are none. What they hold is loaded in no time, since no clock runs.
         price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: where names are looked up; None: what is installed.
         progress: is told how many requests have been replayed; None: nobody is.
@@ -206,6 +219,7 @@ def compare(
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
     bench = Bench.of(requested, accounting, block_size, recompute, make_prefix)
+    bench = attrs.evolve(bench, put_tiers=tiers)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
@@ -245,7 +259,7 @@ def default_sizes(distinct_blocks: int) -> list[int]:
     return list(dict.fromkeys(max(1, round(size, 1 - len(str(size)))) for size in sizes))
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Bench:
     """Replays one workload, serial and untimed, each time in a cache of its own.
 
@@ -254,12 +268,14 @@ class Bench:
         geometry: how they lie in blocks.
         recompute: what it costs to compute a block again.
         make_prefix: builds a prefix cache; None: the default.
+        put_tiers: puts tiers below a cache; None: there are none.
     """
 
     workload: Workload
     geometry: BlockLayout
     recompute: PrefillCost
     make_prefix: Callable[[], PrefixIndex] | None
+    put_tiers: Callable[[KVCache], object] | None = None
 
     @classmethod
     def of(
@@ -299,6 +315,15 @@ class Bench:
             trace=trace,
             recompute=self.recompute,
         )
+
+    @cached_property
+    def slots(self) -> int:
+        """The blocks that all tiers below a cache hold together."""
+        if self.put_tiers is None:
+            return 0
+        cache = self.cache(_NoEviction(), 1)
+        self.put_tiers(cache)
+        return sum(level.pool.blocks for level in cache.tiers.levels)
 
     def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
         """Replay in a cache that never evicts; return its counts, and its blocks in the end."""
@@ -340,24 +365,33 @@ class _RowMaker:
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
-        seen: Residency | None = None
+        cache: KVCache | None = None
+        reused: CacheStats | None = None
         size, charged = self.bench.geometry.block_size, None
         if isinstance(policy.make, Belady):
             assert self.future is not None, "`infinite` has read it"
             self.tick(len(self.future.lengths))
             hits, evicted = policy.make.hits(self.future, blocks)
             stats = self.future.stats(hits, size)
+            if self.bench.slots:
+                # What pool and tiers hold is one cache that computes prompts it need not keep.
+                reused, _ = Belady(bypass=True).replay(
+                    self.future, blocks + self.bench.slots, size
+                )
             if self.price is not None:
                 charged = self._bill(zip(self.bench.workload, hits, strict=True))
         else:
             cache = self.bench.cache(policy.make(), blocks, trace)
+            if self.bench.put_tiers is not None:
+                self.bench.put_tiers(cache)
             if self.residency:
-                seen = cache.tree.residency = Residency(blocks)
+                cache.record_residency()
             requests = ticked(self.bench.workload, self.tick)
             if self.price is not None:
                 done = served(requests, cache)
                 charged = self._bill((seq.request, seq.hit_blocks) for seq in done)
             stats = cache.stats if self.price else replay(requests, cache)
+            reused = None if cache.tiers is None else cache.tiers.hit_stats()
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(
             eviction=policy.name,
@@ -369,7 +403,10 @@ class _RowMaker:
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
             evicted_blocks=evicted,
-            residency=None if seen is None else seen.by_tier(),
+            reused_blocks=None if reused is None else reused.hit_blocks,
+            reuse_ratio=None if reused is None else reused.ratios(),
+            tiers=None if cache is None or cache.tiers is None else cache.tiers.as_dict(),
+            residency=None if cache is None else cache.residency_by_tier(),
             bill=charged,
             wall_s=round(perf_counter() - begin, 6),
         )

@@ -12,7 +12,6 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins import find_override
 from kvcore.request import Request
-from kvcore.units import INT64_LIMIT
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
@@ -23,6 +22,10 @@ def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
 
 def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     """Open, commit and close each of `requests` at its time of arrival; yield its sequence.
+
+    What tiers below the cache hold, and the pool does not, is loaded at once: without a clock
+    a link has no queue, and whatever is loaded is loaded in no time. A tier with `load=never`
+    is looked up and not used.
 
     A request longer than the pool keeps its leading blocks: it is opened with as many as
     the pool has, while its lookups are those of the whole request. O(spans touched) a
@@ -43,8 +46,13 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     size = cache.geometry.block_size
     room = cache.pool.blocks * size
     by_key = cache.geometry.accounting == "keys"
-    tiers = cache.tiers
     open_, commit, close = cache.open, cache.commit, cache.close
+    tiers = cache.tiers
+    if tiers is not None:
+        from kvcore.tiers import InstantLink  # noqa: PLC0415 - most replays have no tiers
+
+        for level in tiers.levels:
+            level.link = InstantLink()
     if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
         requests = _announced(requests, cache)
     for request in requests:
@@ -52,8 +60,8 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
         tokens = len(request.keys) * request.key_tokens if by_key else request.prompt_tokens
         first = None if tokens <= room else room - cache.probe(request, now) * size
         seq = open_(request, first, now)
-        if tiers is not None and first is None:
-            load = tiers.load(seq, now, _endless)
+        if tiers is not None:
+            load = tiers.load(seq, now, _computing)
             if load is not None:
                 tiers.finish(load, now)
         commit(seq, seq.tokens - seq.computed, now)
@@ -61,10 +69,10 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
         yield seq
 
 
-def _endless(tokens: int, context: int) -> int:
-    """Return the ns of a prefill that takes longer than any load."""
+def _computing(tokens: int, context: int) -> int:
+    """Return the time to prefill `tokens` tokens: the fewer, the better."""
     del context
-    return tokens * INT64_LIMIT
+    return tokens
 
 
 def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]:

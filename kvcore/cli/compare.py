@@ -35,13 +35,14 @@ from kvcore.cli.output import (
     prometheus_option,
 )
 from kvcore.cli.verb import echo, plugin_completion, verb
-from kvcore.config import find_workload
+from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.run_config import option_default, option_help
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
+from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
 from kvcore.report import (
@@ -82,6 +83,7 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 )
 @block_size_option
 @shared("accounting", default="keys")
+@shared("tier")
 @click.option(
     "--prefix",
     metavar="PLUGIN",
@@ -116,6 +118,7 @@ def compare(workload: str | None, **given: Any) -> None:
 
     Requests are replayed one after another, without a clock. The optimum is the most that
     any eviction can hit; it is known in `keys` counting, for prefixes shared as `radix` does.
+    What a --tier holds is loaded in no time.
     """
     plugins = Plugins()
     source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
@@ -129,6 +132,7 @@ def compare(workload: str | None, **given: Any) -> None:
         layout = KVLayout(spec, codec, tokens_of(source, given))
         budget = Budget(layout, [parse_bytes(text) for text in given["memory"].split(",")])
         sizes = list(budget.labels)
+    below = _below(source, given, plugins) if given["tier"] else None
     if given["check"]:
         with progress(f"checking {source.name}", source.size) as tick:
             deque(ticked(checked(source), tick), maxlen=0)
@@ -151,6 +155,7 @@ def compare(workload: str | None, **given: Any) -> None:
             seed=given["seed"],
             trace=given["trace"],
             residency=given["residency"] or prometheus is not None,
+            tiers=None if below is None else below.add_tiers,
             price=given["price"],
             plugins=plugins,
             progress=progress,
@@ -168,20 +173,22 @@ def compare(workload: str | None, **given: Any) -> None:
         emit_json(document)
     elif prometheus != STDOUT:
         labels = None if budget is None else budget.labels
-        report = ComparisonReport(comparison, labels, prefix, recompute)
+        tiers = () if below is None else tuple(map(describe, below.tiers()))
+        report = ComparisonReport(comparison, labels, prefix, recompute, tiers)
         _print(report, budget, residency=given["residency"])
     print_notes(source)
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON has it; bills are left out where there are no prices."""
+    """Return a comparison as JSON has it; bills and tiers are left out where there are none."""
     fields = attrs.asdict(comparison)
+    left_out = set() if comparison.bills else {"bill"}
+    if all(row.reuse_ratio is None for row in comparison.rows):
+        left_out |= {"reused_blocks", "reuse_ratio", "tiers"}
+    rows = [{k: v for k, v in row.items() if k not in left_out} for row in fields["rows"]]
     document = {"schema": 1, "workload": fields["workload"], "count": fields["accounting"]}
-    document |= {"rows": fields["rows"], "infinite": fields["infinite"]}
-    if comparison.bills is None:
-        document["rows"] = [{k: v for k, v in r.items() if k != "bill"} for r in fields["rows"]]
-        return document
-    return document | {"bill": fields["bills"]}
+    document |= {"rows": rows, "infinite": fields["infinite"]}
+    return document if comparison.bills is None else document | {"bill": fields["bills"]}
 
 
 def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) -> None:
@@ -245,8 +252,8 @@ def _refuse(source: Workload, given: dict[str, Any]) -> None:
     msg = ""
     if blocks is not None and memory is not None:
         msg = "--blocks and --memory both say how large the pool is: give one of them"
-    elif given["codec"] is not None and memory is None:
-        msg = "--codec says what a token takes of --memory: give that too"
+    elif given["codec"] is not None and memory is None and not given["tier"]:
+        msg = "--codec says what a token takes of --memory, or of a --tier: give one of them"
     elif csv is not None and trace is not None and csv.resolve() == trace.resolve():
         msg = f"--csv and --trace would both write {csv}: give two files"
     elif trace is not None and missing:
@@ -255,6 +262,16 @@ def _refuse(source: Workload, given: dict[str, Any]) -> None:
         raise InputError(msg)
     if csv is not None:
         refuse_overwrite(csv, source.options().values())
+
+
+def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunParts:
+    """Return what puts the tiers below a cache, each row's its own."""
+    names = ("model", "codec", "block_size", "accounting", "seed", "tier")
+    options = {name: given[name] for name in names if given[name] is not None}
+    # The pool has a block here: the sizes are those of the rows.
+    config = RunConfig.of("compare", blocks=1, **options)
+    naming = "--{}: ".format
+    return RunParts(config, plugins, workload=source, naming=naming)
 
 
 def _candidates(accounting: str, prefix: str) -> str:

@@ -138,12 +138,16 @@ class RunParts:
             recompute=self.recompute,
         )
         if self.config.tier:
-            from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
-
-            tiers, size, devices = self.tiers(), self._block_bytes(), self.deployment.devices
-            with self._about("tier"):
-                Tiers(cache, tiers, size, devices=devices, ids=self.ids)
+            self.add_tiers(cache)
         return cache
+
+    def add_tiers(self, cache: KVCache) -> None:
+        """Build the tiers for one run, and put them below `cache`."""
+        from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
+
+        tiers, size, devices = self.tiers(), self._block_bytes(), self.deployment.devices
+        with self._about("tier"):
+            Tiers(cache, tiers, size, devices=devices, ids=self.ids)
 
     def tiers(self) -> list[Any]:
         """Build the tiers for one run, nearest first, each with its eviction policy."""
@@ -154,6 +158,11 @@ class RunParts:
                     defaults = self._defaults()
                     tier.eviction = self.plugins.build("eviction", tier.eviction, defaults)
         return built
+
+    @property
+    def tier_blocks(self) -> int:
+        """The blocks that fit into all tiers."""
+        return sum(tier.memory // self._block_bytes() for tier in self.tiers())
 
     def scheduler(self) -> Scheduler:
         """Build a scheduler for one run."""

@@ -135,8 +135,16 @@ class SweepReport:
     @property
     def _measures(self) -> list[Measure]:
         """The measures that at least one cell has."""
-        measures = MEASURES[self.sweep.grid.mode]
-        rows = self.sweep.rows
+        measures, rows = MEASURES[self.sweep.grid.mode], self.sweep.rows
+        if "tier" in self.sweep.grid.axes:
+            tiered = {
+                "hit_ratio_block": "reuse_ratio_block",
+                "hit_ratio_token": "reuse_ratio_token",
+            }
+            measures = [
+                attrs.evolve(each, column=tiered.get(each.column, each.column))
+                for each in measures
+            ]
         return [each for each in measures if any(row[each.column] is not None for row in rows)]
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 import attrs
@@ -22,7 +22,14 @@ Named = TypeVar("Named", Row, Curve)
 CSV_COLUMNS = (
     *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
     *("lookup_blocks", "hit_blocks", "hit_ratio_block", "hit_ratio_token"),
-    *("hit_ratio_request", "evicted_blocks", "share_of_optimum", "wall_s"),
+    *("hit_ratio_request", "evicted_blocks", "share_of_optimum"),
+    *(
+        "reused_blocks",
+        "reuse_ratio_block",
+        "reuse_ratio_token",
+        "reuse_ratio_request",
+        "wall_s",
+    ),
 )
 
 WEIGHS_COST = "cost"
@@ -38,24 +45,25 @@ class ComparisonReport:
         memory: for pools given in bytes, what to call each size in blocks.
         prefix: the prefix cache of the pools.
         recompute: what it costs to compute a block again; None: not told.
+        tiers: the tiers below the pool, as `describe` says them.
     """
 
     comparison: Comparison
     memory: Mapping[int, str] | None = None
     prefix: str = SHARING
     recompute: PrefillCost | None = None
+    tiers: Sequence[Mapping[str, Any]] = ()
 
     @property
     def headline(self) -> str:
         """One sentence that says what the numbers of the table are."""
         source, infinite = self.comparison.workload, self.comparison.infinite
         by = "blocks in the pool" if self.memory is None else "the pool's K/V memory"
-        ranked = any(row.share_of_optimum is not None for row in self.comparison.rows)
         if not infinite.lookup_blocks:
             requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\n{self._nothing()}"
         size, accounting = self.comparison.rows[0].block_size, self.comparison.accounting
-        brackets = "; in brackets, the share of the optimum's hits" if ranked else ""
+        brackets = "; in brackets, the share of the optimum's hits" if self._ranked else ""
         return (
             f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
             f"The share of these that hit, by {by}{brackets}."
@@ -70,6 +78,7 @@ class ComparisonReport:
             found.rows[0].block_size,
             found.accounting,
             plugins={"prefix": {"name": self.prefix, "options": {}}},
+            tiers=self.tiers,
         )
 
     @property
@@ -89,6 +98,8 @@ class ComparisonReport:
         table: dict[str, list[str]] = {}
         for name, row in named(self.comparison.rows):
             table.setdefault(name, []).append(_cell(row))
+            if self._tiered:
+                table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
         infinite = _cell(self.comparison.infinite)
         table["infinite"] = [infinite] * (len(self.headers) - 1)
         return [[name, *cells] for name, cells in table.items()]
@@ -104,11 +115,28 @@ class ComparisonReport:
         blocks = counted(infinite.distinct_blocks, "block")
         lines = (
             f"infinite: a cache that never evicts ({blocks} in the end). No pool hits more.",
+            self._tiers(),
             self._most_hits(),
             self._saturation(),
             self._options(),
         )
         return "\n".join(line for line in lines if line)
+
+    @property
+    def _ranked(self) -> bool:
+        return any(row.share_of_optimum is not None for row in self.comparison.rows)
+
+    @property
+    def _tiered(self) -> bool:
+        return any(row.reuse_ratio is not None for row in self.comparison.rows)
+
+    def _reuse_cell(self, row: Row) -> str:
+        """Return what the pool and the tiers had, and its share of the most they could have."""
+        rows, reused = self.comparison.rows, row.reused_blocks
+        most = {each.blocks: each.reused_blocks for each in rows if _is_optimum(each)}
+        bound = None if _is_optimum(row) else most.get(row.blocks)
+        ratio = None if row.reuse_ratio is None else row.reuse_ratio["block"]
+        return _reused(ratio, reused / bound if bound and reused is not None else None)
 
     def _nothing(self) -> str:
         keys = "The requests have no keys"
@@ -126,6 +154,16 @@ class ComparisonReport:
     def _policies(self) -> list[tuple[str, Row]]:
         rows = named(self.comparison.rows)
         return [(name, row) for name, row in rows if row.eviction != Belady.name]
+
+    def _tiers(self) -> str:
+        """Return the sentence about the rows with tiers."""
+        found = next((row.tiers for row in self.comparison.rows if row.tiers), None)
+        if not found:
+            return ""
+        sizes = (f"{counted(tier['slots'], 'block')} in {tier['tier']}" for tier in found)
+        below = _enumerated(list(sizes))
+        bound = ", of which optimum + tiers is the most" if self._ranked else ""
+        return f"+ tiers: what the pool or a tier below it had ({below}){bound}."
 
     def _most_hits(self) -> str:
         """Return the sentence about the policy that hits most at each pool size."""
@@ -301,6 +339,8 @@ def write_csv(comparison: Comparison, file: TextIO) -> None:
         fields: dict[str, Any] = {name: getattr(row, name, None) for name in CSV_COLUMNS}
         fields |= {"workload": comparison.workload.name, "count": comparison.accounting}
         fields |= {f"hit_ratio_{kind}": ratio for kind, ratio in row.hit_ratio.items()}
+        reused = row.reuse_ratio or {}
+        fields |= {f"reuse_ratio_{kind}": ratio for kind, ratio in reused.items()}
         writer.writerow(fields | {"options": json.dumps(row.options)})
 
 
@@ -308,13 +348,16 @@ def _is_optimum(row: Row) -> bool:
     return row.eviction == Belady.name and not row.options["bypass"]
 
 
-def _cell(result: Row | Infinite) -> str:
-    ratio = result.hit_ratio["block"]
+def _reused(ratio: float | None, part: float | None) -> str:
+    """Return a hit ratio, and in brackets the share of the most there could be."""
     text = f"{'-' if ratio is None else f'{ratio:.1%}':>5}"
-    share = result.share_of_optimum if isinstance(result, Row) else None
-    if share is None or (isinstance(result, Row) and _is_optimum(result)):
-        return text
-    return f"{text} {f'({share:.0%})':>5}"
+    return text if part is None else f"{text} {f'({part:.0%})':>5}"
+
+
+def _cell(result: Row | Infinite) -> str:
+    is_policy = isinstance(result, Row) and not _is_optimum(result)
+    part = result.share_of_optimum if is_policy else None
+    return _reused(result.hit_ratio["block"], part)
 
 
 def named(rows: list[Named]) -> list[tuple[str, Named]]:

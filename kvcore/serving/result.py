@@ -542,7 +542,7 @@ class Result(Outcome):
             "lost_tokens": stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),
             "tiers": None if cache.tiers is None else cache.tiers.as_dict(),
-            "reuse_ratio": stats.ratios() if cache.tiers is None else cache.tiers.ratios(),
+            "reuse_ratio": (stats if cache.tiers is None else cache.tiers.hit_stats()).ratios(),
             "residency": cache.residency_by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
             "fragmentation": None if measured is None else attrs.asdict(measured),

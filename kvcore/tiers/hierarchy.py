@@ -14,7 +14,6 @@ and any eviction policy serves as it is.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -587,7 +586,7 @@ class Tiers:
     def _find(self, seq: Holder, now: int, *, resumed: bool) -> list[tuple[Level, int, int]]:
         """Ask every level; return the ranges `[first, end)` of blocks that may be loaded."""
         geometry = self.cache.geometry
-        limit, end = seq.cacheable, seq.hit_blocks
+        limit, end = min(seq.cacheable, seq.blocks), seq.hit_blocks
         if geometry.accounting == "tokens":
             limit = min(limit, (seq.target - 1) // geometry.block_size)
         found: list[tuple[Level, int, int]] = []
@@ -695,7 +694,7 @@ class Tiers:
                 right = self.mover.finish(part, seq.private[at : at + blocks])
             end += right or 0
             whole = whole and right == blocks
-            if not load.resumed:
+            if right and not load.resumed:
                 part.level.stats.hits += right
                 part.level.stats.ratio_sum += right / seq.lookup_blocks
             if trace is not None:
@@ -780,24 +779,22 @@ class Tiers:
         for level in self.levels:
             level.tree.residency = Residency(level.pool.blocks, level.name)
 
-    def ratios(self) -> dict[str, float | None]:
-        """Return the hit ratio of the pool and all levels: see `CacheStats.ratios`."""
-        stats = [self._hit_stats(level) for level in self.levels]
-        return attrs.evolve(
-            self.cache.stats,
-            hit_blocks=self.cache.stats.hit_blocks + sum(each.hit_blocks for each in stats),
-            hit_tokens=self.cache.stats.hit_tokens + sum(each.hit_tokens for each in stats),
-            ratio_sum=self.cache.stats.ratio_sum + sum(each.ratio_sum for each in stats),
-        ).ratios()
+    def hit_stats(self, level: Level | None = None) -> CacheStats:
+        """Return the statistics of first admissions with the hits of one level alone.
 
-    def _hit_stats(self, level: Level) -> CacheStats:
-        """Return the statistics of the cache with the hits of `level` alone."""
-        hits = level.stats.hits
+        None: with those of the pool and all levels.
+        """
+        stats, size = self.cache.stats, self.cache.geometry.block_size
+        of = self.levels if level is None else [level]
+        hits, ratios = (
+            sum(getattr(each.stats, n) for each in of) for n in ("hits", "ratio_sum")
+        )
+        pool = stats if level is None else CacheStats()
         return attrs.evolve(
-            self.cache.stats,
-            hit_blocks=hits,
-            hit_tokens=hits * self.cache.geometry.block_size,
-            ratio_sum=level.stats.ratio_sum,
+            stats,
+            hit_blocks=pool.hit_blocks + hits,
+            hit_tokens=pool.hit_tokens + hits * size,
+            ratio_sum=pool.ratio_sum + ratios,
         )
 
     def as_dict(self) -> list[dict[str, Any]]:
@@ -806,7 +803,7 @@ class Tiers:
             {
                 "tier": level.name,
                 "hit_blocks": level.stats.hits,
-                "ratio": self._hit_stats(level).ratios(),
+                "ratio": self.hit_stats(level).ratios(),
                 "slots": level.pool.blocks,
                 "memory_bytes": level.pool.blocks * level.slot_bytes,
                 "used_blocks": level.pool.blocks - level.pool.free_blocks,

@@ -237,3 +237,21 @@ class Link:
         self.busy_ns += held
         self.free_at = max(self.free_at, now) + held
         return self.free_at + self._latency
+
+
+class InstantLink(Link):
+    """A link on which nothing takes time, for replays without a clock. It counts bytes."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, 0)
+
+    def load_ns(self, size: int, now: int) -> int:
+        """Return 0."""
+        del size, now
+        return 0
+
+    def _queue(self, held: int, now: int) -> int:
+        del held
+        return now

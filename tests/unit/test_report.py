@@ -205,6 +205,10 @@ def test_csv_has_a_row_a_row():
         "hit_ratio_request": "",
         "evicted_blocks": "3",
         "share_of_optimum": "",
+        "reused_blocks": "",
+        "reuse_ratio_block": "",
+        "reuse_ratio_token": "",
+        "reuse_ratio_request": "",
         "wall_s": "0.5",
     }
     assert second["share_of_optimum"] == "0.5"

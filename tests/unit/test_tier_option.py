@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 
 import pytest
 
-from kvcore import InputError, KVCache, simulate
+from kvcore import InputError, KVCache, compare, simulate
 from kvcore.analysis.sweep import Grid
 from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig, RunParts
@@ -121,8 +122,7 @@ SMALL = 'workload = "zipf:requests=20,prefixes=3"\nblocks = 90\n'
     [
         'tier = "host:memory=1GiB,disk:memory=2GiB,path=kv"',
         'tier = ["host:memory=1GiB", {name = "disk", memory = "2GiB", path = "kv"}]',
-        '[[tier]]\nname = "host"\nmemory = "1GiB"\n'
-        '[[tier]]\nname = "disk"\nmemory = "2GiB"\npath = "kv"\n',
+        '[[tier]]\nname="host"\nmemory="1GiB"\n[[tier]]\nname="disk"\nmemory="2GiB"\npath="kv"\n',
     ],
 )
 def test_files_have_lists_and_tables(toml, tmp_path):
@@ -166,6 +166,46 @@ def test_an_axis_has_a_choice_of_tiers_as_a_value():
     )
     cells = (RunConfig(workload=ZIPF, blocks=90, tier=tier) for tier in ("none", HOST, *other))
     assert len({CellRun(cell, WorkloadCache()).digest for cell in cells}) == 5
+
+
+def test_a_comparison_has_the_hits_of_pool_and_tiers():
+    """Beside those of the pool; the optimum bounds both; each row has tiers of its own."""
+    asked = "zipf:requests=60,prefixes=9", "lru,fifo,optimum", [150, 300]
+    found = compare(*asked, tier="host:memory=1GiB,disk:memory=2GiB")
+    *policies, small, large = found.rows
+    bounds = {row.blocks: row.reused_blocks for row in (small, large)}
+    for row in policies:
+        assert [tier["tier"] for tier in row.tiers] == ["host", "disk"]
+        below = sum(tier["hit_blocks"] for tier in row.tiers)
+        assert row.hit_blocks + below == row.reused_blocks <= bounds[row.blocks]
+        assert row.tiers[0]["hit_blocks"] > 0
+        assert row.reuse_ratio["block"] == row.reused_blocks / row.lookup_blocks
+    assert small.tiers is None
+    alone = compare(*asked)
+    assert [row.hit_blocks for row in found.rows] == [row.hit_blocks for row in alone.rows]
+    assert all(row.reuse_ratio is None for row in alone.rows)
+
+
+def test_the_command_tells_the_hits_of_pool_and_tiers():
+    """In rows of their own, with their share of the bound; JSON has the fields."""
+    command = "compare", ZIPF, "--blocks", "20", "--tier", "host:memory=1GiB"
+    done = run_here(*command, "--eviction", "lru,optimum")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^lru \+ tiers +[0-9.]+% \([0-9]+%\)$", done.stdout, re.MULTILINE)
+    assert re.search(r"^optimum \+ tiers +[0-9.]+%$", done.stdout, re.MULTILINE)
+    assert "tier host:memory=1073741824" in done.stdout.replace("\n", " ")
+    (row,) = json.loads(run_here(*command, "--eviction", "lru", "--json").stdout)["rows"]
+    assert row["reused_blocks"] == row["hit_blocks"] + row["tiers"][0]["hit_blocks"]
+
+
+def test_a_sweep_without_a_clock_has_tiers_too():
+    """The same numbers as a comparison has, the optimum's bound among them."""
+    grid = Grid("compare", workload=ZIPF, blocks=20, tier=HOST, eviction=["lru", "optimum"])
+    lru, bound = (CellRun(cell, WorkloadCache()).run() for cell in grid)
+    expected = compare(ZIPF, "lru,optimum", 20, tier=HOST, seed=0).rows
+    assert [lru["reused_blocks"], bound["reused_blocks"]] == [
+        row.reused_blocks for row in expected
+    ]
 
 
 def test_each_disk_is_a_tier_of_its_own():

@@ -60,15 +60,21 @@ TIMED = {
     "slo_met": "slo.met",
     "preemptions_pause": "preemptions.pause",
     "preemptions_recompute": "preemptions.recompute",
+    "preemptions_swap": "preemptions.swap",
     "evicted_blocks": "evicted_blocks",
     **{name: f"hit.{path}" for name, path in HITS.items()},
+    "loaded_tokens": "loaded_tokens",
+    **{f"reuse_ratio_{unit}": f"reuse_ratio.{unit}" for unit in ("block", "token", "request")},
     "lost_tokens": "lost_tokens",
     "pool_active_mean": "pool.active.mean",
     "pool_active_peak": "pool.active.peak",
 }
 """Columns of a simulated cell, and where each is in the summary of its run."""
 
-UNTIMED = ("requests", *HITS, "evicted_blocks")
+UNTIMED = (
+    *("requests", *HITS, "evicted_blocks", "reused_blocks"),
+    *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
+)
 
 RESULTS: dict[Mode, tuple[str, ...]] = {"simulate": tuple(TIMED), "compare": UNTIMED}
 """The columns that a cell's run fills, by mode."""
@@ -252,9 +258,16 @@ class CellRun:
         if self.cache is None:
             future = self._known.future(parts)
             optimum = cast("Belady", self.eviction)
-            stats, evicted = optimum.replay(future, parts.blocks, parts.geometry.block_size)
+            size = parts.geometry.block_size
+            stats, evicted = optimum.replay(future, parts.blocks, size)
+            reused = stats
+            if parts.tier_blocks:
+                most = Belady(bypass=True)
+                reused, _ = most.replay(future, parts.blocks + parts.tier_blocks, size)
         else:
+            tiers = self.cache.tiers
             stats = replay(parts.workload, self.cache)
+            reused = stats if tiers is None else tiers.hit_stats()
             evicted = self.cache.tree.evicted_blocks + self.cache.tree.expired_blocks
         return {
             "requests": stats.requests,
@@ -262,13 +275,17 @@ class CellRun:
             "hit_blocks": stats.hit_blocks,
             **{f"hit_ratio_{unit}": ratio for unit, ratio in stats.ratios().items()},
             "evicted_blocks": evicted,
+            "reused_blocks": reused.hit_blocks,
+            **{f"reuse_ratio_{unit}": ratio for unit, ratio in reused.ratios().items()},
         }
 
     def _description(self) -> dict[str, Any]:
         parts, cell, cache = self.parts, self.parts.config, self.cache
         prefix = parts.built("prefix") if cache is None else cache.prefix
         retention = None if cache is None else cache.retention
-        plugins = (self.eviction, prefix, retention, self.scheduler, self.latency)
+        tiers = parts.tiers()
+        below = (*tiers, *(tier.eviction for tier in tiers))
+        plugins = (self.eviction, prefix, retention, self.scheduler, self.latency, *below)
         described: dict[str, Any] = {
             "kvcore": version("kvcore"),
             "mode": cell.mode,
@@ -280,12 +297,6 @@ class CellRun:
             "recompute": attrs.asdict(cast("Any", parts.recompute)),
             "plugins": [self._described(plugin) for plugin in plugins if plugin is not None],
         }
-        if cache is not None and cache.tiers is not None:
-            described["tiers"] = [
-                self._described(plugin)
-                for level in cache.tiers.levels
-                for plugin in (level.tier, level.tree.eviction)
-            ]
         if self.latency is not None:
             described |= {
                 "latency": self.latency.coefficients(),

@@ -1,0 +1,133 @@
+"""What a pool and the tiers below it can hit together, in a replay without a clock."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from helpers.policies import POLICIES, build
+from helpers.tries import requests
+from hypothesis import given, settings
+
+from kvcore import KVCache
+from kvcore.analysis import Belady, Future, replay, served
+from kvcore.cache.layout import BlockLayout
+from kvcore.tiers import Tiers
+
+from .test_optimum import contents, most_hits
+
+NAMES = [name for name in POLICIES if ":" not in name]
+SLOT = 1000
+PROMPTS = st.lists(st.text("abc", max_size=6), min_size=1, max_size=25)
+
+
+def hierarchy(policy, pool, *slots, **options):
+    """Return a cache of `pool` blocks under a policy, with tiers of so many slots below."""
+    cache = KVCache(pool, 1, eviction=build(policy), accounting="keys")
+    rules = "".join(f",{name}={value}" for name, value in options.items())
+    tiers = [f"host:memory={size * SLOT},eviction={policy}{rules}" for size in slots]
+    if tiers:
+        Tiers(cache, tiers, SLOT)
+    return cache
+
+
+def reused(cache, prompts):
+    """Return how many blocks of `prompts` the pool and the tiers had."""
+    for _ in served(requests(prompts), cache):
+        cache.check_integrity()
+    return cache.tiers.hit_stats().hit_blocks
+
+
+def optimum(prompts, blocks, *, bypass=True):
+    """Return the most hits of one cache of `blocks` blocks."""
+    future = Future.read(requests(prompts), BlockLayout("keys", 1, 1))
+    return Belady(bypass).replay(future, blocks, 1)[0].hit_blocks
+
+
+@pytest.mark.parametrize("policy", NAMES)
+@given(
+    prompts=PROMPTS,
+    pool=st.integers(1, 6),
+    slots=st.lists(st.integers(1, 8), min_size=1, max_size=2),
+    write=st.sampled_from(["evict", "through", 1, 2]),
+    keep=st.sampled_from(["inclusive", "exclusive"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_no_hierarchy_hits_more_than_one_cache_of_all_its_blocks(
+    policy, prompts, pool, slots, write, keep
+):
+    """The optimum that may bypass bounds pool and tiers, whatever moves when."""
+    cache = hierarchy(policy, pool, *slots, write=write, keep=keep)
+    hits = reused(cache, prompts)
+    assert hits <= optimum(prompts, pool + sum(slots))
+    if max(map(len, prompts)) <= pool:  # then every prompt is held in full after it
+        assert hits <= optimum(prompts, pool + sum(slots), bypass=False)
+
+
+@given(
+    prompts=st.lists(st.text("ab", max_size=3), min_size=1, max_size=5),
+    pool=st.integers(1, 2),
+    slots=st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_bound_is_proven_by_trying_everything(prompts, pool, slots):
+    """Whatever moves between two levels with prefix-closed contents, hits are within it."""
+    best = {(frozenset(), frozenset()): 0}
+    for text in prompts:
+        path = frozenset(text[: end + 1] for end in range(len(text)))
+        must = frozenset(text[: end + 1] for end in range(min(len(text), pool)))
+        after = {}
+        for (above, below), hits in best.items():
+            total = hits + len(path & (above | below))
+            known = above | below | path
+            lower = contents(known, slots)
+            for upper in (each for each in contents(known, pool) if must <= each):
+                for rest in lower:
+                    state = upper, rest
+                    after[state] = max(total, after.get(state, 0))
+        best = after
+    assert max(best.values()) <= most_hits(prompts, 1, pool + slots, bypass=True)
+
+
+@given(prompts=PROMPTS, pool=st.integers(1, 4), slots=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_a_tier_that_holds_all_of_the_pool_is_bounded_by_its_own_size(prompts, pool, slots):
+    """As long as that is so at every admission, the pool adds nothing to what is there."""
+    cache = hierarchy("lru", pool, slots, write="through")
+    (level,) = cache.tiers.levels
+    for request in requests(prompts):
+        here = level.find(request.keys, len(request.keys), cache.now)
+        if here < cache.probe(request, cache.now):
+            return
+        replay([request], cache)
+    assert cache.tiers.hit_stats().hit_blocks <= optimum(prompts, slots)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+@given(prompts=PROMPTS, pool=st.integers(1, 6), slots=st.integers(1, 8))
+@settings(max_examples=25, deadline=None)
+def test_the_pool_hits_what_it_hits_alone(policy, prompts, pool, slots):
+    """What is loaded comes into it as what is computed does."""
+    alone, above = hierarchy(policy, pool), hierarchy(policy, pool, slots)
+    assert replay(requests(prompts), above) == replay(requests(prompts), alone)
+
+
+@given(prompts=PROMPTS, pool=st.integers(1, 6))
+@settings(max_examples=25, deadline=None)
+def test_a_tier_with_room_for_all_keeps_all(prompts, pool):
+    """Pool and tier together then hit what a cache hits that never evicts."""
+    cache = hierarchy("lru", pool, 10_000, write="through")
+    fits = [prompt[:pool] for prompt in prompts]
+    assert reused(cache, fits) == optimum(fits, 10_000)
+
+
+def test_a_tier_that_never_loads_adds_nothing():
+    """What it holds is found, and computed again."""
+    cache = hierarchy("lru", 2, 8, load="never")
+    assert reused(cache, ["ab", "cd", "ab"]) == 0
+    assert cache.tiers.levels[0].stats.found == 2
+
+
+def test_prompts_longer_than_the_pool_load_what_fits():
+    """The leading blocks, as many as the pool has."""
+    cache = hierarchy("lru", 2, 8)
+    assert reused(cache, ["abcd", "ef", "abcd"]) == 2
