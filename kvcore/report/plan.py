@@ -26,7 +26,7 @@ LIMITS = {
     "capacity": "more memory helps",
     "content": "prompts diverge, and nothing helps but changing them",
     "compute": "no memory is enough",
-    "none": "no smaller fleet was tried that does not",
+    "none": "all that were tried do",
 }
 """What each verdict means, in a few words."""
 

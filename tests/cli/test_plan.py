@@ -50,6 +50,14 @@ def test_json_is_the_document_that_is_written(planned, tmp_path):
     assert document["percentile"] == 99
 
 
+def test_host_ram_is_searched_unless_it_is_left_out(planned):
+    """The default is a tier of 1 TiB a replica."""
+    without = json.loads(planned(*SMALL, "--json").stdout)["setup"]["tier"]
+    words = [word for word in SMALL if word not in ("--tier", "none")]
+    found = json.loads(planned(*words, "--json", "--out", "host").stdout)["setup"]["tier"]
+    assert (without, found) == ("none", "host:memory=1TiB")
+
+
 def test_no_fleet_is_exit_code_1(planned):
     """With the limit of the best one."""
     done = planned(*SMALL, "--slo", "ttft=0.001")
