@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # without `typing`, whose import takes longer than this o
 if TYPE_CHECKING:
     from typing import Any
 
-    from kvcore.api import compare, run, simulate
+    from kvcore.api import compare, plan, run, simulate
     from kvcore.cache import (
         EvictionPolicy,
         KVCache,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
 
-_CALLS = ("compare", "run", "simulate")
+_CALLS = ("compare", "plan", "run", "simulate")
 
 _ROOMS = (
     *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
@@ -70,6 +70,7 @@ __all__ = [
     "Workload",
     "compare",
     "hookimpl",
+    "plan",
     "run",
     "simulate",
 ]

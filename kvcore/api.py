@@ -1,4 +1,4 @@
-"""The three calls that most programs need: simulate, run and compare, from names.
+"""The calls that most programs need: simulate, run, compare and plan, from names.
 
 Each also takes objects where it takes names. The rooms below are imported by the first call
 that needs them, so that `import kvcore` stays light.
@@ -7,7 +7,7 @@ that needs them, so that `import kvcore` stays light.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
@@ -29,6 +29,7 @@ from kvcore.workloads import Workload
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
     from kvcore.analysis.comparison import Policy
+    from kvcore.analysis.planning import FleetPlan
     from kvcore.cache import PrefixIndex
     from kvcore.config import EngineParts, RunParts
     from kvcore.config.run_config import PluginChoice, TierChoices
@@ -351,6 +352,70 @@ def compare(
         plugins=plugins,
         progress=progress,
     )
+
+
+def plan(
+    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    *,
+    percentile: float = 99,
+    tensor_parallel: int | Iterable[int] = (1, 2, 4, 8),
+    replicas: int | Iterable[int] | None = None,
+    max_gpus: int = 64,
+    tier: TierChoices = "host:memory=1TiB",
+    policies: Iterable[tuple[str, str]] | None = None,
+    journal: str | PathLike[str] | None = None,
+    jobs: int = 1,
+    executor: str = "local",
+    progress: Progress | None = None,
+    **options: Any,
+) -> FleetPlan:
+    """Return the least GPUs, K/V memory and host RAM with which a workload meets its SLO.
+
+    `kvcore.plan("mooncake", device="h100", slo="ttft=2,tpot=0.05", percentile=95)` searches as
+    `kvcore plan` does: by simulating fleets of replicas, among which sessions are divided by
+    hash. `plan(...).limit` says what keeps a smaller fleet from meeting it.
+
+    Args:
+        workload: a plugin's name with options, the path of a file, or a workload.
+        percentile: percentage of the requests that must meet their SLO.
+        tensor_parallel: GPUs that share a model: each number is tried.
+        replicas: numbers of replicas; None: the fewest that do.
+        max_gpus: GPUs in all, at most.
+        tier: tiers below the pool; the memory of the one named `host` is the most host RAM of
+            a replica. `"none"`: no tier.
+        policies: (kind, name) of eviction policies and schedulers that the verdict tries; None:
+            all that are installed.
+        journal: file that keeps what is finished, so that an interrupted search goes on.
+        jobs: simulations at a time; 1: in this process. More need a script with
+            `if __name__ == "__main__":`, as processes are started afresh.
+        executor: machines to simulate on: `local`, `ray` or `ray:HOST:PORT`.
+        progress: is given the number of simulations that are done; None: nothing is.
+        options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
+            `eviction`; plugins by name. `blocks` or `memory` is the largest pool of a replica.
+
+    Raises:
+        InputError: as `simulate`, or nothing to plan for.
+        PluginError: a plugin that cannot work here, or a simulation that failed.
+        StorageError: the journal cannot be written.
+    """
+    from kvcore.analysis.planning import plan as search  # noqa: PLC0415 - as above
+    from kvcore.analysis.sweep import Journal, executor_named  # noqa: PLC0415 - as above
+
+    alone = jobs == 1 and executor == "local"
+    with nullcontext() if journal is None else Journal(journal) as opened:
+        return search(
+            _given(workload),
+            percentile=percentile,
+            tensor_parallel=tensor_parallel,
+            replicas=replicas,
+            max_gpus=max_gpus,
+            tier=tier,
+            policies=policies,
+            journal=opened,
+            executor=None if alone else executor_named(executor, jobs),
+            progress=progress,
+            **_flat(options),
+        )
 
 
 def _given(workload: object) -> Any:

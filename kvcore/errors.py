@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -52,3 +53,9 @@ class TraceError(KvcoreError):
 def shorten(text: str, most: int = 60) -> str:
     """Return `text` for a message, cut to `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def redact(text: str) -> str:
+    """Return `text` without users, passwords and queries of the URLs in it."""
+    text = re.sub(r"(://[^\s,?]*)\?[^\s,]*", r"\1", text)
+    return re.sub(r"://[^\s,]*@", "://***@", text)

@@ -109,7 +109,7 @@ class Reuse:
         The corners are (blocks, hits), both from 0 on and ascending. After the last one no
         size hits more. O((requests + runs) · log requests).
         """
-        depths = reuse_depths(self.lengths, self.owners, self.wanted, self.ends)
+        depths = self._depths
         # Each run adds a hit a block from its depth on, to its depth and size.
         borders = np.concatenate([[0], depths, depths + self._sizes])
         blocks, place = np.unique(borders, return_inverse=True)
@@ -120,6 +120,15 @@ class Reuse:
         np.cumsum(bends.cumsum()[:-1] * np.diff(blocks), out=hits[1:])
         return array("q", blocks.tobytes()), array("q", hits.tobytes())
 
+    def lru_hits(self, blocks: int) -> Array:
+        """Return how many blocks each request hits in a pool of `blocks` blocks under LRU.
+
+        They are its first. O(requests + runs) once the depths of runs are known.
+        """
+        hits = np.zeros_like(self.lengths)
+        np.add.at(hits, self.wanted, (blocks - self._depths).clip(0, self._sizes))
+        return hits
+
     def optimum(self, blocks: int, *, bypass: bool) -> int:
         """Return the hits of Belady's rule in a pool of `blocks` blocks.
 
@@ -129,6 +138,11 @@ class Reuse:
         hits = np.empty_like(lengths)
         served_by_belady(lengths, lengths, starts, wanted, ends, blocks, bypass, hits)
         return int(hits.sum())
+
+    @cached_property
+    def _depths(self) -> Array:
+        """Number of blocks used more recently than the first of each run, when it is wanted."""
+        return reuse_depths(self.lengths, self.owners, self.wanted, self.ends)
 
     @cached_property
     def _sizes(self) -> Array:

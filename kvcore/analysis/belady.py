@@ -254,15 +254,23 @@ class Foresight(ScoreEviction):
                 self._coming.setdefault(key, []).append(serial)
         for serials in self._coming.values():
             serials.reverse()
-        self._admitted = bytearray(len(self._serials))
+        self._passed = bytearray(len(self._serials))
+        self._awaiting: dict[int, list[Span]] = {}
 
-    def on_dequeued(self, request: Request, now: int) -> None:  # noqa: ARG002
-        """Record that `request` runs: it is no future reference any more."""
-        self._admitted[self._serials[request.id]] = True
+    def on_insert(self, span: Span, now: int) -> None:  # noqa: ARG002
+        """Record that its request runs."""
+        self._pass(span)
+
+    def on_access(self, span: Span, now: int) -> None:  # noqa: ARG002
+        """Record that the request that hit it runs."""
+        self._pass(span)
 
     def score(self, span: Span, now: int) -> float:  # noqa: ARG002
         """Return how near the next request for the last block is; the furthest is lowest."""
-        return -self._next(span.keys()[-1])
+        nearest = self._next(span.keys()[-1])
+        if nearest != inf:
+            self._awaiting.setdefault(int(nearest), []).append(span)
+        return -nearest
 
     def evictable_blocks(self, span: Span) -> int:
         """Return how many blocks at the end are wanted next by the same request."""
@@ -276,9 +284,17 @@ class Foresight(ScoreEviction):
     def _next(self, key: Key) -> float:
         """Return the serial of the next request that has `key`; infinite without one."""
         coming = self._coming.get(key, [])
-        while coming and self._admitted[coming[-1]]:
+        while coming and self._passed[coming[-1]]:
             coming.pop()
         return coming[-1] if coming else inf
+
+    def _pass(self, span: Span) -> None:
+        """Let the request that uses `span` be past: what still waits for it is scored again."""
+        serial = self._serials[span.last_request]
+        if not self._passed[serial]:
+            self._passed[serial] = True
+            for each in self._awaiting.pop(serial, ()):
+                self.rescore(each)
 
 
 def _contradiction(request: Request, key: Key) -> InputError:

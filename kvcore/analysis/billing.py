@@ -171,8 +171,6 @@ class PromptCache:
     def charge(self, request: Request, now: int) -> Charge:
         """Return the charge of a request that arrives at `now` (ns), and store its prompt."""
         size, output = PromptSize.of(request), output_tokens(request)
-        if size.billed < max(self._price.min_tokens, 1):
-            return Charge(size.billed, 0, 0, 0, output)
         serve = self._entry if self._price.breakpoints else self._prefix
         return serve(request, size, now, output)
 
@@ -299,7 +297,7 @@ def bill(
         if log is not None:
             row = rows[request.id]
             now = log.arrival[row]
-            run.append(hit_charge(price, request, log.hit[row]))
+            run.append(hit_charge(price, request, log.hit[row] + log.loaded[row]))
         uncached.append(Charge(PromptSize.of(request).billed, 0, 0, 0, output))
         api.append(cache.charge(request, now))
         if isinstance(request, LoggedRequest) and request.usage is not None:

@@ -189,8 +189,8 @@ class FleetTask(Task):
             InputError, PluginError: a part that cannot be as asked for; names the option.
         """
         if fleet.policy is not None:
-            kind, name = fleet.policy
-            cell = attrs.evolve(cell, **{kind: name})
+            change: dict[str, Any] = dict([fleet.policy])
+            cell = attrs.evolve(cell, **change)
         cell = attrs.evolve(
             cell,
             blocks=fleet.blocks,
@@ -202,7 +202,7 @@ class FleetTask(Task):
         return attrs.evolve(task, digest=task.named(CellRun(cell, known)))
 
     def named(self, cell: CellRun) -> str:
-        """Return the digest: of the cell, how it is divided, what it is granted, when it ends."""
+        """Return the digest: of the cell, its division, what it is granted, when it ends."""
         fleet = self.fleet
         text = f"fleet 1 {cell.digest} {fleet.replicas} {fleet.grant} {self.percentile!r}"
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()

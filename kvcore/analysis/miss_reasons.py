@@ -22,6 +22,9 @@ CATEGORIES = {
     "expired": "stored, then expired",
     "in_flight": "an earlier request was still computing it",
     "unstored": "sent before, but never stored",
+    "loaded": "in a lower tier, and loaded from it in place of a prefill",
+    "recomputed": "in a lower tier, but recomputing was cheaper",
+    "unreadable": "in a lower tier, and could not be loaded",
     "granularity": "less than a block, or the block of the last token",
     "truncated": "beyond what a pool of this size keeps of one request",
     "no_keys": "without a key to be found by",
@@ -95,6 +98,35 @@ class Eviction:
         }
 
 
+@attrs.frozen(eq=False)
+class TierDrop:
+    """A DROP event: the end of a path that left a lower tier.
+
+    Attributes:
+        line: its number in the file, from 1.
+        time: when, in ns.
+        tier, reason: where it was, and why it left.
+        beneficiary: the request whose blocks took the room, where room was needed.
+    """
+
+    line: int
+    time: int
+    tier: str
+    reason: str
+    beneficiary: Id | None
+
+    def as_dict(self, now: int) -> dict[str, Any]:
+        """Return the fields as a JSON object, seen from a lookup at `now` (ns)."""
+        return {
+            "line": self.line,
+            "t_s": seconds(self.time),
+            "before_s": seconds(now - self.time),
+            "tier": self.tier,
+            "reason": self.reason,
+            "for": self.beneficiary,
+        }
+
+
 @attrs.define(eq=False)
 class DivergencePoint:
     """A point after which requests with the same keys continue with different ones.
@@ -150,6 +182,10 @@ class MissSegment:
         place: of one that diverges or starts, where that is.
         other_salts: requests of other salts before one that starts. Keys depend on the salt
             from the first block on, so whether one has the same text cannot be told.
+        tier: the lower tier that had them at admission; None: none had.
+        load_ns: how long it took to load them, or would have taken, its queue included; None
+            where nothing is loaded from that tier.
+        drop: how evicted tokens left the last lower tier that had them.
     """
 
     category: str
@@ -160,11 +196,20 @@ class MissSegment:
     way: str | None = None
     place: DivergencePoint | None = None
     other_salts: int = 0
+    tier: str | None = None
+    load_ns: int | None = None
+    drop: TierDrop | None = None
 
     @property
     def end(self) -> int:
         """Position after the last token."""
         return self.first + self.tokens
+
+    def between(self, first: int, end: int) -> Iterator[MissSegment]:
+        """Yield the part of it from token `first` up to `end`, if there is one."""
+        first, end = max(first, self.first), min(end, self.end)
+        if first < end:
+            yield attrs.evolve(self, first=first, tokens=end - first)
 
     def split_at(self, best: int) -> Iterator[MissSegment]:
         """Yield the parts before and after `best`, the end of the optimum's hit, if evicted."""
@@ -265,6 +310,8 @@ class Summary:
             equals.
         victims: the requests that lost most to evictions, and their tokens.
         beneficiaries: those for which most was evicted that was wanted again, likewise.
+        load_s: seconds that loads from lower tiers took, in place of the prefill of what was
+            `loaded`.
     """
 
     admitted: int
@@ -279,6 +326,7 @@ class Summary:
     places: list[DivergencePoint]
     victims: list[tuple[Id, int]]
     beneficiaries: list[tuple[Id, int]]
+    load_s: float
 
     @property
     def missed_tokens(self) -> int:
@@ -296,6 +344,7 @@ class Summary:
             "hit_tokens": self.hit_tokens,
             "missed_tokens": self.missed_tokens,
             "lost": {name: lost.as_dict() for name, lost in self.categories.items()},
+            "load_s": self.load_s,
             "compulsory": {name: lost.as_dict() for name, lost in self.ways.items()},
             "other_salts": self.salted.as_dict(),
             "places": [place.as_dict() for place in self.places],
@@ -364,7 +413,7 @@ class Explanation:
         states = Counter(reasons.state for reasons in self.requests.values())
         categories = {name: MissedTokens() for name in CATEGORIES}
         ways = {name: MissedTokens() for name in WAYS}
-        salted = MissedTokens()
+        salted, loads = MissedTokens(), 0
         victims: Counter[Id] = Counter()
         beneficiaries: Counter[Id] = Counter()
         places: dict[int, DivergencePoint] = {}
@@ -377,6 +426,8 @@ class Explanation:
                 sums.append(ways[loss.way])
             if loss.other_salts:
                 sums.append(salted)
+            if loss.category == "loaded":
+                loads += loss.load_ns or 0
             if loss.place is not None:
                 places[id(loss.place)] = loss.place
             if loss.eviction is not None and not loss.eviction.expired:
@@ -401,6 +452,7 @@ class Explanation:
             ],
             victims=victims.most_common(top),
             beneficiaries=beneficiaries.most_common(top),
+            load_s=seconds(loads),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -440,7 +492,7 @@ class Explanation:
         }
 
     def _segment(self, loss: MissSegment, now: int) -> dict[str, Any]:
-        eviction, place = loss.eviction, loss.place
+        eviction, place, drop = loss.eviction, loss.place, loss.drop
         return {
             "category": loss.category,
             "first_token": loss.first,
@@ -451,6 +503,9 @@ class Explanation:
             "way": loss.way,
             "place": None if place is None else place.as_dict(),
             "other_salts": loss.other_salts,
+            "tier": loss.tier,
+            "load_s": None if loss.load_ns is None else seconds(loss.load_ns),
+            "drop": None if drop is None else drop.as_dict(now),
         }
 
     def _ids(self, wanted: str) -> str:

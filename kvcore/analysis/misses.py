@@ -10,6 +10,8 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+import attrs
+
 from kvcore.analysis.belady import belady
 from kvcore.analysis.miss_reasons import (
     EVICTED,
@@ -19,6 +21,7 @@ from kvcore.analysis.miss_reasons import (
     Id,
     MissSegment,
     RequestMisses,
+    TierDrop,
 )
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.state import TracedPrompt, path
@@ -101,6 +104,9 @@ class MissClassifier:
         # By block, the eviction that took it last, and the latest admission that has it.
         self._evictions: LastEventIndex[Eviction] = LastEventIndex(self._ratio)
         self._senders: LastEventIndex[int] = LastEventIndex(self._ratio)
+        # The DROP by which it left a tier last; those that made room for nothing yet, by tier.
+        self._drops: LastEventIndex[TierDrop] = LastEventIndex(self._ratio)
+        self._short: dict[str, list[events.Discard]] = {}
         # The first admissions, in order: what each admits, and who wants its blocks next.
         self._admissions: list[TracedPrompt] = []
         self._runs: list[list[tuple[int, int]]] = []
@@ -123,6 +129,13 @@ class MissClassifier:
             "KEYS": self._keys,
             "REJECT": self._reject,
         }
+        if self.state.tiers is not None:
+            self._take |= {
+                "OFFLOAD": self._offload,
+                "LOAD_START": self._load_start,
+                "LOAD": self._load,
+                "DROP": self._drop,
+            }
 
     def take(self, event: events.Event) -> None:
         """Apply the next event after HEADER.
@@ -242,9 +255,12 @@ class MissClassifier:
             self._runs[sender].append((serial, end))
             sent = end
         reach = min(sent, prompt.limit)
+        losses = list(self._below(reasons, prompt, hit))
+        at = losses[-1].end // self._size if losses else hit
         reasons.losses = [
-            *self._lost(reasons, prompt, keys, hit, reach),
-            *self._rest(reasons, prompt, keys, sent, max(hit, reach)),
+            *losses,
+            *self._lost(reasons, prompt, keys, at, reach),
+            *self._rest(reasons, prompt, keys, max(sent, at), max(at, reach)),
         ]
         self._admissions.append(prompt)
         self._runs.append([])
@@ -253,6 +269,82 @@ class MissClassifier:
         self._senders.add(keys, 0, prompt.cacheable, serial)
         whole = len(keys) - (prompt.id in self._partial)
         self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
+
+    def _below(
+        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
+    ) -> Iterator[MissSegment]:
+        """Yield the missed segments that lower tiers have, as if none were loaded."""
+        tiers, size = self.state.tiers, self._size
+        if tiers is None:
+            return
+        for tier, first, end in tiers.found(prompt, hit):
+            yield MissSegment(
+                category="recomputed",
+                first=first * size,
+                tokens=(end - first) * size,
+                tier=tier.name,
+                load_ns=tier.load_ns(end - first, reasons.admitted or 0),
+            )
+
+    def _load_start(self, event: events.LoadStart) -> None:
+        """Record that blocks of a first admission are loaded; the rest of the tier's is not."""
+        reasons, tiers, size = self.requests[event.request], self.state.tiers, self._size
+        if reasons.seq != event.seq or tiers is None:
+            return
+        first, end = event.first * size, (event.first + event.blocks) * size
+        losses: list[MissSegment] = []
+        for loss in reasons.losses:
+            losses += loss.between(0, first)
+            for part in loss.between(first, end):
+                took = event.done - event.t
+                losses.append(
+                    attrs.evolve(part, category="loaded", tier=event.tier, load_ns=took)
+                )
+            for part in loss.between(end, loss.end):
+                if part.tier == event.tier and part.first == end:
+                    # It would have waited for what is loaded.
+                    blocks = part.tokens // size
+                    took = tiers.tier(event.tier).load_ns(blocks, event.t)
+                    part = attrs.evolve(part, load_ns=took)  # noqa: PLW2901
+                losses.append(part)
+        reasons.losses = losses
+
+    def _load(self, event: events.Load) -> None:
+        """Record what a load has brought, and by the wall clock how long it took."""
+        reasons, size = self.requests[event.request], self._size
+        if reasons.seq != event.seq:
+            return
+        end, losses = (event.first + event.blocks) * size, []
+        for loss in reasons.losses:
+            if loss.category != "loaded" or loss.tier != event.tier:
+                losses.append(loss)
+                continue
+            if self.state.header.mode == "wall":
+                loss = attrs.evolve(  # noqa: PLW2901
+                    loss, load_ns=event.t - (reasons.admitted or 0)
+                )
+            losses += loss.between(0, end)
+            losses += [
+                attrs.evolve(part, category="unreadable")
+                for part in loss.between(end, loss.end)
+            ]
+        reasons.losses = losses
+
+    def _drop(self, event: events.Discard) -> None:
+        """Record which blocks left a tier; for whom, the OFFLOAD that follows tells."""
+        if event.reason == "capacity":
+            self._short.setdefault(event.tier, []).append(event)
+        elif event.reason not in ("moved", "parked"):
+            self._left(event, None)
+
+    def _offload(self, event: events.Offload) -> None:
+        for drop in self._short.pop(event.tier, ()):
+            self._left(drop, event.request)
+
+    def _left(self, drop: events.Discard, beneficiary: Id | None) -> None:
+        keys = self.state.requests[drop.request].keys
+        note = TierDrop(drop.n + 1, drop.t, drop.tier, drop.reason, beneficiary)
+        self._drops.add(keys, drop.first, drop.first + drop.blocks, note)
 
     def _lost(
         self,
@@ -279,13 +371,15 @@ class MissClassifier:
             if eviction is not None:
                 category = "expired" if eviction.expired else EVICTED
                 other = eviction.user
-            yield MissSegment(
-                category=category,
-                first=first * size,
-                tokens=(end - first) * size,
-                eviction=eviction,
-                other=other,
-            )
+            for low, high, drop in self._drops.pieces(keys, first, end):
+                yield MissSegment(
+                    category=category,
+                    first=low * size,
+                    tokens=(high - low) * size,
+                    eviction=eviction,
+                    other=other,
+                    drop=drop,
+                )
         if held < reach:
             tokens = (reach - held) * size
             other = self._sender(keys, reach)
@@ -372,11 +466,13 @@ class MissClassifier:
                 furthest, whose = end, other.id
         return furthest, whose
 
-    def _sender(self, keys: list[Any], end: int) -> Id:
-        """Return the latest admitted request that contains the block before `end`."""
+    def _sender(self, keys: list[Any], end: int) -> Id | None:
+        """Return the latest admitted request that contains the block before `end`.
+
+        None: only an earlier run had it, and left it in a tier.
+        """
         ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
-        assert serial is not None
-        return self._admissions[serial].id
+        return None if serial is None else self._admissions[serial].id
 
 
 Note = TypeVar("Note")

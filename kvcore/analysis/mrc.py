@@ -252,7 +252,7 @@ class _CurveMaker:
         """Read the reuse of the workload's blocks, for LRU and Belady's bound."""
         what = "loading compiled loops (compiled at their first use, then kept on disk)"
         with self.progress(what, None):
-            reuse = _compiled()
+            reuse = compiled_reuse()
         with self._reading() as requests:
             return reuse.read(requests, self.bench.geometry)
 
@@ -298,8 +298,8 @@ class _CurveMaker:
             yield ticked(check_keys(workload), count)
 
 
-def _compiled() -> type[Reuse]:
-    """Import the class `Reuse`, which needs numba."""
+def compiled_reuse() -> type[Reuse]:
+    """Import the class `Reuse`. Raises PluginError if numba is missing."""
     try:
         from kvcore.analysis._reuse import Reuse  # noqa: PLC0415 - extras, and seconds
     except ImportError as error:

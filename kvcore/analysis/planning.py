@@ -21,7 +21,7 @@ from contextlib import closing
 from fractions import Fraction
 from itertools import count, takewhile
 from math import inf
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
 
@@ -40,7 +40,7 @@ from kvcore.request import SLO
 T = TypeVar("T")
 
 Verdict = Literal["capacity", "policy", "content", "compute", "none"]
-"""What keeps a smaller fleet from meeting the SLO; `none`: no fleet that was tried is too small."""
+"""What keeps a smaller fleet from meeting the SLO; `none`: none that was tried misses it."""
 
 HOST = "host:memory=1TiB"
 """The host's memory that a replica has at most, where no tier is given."""
@@ -303,7 +303,7 @@ class _Planner:
         """Return the options that all fleets have in common, as a table has them."""
         cell = next(iter(self.cells.values()))
         searched = ("tensor_parallel", "blocks", "pool_bytes")
-        row = CellRun(cell, self.known).row | {"tier": [*map(str, cast("Any", cell.tier))]}
+        row = CellRun(cell, self.known).row
         return {name: value for name, value in row.items() if name not in searched}
 
     def _meets(self, fleet: Fleet) -> bool:

@@ -31,6 +31,9 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     the pool has, while its lookups are those of the whole request. O(spans touched) a
     request.
 
+    What is in tiers below the cache is loaded, whatever that costs, and is there at once; for a
+    request longer than the pool nothing is.
+
     An eviction policy whose `lookahead` is n is told of the next n requests as if they
     waited: before a request is opened, it and the n after it are awaited, in the order in
     which they come; once it is closed it is not. So many are read ahead.

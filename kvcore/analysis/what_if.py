@@ -222,6 +222,7 @@ class Recorded:
         self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
+        self._resumed: set[int] = set()
         self._steps = DecodeSteps()
         self._serial = 0
         size = reader.file.stat().st_size
@@ -230,6 +231,7 @@ class Recorded:
             "REQUEST": self._request,
             "HIT": self._hit,
             "MISS": self._miss,
+            "LOAD": self._load,
             "EVICT": self._evict,
             "COMPACT": self._compact,
             "FREE": self._free,
@@ -285,8 +287,14 @@ class Recorded:
         _, tokens, _, _, lookup, _ = self._geometry.prompt(job.request)
         hit_tokens = hit * self._geometry.block_size
         self.stats.admitted(lookup, hit, tokens, hit_tokens, resumed=again)
-        if not again:
+        if again:
+            self._resumed.add(event.seq)
+        else:
             job.admitted, job.hit = event.t, hit_tokens
+
+    def _load(self, event: events.Load) -> None:
+        if event.seq not in self._resumed:
+            self._open[event.seq].loaded += event.blocks * self._geometry.block_size
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "sequence":

@@ -471,10 +471,13 @@ class KVCache:
         elif private := seq.blocks - seq.span.end - seq.freed:
             self._free_last(seq, private)
         request, tree = seq.request, self.tree
-        hints = NO_HINTS if preempted else request.hints
+        hints = request.hints
+        if hints is NO_HINTS or preempted:
+            tree.close(seq.span, now, None if preempted else request)
+            return
         if hints.pin is not None:
             tree.pin(seq, now + hints.pin, now)
-        tree.close(seq.span, now, None if preempted else request)
+        tree.close(seq.span, now, request)
         if hints.demote:
             tree.demote(seq.span)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Keys
+from math import inf
 from typing import NamedTuple
 
 from kvcore.errors import InputError
@@ -57,6 +58,8 @@ class BlockLayout:
         accounting, block_size, key_tokens: as above. Before the first request, a
             `key_tokens` of None is `block_size`.
         ratio: blocks per key.
+        reload_seconds: seconds to load a block of many from the nearest tier; infinite
+            where there is none. Set by `Tiers`.
 
     Raises:
         InputError: an unknown accounting, or block and key sizes that do not fit.
@@ -74,6 +77,7 @@ class BlockLayout:
             raise InputError(msg)
         self.accounting = accounting
         self.block_size = block_size
+        self.reload_seconds = inf
         self._unit = accounting == "keys"
         self._recompute = recompute
         self.set_key_tokens(block_size if key_tokens is None else key_tokens)

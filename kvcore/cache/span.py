@@ -93,6 +93,11 @@ class Span:
         size = self.geometry.block_size
         return self.geometry.recompute_seconds((self.end - 1) * size, size)
 
+    @property
+    def loss_seconds(self) -> float:
+        """Seconds to have its tail block again: to compute it, or to load it from a tier."""
+        return min(self.recompute_seconds, self.geometry.reload_seconds)
+
     def priority_at(self, now: int) -> int:
         """Return the retention priority that holds at `now`: 35 once a duration is over."""
         if self.priority_until is not None and self.priority_until <= now:

@@ -71,6 +71,7 @@ class SpanTree:
         failure: the first error of a plugin; None as long as there was none.
         residency: statistics of hits and evictions; None: they are not kept.
         watcher: the tiers below; None: there are none.
+        upper: the tree of the cache below which this one is a tier; None: it is in none.
         pool, index, eviction, geometry, trace: what it works with.
     """
 
@@ -116,6 +117,7 @@ class SpanTree:
         "root",
         "trace",
         "unpinned_blocks",
+        "upper",
         "watcher",
         "yielded_pins",
     )
@@ -136,6 +138,7 @@ class SpanTree:
         self.trace = trace
         self.residency: Residency | None = None
         self.watcher: Watcher | None = None
+        self.upper: SpanTree | None = None
         self.failure: PolicyError | None = None
         self.cached_blocks = self.unpinned_blocks = 0
         self.evicted_blocks = self.expired_blocks = 0
@@ -243,13 +246,16 @@ class SpanTree:
         except BaseException as error:
             raise self.fail(self.eviction, "on_pin", error) from error
         if self._on_miss is not None and missed and not resumed:
-            self._call(
-                self.eviction, "on_miss", self._on_miss, seq.request, seq.hit_blocks, now
-            )
+            self.missed(seq.request, seq.hit_blocks, now)
         seq.private = self.allocate(need, seq, now)
         # The access counts after the evictions that the admission needs.
         if seq.span is not root:
             self._record_hit(seq, now, resumed=resumed)
+
+    def missed(self, request: Request, hit: int, now: int) -> None:
+        """Tell the policy that `request` has hit `hit` blocks, and not all that it could."""
+        if self._on_miss is not None:
+            self._call(self.eviction, "on_miss", self._on_miss, request, hit, now)
 
     def _record_hit(  # noqa: C901 - one access, told from top to bottom
         self, seq: Sequence, now: int, *, resumed: bool
@@ -657,7 +663,7 @@ class SpanTree:
         parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
         lower.parent = upper
         lower.start = at
-        if lower in self.pinned:
+        if self.pinned and lower in self.pinned:
             self.pinned[upper] = self.pinned[lower]
         if not lower.ref_count:
             self.unpinned_blocks -= at - upper.start
@@ -786,7 +792,8 @@ class SpanTree:
         blocks = span.end - span.start
         self.cached_blocks -= blocks
         self.unpinned_blocks -= blocks
-        self._demoted.pop(span, None)
+        if self._demoted:
+            self._demoted.pop(span, None)
         if self._on_remove is not None:
             self._call(self.eviction, "on_remove", self._on_remove, span, reason)
         span.parent = None
@@ -848,15 +855,21 @@ class SpanTree:
         Raises:
             KeyboardInterrupt: that is `error`. It ends the use of the cache as well.
         """
-        self.failure = policy_error(plugin, method, error)
+        failure = self._failed(policy_error(plugin, method, error))
         if isinstance(error, KeyboardInterrupt):
             raise error
-        return self.failure
+        return failure
 
     def _refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
         """Return the error of a `plugin` that gave a wrong answer, which does so too."""
-        self.failure = wrong_answer(plugin, question, why)
-        return self.failure
+        return self._failed(wrong_answer(plugin, question, why))
+
+    def _failed(self, failure: PolicyError) -> PolicyError:
+        """Keep `failure`, which ends the use of this tree and of the cache above it."""
+        self.failure = failure
+        if self.upper is not None:
+            self.upper.failure = failure
+        return failure
 
     def _call(self, plugin: Plugin, method: str, hook: Callable[..., Any], *args: Any) -> Any:
         """Call a `hook` of `plugin`; its exception becomes a PolicyError that names it."""

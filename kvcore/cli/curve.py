@@ -1,7 +1,8 @@
-"""`kvcore curve`: what policies hit, by pool size from a thousandth of the footprint up."""
+"""`kvcore curve`: what policies hit by pool size, and with a tier, by the sizes of both."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,6 +12,7 @@ import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
+from kvcore.analysis.plane import plane as make_plane
 from kvcore.cli.compare import CODEC, DEVICE, MODEL, pool_sizes
 from kvcore.cli.options import (
     block_size_option,
@@ -25,11 +27,12 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     print_notes,
+    print_sections,
     print_table,
     print_text,
     progress,
 )
-from kvcore.cli.verb import Count, verb
+from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
@@ -40,10 +43,13 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.report import CurvesReport
 from kvcore.report.mrc import FORMS, matplotlib, plot
-from kvcore.workloads import part_of
+from kvcore.report.plane import PlaneReport
+from kvcore.workloads import Workload, part_of
 
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000
+SIDE, FINE = 7, 25
+"""Sizes of the pool and of a tier, where none are given: in tables, and in pictures."""
 KINDS = (*FORMS, "csv", "json")
 """What `--out` can write, by the end of the file's name."""
 
@@ -51,6 +57,7 @@ KINDS = (*FORMS, "csv", "json")
 @verb(
     "kvcore curve --out curve.svg",
     "kvcore curve requests.jsonl --eviction lru,s3fifo --sizes 1000,2000,4000",
+    "kvcore curve --tier host:memory=4TiB --model llama-3-8b --out plane.svg",
 )
 @workload_argument
 @part_options
@@ -58,9 +65,17 @@ KINDS = (*FORMS, "csv", "json")
 @click.option(
     "--sizes",
     metavar="N|LIST",
-    default=str(POINTS),
-    help="Number of pool sizes, or a list of them in blocks, such as 1000,3000.",
+    help="Number of pool sizes, or a list of them in blocks, such as 1000,3000.  "
+    f"[default: {POINTS}; with --tier {SIDE}, in a plot {FINE}]",
 )
+@click.option(
+    "--tier",
+    metavar="PLUGIN",
+    help="Tier below the pool, such as host:memory=4TiB: show a plane, by the sizes of both "
+    "up to that memory.",
+    **plugin_completion("tier"),
+)
+@click.option("--exact", is_flag=True, help="Replay pool and tier at each point of the plane.")
 @block_size_option
 @shared("accounting", default="keys")
 @shared("model", default=None, text="Model whose K/V sizes are shown in bytes besides blocks.")
@@ -90,6 +105,9 @@ def curve(workload: str | None, **given: Any) -> None:
     Requests are replayed one after another, without a clock. In `keys` counting LRU takes
     one pass for all sizes and the optimum next to nothing for each; other policies are
     replayed once a size.
+
+    With --tier, what is in the pool or in that tier, and how much prefill it saves: one pass
+    for LRU, or a replay of both for each point (--exact).
     """
     plugins = Plugins()
     source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
@@ -97,15 +115,16 @@ def curve(workload: str | None, **given: Any) -> None:
     kind = _kind(out)
     if out is not None:
         refuse_overwrite(out, source.options().values())
-    if given["codec"] is not None and model is None:
-        msg = "--codec says what a token takes of the K/V of --model: give that too"
-        raise InputError(msg)
+    _refuse(given)
     spec = load_model(MODEL if model is None else model)
     layout = None
-    if model is not None:
+    if model is not None or given["tier"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
-    points, blocks = _sizes(given["sizes"])
+    if given["tier"] is not None:
+        _plane(source, given, layout, kind, plugins)
+        return
+    points, blocks = _sizes(given["sizes"] or str(POINTS))
     policies = given["eviction"]
     if policies is None:  # the optimum where it is known
         policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
@@ -127,7 +146,7 @@ def curve(workload: str | None, **given: Any) -> None:
         )
         report = CurvesReport(curves, layout)
         if file is not None:
-            _write(report, kind, file)
+            _write(report, kind, file, plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
@@ -138,7 +157,60 @@ def curve(workload: str | None, **given: Any) -> None:
     print_notes(source)
 
 
-def _write(report: CurvesReport, kind: str, file: TextIO) -> None:
+def _refuse(given: dict[str, Any]) -> None:
+    """Raise InputError if an option needs another one that is not given."""
+    msg, plane = "", given["tier"] is not None
+    if given["exact"] and not plane:
+        msg = "--exact is for a plane: give --tier too"
+    elif given["codec"] is not None and given["model"] is None and not plane:
+        msg = "--codec says what a token takes of the K/V of --model: give that too"
+    elif plane and given["accounting"] != "keys":
+        msg = "--accounting: a plane counts by keys alone"
+    if msg:
+        raise InputError(msg)
+
+
+def _plane(
+    source: Workload, given: dict[str, Any], layout: Any, kind: str, plugins: Plugins
+) -> None:
+    """Show a plane, in place of curves."""
+    if kind in FORMS:
+        matplotlib()
+    out = given["out"]
+    points, pools = _sizes(given["sizes"] or str(FINE if kind in FORMS else SIDE))
+    with nullcontext() if out is None else atomic_file(out) as file:
+        found = make_plane(
+            source,
+            given["tier"],
+            layout,
+            pools=pools,
+            points=points if pools is None else len(pools),
+            eviction=given["eviction"] or "lru",
+            exact=given["exact"],
+            recompute=PrefillCost.of(layout.model, find_device(DEVICE)),
+            seed=given["seed"],
+            jobs=cpus() if given["jobs"] is None else given["jobs"],
+            plugins=plugins,
+            progress=progress,
+        )
+        report = PlaneReport(found, layout)
+        if file is not None:
+            _write(report, kind, file, lambda report, form: report.plot(form))
+    if given["as_json"]:
+        emit_json({"schema": 1, **report.document()})
+    elif out is None:
+        hits, saved = report.rows(found.ratio), report.rows(found.saved)
+        print_sections(
+            f"{report.headline}\nThe share of these that hit in the pool, or are loaded:",
+            (report.headers, hits, report.headers),
+            "The share of all prefill time that this saves, less the time to load:",
+            (report.headers, saved, report.headers),
+            f"{report.reading}\n{report.setup}",
+        )
+    print_notes(source)
+
+
+def _write(report: Any, kind: str, file: TextIO, draw: Callable[[Any, str], bytes]) -> None:
     """Write what was asked for."""
     if kind == "csv":
         report.write_csv(file)
@@ -146,7 +218,7 @@ def _write(report: CurvesReport, kind: str, file: TextIO) -> None:
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         file.buffer.write(orjson.dumps({"schema": 1, **report.document()}, option=option))
     else:
-        file.buffer.write(plot(report, kind))
+        file.buffer.write(draw(report, kind))
 
 
 def _kind(out: Path | None) -> str:

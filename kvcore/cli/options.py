@@ -240,6 +240,7 @@ def _price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any
 price_option = click.option(
     "--price",
     callback=_price,
+    is_eager=True,
     metavar="PRICE",
     help=f"Prices by which to bill the workload: {', '.join(PRICED)}, a model of theirs (list: "
     "show all), or figures in USD per million tokens, such as "

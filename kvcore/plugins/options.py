@@ -26,7 +26,7 @@ from typing import (
 
 import attrs
 
-from kvcore.errors import InputError, KvcoreError, PluginError, shorten
+from kvcore.errors import InputError, KvcoreError, PluginError, redact, shorten
 from kvcore.files import input_path
 from kvcore.plugins.base import (
     COMPUTED,
@@ -72,10 +72,10 @@ def parse(text: str) -> list[Spec]:
         if "=" in name:
             option = piece
             if not specs:
-                msg = f"{text!r} starts with an option; write NAME:{piece.strip()}"
+                msg = f"{redact(text)!r} starts with an option; write NAME:{piece.strip()}"
                 raise InputError(msg)
         elif not name.strip():
-            msg = f"{text!r} has an empty name; write NAME or NAME:option=value,..."
+            msg = f"{redact(text)!r} has an empty name; write NAME or NAME:option=value,..."
             raise InputError(msg)
         else:
             specs.append(Spec(name.strip()))
@@ -83,10 +83,11 @@ def parse(text: str) -> list[Spec]:
                 continue
         key, equals, value = (part.strip() for part in option.partition("="))
         if not (key and equals):
-            msg = f"{option!r} in {text!r} is no option; write {specs[-1].name}:option=value"
+            given, wrong = redact(text), redact(option)
+            msg = f"{wrong!r} in {given!r} is no option; write {specs[-1].name}:option=value"
             raise InputError(msg)
         if key in specs[-1].options:
-            msg = f"option {key!r} of {specs[-1].name!r} is given twice in {text!r}"
+            msg = f"option {key!r} of {specs[-1].name!r} is given twice in {redact(text)!r}"
             raise InputError(msg)
         specs[-1].options[key] = value
     return specs
@@ -131,7 +132,8 @@ def instantiate(
     except (TypeError, ValueError) as error:
         # Validators of attrs raise with the message first and the evidence after it.
         reason = error.args[0] if error.args else type(error).__name__
-        msg = f"{label} cannot be built as {str(Spec(cls.name, dict(options)))!r}: {reason}"
+        spec = redact(str(Spec(cls.name, dict(options))))
+        msg = f"{label} cannot be built as {spec!r}: {reason}"
         raise InputError(msg) from error
     except FAILURES as error:
         msg = f"{label} ({qualified(cls)}) could not be built: it raised {error!r}"

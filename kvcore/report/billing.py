@@ -31,7 +31,7 @@ BILLS = {
 }
 """The bills of a workload, and what they are called."""
 
-COLUMNS = ("uncached", "read", "written", "written_1h", "output")
+KINDS = ("uncached", "read", "written", "written_1h", "output")
 
 
 def price_rows(prices: Iterable[PriceModel]) -> list[TableRow]:
@@ -77,19 +77,17 @@ def bill_sections(
 ) -> list[Section]:
     """Return the table of the bills of a workload, as `Bills.as_dict` has them, and a sentence.
 
-    `again` is the bill of another run of it.
+    Kinds of tokens that none of them has are left out. `again` is the bill of another run.
     """
-    price = PriceModel(**bills["price"])
-    columns = [
-        name for name in COLUMNS if price.write is not None or not name.startswith("written")
-    ]
-    headers = ["bill", *(name.replace("_1h", ", 1 h") for name in columns), "USD"]
+    called = {name: bills[key] for key, name in BILLS.items()} | {"what if": again}
+    found = {name: bill for name, bill in called.items() if bill is not None}
+    kinds = [kind for kind in KINDS if any(bill[f"{kind}_tokens"] for bill in found.values())]
+    headers = ["bill", *(kind.replace("_1h", ", 1 h") for kind in kinds), "USD"]
     rows = [
-        [name, *(f"{bill[f'{column}_tokens']:,}" for column in columns), dollars(bill["usd"])]
-        for name, bill in [*((BILLS[key], bills[key]) for key in BILLS), ("what if", again)]
-        if bill is not None
+        [name, *(f"{bill[f'{kind}_tokens']:,}" for kind in kinds), dollars(bill["usd"])]
+        for name, bill in found.items()
     ]
-    return [(headers, rows, headers[1:]), setup_of(price)]
+    return [(headers, rows, headers[1:]), setup_of(PriceModel(**bills["price"]))]
 
 
 @attrs.frozen

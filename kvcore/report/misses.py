@@ -60,12 +60,16 @@ class RequestReport:
             return
         missed = sum(loss.tokens for loss in losses)
         tokens = counted(reasons.tokens, "token")
+        loaded = sum(loss.tokens for loss in losses if loss.category == "loaded")
+        some = f", of which {loaded:,} came from lower tiers" if loaded else ""
+        end = f"{some}{':' if losses else '.'}"
         yield (
-            f"Of {tokens}, {reasons.hit:,} hit and {missed:,} missed{':' if losses else '.'}"
+            f"Of {tokens}, {reasons.hit:,} hit and {missed:,} missed{end}"
             if reasons.tokens
             else f"It has {NO_KEYS}"
         )
-        for _, run in groupby(losses, key=lambda loss: (loss.category, loss.other)):
+        alike = groupby(losses, key=lambda loss: (loss.category, loss.other, loss.tier))
+        for _, run in alike:
             yield f"- {self._told(list(run))}"
         if any(loss.category in CAUSES for loss in losses):
             yield from _bound(self.explanation)
@@ -98,8 +102,10 @@ class RequestReport:
 
     def _why(self, losses: list[MissSegment]) -> str:
         loss = losses[0]
+        if loss.tier is not None:
+            return self._in_tier(losses)
         if loss.eviction is not None:
-            return self._evicted(losses)
+            return self._evicted(losses) + self._dropped(losses)
         if loss.category == "compulsory":
             return _new(loss)
         return {
@@ -141,6 +147,33 @@ class RequestReport:
             f"{story}Evicted {when}, {before} before this use and {idle} after they were "
             f"stored or hit last, with {counted(latest.hits, 'hit')}. The optimum {lost} them."
         )
+
+    def _in_tier(self, losses: list[MissSegment]) -> str:
+        """Return the sentence about blocks that a lower tier has."""
+        loss, tier = losses[0], losses[0].tier
+        prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
+        if loss.category == "unreadable":
+            return f"Lower tier {tier} had them, but they could not be loaded."
+        if loss.load_ns is None:
+            return f"In lower tier {tier}, from which nothing is loaded (load=never)."
+        took = format_seconds(loss.load_ns / NS_PER_S)
+        if loss.category == "loaded":
+            return f"Lower tier {tier}: loaded in {took} instead of {prefill} of prefill."
+        return (
+            f"In lower tier {tier}, but recomputing was cheaper: to load them would have "
+            f"taken {took}."
+        )
+
+    def _dropped(self, losses: list[MissSegment]) -> str:
+        """Return the sentence about how evicted blocks left the last tier that had them."""
+        drops = list(dict.fromkeys(loss.drop for loss in losses if loss.drop is not None))
+        if not drops:
+            return ""
+        last, times = drops[0], {_moment(drop.time): None for drop in reversed(drops)}
+        when = " to ".join([*times][:: max(1, len(times) - 1)])
+        room = "" if last.beneficiary is None else f" for blocks of request {last.beneficiary}"
+        word = "from" if len(times) > 1 else "at"
+        return f" They left lower tier {last.tier} {word} {when} ({last.reason}){room}."
 
 
 @attrs.frozen
@@ -257,6 +290,12 @@ class SummaryReport:
             f"Prefill: the least time {cost.model} takes on one {cost.device}. Stopped: "
             "requests whose hit ended there."
         )
+        if loaded := summary.categories["loaded"].tokens:
+            saved = format_seconds(summary.categories["loaded"].seconds)
+            yield (
+                f"Lower tiers: {loaded:,} tokens were loaded in {format_seconds(summary.load_s)} "
+                f"in all, queues included, instead of {saved} of prefill."
+            )
         if any(summary.categories[cause].tokens for cause in CAUSES):
             yield from _bound(self.explanation)
         if summary.salted.tokens:

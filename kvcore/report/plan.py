@@ -94,8 +94,8 @@ class PlanReport:
         size = fleet.blocks * self.plan.block_bytes[fleet.devices]
         host = f" and {format_bytes(fleet.host_bytes)} of host RAM" if fleet.host_bytes else ""
         return (
-            f"{counted(fleet.replicas, 'replica')} on {fleet.devices} x {self.plan.setup['device']}"
-            f", each with {format_bytes(size)} of K/V{host}"
+            f"{counted(fleet.replicas, 'replica')} on {fleet.devices} x "
+            f"{self.plan.setup['device']}, each with {format_bytes(size)} of K/V{host}"
         )
 
     def document(self) -> dict[str, Any]:

@@ -383,6 +383,10 @@ class SimulationReport:
             later = f", {deferred:,} times put off without room" if deferred else ""
             yield "compactions", f"{compactions:,} removed {removed}{later}"
         yield "evicted", counted(summary["evicted_blocks"], "block")
+        pins = summary["pins"]
+        if any(pins.values()):
+            refused = counted(pins["refused_blocks"], "block")
+            yield "pins", f"{refused} refused, {pins['yielded']:,} yielded"
         blocks, active = pool["blocks"], pool["active"]
         if active["mean"] is not None:
             cached = pool["cached"]["mean"]

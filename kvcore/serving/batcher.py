@@ -100,18 +100,23 @@ _SLACK = 4
 class WaitingQueue:
     """Waiting jobs: a heap by rank, and the order in which they queued up.
 
-    Among equals jobs that hold blocks go first, then those that arrived first. An eviction
-    policy that defines `on_queued` or `on_dequeued` is called.
+    Among equals jobs that hold blocks go first, then those that arrived first. The eviction
+    policies that define `on_queued` or `on_dequeued`, of the pool or of tiers, are called.
     """
 
-    __slots__ = ("_entries", "_eviction", "_heap", "_on_dequeued", "_on_queued")
+    __slots__ = ("_entries", "_heap", "_on_dequeued", "_on_queued")
 
-    def __init__(self, eviction: EvictionPolicy) -> None:
+    def __init__(self, *evictions: EvictionPolicy) -> None:
         self._entries: OrderedDict[Job, Entry] = OrderedDict()
         self._heap: list[Entry] = []
-        self._eviction = eviction
-        self._on_queued = find_override(eviction, "on_queued")
-        self._on_dequeued = find_override(eviction, "on_dequeued")
+        self._on_queued, self._on_dequeued = (
+            [
+                (policy, method)
+                for policy in evictions
+                if (method := find_override(policy, name)) is not None
+            ]
+            for name in ("on_queued", "on_dequeued")
+        )
 
     def __len__(self) -> int:
         """Return the number of waiting jobs."""
@@ -128,11 +133,12 @@ class WaitingQueue:
     def push(self, job: Job, now: int, *, front: bool = False) -> None:
         """Add `job` by its rank, or rank it anew; at the front of the order of entry."""
         entry = (job.rank, job.stage != PAUSED, job.serial, job)
-        if self._on_queued is not None and job not in self._entries:
-            try:
-                self._on_queued(job.known_request(), now, front=front)
-            except FAILURES as error:
-                raise policy_error(self._eviction, "on_queued", error) from error
+        if self._on_queued and job not in self._entries:
+            for policy, on_queued in self._on_queued:
+                try:
+                    on_queued(job.known_request(), now, front=front)
+                except FAILURES as error:
+                    raise policy_error(policy, "on_queued", error) from error
         self._entries[job] = entry
         if front:
             self._entries.move_to_end(job, last=False)
@@ -156,11 +162,11 @@ class WaitingQueue:
     def remove(self, job: Job, now: int) -> None:
         """Remove `job`."""
         del self._entries[job]
-        if self._on_dequeued is not None:
+        for policy, on_dequeued in self._on_dequeued:
             try:
-                self._on_dequeued(job.known_request(), now)
+                on_dequeued(job.known_request(), now)
             except FAILURES as error:
-                raise policy_error(self._eviction, "on_dequeued", error) from error
+                raise policy_error(policy, "on_dequeued", error) from error
 
 
 _PATIENCE = 100
@@ -204,7 +210,9 @@ class Batcher:
             allocator: the blocks of all jobs.
             server: what `plan` of the scheduler may ask.
         """
-        self.waiting = WaitingQueue(cache.eviction)
+        levels = () if cache.tiers is None else cache.tiers.levels
+        policies = [level.tree.eviction for level in levels]
+        self.waiting = WaitingQueue(cache.eviction, *policies)
         self.running: dict[Job, None] = {}
         self.paused: dict[Job, None] = {}
         self.chunks: list[tuple[Job, int]] = []
@@ -264,7 +272,7 @@ class Batcher:
             self._grow(now)
         if self._victims:
             self._victims.clear()
-            if not self.running:
+            if all(job.stage == LOADING for job in self.running):
                 # All that ran were preempted: start again, with the blocks they gave up.
                 self._allocator.allocated_until = self._steps.count + self._mixed
                 self._admit(now)
@@ -465,7 +473,10 @@ class Batcher:
             load = self._tiers.load(seq, now, self._server.prefill_ns, resumed=not first)
             if load is not None:
                 job.stage = LOADING
-                heappush(self.loads, (load.ready, job.serial, job, load))
+                if load.ready > now:
+                    heappush(self.loads, (load.ready, job.serial, job, load))
+                else:
+                    self._loaded(job, load, now)
                 return True
         job.stage = PREFILL
         self._prefilling[job] = None
@@ -474,9 +485,11 @@ class Batcher:
     def _loaded(self, job: Job, load: Load, now: int) -> None:
         """LOADED: continue with what the load has left to be computed."""
         assert self._tiers is not None
+        before = job.computed
         job.computed = self._tiers.finish(load, now)
+        self._allocator.loaded(job.computed - before)
         if not load.resumed:
-            job.loaded = job.computed - job.hit
+            job.loaded = job.computed - before
         job.stage = PREFILL
         self._prefilling[job] = None
         self.blocked_job = None
@@ -522,15 +535,16 @@ class Batcher:
             self.waiting.remove(job, now)
         else:
             self._leave_batch(job)
-        level, computed = None, job.computed if job.prefill_left else job.length
+        level = None
+        tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
-            level = self._tiers.can_swap(job.seq, computed, now, self._server.prefill_ns)
+            level = self._tiers.can_swap(job.seq, tokens, now, self._server.prefill_ns)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
         elif job.seq is not None:
             job.swaps += 1
-            level.park(job.seq, computed, now)
+            level.park(job.seq, tokens, now)
         self._allocator.close(job, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0

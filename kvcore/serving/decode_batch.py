@@ -519,6 +519,9 @@ class DecodeAllocator:
         assert job.seq is not None
         self._cache.close(job.seq, now, length, preempted=job.stage != DONE)
 
+    def loaded(self, tokens: int) -> None:
+        """Called when so many tokens have come into their slots from tiers."""
+
     def can_extend(self, seq: Sequence) -> bool:
         """Return True if `seq` can get a slot more."""
         return seq.tokens < seq.blocks * self._block_size or self._cache.available_blocks > 0

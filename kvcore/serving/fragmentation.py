@@ -53,6 +53,10 @@ class MeasuredAllocator(DecodeAllocator):
         self.idle -= prefill + decode
         self.uncomputed -= prefill
 
+    def loaded(self, tokens: int) -> None:
+        """Count tokens that came from tiers into slots of prompts."""
+        self.filled(tokens, 0)
+
     def open(self, job: Job, now: int, reserve: int) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it."""
         seq = super().open(job, now, reserve)

@@ -1,7 +1,8 @@
 """The serving loop: a discrete-event simulation of continuous batching.
 
-The events are ARRIVAL, LOADED, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and TIMER. Between two
-of them the same jobs decode, so that all the steps in between are one jump (see `decode_batch`).
+The events are ARRIVAL, LOADED, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and TIMER. Between
+two of them the same jobs decode, so that all the steps in between are one jump (see
+`decode_batch`).
 One turn of the loop:
 
     arrivals up to now -> plan (admit, pause, preempt) -> one step or one jump -> the clock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from copy import deepcopy
+from random import Random
 from typing import Any, ClassVar
 
 import attrs
@@ -33,6 +34,7 @@ _HINTS = Traffic(key_tokens=_KEY, hints=True)
 # Dead entries a policy may keep until it tidies up.
 _SLACK = 128
 _MANY = 100
+_STAY = 0.5
 _seeds = pytest.mark.parametrize("seed", range(4))
 
 
@@ -137,6 +139,24 @@ class EvictionPolicyTests(ABC):
                 )
             else:
                 plain.now += step.wait
+
+    def test_spans_may_leave_without_being_victims(self) -> None:
+        """In a tier, what was loaded or is damaged leaves, however much it is worth keeping."""
+        random, driver = Random(0), self.driver()  # noqa: S311
+        tree, left = driver.cache.tree, 0
+        for step in random_steps(0, 150, _HINTS):
+            driver.step(step)
+            spans = [span for span in tree.spans() if not span.ref_count]
+            if not spans or random.random() < _STAY:
+                continue
+            span, before = random.choice(spans), tree.cached_blocks
+            if random.random() < _STAY:
+                tree.vacate(span, driver.now)
+            else:
+                tree.discard(span, driver.now, "corrupt")
+            left += before - tree.cached_blocks
+            driver.cache.check_integrity()
+        assert left
 
     def test_nothing_shared_nothing_hit(self) -> None:
         """Where no two requests share a key there is no hit."""

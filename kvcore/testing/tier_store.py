@@ -81,8 +81,8 @@ class TierStoreTests:
     def test_other_blocks_are_not_there(self, what: str) -> None:
         """A slot is read for the block that it was written for, and for no other."""
         blocks = _path(3)
-        other = {"chain": b"x" * 16, "position": 7}[what]
-        asked = [blocks[0], attrs.evolve(blocks[1], **{what: other}), blocks[2]]
+        others: dict[str, Any] = {"chain": b"x" * 16, "position": 7}
+        asked = [blocks[0], attrs.evolve(blocks[1], **{what: others[what]}), blocks[2]]
         with self.open() as store:
             _write(store, blocks)
             assert _read(store, asked) == _data(blocks[:1])

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from kvcore.cache.hints import PriorityStep
 from kvcore.cache.integrity import check_blocks, check_tree
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
@@ -31,6 +32,7 @@ from kvcore.plugins import describe, policy_error, resolve
 from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 from kvcore.tiers.tier import Link, Tier
+from kvcore.units import NS_PER_S
 
 PrefillTime = Callable[[int, int], int]
 """Returns the ns to prefill n tokens after a context of c tokens."""
@@ -42,11 +44,12 @@ class TierStats:
 
     Attributes:
         stored: written into it; `parked`, those of preempted sequences among them.
-        loads, loaded: loads, and their blocks.
+        loads, loaded: loads, and their blocks; `returned`, those for requests that came back
+            from a preemption, which is no reuse, among them.
         hits: of these blocks, those that were right, at first admissions; `ratio_sum`: their
             shares in what these requests looked up, summed.
-        found: found at admissions, beyond what nearer levels held; `recomputed`: of these
-            found, those that were computed again, since that was faster.
+        found: found at first admissions, beyond what nearer levels held; `recomputed`: of
+            these found, those that were computed again, since that was faster.
         skipped: not written, since the link was busy for too long; `refused`: since what is
             in use left no room.
         wait_ns, load_ns: time that loads waited for the link, and took in all.
@@ -60,6 +63,7 @@ class TierStats:
     parked: int = 0
     loads: int = 0
     loaded: int = 0
+    returned: int = 0
     hits: int = 0
     ratio_sum: float = 0.0
     found: int = 0
@@ -188,6 +192,8 @@ class Level:
         self._tiers = tiers
         self._max_wait = round(tier.max_wait * 10**9)
         self._serial = 0
+        # What the last store was asked for; None when anything has left since.
+        self._held: tuple[Span, int] | None = None
         self.pool: CountingPool = (BlockPool if tiers.keeps_ids else CountingPool)(slots)
         eviction = resolve("eviction", tier.eviction)
         index = resolve("prefix", None, "radix")
@@ -199,6 +205,7 @@ class Level:
             raise policy_error(eviction, "attach", error) from error
         self.tree = SpanTree(self.pool, index, eviction, cache.geometry, None)
         self.tree.watcher = self
+        self.tree.upper = cache.tree
 
     @property
     def name(self) -> str:
@@ -225,6 +232,7 @@ class Level:
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when blocks leave: they go to the level below, or are gone."""
+        self._held = None
         if self.below is not None and reason == "capacity" and self.below.tier.write == "evict":
             self.below.store(span, span.end, now, self)
         first = span.end - blocks
@@ -235,7 +243,7 @@ class Level:
     # Down.
 
     def store_used(self, span: Span, now: int, source: Level | None) -> None:
-        """Store the part of the path down to `span` that was used as often as asked for."""
+        """Store the path to `span` as far as it has been used as often as asked for."""
         uses = self.tier.write
         if type(uses) is int:
             while span.parent is not None and span.hit_count < uses:
@@ -246,12 +254,16 @@ class Level:
     def store(self, span: Span, end: int, now: int, source: Level | None) -> bool:
         """Write the path down to `span`, up to position `end`, as far as it is missing here.
 
-        Returns whether all of it is here then. O(spans on the path + victims).
+        Returns whether all of it is here then. O(spans on the path + victims); O(1) where the
+        blocks of one span leave one by one.
         """
         tree = self.tree
+        if self._held is not None and self._held[0] is span and end <= self._held[1]:
+            return True
         match = tree.match(span.path_keys, end, now)
         need = end - match.blocks
         if not need:
+            self._remember(span, end)
             return True
         if self.link.wait(now) > self._max_wait or not self.is_ready:
             self.stats.skipped += need
@@ -264,9 +276,7 @@ class Level:
                 return False
         holder = self._holder(span.last_request, span.tenant, span.path_keys, end)
         holder.hit_blocks = match.blocks
-        if (span.priority, span.priority_until) != (DEFAULT_PRIORITY, None):
-            left = None if span.priority_until is None else max(span.priority_until - now, 0)
-            holder.priorities = [(end, span.priority, left)]
+        holder.priorities = _priorities(span, match.blocks, now)
         tree.open(holder, match, end - match.blocks, now, missed=False, resumed=True)
         ids = path_ids(span, match.blocks, end)
         if self._tiers.mover is not None and ids is not None:
@@ -274,18 +284,30 @@ class Level:
         self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
         tree.commit(holder, end, now)
         tree.close(holder.span, now)
-        return need <= room
+        if need > room:
+            return False
+        self._remember(span, end)
+        return True
 
-    def can_park(self, seq: Holder, tokens: int, now: int) -> bool:
-        """Return True if there is room for all of `seq`, and the link is not too busy."""
+    def _remember(self, span: Span, end: int) -> None:
+        """Store that the path down to `span`, up to `end`, is here until anything leaves."""
+        if not self.tree.eviction.expires_spans:
+            self._held = span, end
+
+    def to_park(self, seq: Holder, tokens: int, now: int) -> int | None:
+        """Return how many blocks of `seq` must be written to park it here. Changes nothing.
+
+        None: there is no room for them, or the link is too busy.
+        """
         blocks = -(-tokens // seq.span.geometry.block_size)
         match = self.tree.match(seq.keys, seq.span.end, now)
         room = self.pool.free_blocks + self.tree.unpinned_blocks - match.unpinned_blocks
-        fits = blocks - match.blocks <= room and self.link.wait(now) <= self._max_wait
-        return fits and self.is_ready
+        need = blocks - match.blocks
+        fits = need <= room and self.link.wait(now) <= self._max_wait and self.is_ready
+        return need if fits else None
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
-        """Keep the first `tokens` tokens of `seq`: what it shares, pinned, and its own."""
+        """Keep the first `tokens` tokens of `seq`: pin what it shares, park its own blocks."""
         shared, tree = seq.span, self.tree
         blocks = -(-tokens // shared.geometry.block_size)
         if shared.parent is not None:
@@ -360,13 +382,18 @@ class Level:
         return there
 
     def take(
-        self, request: Request, keys: Sequence[Key], first: int, end: int, now: int
-    ) -> Part:
-        """Pin the blocks of a prompt up to `end`, to load those from `first` on."""
+        self, request: Request, keys: Sequence[Key], first: int, end: int, now: int,
+        *, resumed: bool = False,
+    ) -> Part:  # fmt: skip
+        """Pin the blocks of a prompt up to `end`, to load those from `first` on.
+
+        For a `resumed` request that is no reuse.
+        """
         tree = self.tree
         holder = self._holder(request.id, request.tenant, keys, end)
         holder.hit_blocks = end
-        tree.open(holder, tree.match(keys, end, now), 0, now, missed=False, resumed=False)
+        match = tree.match(keys, end, now)
+        tree.open(holder, match, 0, now, missed=False, resumed=resumed)
         return Part(self, holder, first, end)
 
     def give_back(self, part: Part, right: int | None, now: int) -> None:
@@ -472,6 +499,9 @@ class Tiers:
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below
         self._loading: list[Load] = []
+        if self.levels and self.levels[0].tier.load != "never":
+            many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
+            cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
         cache.tree.watcher = self
         cache.tiers = self
         self._devices = devices
@@ -526,42 +556,55 @@ class Tiers:
     ) -> Load | None:
         """Begin to load what `seq`, just opened, did not hit, as far as that is the faster way.
 
-        Every level is asked, the nearest first; each extends what the nearer ones hold. Of the
-        prefixes that end where a level does, the one wins with the least time to load it and
-        to compute the rest. None in between is faster: all blocks of a level take as long to
-        load, and the more comes before a block, the longer it takes to compute. Returns None
-        if nothing is loaded. `resumed` says that a preempted request returns.
+        Every level is asked, the nearest first; each extends what the nearer ones hold. Of all
+        prefixes of what is found, the one is loaded that takes the least time to load it and
+        to compute the rest. Returns None if that is none. `resumed`: as for `KVCache.open`.
         """
         self.drop_lost(now)
         parked = self._parked(seq)
         if parked is not None:
-            return self._load_parked(seq, *parked, now, prefill_ns)
-        size = self.cache.geometry.block_size
-        hit, limit = seq.hit_blocks, min(seq.cacheable, seq.blocks)
-        if self.cache.geometry.accounting == "tokens":
-            limit = min(limit, (seq.target - 1) // size)
-        found: list[tuple[Level, int, int]] = []
-        end = hit
-        for level in self.levels:
-            upto = level.find(seq.keys, limit, now) if end < limit else end
-            if upto > end and self.mover is not None and level.tier.load != "never":
-                upto = level.confirm(seq, end, upto, now)
-            if upto > end:
-                level.stats.found += upto - end
-                if level.tier.load == "never":
-                    break
-                found.append((level, end, upto))
-                end = upto
-        chosen = self._cheapest(seq, found, now, prefill_ns)
-        for level, first, upto in found[chosen:]:
-            level.stats.recomputed += upto - first
-        parts = [
-            level.take(seq.request, seq.keys, first, upto, now)
-            for level, first, upto in found[:chosen]
-        ]
+            load = self._load_parked(seq, *parked, now, prefill_ns)
+            if load is not None:
+                return load
+        found = self._find(seq, now, resumed=resumed)
+        if not found:
+            return None
+        end = self._cheapest(seq, found, now, prefill_ns)
+        parts = []
+        for level, first, upto in found:
+            last = min(upto, max(first, end))
+            if not resumed:
+                level.stats.recomputed += upto - last
+            if first < last:
+                part = level.take(seq.request, seq.keys, first, last, now, resumed=resumed)
+                parts.append(part)
         if not parts:
             return None
-        return self._begin(seq, parts, parts[-1].end * size, now, resumed=resumed)
+        tokens = end * self.cache.geometry.block_size
+        return self._begin(seq, parts, tokens, now, resumed=resumed)
+
+    def _find(self, seq: Holder, now: int, *, resumed: bool) -> list[tuple[Level, int, int]]:
+        """Ask every level; return the ranges `[first, end)` of blocks that may be loaded."""
+        geometry = self.cache.geometry
+        limit, end = min(seq.cacheable, seq.blocks), seq.hit_blocks
+        if geometry.accounting == "tokens":
+            limit = min(limit, (seq.target - 1) // geometry.block_size)
+        found: list[tuple[Level, int, int]] = []
+        for level in self.levels:
+            if end >= limit:
+                break
+            upto = level.find(seq.keys, limit, now)
+            if upto > end and level.tier.load != "never":
+                upto = level.confirm(seq, end, upto, now)
+            if upto < limit and not resumed:
+                level.tree.missed(seq.request, upto, now)
+            if upto > end:
+                if not resumed:
+                    level.stats.found += upto - end
+                if level.tier.load != "never":
+                    found.append((level, end, upto))
+                    end = upto
+        return found
 
     def _cheapest(
         self,
@@ -570,17 +613,42 @@ class Tiers:
         now: int,
         prefill_ns: PrefillTime,
     ) -> int:
-        """Return how many of the parts that were found are loaded."""
+        """Return up to which position to load: where loading and computing take least time.
+
+        The more is loaded, the longer that takes, and the less the rest does. So no prefix
+        that ends between two positions takes less than to load up to the first of them and to
+        compute from the last one on: ranges for which that is too much are left out, and others
+        halved. Exact for every latency model in which more work takes no less time.
+        """
         size, target = self.cache.geometry.block_size, seq.target
-        computed = seq.hit_blocks * size
-        best, least = 0, prefill_ns(target - computed, computed)
+
+        def rest(end: int) -> int:
+            return prefill_ns(target - end * size, end * size)
+
+        best = seq.hit_blocks
+        computing = least = rest(best)
         ready = 0
-        for at, (level, first, upto) in enumerate(found, 1):
-            ready = max(ready, level.link.load_ns((upto - first) * level.slot_bytes, now))
-            computed = upto * size
-            took = ready + prefill_ns(target - computed, computed)
-            if took <= least or level.tier.load == "always":
-                best, least = at, took
+        for level, first, upto in found:
+            link, slot = level.link, level.slot_bytes
+            loading = ready
+            ready = max(loading, link.load_ns((upto - first) * slot, now))
+            computing = rest(upto)
+            if ready + computing <= least or level.tier.load == "always":
+                best, least = upto, ready + computing
+            if level.tier.load == "always":
+                continue
+            ranges = [(first, upto, computing)]
+            while ranges:
+                low, high, fewest = ranges.pop()
+                bound = max(loading, link.load_ns((low + 1 - first) * slot, now)) + fewest
+                if high - low < 2 or bound >= least:  # noqa: PLR2004 - nothing in between
+                    continue
+                middle = (low + high) // 2
+                between = rest(middle)
+                took = max(loading, link.load_ns((middle - first) * slot, now)) + between
+                if took < least:
+                    best, least = middle, took
+                ranges += [(low, middle, between), (middle, high, fewest)]
         return best
 
     def _begin(
@@ -593,6 +661,7 @@ class Tiers:
             stats = level.stats
             stats.loads += 1
             stats.loaded += blocks
+            stats.returned += blocks if resumed else 0
             stats.wait_ns += level.link.wait(now)
             done = level.link.load(blocks * level.slot_bytes, now)
             stats.load_ns += done - now
@@ -625,7 +694,7 @@ class Tiers:
                 right = self.mover.finish(part, seq.private[at : at + blocks])
             end += right or 0
             whole = whole and right == blocks
-            if not load.resumed:
+            if right and not load.resumed:
                 part.level.stats.hits += right
                 part.level.stats.ratio_sum += right / seq.lookup_blocks
             if trace is not None:
@@ -646,23 +715,29 @@ class Tiers:
     ) -> Level | None:
         """Return the level where `seq`, with `tokens` tokens of K/V, may rest; None: nowhere.
 
-        That is the nearest one that takes such, if there is room, and if it takes less time to
-        write and to read what only `seq` has than to compute it again. Pure.
+        That is the nearest one that takes such, has room, and takes less time to write and
+        to read what only `seq` has than to compute it again. What a retention policy has
+        gathered about a sequence could not be restored. Changes nothing.
         """
-        if seq.holes or seq.compacted or seq.family:
+        if self.cache.retention is not None or seq.compacted or seq.family:
             return None
         size = self.cache.geometry.block_size
         shared = seq.span.end
         blocks = -(-tokens // size) - shared
         if blocks < 1:
             return None
+        again = prefill_ns(tokens - shared * size, shared * size)
         for level in self.levels:
-            if level.tier.parks and level.tier.load != "never":
-                moved, link = blocks * level.slot_bytes, level.link
-                took = link.store_ns(moved, now) + link.load_ns(moved, now) - link.wait(now)
-                again = prefill_ns(tokens - shared * size, shared * size)
-                wins = took <= again or level.tier.load == "always"
-                return level if wins and level.can_park(seq, tokens, now) else None
+            if not level.tier.parks or level.tier.load == "never":
+                continue
+            written = level.to_park(seq, tokens, now)
+            if written is None:
+                continue
+            link = level.link
+            took = link.store_ns(written * level.slot_bytes, now)
+            took += link.load_ns(blocks * level.slot_bytes, now) - link.wait(now)
+            if took <= again or level.tier.load == "always":
+                return level
         return None
 
     def _parked(self, seq: Holder) -> tuple[Level, Holder] | None:
@@ -683,7 +758,6 @@ class Tiers:
         )
         again = prefill_ns(seq.target - hit * size, hit * size)
         if holder.blocks <= hit or (took > again and level.tier.load != "always"):
-            level.stats.recomputed += max(holder.blocks - hit, 0)
             level.unpark(seq.request.id, now)
             return None
         part = Part(level, holder, hit, holder.blocks, parked=True)
@@ -736,8 +810,8 @@ class Tiers:
                 **{
                     f"{name}_blocks": getattr(level.stats, name)
                     for name in (
-                        "stored", "parked", "found", "loaded", "recomputed", "skipped",
-                        "refused",
+                        "stored", "parked", "found", "loaded", "returned", "recomputed",
+                        "skipped", "refused",
                     )
                 },
                 "recovered_blocks": level.stats.recovered,
@@ -752,6 +826,21 @@ class Tiers:
             }
             for level in self.levels
         ]  # fmt: skip
+
+
+def _priorities(span: Span, first: int, now: int) -> list[PriorityStep] | None:
+    """Return the retention priorities from position `first` of the path down to `span` on."""
+    steps: list[PriorityStep] = []
+    while span.parent is not None and span.end > first:
+        until = span.priority_until
+        priority = span.priority_at(now)
+        if priority == DEFAULT_PRIORITY:
+            until = None
+        steps.append((span.end, priority, None if until is None else until - now))
+        span = span.parent
+    if all(priority == DEFAULT_PRIORITY for _, priority, _ in steps):
+        return None
+    return steps[::-1]
 
 
 def path_ids(span: Span, first: int, end: int) -> Ids | None:

@@ -216,9 +216,7 @@ class TraceChecker:
         name, state = event.event, self.state
         self._due = self._next
         if self._due is not None and self._due[:2] != (name, getattr(event, "seq", None)):
-            # What a sequence that is swapped out leaves in a tier comes before it closes.
-            if name not in TIERED or self._tiers is None or not self._tiers.swaps:
-                self._refuse_early()
+            self._refuse_early(name)
         if self._unpinned and name not in SHARING:
             self._refuse_unpinned()
         begins = event.t != self._now
@@ -260,7 +258,7 @@ class TraceChecker:
             tiers,
             self._cached_keys,
             self.lifecycles,
-            shares=prefix is not None and _of_own("prefix", prefix.name, "shares", False),
+            shares=prefix is not None and _of_own("prefix", prefix.name, "shares"),
             expires=_expires,
         )
 
@@ -609,9 +607,11 @@ class TraceChecker:
     def _refuse_victims(self) -> None:
         violated(f"blocks were evicted for request {self._evicting!r}, which takes none")
 
-    def _refuse_early(self) -> None:
-        assert self._due is not None
-        violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
+    def _refuse_early(self, name: str) -> None:
+        # What a sequence that is swapped out leaves in a tier comes before it closes.
+        if name not in TIERED or self._tiers is None or not self._tiers.swaps:
+            assert self._due is not None
+            violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
 
     def _refuse_unpinned(self) -> None:
         violated("forked sequences still hold blocks that are cached now, without a pin")
@@ -619,10 +619,10 @@ class TraceChecker:
 
 def _expires(eviction: str) -> bool:
     """Return True if an eviction policy may expire spans; also if it is none of kvcore's."""
-    return _of_own("eviction", eviction, "expires_spans", True)
+    return _of_own("eviction", eviction, "expires_spans", otherwise=True)
 
 
-def _of_own(kind: str, name: str, attribute: str, otherwise: bool) -> bool:  # noqa: FBT001
+def _of_own(kind: str, name: str, attribute: str, *, otherwise: bool = False) -> bool:
     """Return an attribute of a built-in plugin's class; of another, `otherwise`."""
     try:
         return bool(getattr(default(kind, name), attribute))

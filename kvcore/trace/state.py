@@ -122,8 +122,8 @@ class TraceLayout:
             msg = f"keys of {request.key_tokens} tokens; HEADER says {self.key_tokens}"
             raise ValueError(msg)
         keys: list[Any] = request.keys
-        share = request.hints.get("share", True) if request.hints else True
-        share = None if share is True else share // self.block_size
+        shares = request.hints.get("share", True) if request.hints else True
+        share = None if shares is True else shares // self.block_size
         if self.count == "keys":
             blocks = len(keys) * self.ratio
             return TracedPrompt(

@@ -71,8 +71,8 @@ class TierChecker:
         # By the wall clock a transfer takes as long as it takes.
         self._exact = header.mode != "wall"
         self._ratio = state.layout.ratio
-        self._nearest = next(iter(tiers.levels.values()))
-        self._by_hits = type(self._nearest.record.options.get("write")) is int
+        self._rule = next(iter(tiers.levels.values())).record.options.get("write")
+        self._by_hits = type(self._rule) is int
         # What the pool evicted or committed in the line before: keys, and up to which block.
         self._leaving: tuple[list[Any], int] | None = None
         self._kept: tuple[list[Any], int] | None = None
@@ -138,34 +138,21 @@ class TierChecker:
 
     # The lines of the pool.
 
-    def _between(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
-        """Check what a line of the pool must not leave undone, and what it leads to."""
-        name = event.event
-        if self._short:
-            violated(f"tier {min(self._short)!r} dropped blocks to make room for nothing")
-        if self._leaves:
-            violated(f"tier {min(self._leaves)!r} keeps what was written below to evict it")
-        if self._load_due:
-            violated("blocks were offloaded for a load that must come here")
-        self._stored.clear()
-        if self._arriving > 0:
-            violated(f"sequence {self._arriving} waits for a load that is done")
-        if self._hit_due:
-            by = self._hit_by
-            if begins or name != "HIT" or (by is not None and by != event.request):
-                violated("blocks were offloaded for a hit that must come here")
-            self._hit_due, self._hit_by = False, None
-        seq = getattr(event, "seq", -1)
+    def _between(self, event: Any, begins: bool) -> None:  # noqa: C901, FBT001 - as above
+        """Check that a line of the pool may stand here, and record what it leads to."""
+        name, seq = event.event, getattr(event, "seq", -1)
+        self._must_be_settled(event, begins)
         if seq in self._tiers.loads:
             violated(f"sequence {seq} waits for what it loads")
-        if self._swapped is not None:
-            if not self._parked:
-                violated(f"sequence {self._swapped.seq} is swapped out, and parked nowhere")
-            self._swapped = None
-        self._leaving = self._loaded = None
+        self._stored.clear()
+        self._swapped = self._leaving = self._loaded = None
         # Blocks of a commit may have other owners, since a fork: these come before it is told.
         if name not in ("COMMIT", "SPLIT", "FREE"):
             self._kept = None
+        if name in ("HIT", "MISS"):
+            self._admitted = seq
+        elif name != "ALLOC":
+            self._admitted = -1
         if name == "EVICT":
             if event.scope == "cache" and event.reason == "capacity":
                 span = self._state.span(event.span)
@@ -175,15 +162,28 @@ class TierChecker:
             self._must_not_rest(prompt.id)
             if event.how in ("new", "grown"):
                 self._kept = prompt.keys, event.first + event.blocks
-        elif name == "PREEMPT":
-            if event.how == "swap":
-                self._swapped, self._parked, self._rests = event, False, None
-        elif name in ("HIT", "MISS"):
-            self._admitted = seq
         elif name == "FINISH":
             self._must_not_rest(event.request)
-        if name not in ("HIT", "MISS", "ALLOC"):
-            self._admitted = -1
+        elif name == "PREEMPT" and event.how == "swap":
+            self._swapped, self._parked, self._rests = event, False, None
+
+    def _must_be_settled(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
+        """Check that what lines of tiers led to has come before this line of the pool."""
+        if self._short:
+            violated(f"tier {min(self._short)!r} dropped blocks to make room for nothing")
+        if self._leaves:
+            violated(f"tier {min(self._leaves)!r} keeps what was written below to evict it")
+        if self._load_due:
+            violated("blocks were offloaded for a load that must come here")
+        if self._arriving > 0:
+            violated(f"sequence {self._arriving} waits for a load that is done")
+        if self._swapped is not None and not self._parked:
+            violated(f"sequence {self._swapped.seq} is swapped out, and parked nowhere")
+        if self._hit_due:
+            hits = event.event == "HIT" and self._hit_by in (None, event.request)
+            if begins or not hits:
+                violated("blocks were offloaded for a hit that must come here")
+            self._hit_due, self._hit_by = False, None
 
     def _must_commit(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
         """Check that what was loaded is committed before anything else happens."""
@@ -211,8 +211,10 @@ class TierChecker:
             place = repr(tier.above) if tier.above else "the pool"
             violated(f"tier {tier.name!r} takes blocks from {place}")
         used, slots = tier.used + event.blocks, tier.record.slots
-        if used > slots or (tier.name in self._short and used < slots):
+        if used > slots:
             violated(f"{used} slots of tier {tier.name!r} would be in use; it has {slots}")
+        if tier.name in self._short and used < slots:
+            violated(f"tier {tier.name!r} dropped {slots - used} more blocks than were missing")
         self._short.discard(tier.name)
         if event.parked:
             self._park(event, tier, end)
@@ -235,9 +237,10 @@ class TierChecker:
         keys, last = prompt.keys, (end - 1) // self._ratio
         if last >= len(keys):
             violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
-        here, reason = self._cached.match(keys), self._leaving or self._kept
+        here, leaves = self._cached.match(keys), self._rule == "evict" or self.swaps
+        reason = self._leaving if leaves else self._kept
         led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
-        if here < end and not (self._leaving and led):
+        if here < end and not (leaves and led):
             violated(f"{here} blocks of request {prompt.id!r} are cached, not {end}")
         if self._swapped is not None:
             seq = self._state.sequence(self._swapped.seq)
@@ -352,7 +355,9 @@ class TierChecker:
         self._arriving = event.seq if len(waiting) > 1 else -1
         # The last block of a parked sequence may have room for more tokens.
         parked = seq.prompt.id in tier.parked
-        upto = min(self._come - parked, seq.prompt.storable)
+        upto = min(self._come - parked, seq.prompt.cacheable)
+        if seq.prompt.share is not None:
+            upto = min(upto, seq.prompt.share)
         if self._arriving == -1 and self._shares and upto > seq.span.end:
             self._owed = seq.id, upto
 
@@ -369,14 +374,7 @@ class TierChecker:
                 violated(f"no bytes are moved here, so none are {reason}")
             return
         if reason == "moved":
-            last = (end - 1) // self._ratio
-            from_here = self._loaded is not None and self._loaded[0] is tier
-            if begins or not from_here or tier.record.options.get("keep") != "exclusive":
-                violated(f"nothing was loaded just before from an exclusive {tier.name!r}")
-            assert self._loaded is not None
-            _, keys, loaded = self._loaded
-            if end > loaded or keys[last] != prompt.keys[last]:
-                violated(f"block {end - 1} is not of what was loaded")
+            self._must_be_loaded(tier, prompt, end, begins)
             return
         if reason == "expired" and not self._expires[tier.name]:
             violated(f"the eviction policy of tier {tier.name!r} expires nothing")
@@ -385,6 +383,21 @@ class TierChecker:
         if reason == "capacity":
             self._short.add(tier.name)
             self._leaves.discard(tier.name)
+
+    def _must_be_loaded(
+        self,
+        tier: TracedTier,
+        prompt: TracedPrompt,
+        end: int,
+        begins: bool,  # noqa: FBT001
+    ) -> None:
+        """Check that blocks were loaded just before from a tier that does not keep them."""
+        loaded, last = self._loaded, (end - 1) // self._ratio
+        exclusive = tier.record.options.get("keep") == "exclusive"
+        if begins or loaded is None or loaded[0] is not tier or not exclusive:
+            violated(f"nothing was loaded just before from an exclusive {tier.name!r}")
+        if end > loaded[2] or loaded[1][last] != prompt.keys[last]:
+            violated(f"block {end - 1} is not of what was loaded")
 
     def _must_be_free(self, tier: TracedTier, prompt: TracedPrompt, first: int) -> None:
         """Check that no transfer and no parked sequence needs a block of a prompt."""

@@ -130,6 +130,12 @@ class TracedTier:
         """Blocks of preempted sequences."""
         return sum(end - first for first, end in self.parked.values())
 
+    def load_ns(self, blocks: int, now: int) -> int | None:
+        """Return the ns from `now` until blocks would be loaded; None: nothing is from here."""
+        if self.record.options.get("load") == "never":
+            return None
+        return self.done_at(blocks, now, write=False) - now
+
     def done_at(self, blocks: int, now: int, *, write: bool) -> int:
         """Return when (ns) blocks could be used that are put on the link at `now`."""
         size = blocks * self.record.slot_bytes
@@ -278,4 +284,4 @@ def _link(record: events.TierRecord) -> tuple[int, int, int]:
         )
         raise ValueError(msg)
     read, write = (rate * record.devices for rate in rates)  # type: ignore[operator]
-    return read, write, round(latency * NS_PER_S)  # type: ignore[operator]
+    return read, write, round(latency * NS_PER_S)

@@ -100,7 +100,7 @@ def test_explain_a_log():
 
 def test_list_shows_all():
     """`--price list` prints every price, whatever else is asked."""
-    done = run_here("compare", "--price", "list")
+    done = run_here("explain", "--price", "list")
     assert done.returncode == 0
     assert {line.split()[0] for line in done.stdout.splitlines()[2:]} == set(PRICES)
 

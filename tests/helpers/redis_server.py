@@ -3,11 +3,13 @@
 import os
 import shutil
 import socket
+import socketserver
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 import pytest
 
@@ -84,17 +86,51 @@ class Server:
 
 
 @contextmanager
-def running():
+def running(**config):
     """Run a server as long as the body takes; skip the test if there is none."""
     if program() is None:
         pytest.skip(f"none of {', '.join(PROGRAMS)} is installed")
     with TemporaryDirectory() as folder:
         server = Server(folder)
         try:
-            server.start()
+            server.start(**config)
             yield server
         finally:
             server.stop()
+
+
+@contextmanager
+def answering(answer, *, greets=True):
+    """Run a server that greets as Redis does, and answers each command with these bytes.
+
+    None: it never answers. Yields its URL and the names of the commands it was sent.
+    """
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            with suppress(OSError, ValueError):
+                while count := self.rfile.readline():
+                    words = [
+                        self.rfile.read(int(self.rfile.readline()[1:]) + 2)
+                        for _ in range(int(count[1:]))
+                    ]
+                    name = words[0].strip().decode()
+                    asked.append(name)
+                    polite = {"CLIENT": b"+OK\r\n", "PING": b"+PONG\r\n"}.get(name)
+                    reply = polite if greets and polite else answer
+                    if reply is not None:
+                        self.wfile.write(reply)
+
+    asked = []
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"redis://127.0.0.1:{server.server_address[1]}/0", asked
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 if __name__ == "__main__":

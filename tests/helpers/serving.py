@@ -76,6 +76,15 @@ class Tally(LatencyModel):
         return [(work.prefill + self.TOKEN * work.decode, 0)]
 
 
+SLOT = 64
+"""Bytes of a block."""
+
+RATES = ("640GB", "64GB", "6400GB", "1GB")
+"""Bytes a second at which a block takes 0.1 ns, 1 ns, 0.01 ns and 64 ns."""
+
+TIER_EVICTIONS = [name for name in POLICIES if "," not in name]
+"""In the text of a tier, a policy has one option at most."""
+
 EVICTIONS = (*POLICIES, "lfu:half_life=1e-6", "ttl:ttl=3e-7")
 
 
@@ -155,10 +164,12 @@ def serve(
     jumps=True,
     rate_scale=1.0,
     tiers=(),
-    slot_bytes=1,
     **batching,
 ):
-    """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`."""
+    """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`.
+
+    `tiers` are texts; a block has 64 bytes.
+    """
     out = BytesIO()
     writer = Trace(out, mode="model") if trace else None
     cache = KVCache(
@@ -171,7 +182,7 @@ def serve(
         trace=writer,
     )
     if tiers:
-        Tiers(cache, tiers, slot_bytes)
+        Tiers(cache, tiers, SLOT)
     result = simulate(
         requests,
         cache=cache,
@@ -186,6 +197,8 @@ def serve(
     cache.check_integrity()
     assert not cache.sequences
     assert cache.pool.free_blocks + cache.tree.cached_blocks == blocks
+    for level in cache.tiers.levels if tiers else ():
+        assert level.pool.free_blocks + level.tree.cached_blocks == level.pool.blocks
     log = result.log
     columns = [getattr(log, column) for column in COLUMNS]
     rows = {
@@ -205,6 +218,7 @@ class Server:
     eviction: str
     windows: tuple[int | None, ...]
     options: dict[str, Any]
+    tiers: tuple[str, ...] = ()
 
     def run(self, scheduler, **options):
         """Serve the requests with a new scheduler of this name, and all else new."""
@@ -213,6 +227,7 @@ class Server:
             self.requests,
             scheduler=scheduler_of(scheduler),
             eviction=build(self.eviction),
+            tiers=self.tiers,
             **self.options,
             **options,
         )
@@ -299,9 +314,48 @@ def _keys(draw, number, prompt, output, key_tokens):
     return keys, [own + place for place in range(full, end)]
 
 
+def random_tiers(draw):
+    """Make the texts of one or two tiers, as small and as slow as the servers above."""
+
+    def one_of(*values):
+        return values[draw(0, len(values) - 1)]
+
+    return tuple(
+        f"{one_of('host', 'disk')}:memory={SLOT * one_of(40, 1, 3, 10, 1000)}"
+        f",eviction={one_of('lru', one_of(*TIER_EVICTIONS))}"
+        f",write={one_of('evict', 'through', 1, 2)},keep={one_of('inclusive', 'exclusive')}"
+        f",load={one_of('cost', 'cost', 'always', 'never')}"
+        f",read_bandwidth={one_of(*RATES)},write_bandwidth={one_of(*RATES)}"
+        f",latency={one_of(0, 1e-9, 3e-8)},max_wait={one_of(1, 1, 2e-8, 0)}"
+        for _ in range(one_of(1, 2))
+    )
+
+
+def random_tiered_server(draw):
+    """Make a server as `random_server` does, with tiers, and with prompts that share more."""
+    server = random_server(draw)
+    requests = []
+    for request in server.requests:
+        branch, shared = draw(1, 2), draw(0, 40)
+        keys = [
+            1000 * branch + place if place < shared else (request.id + 1) * 10_000 + place
+            for place in range(len(request.keys))
+        ]
+        requests.append(attrs.evolve(request, keys=keys))
+    return attrs.evolve(server, requests=requests, tiers=random_tiers(draw))
+
+
 @st.composite
-def _drawn(draw):
-    return random_server(lambda low, high: draw(st.integers(low, high)))
+def _drawn(draw, make=random_server):
+    return make(lambda low, high: draw(st.integers(low, high)))
+
+
+def tiered_servers():
+    """Draw a server with tiers, likewise."""
+    seeds = st.integers(0, 2**32)
+    return _drawn(random_tiered_server) | seeds.map(
+        lambda seed: random_tiered_server(Random(seed).randint)  # noqa: S311
+    )
 
 
 def servers():

@@ -7,8 +7,11 @@ since a trace holds no others.
 from hashlib import blake2b
 
 import orjson
+from helpers.serving import Even
 
 from kvcore import KVCache, Request, Trace
+from kvcore.serving import Batching, simulate
+from kvcore.tiers import Tiers
 from kvcore.trace import read_events
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
@@ -178,6 +181,35 @@ def compact(path):
         cache.commit(long, 2, 8)
         trace.finish(8, request="long", seq=2, output=8)
         cache.close(long, 8)
+    return path
+
+
+TIERS = (
+    (
+        "host:memory=6000,keep=exclusive,load=always,read_bandwidth=1TB,write_bandwidth=1TB,"
+        "latency=5e-9"
+    ),
+    "disk:memory=9000,load=always,read_bandwidth=500GB,write_bandwidth=250GB,latency=2e-8",
+)
+"""A tier of 6 slots and one of 9, of 1000 bytes: 1 ns a block; 2 to read and 4 to write."""
+
+
+def rest(path, tiers=TIERS, requests=None, blocks=8, mode="model"):
+    """Record a server whose blocks go down two tiers, come up from both, and are swapped."""
+    if requests is None:
+        requests = [
+            ask("a", "abcd", output_tokens=1, arrival=0),
+            ask("b", "efghi", output_tokens=1, arrival=100),
+            ask("c", "", 16, output_tokens=1, arrival=200),
+            ask("again", "abcdx", output_tokens=1, arrival=300),
+            ask("p", "pq", output_tokens=12, arrival=500),
+            ask("r", "rstu", output_tokens=12, arrival=500),
+        ]
+    with Trace(path, mode=mode, executor="simulate") as trace:
+        cache = KVCache(blocks, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        if tiers:
+            Tiers(cache, tiers, 1000)
+        simulate(requests, cache=cache, latency=Even(), batching=Batching(watermark=0.0))
     return path
 
 

@@ -3,7 +3,7 @@
 import attrs
 import pytest
 from helpers.schedulers import SCHEDULERS, STAND_INS
-from helpers.serving import COLUMNS, Bent, Single, Tally, servers
+from helpers.serving import COLUMNS, Bent, Single, Tally, servers, tiered_servers
 from hypothesis import find, given, settings
 
 from kvcore import Plugins
@@ -23,7 +23,7 @@ def outcome(run):
 
 
 @every_scheduler
-@given(server=servers())
+@given(server=servers() | tiered_servers())
 def test_jumps_change_nothing(scheduler, server):
     """Many decode steps at once or one by one: the same trace, byte for byte."""
     jumps, steps = server.run(scheduler), server.run(scheduler, jumps=False)
@@ -33,7 +33,7 @@ def test_jumps_change_nothing(scheduler, server):
 
 @every_scheduler
 @few
-@given(server=servers())
+@given(server=servers() | tiered_servers())
 def test_a_trace_changes_nothing(scheduler, server):
     """Where nobody writes, and blocks are only counted, the decisions are the same."""
     untraced = outcome(server.run(scheduler, trace=False))
@@ -98,7 +98,7 @@ def test_no_work_is_lost_or_done_twice(scheduler, server):
 
 @every_scheduler
 @few
-@given(server=servers())
+@given(server=servers() | tiered_servers())
 def test_little(scheduler, server):
     """Requests in the server, summed over time as its trace tells, are their times in it."""
     run = server.run(scheduler)
@@ -113,7 +113,7 @@ def test_little(scheduler, server):
 
 @every_scheduler
 @few
-@given(server=servers())
+@given(server=servers() | tiered_servers())
 def test_seats_are_not_taken_twice(scheduler, server):
     """Never do more requests run than may; those that do not are paused or hold nothing."""
     running = set()

@@ -46,13 +46,25 @@ def test_each_use_renews_the_ttl():
     """An entry that is read every 200 s lives beyond 300 s; one that is not lapses."""
     used = requests((0, "ab"), (200, "ab"), (400, "ab"))
     assert [each.read for each in charges(*used)] == [0, 2, 2]
-    idle = requests((0, "ab"), (299.9, "cd"), (300, "ab"))
-    assert [each.read for each in charges(*idle)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("price", [PRICE, find_price("input=4,cached=1")])
+@pytest.mark.parametrize(("seconds", "read"), [(299.9, 2), (300, 0)])
+def test_a_ttl_lapses_when_it_is_over(price, seconds, read):
+    """The last instant at which a prompt is read is before the TTL is over, by either rule."""
+    rows = requests((0, "ab"), (299, "cd"), (seconds, "ab"))
+    assert charges(*rows, price=price)[2].read == read
 
 
 def test_short_prompts_are_not_cached():
     """A prompt below the least length is neither written nor read."""
     assert charges(*requests((0, "a"), (1, "a"))) == [Charge(1, 0, 0, 0, 0)] * 2
+
+
+def test_short_prefixes_are_no_entries():
+    """A breakpoint before the least length writes nothing, in a prompt that is long enough."""
+    rows = [logged(0, 0, ("a", 0), ("b", None)), logged(1, 1, ("a", 0), ("cd", None))]
+    assert charges(*rows) == [Charge(2, 0, 0, 0, 0), Charge(3, 0, 0, 0, 0)]
 
 
 def test_writing_without_a_price_is_input():
@@ -122,6 +134,14 @@ def test_logged_prompts_are_as_long_as_reported():
     assert found.reported.usd == pytest.approx((20 * 4 + 20 + 30 * 5 + 10 * 8 + 7 * 10) / 1e6)
 
 
+def test_hits_count_in_whole_steps():
+    """A hit of one's own cache is read as far as the API could have cached it."""
+    price = find_price("input=4,cached=1,write=5,min_tokens=4,step=2")
+    each = request(0, 0, "abcdefghi")
+    assert [hit_charge(price, each, hit).read for hit in (3, 5, 6)] == [0, 4, 6]
+    assert hit_charge(price, each, 5) == Charge(1, 4, 4, 0, 0)
+
+
 def test_reported_if_all_is():
     """There is no bill of a log of which some requests report nothing."""
     rows = [logged(0, 0, ("ab", 0), usage=Usage(2)), logged(1, 1, ("ab", 0))]
@@ -143,6 +163,16 @@ def test_rows_of_a_comparison_are_billed():
     assert compare(work, "lru", 20).rows[0].bill is None
 
 
+def test_what_tiers_load_is_read():
+    """Tokens that a tier below the pool gave back are billed as those that hit."""
+    work = Zipf(requests=60, prefixes=4, prefix_tokens=512, suffix_tokens=32, rate=0.1)
+    result = kvcore.simulate(work, blocks=60, tier="host:memory=1GiB")
+    loaded = sum(result.log.loaded)
+    assert loaded > 0
+    found = bill(work, "input=3,cached=0.3", log=result.log)
+    assert found.run.read_tokens == sum(result.log.hit) + loaded
+
+
 def test_a_run_is_billed_by_its_hits():
     """Requests arrive when they did in the run, and those that it rejected are left out."""
     work = Zipf(requests=40, prefixes=4, prefix_tokens=64, suffix_tokens=32, rate=100)
@@ -151,5 +181,10 @@ def test_a_run_is_billed_by_its_hits():
     assert found.run.read_tokens == sum(result.log.hit)
     assert found.run.requests == found.api.requests == 40
     assert found.run.output_tokens == sum(result.log.output)
+    slow, fast = (
+        bill(work, "input=3,ttl=1", log=kvcore.simulate(work, blocks=60, rate_scale=scale).log)
+        for scale in (0.01, 100)
+    )
+    assert slow.api.read_tokens < fast.api.read_tokens
     result = kvcore.simulate(work, blocks=5, block_size=16)
     assert bill(work, "openai", log=result.log).run.requests == 40 - len(result.log.reasons)

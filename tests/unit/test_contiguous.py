@@ -11,6 +11,7 @@ from kvcore.serving import Batching, DecodeSteps, simulate
 from kvcore.serving.contiguous import AddressSpace, ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.stats import TokenGaps
+from kvcore.tiers import Tiers
 
 
 def taken(size, *lengths):
@@ -214,10 +215,18 @@ def test_there_is_no_trace(tmp_path):
     assert not path.exists()
 
 
+def test_there_are_no_tiers():
+    """Tiers keep blocks: with one below its cache, contiguous allocation is refused."""
+    cache = KVCache(10, BLOCK, accounting="tokens")
+    Tiers(cache, ["host:memory=1kB"], 100)
+    with pytest.raises(InputError, match="leave the tiers out"):
+        simulate([ask("a")], cache=cache, allocation="contiguous", max_output=1)
+
+
 def test_growth_never_fails():
     """In memory that is full to the last slot nobody gives way: all had room from the start."""
     result = run([ask(name, output=6) for name in "abc"])
-    assert result.summary()["preemptions"] == {"pause": 0, "recompute": 0}
+    assert result.summary()["preemptions"] == {"pause": 0, "recompute": 0, "swap": 0}
     assert list(result.log.admitted) == [0, 0, 60]
 
 

@@ -37,6 +37,7 @@ NAMES = {
         "slru",
         "tail-lru",
         "tinylfu",
+        "tool-ttl",
         "ttl",
     ],
     "generator": ["huggingface", "induction", "sincos", "transformer"],

@@ -80,3 +80,9 @@ def test_wrong_prices_are_refused(text, why):
 def test_steps_of_128(tokens, cached):
     """From 1,024 tokens on in steps of 128; 1,920 of 2,006 is the example of the guide."""
     assert find_price("openai").cacheable(tokens) == cached
+
+
+def test_steps_begin_at_the_least_length():
+    """Not at the prompt's start."""
+    price = find_price("input=1,min_tokens=100,step=128")
+    assert [price.cacheable(tokens) for tokens in (99, 227, 228)] == [0, 100, 228]

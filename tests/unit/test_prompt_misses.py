@@ -54,6 +54,14 @@ def test_a_part_that_has_lapsed():
     assert unread(*rows) == [("lapsed", 2, 2)]
 
 
+def test_an_entry_that_has_lapsed():
+    """The gap is that to the last request with what lapsed, not with a part that is alive."""
+    rows = requests((0, "abcd"), (200, "abx"), (350, "abcd"))
+    (last,) = explain_prompts(rows, EXPLICIT).prompts[-1].unread
+    assert (last.reason, last.tokens, last.other) == ("lapsed", 4, 0)
+    assert last.gap_ns == 350 * NS_PER_S
+
+
 def test_no_entry_ends_there():
     """Tokens that earlier prompts have, but no breakpoint or whole step after them."""
     rows = requests((0, "abcd"), (1, "abce"))
@@ -94,6 +102,34 @@ def test_a_dropped_message_is_an_edit():
         logged(1, 1, ("ab", None), ("cdef", None), ("g", None)),
     ]
     assert unread(*rows) == [("edited", 2, 4), ("new", 6, 1)]
+
+
+def test_the_original_is_not_the_last_prompt_alike():
+    """Others share more sentences with an edited prompt than its original does."""
+    rows = [
+        logged(0, 0, ("abcdefgh", None), ("m", None), ("1234", None)),
+        logged(1, 1, ("abcdefgh", None), ("z", None)),
+        logged(2, 2, ("abcdefgh", None), ("1234", None), ("n", None)),
+    ]
+    (edited, _) = explain_prompts(rows, AUTOMATIC).prompts[-1].unread
+    assert (edited.reason, edited.tokens, edited.other) == ("edited", 4, 0)
+
+
+def test_some_sentences_alike_are_no_edit():
+    """A prompt that repeats less than half of another after the difference is no edit of it."""
+    rows = [logged(0, 0, ("xabcdef", None)), logged(1, 1, ("yab123", None))]
+    assert unread(*rows) == [("new", 0, 6)]
+
+
+def test_old_prompts_are_forgotten(monkeypatch):
+    """An edit is looked for among the last prompts."""
+    monkeypatch.setattr(prompt_misses, "RECENT", 1)
+    rows = [
+        logged(0, 0, ("xabcd", None)),
+        logged(1, 1, ("z", None)),
+        logged(2, 2, ("yabcd", None)),
+    ]
+    assert unread(*rows) == [("new", 0, 5)]
 
 
 def test_undetermined_edits():

@@ -135,6 +135,7 @@ def test_the_summary_of_three_requests():
     assert summary["queue_s"]["mean"] == 2.5 / NS
     assert summary["preemptions"] == {"pause": 0, "recompute": 0, "swap": 0}
     assert summary["evicted_blocks"] == 0
+    assert summary["pins"] == {"refused_blocks": 0, "yielded": 0}
     assert summary["residency"] is None
 
 

@@ -40,14 +40,14 @@ def test_the_counts_at_a_time_are_those_until_then(trace):
     """Asked for a moment, the report has the ends and preemptions up to it."""
     report = check_trace(trace, 3)
     assert (report.requests, report.finished, report.rejected) == (3, 1, 1)
-    assert report.preemptions == {"pause": 1, "recompute": 0}
+    assert report.preemptions == {"pause": 1, "recompute": 0, "swap": 0}
 
 
 def test_a_trace_without_clock_has_no_ends(tmp_path):
     """Where no line tells of ends and preemptions there are none."""
     report = check_trace(write(tmp_path / "trace.jsonl", ask("a", "a")))
     assert (report.finished, report.rejected) == (0, 0)
-    assert report.preemptions == {"pause": 0, "recompute": 0}
+    assert report.preemptions == {"pause": 0, "recompute": 0, "swap": 0}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_paused_request_may_lose_its_blocks(tmp_path):
         trace.preempt(0, request="r", seq=1, how="recompute")
         cache.close(seq)
         finish(trace, cache, cache.open(ask("r", "a"), resumed=True))
-    assert check_trace(path).preemptions == {"pause": 1, "recompute": 1}
+    assert check_trace(path).preemptions == {"pause": 1, "recompute": 1, "swap": 0}
 
 
 def test_an_admission_again_follows_a_recompute(tmp_path):

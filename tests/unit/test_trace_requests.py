@@ -10,7 +10,7 @@ from helpers.traces import serve as serve_by_hand
 
 from kvcore import SLO, InputError, KVCache, Request, Trace, TraceError
 from kvcore.analysis import compare
-from kvcore.request import Retention, text_request
+from kvcore.request import Hints, Retention, text_request
 from kvcore.serving import Batching, simulate
 from kvcore.trace import TraceWorkload, read_request
 from kvcore.trace.events import decode
@@ -35,6 +35,8 @@ FULL = Request(
     session="s",
     after=4,
     think_time=9,
+    tool="grep",
+    hints=Hints(share=0, pin=7, prefetch=8),
     output_keys=[b"\x0c" * 16],
 )
 
@@ -43,7 +45,7 @@ FULL = Request(
     "request_",
     [
         FULL,
-        attrs.evolve(FULL, slo=SLO(), keys=[1, 2], id=7),
+        attrs.evolve(FULL, slo=SLO(), keys=[1, 2], id=7, hints=Hints(demote=True, share=5)),
         Request(id=0, prompt_tokens=0, key_tokens=1, keys=[]),
     ],
 )

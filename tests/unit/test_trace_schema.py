@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers.traces import CACHE, forget, lines, record, serve
+from helpers.traces import CACHE, forget, lines, record, rest, serve
 
 from kvcore.cache import Recorder
 from kvcore.request import Request
@@ -123,6 +123,12 @@ def test_what_a_server_does_is_of_the_schema(tmp_path):
     assert [find_fault(line) for line in lines(path)] == [None] * 34
 
 
+def test_what_tiers_do_is_of_the_schema(tmp_path):
+    """Every line of a run with tiers has the fields of its event, and no others."""
+    path = rest(tmp_path / "trace.jsonl")
+    assert [find_fault(line) for line in lines(path)] == [None] * 90
+
+
 def test_a_line_is_an_object():
     """Other JSON is no line."""
     assert find_fault([1]) == "a line must be a JSON object, not [1]"
@@ -224,13 +230,39 @@ CALLS = {
     "first_token": {"request": "r", "seq": 1},
     "preempt": {"request": "r", "seq": 1, "how": "pause", "requester": 3},
     "resume": {"request": "r", "seq": 1},
+    "offload": {
+        "tier": "disk",
+        "request": "r",
+        "first": 1,
+        "blocks": 2,
+        "done": 3,
+        "source": "host",
+        "parked": True,
+    },
+    "load_start": {
+        "tier": "disk",
+        "request": "r",
+        "seq": 1,
+        "first": 2,
+        "blocks": 3,
+        "done": 4,
+    },
+    "load": {"tier": "disk", "request": "r", "seq": 1, "first": 2, "blocks": 3},
+    "drop_from_tier": {
+        "tier": "disk",
+        "request": "r",
+        "first": 1,
+        "blocks": 2,
+        "reason": "capacity",
+    },
     "keys": {"request": "r", "keys": [b"0123456789abcdef", 7]},
     "finish": {"request": "r", "seq": 1, "output": 2, "output_keys": [b"0123456789abcdef"]},
     "reject": {"request": "r", "why": "too long"},
 }
 """By method of a recorder: arguments with every field of its event."""
 
-STRUCTS = {name.lower(): struct for name, struct in EVENTS.items()} | {"drop": Drop}
+STRUCTS = {name.lower(): struct for name, struct in EVENTS.items()}
+STRUCTS |= {"drop": Drop, "drop_from_tier": EVENTS["DROP"]}
 
 
 def test_every_event_has_a_method():

@@ -314,6 +314,16 @@ def test_a_tokenizer_counts_and_its_template_is_applied(read, folder):
     assert prompt.prompt_tokens == 5
 
 
+def test_parts_of_a_prompt_by_a_template_have_shares_of_it(read, folder):
+    """A template says how long a prompt is; its messages divide that by their lengths."""
+    (request,) = read({"messages": CHAT[:4]}, tokenizer=folder(TEMPLATE))
+    ends = [part.end for part in request.parts]
+    assert ends == sorted(ends)
+    assert ends[-1] == request.prompt_tokens
+    lengths = [len(f"{m['role']}\n{m['content']}") for m in CHAT[:4]]
+    assert ends[0] == request.prompt_tokens * lengths[0] // sum(lengths)
+
+
 def test_a_tokenizer_without_a_template_is_enough(read, folder):
     """Roles are written before the messages then, each text for itself."""
     first, second = read({"messages": CHAT}, tokenizer=folder(None))

@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from kvcore.plugins.manager import Plugins
-from kvcore.request import Request, Retention
+from kvcore.request import Hints, Request, Retention
 from kvcore.trace.fields import request_fields
 from kvcore_plugins import hooks
 from kvcore_plugins.workload import Jsonl, Weka, Zipf
@@ -21,6 +21,8 @@ FULL = Request(
     tenant="acme",
     priority=-1,
     retention=(Retention(0, None, 90, 10**9), Retention(16, 32, 1)),
+    hints=Hints(share=32, pin=10**9, prefetch=5),
+    tool="grep",
     session="s",
     after=4,
     think_time=9,

@@ -5,7 +5,7 @@ import pytest
 
 from kvcore import KVCache, simulate
 from kvcore.errors import InputError
-from kvcore.request import SLO, Retention
+from kvcore.request import SLO, Hints, Retention
 from kvcore.workloads import checked
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear
@@ -45,6 +45,13 @@ def test_what_clients_and_predictors_expect_is_read(tmp_path):
     row = REQUEST | {"slo": {"ttft": 5, "deadline": 9}, "predicted": 3}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
     assert (request.slo, request.predicted_output_tokens) == (SLO(ttft_ns=5, deadline_ns=9), 3)
+
+
+def test_what_clients_ask_for_is_read(tmp_path):
+    """Hints and the tool that is called arrive in the request."""
+    row = REQUEST | {"hints": {"share": False, "demote": True}, "tool": "grep"}
+    (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
+    assert (request.hints, request.tool) == (Hints(share=0, demote=True), "grep")
 
 
 def test_closed_loop_is_read():
@@ -129,6 +136,10 @@ def test_trace_without_requests_is_refused(tmp_path):
         ({"retention": [[0, 1, 50, -1]]}, r"field 'retention\[0\]': expected \[start, end"),
         ({"retention": [[0, 1, None, 1]]}, r"field 'retention\[0\]': expected \[start, end"),
         ({"retention": [[0, 1, 5.0, 1]]}, r"field 'retention\[0\]': expected \[start, end"),
+        ({"hints": {"pin": 0}}, "field 'hints': expected an object of share"),
+        ({"hints": {"keep": 1}}, "field 'hints': expected an object of share"),
+        ({"hints": [1]}, "field 'hints': expected an object of share"),
+        ({"tool": 1}, "field 'tool': expected a text"),
         ({"after": []}, "field 'after': expected an integer or a text"),
         ({"think": -1}, "field 'think': expected a whole number from 0"),
         ({"output_keys": [-1]}, r"field 'output_keys\[0\]': expected an integer"),

@@ -9,7 +9,7 @@ from helpers.serving import ask
 
 from kvcore import InputError, KVCache, Request, Workload
 from kvcore.analysis.serial_replay import replay
-from kvcore.request import Retention
+from kvcore.request import Hints, Retention
 from kvcore.workloads import WorkloadSample
 from kvcore_plugins.workload import Mooncake
 
@@ -73,6 +73,8 @@ def test_hints_keep_their_tokens():
         Retention(0, 3, 80),
         Retention(2, None, 10),
     )
+    hints = Hints(share=9, pin=5)
+    assert scaled(4, prompt=40, hints=hints).hints == Hints(share=2, pin=5)
 
 
 def test_the_first_requests():

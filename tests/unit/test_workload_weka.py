@@ -48,6 +48,15 @@ def test_extract_is_read_whole():
     assert sessions.count("trace_0620") == 6
 
 
+def test_tools_are_told_as_far_as_they_were_recorded(read):
+    """An answer that stopped to call one, or a subagent; the user is no tool."""
+    agent = {"t": 3, "type": "subagent", "requests": [turn(0, stop="end_turn")]}
+    calls = [turn(0, stop="tool_use"), turn(2, stop="tool_use"), agent]
+    requests = read(session("a", *calls, turn(9, stop="end_turn"), turn(20)))
+    tools = ["tool_use", "subagent", None, None, None]
+    assert [request.tool for request in requests] == tools
+
+
 def test_sessions_share_no_keys(read):
     """Equal ids in two sessions are different blocks: ids are local to a session."""
     one, two = read(session("a", turn(0, [5])), session("b", turn(0, [5])))

@@ -29,11 +29,11 @@ class ToolTTL(ScoreEviction):
 
     When a request of a session ends, the session waits for the tool that the answer calls
     (`Request.tool`), or for its user. To keep its prefix up to an age T saves the seconds to
-    compute a block again, if it returns by then; it costs memory as long as it waits, but T
-    at most. The score is the best ratio of the two over all T. What the memory is worth to
-    others is the score of the victim: so every prefix has a time to live, which is longer
-    where memory is ample, and by tool: what waits for a slow one outlives what has waited a
-    little too long for a fast one.
+    compute a block again, or to load it from a tier, if it returns by then; it costs memory
+    as long as it waits, but T at most. The score is the best ratio of the two over all T.
+    What the memory is worth to others is the score of the victim: so every prefix has a time
+    to live, which is longer where memory is ample, and by tool: what waits for a slow one
+    outlives what has waited a little too long for a fast one.
 
     How long a tool takes is learned online, as a histogram of ages in powers of two for each
     name: how many of the waits that reached an age ended there. Few waits lean on those for
@@ -127,7 +127,7 @@ class ToolTTL(ScoreEviction):
             self._learn(now)
         tool, since = span.data
         values = self._values.get(tool, self._unknown)
-        return values[_bucket(now - since)] * span.recompute_seconds
+        return values[_bucket(now - since)] * span.loss_seconds
 
     def changes_at(self, span: Span, now: int) -> int | None:
         """Return when the age of `span` enters the next bucket, in ns."""

@@ -46,7 +46,7 @@ class Sealer:
         """Store the hash function, and whose blocks these are."""
         package = import_extra("xxhash", "checksums of a tier need xxhash", "torch")
         self._hash: Any = package.xxh3_128
-        self.owner = self._hash(size.to_bytes(8, "little") + identity).digest()
+        self.owner: bytes = self._hash(size.to_bytes(8, "little") + identity).digest()
 
     def seal(self, block: StoredBlock, data: memoryview) -> bytes:
         """Return the header of `block`, whose K/V are `data`."""

@@ -47,9 +47,9 @@ class Disk(Tier):
     Attributes:
         path: the directory of its files, which one process has at a time; None: for
             simulations alone.
-        sync: whether K/V are on the disk before their headers are, and a write is done once
-            both are. Without it a crash of the machine, not of the process, may lose what was
-            written last: the checksums find out.
+        sync: whether a write waits until its K/V are on the disk, before it writes headers.
+            Without it, the default, a crash of the machine, not of the process, may leave
+            headers without their K/V, as the checksums find out.
     """
 
     name: ClassVar[str] = "disk"
@@ -183,14 +183,12 @@ class DiskStore(TierStore):
             )
             _write(self._data, data[start * size : end * size], blocks[start].slot * size)
         if self._sync:
-            os.fdatasync(self._data)
+            _sync(self._data)
         for start, end in self._runs(blocks):
             first = blocks[start].slot
             self._used[first : first + end - start] = b"\1" * (end - start)
             whole = b"".join(each.ljust(HEADER_BYTES, b"\0") for each in headers[start:end])
             self._write_headers(first, whole)
-        if self._sync:
-            os.fdatasync(self._headers)
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
         """Read blocks, up to the first that is not what its header says."""
@@ -275,6 +273,10 @@ def _read(file: int, into: memoryview, at: int) -> None:
         if not got:
             return
         into, at = into[got:], at + got
+
+
+def _sync(file: int) -> None:
+    (os.fdatasync if sys.platform == "linux" else os.fsync)(file)
 
 
 def _warn(text: str, *about: object) -> None:

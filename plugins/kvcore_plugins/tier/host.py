@@ -23,8 +23,9 @@ class Host(Tier):
     pinned memory reach it, 50 of 63 GB/s, one link for each GPU.
 
     In a run on tensors its memory is taken as it is first used, in huge pages where there are
-    such. Blocks carry no checksum: against flipped bits memory has its own, and nobody else
-    writes there. A block is taken for right if the slot holds the one that was asked for.
+    such; what moves to a GPU goes through pinned buffers of the backend. Blocks carry no
+    checksum: memory has its own against flipped bits, and nobody else writes there. A block is
+    right if its slot holds the one that was asked for.
     """
 
     name: ClassVar[str] = "host"
@@ -92,12 +93,6 @@ class HostStore(TierStore):
         """Forget what is in `slots`; their memory stays taken."""
         for slot in slots:
             self._held.pop(slot, None)
-
-    def present(self, blocks: Sequence[StoredBlock]) -> int:
-        """Return how many of the first `blocks` are in their slots."""
-        held = self._held
-        right = (held.get(block.slot) == (block.position, block.chain) for block in blocks)
-        return next((at for at, each in enumerate(right) if not each), len(blocks))
 
     def close(self) -> None:
         """Give the memory back."""

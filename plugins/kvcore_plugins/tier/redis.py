@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, NoReturn
 
 import attrs
 
 from kvcore import InputError
+from kvcore.errors import redact
 from kvcore.extras import import_extra
 from kvcore.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.units import picoseconds
@@ -30,11 +31,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 
 SCAN_S = 30.0
 """Seconds in which the blocks of earlier runs are looked for, at most."""
-
-
-def redacted(url: str) -> str:
-    """Return a URL without its user, password and query."""
-    return re.sub(r"//.*@", "//***@", url.partition("?")[0])
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -58,7 +54,7 @@ class Redis(Tier):
 
     name: ClassVar[str] = "redis"
 
-    url: str = attrs.field(default="redis://127.0.0.1:6379/0", repr=redacted)
+    url: str = attrs.field(default="redis://127.0.0.1:6379/0", repr=redact)
     ttl: float | None = 86400.0
     timeout: float = 1.0
     read_bandwidth: int | str = bandwidth("1.2GB")
@@ -76,7 +72,7 @@ class Redis(Tier):
 
     def options(self) -> dict[str, Any]:
         """Return the options; `url` without user, password and query."""
-        return super().options() | {"url": redacted(self.url)}
+        return super().options() | {"url": redact(self.url)}
 
     def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
         """Return slots in the server, which is asked whether it is there.
@@ -98,7 +94,7 @@ class RedisStore(TierStore):
     def __init__(self, tier: Redis, slots: int, slot_bytes: int, identity: bytes) -> None:
         """Connect."""
         package = import_extra("redis", "tier redis needs the package redis", "redis")
-        self._where = redacted(tier.url)
+        self._where = redact(tier.url)
         try:
             self._client: Any = package.Redis.from_url(
                 tier.url,
@@ -114,7 +110,7 @@ class RedisStore(TierStore):
             raise InputError(msg) from None
         self._sealer = Sealer(identity, slot_bytes)
         self._slots, self._size = slots, slot_bytes
-        self._name = b"kvcore:1:" + self._sealer.owner.hex().encode() + b":"
+        self._name: bytes = b"kvcore:1:" + self._sealer.owner.hex().encode() + b":"
         self._ttl_ms = None if tier.ttl is None else int(tier.ttl * 1000)
         self._fields = [b"%d" % at for at in range(-(-slot_bytes // CHUNK_BYTES))]
         self._held: dict[int, StoredBlock] = {}
@@ -177,9 +173,11 @@ class RedisStore(TierStore):
 
     def _unpack(self, block: StoredBlock, answer: Any, into: memoryview) -> bool:
         """Put an answer into `into`; return True if it is `block`."""
-        if not (isinstance(answer, list) and all(isinstance(each, bytes) for each in answer)):
+        if not isinstance(answer, list) or len(answer) != 1 + len(self._fields):
             return False
         header, *pieces = answer
+        if not all(isinstance(each, bytes) for each in answer):
+            return False
         if sum(map(len, pieces)) != self._size:
             return False
         start = 0
@@ -202,7 +200,7 @@ class RedisStore(TierStore):
         found: dict[bytes, StoredBlock] = {}
         until = monotonic() + SCAN_S
         for names in self._scan():
-            headers = self._ask(lambda pipe, names=names: self._headers(pipe, names))
+            headers = self._ask(partial(self._ask_headers, names))
             for name, header in zip(names, headers, strict=True):
                 block = self._sealer.unseal(header) if isinstance(header, bytes) else None
                 if block is not None and self._key(block) == name and block.key is not None:
@@ -219,13 +217,15 @@ class RedisStore(TierStore):
     def _scan(self) -> Iterator[list[bytes]]:
         cursor: Any = None
         while cursor != 0:
-            [(cursor, names)] = self._ask(
-                lambda pipe, at=cursor or 0: pipe.scan(at, self._name + b"*", BATCH_KEYS)
-            )
+            [answer] = self._ask(partial(self._ask_scan, cursor or 0))
+            cursor, names = answer
             yield names
 
+    def _ask_scan(self, cursor: int, pipe: Any) -> None:
+        pipe.scan(cursor, self._name + b"*", BATCH_KEYS)
+
     @staticmethod
-    def _headers(pipe: Any, names: list[bytes]) -> None:
+    def _ask_headers(names: list[bytes], pipe: Any) -> None:
         for name in names:
             pipe.hget(name, b"header")
 

@@ -62,7 +62,7 @@ def message_blocks(body: Row) -> Iterator[list[Block]]:
     tools = body.fields.get("tools")
     if type(tools) is list and tools:
         yield [
-            Block(f"tools[{n}]", unmarked(tool.fields), _ttl(tool))
+            Block(f"tools[{n}]", orjson.dumps(unmarked(tool.fields)).decode(), _ttl(tool))
             for n, tool in enumerate(body.inner("tools"))
         ]
     elif tools:

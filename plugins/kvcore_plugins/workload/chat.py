@@ -251,7 +251,7 @@ class _Encoder:
         self._ends = ends = []
         tools = _tools(body)
         if tools:
-            tokens += self.encode(tools)
+            tokens += self.encode(orjson.dumps(tools).decode())
             ends.append(len(tokens))
         done = 0
         for place in places:
@@ -269,12 +269,12 @@ class _Encoder:
         return self._ends
 
 
-def _tools(body: Row) -> str:
-    """Return the tools of a chat as text, without breakpoints; "" if it has none."""
+def _tools(body: Row) -> Any:
+    """Return the tools of a chat, without breakpoints."""
     tools = body.fields.get("tools")
-    if type(tools) is list and all(type(tool) is dict for tool in tools):
-        return f"[{','.join(map(unmarked, tools))}]" if tools else ""
-    return orjson.dumps(tools).decode() if tools else ""
+    if type(tools) is not list:
+        return tools
+    return [unmarked(tool) if type(tool) is dict else tool for tool in tools]
 
 
 def _words(text: str) -> list[int]:
@@ -305,7 +305,7 @@ class _Tokenizer(_Encoder):
             try:
                 yield self._tokenizer.apply_chat_template(
                     messages[:place],
-                    tools=body.fields.get("tools"),
+                    tools=_tools(body),
                     add_generation_prompt=True,
                     return_dict=False,
                 )
@@ -412,14 +412,14 @@ def block_text(row: Row, place: int, part: Row) -> str:
     if type(part.fields.get("text")) is str:
         return str(part.fields["text"])
     if part.fields.get("type") in JSON_BLOCKS:
-        return unmarked(part.fields)
+        return orjson.dumps(unmarked(part.fields)).decode()
     expected = "a part with a text: how many tokens others have is not known here"
     raise row.error(field=f"content[{place}]", expected=expected, got=part.fields)
 
 
-def unmarked(fields: dict[str, Any]) -> str:
-    """Return an object as JSON, without its breakpoint, which may move from turn to turn."""
-    return orjson.dumps({k: v for k, v in fields.items() if k != MARK}).decode()
+def unmarked(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an object without its breakpoint, which may move from turn to turn."""
+    return {name: value for name, value in fields.items() if name != MARK}
 
 
 def _message(row: Row) -> Message:

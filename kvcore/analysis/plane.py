@@ -1,0 +1,299 @@
+"""Hits and saved prefill by the size of the pool and of one tier below it: a plane.
+
+A pool of G blocks under LRU above an exclusive tier of T blocks, which takes what the pool
+evicts, holds the G + T blocks that were used last: together they are one LRU cache of G + T
+blocks, whose hits at every size are known from one pass (`kvcore.analysis._reuse`). What hits
+beyond the pool's own hits is in the tier.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import attrs
+
+from kvcore.analysis.belady import Belady
+from kvcore.analysis.comparison import (
+    Bench,
+    Policy,
+    Source,
+    candidates_of,
+    pool_sizes,
+)
+from kvcore.analysis.mrc import LRU, compiled_reuse, spread_sizes
+from kvcore.analysis.serial_replay import served
+from kvcore.analysis.workers import WorkerDied, work_all
+from kvcore.cache import EvictionPolicy
+from kvcore.errors import InputError, PluginError
+from kvcore.models.memory import KVLayout
+from kvcore.plugins.manager import Plugins
+from kvcore.progress import Progress, silent, ticked
+from kvcore.tiers import Tier, Tiers
+from kvcore.units import INT64_LIMIT
+from kvcore.workloads import Workload, check_keys
+from kvcore.workloads.selection import opened
+
+if TYPE_CHECKING:
+    from kvcore.analysis._mrc_kernels import Array
+    from kvcore.analysis._reuse import Reuse
+
+POINTS = 7
+"""How many sizes there are of the pool and of the tier, where no number is given."""
+
+Hits: TypeAlias = "tuple[Array, Array]"
+"""Of each request, its first blocks that hit in the pool, and in the pool or the tier."""
+
+
+@attrs.frozen(kw_only=True)
+class PlanePoint:
+    """A pool and a tier of one size each.
+
+    Attributes:
+        pool_blocks, tier_blocks: the sizes.
+        hit_blocks: blocks that hit in the pool.
+        found_blocks: blocks that were in the tier beyond that; `loaded_blocks`, those of
+            them that were loaded: with `load=cost`, where that is faster than to compute.
+        saved_s: seconds of prefill that need not be computed, less the seconds to load.
+    """
+
+    pool_blocks: int
+    tier_blocks: int
+    hit_blocks: int
+    found_blocks: int
+    loaded_blocks: int
+    saved_s: float
+
+
+@attrs.frozen(kw_only=True)
+class Plane:
+    """The result of `plane`.
+
+    Attributes:
+        workload: whose plane it is.
+        tier: the tier.
+        eviction: the eviction policy of the pool.
+        exact: whether the hierarchy was replayed at each point; else it is taken for one
+            LRU cache.
+        block_size: a block's tokens.
+        lookup_blocks, distinct_blocks, hit_blocks: blocks looked up, the footprint, and what
+            a cache hits that never evicts.
+        prefill_s: seconds to prefill all that is looked up, if nothing hits.
+        pools, tiers: the sizes in blocks, ascending.
+        points: one for each of `tiers`, and in it one for each of `pools`.
+    """
+
+    workload: Source
+    tier: Tier
+    eviction: str
+    exact: bool
+    block_size: int
+    lookup_blocks: int
+    distinct_blocks: int
+    hit_blocks: int
+    prefill_s: float
+    pools: list[int]
+    tiers: list[int]
+    points: list[list[PlanePoint]]
+
+    def ratio(self, point: PlanePoint) -> float:
+        """Return the share of the blocks looked up that hit in the pool or are loaded."""
+        return (point.hit_blocks + point.loaded_blocks) / (self.lookup_blocks or 1)
+
+    def saved(self, point: PlanePoint) -> float:
+        """Return the share of the seconds of prefill that is saved."""
+        return point.saved_s / (self.prefill_s or 1)
+
+
+def plane(
+    workload: Workload | str,
+    tier: Tier | str,
+    layout: KVLayout,
+    *,
+    pools: Iterable[int] | None = None,
+    points: int = POINTS,
+    eviction: Policy = LRU,
+    exact: bool = False,
+    recompute: Any = None,
+    seed: int | None = None,
+    jobs: int = 1,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+) -> Plane:
+    """Return what hits in a pool and a tier, and what that saves, by the sizes of both.
+
+    Serial, untimed, in `keys` accounting. In one pass over the workload the hierarchy is taken
+    for one LRU cache of both sizes: see docs/reference/curve.md for what that is true of. With
+    `exact` it is replayed at each point, with the tier's own rules and eviction policy.
+
+    Args:
+        workload: where the requests come from, as for `curve`.
+        tier: the tier; its memory is the largest that is shown.
+        layout: what a block takes.
+        pools: sizes of the pool in blocks; None: `points`, as for `curve`.
+        points: how many sizes of the tier there are, besides none.
+        eviction: the eviction policy of the pool.
+        exact: whether to replay the hierarchy.
+        recompute: what it costs to compute a block again, as for `compare`.
+        seed: of a named policy that has an option `seed` and does not set it.
+        jobs: processes that replay; the result does not depend on it.
+        plugins: where names are looked up; None: what is installed.
+        progress: is told what is done; None: nobody is.
+
+    Raises:
+        InputError: as for `curve`; several policies; or, without `exact`, rules that one LRU
+            cache cannot stand for.
+        PluginError: numba is not installed, or a plugin cannot work here.
+        PolicyError: a policy failed.
+    """
+    plugins = plugins or Plugins()
+    if isinstance(tier, str):
+        tier = cast("Tier", plugins.build("tier", tier))
+    bench = Bench.of(opened(workload, plugins), "keys", layout.block_size, recompute)
+    policy, *more = candidates_of(eviction, plugins, seed)
+    if more or isinstance(policy.make, Belady):
+        msg = f"eviction {eviction!r}: a plane is of one policy, which is not the optimum"
+        raise InputError(msg)
+    wrong = [
+        f"eviction={policy.name}" if policy.name != LRU else "",
+        f"the tier's eviction={tier.eviction}" if tier.options()["eviction"] != LRU else "",
+        f"write={tier.write}" if tier.write != "evict" else "",
+    ]
+    if not exact and any(wrong):
+        rules = " and ".join(filter(None, wrong))
+        msg = f"{rules}: one pass knows LRU and write=evict alone: add --exact (exact=True)"
+        raise InputError(msg)
+    maker = _PlaneMaker(bench, tier, layout, policy.make, policy.name, jobs, progress or silent)
+    return maker.plane(None if pools is None else pool_sizes(pools, "to show"), points, exact)
+
+
+@attrs.define
+class _PlaneMaker:
+    """Computes the points of one plane."""
+
+    bench: Bench
+    tier: Tier
+    layout: KVLayout
+    make: Callable[[], EvictionPolicy]
+    eviction: str
+    jobs: int
+    progress: Progress
+
+    def plane(self, pools: list[int] | None, points: int, exact: bool) -> Plane:  # noqa: FBT001
+        """Return the plane."""
+        import numpy as np  # noqa: PLC0415 - an extra
+
+        workload, source = self.bench.workload, Source.of(self.bench.workload)
+        reuse_class = compiled_reuse()
+        with self.progress(f"reading {workload.name}", workload.size) as tick:
+            reuse = reuse_class.read(ticked(check_keys(workload), tick), self.bench.geometry)
+        spread_sizes(1, points)
+        pools = sorted(pools or spread_sizes(reuse.distinct_blocks, points))
+        most = max(1, int(self.tier.memory) // self.layout.bytes_per_block)
+        tiers = [0, *spread_sizes(most, points)]
+        size = self.bench.geometry.block_size
+        longest = int(reuse.lengths.max(initial=0))
+        seconds = np.array([self.bench.recompute(0, n * size) for n in range(longest + 1)])
+        grid = list(product(tiers, pools))
+        hits = self._replayed(grid) if exact else self._one_pass(reuse, grid)
+        made = {point: self._point(*point, *each, seconds) for point, each in hits}
+        return Plane(
+            workload=attrs.evolve(source, requests=len(reuse.lengths)),
+            tier=self.tier,
+            eviction=self.eviction,
+            exact=exact,
+            block_size=size,
+            lookup_blocks=reuse.lookup_blocks,
+            distinct_blocks=reuse.distinct_blocks,
+            hit_blocks=reuse.hit_blocks,
+            prefill_s=float(seconds[reuse.lengths].sum()),
+            pools=pools,
+            tiers=tiers,
+            points=[[made[below, above] for above in pools] for below in tiers],
+        )
+
+    def _point(
+        self, below: int, above: int, in_pool: Array, in_all: Array, seconds: Any
+    ) -> PlanePoint:
+        """Return a point, of which is known what each request finds."""
+        tier = self.tier
+        found = in_all - in_pool
+        block_s = self.layout.bytes_per_block / int(tier.read_bandwidth)
+        load = found * block_s + tier.latency
+        gain = (seconds[in_all] - seconds[in_pool] - load) * (found > 0)
+        loaded = {"cost": gain > 0, "always": found > 0, "never": found < 0}[tier.load]
+        return PlanePoint(
+            pool_blocks=above,
+            tier_blocks=below,
+            hit_blocks=int(in_pool.sum()),
+            found_blocks=int(found.sum()),
+            loaded_blocks=int(found[loaded].sum()),
+            saved_s=float(seconds[in_pool].sum() + gain[loaded].sum()),
+        )
+
+    def _one_pass(
+        self, reuse: Reuse, grid: list[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[int, int], Hits]]:
+        """Yield each point with its hits, the two levels taken for one LRU cache."""
+        for below, above in grid:
+            yield (below, above), (reuse.lru_hits(above), reuse.lru_hits(above + below))
+
+    def _replayed(self, grid: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Hits]]:
+        """Yield each point with its hits, of a replay."""
+        try:
+            parcel = pickle.dumps((self.bench, self.make(), self.tier, self.layout))
+        except Exception as error:
+            msg = f"the workload or a policy cannot be sent to another process: {error}"
+            raise InputError(msg) from error
+        tasks = [(parcel, *point) for point in grid]
+        with self.progress("replaying by size", len(tasks)) as tick:
+            if self.jobs == 1:
+                outcomes: Iterable[Any] = ((task, _attempt(task)) for task in tasks)
+            else:
+                outcomes = work_all(_replaying, tasks, self.jobs)
+            for (_, *point), outcome in outcomes:
+                if isinstance(outcome, WorkerDied):
+                    msg = f"the replay with sizes {point} failed: {outcome}"
+                    raise PluginError(msg)
+                if isinstance(outcome, Exception):
+                    raise outcome
+                tick(1)
+                yield tuple(point), outcome
+
+
+Task: TypeAlias = tuple[bytes, int, int]
+"""What another process needs, the blocks of the tier, those of the pool."""
+
+
+def _replaying() -> Callable[[Task], Any]:
+    """Return the function that a worker process calls."""
+    return _attempt
+
+
+def _attempt(task: Task) -> Any:
+    """Replay the hierarchy; return its hits. An exception is its outcome."""
+    import numpy as np  # noqa: PLC0415 - an extra
+
+    parcel, below, above = task
+    try:
+        bench, policy, tier, layout = pickle.loads(parcel)  # noqa: S301 - of the parent's making
+        cache = bench.cache(policy, above)
+        if below:
+            # Without a clock links are never busy, so that all writes are done.
+            free = attrs.evolve(
+                tier,
+                memory=below * layout.bytes_per_block,
+                read_bandwidth=INT64_LIMIT - 1,
+                write_bandwidth=INT64_LIMIT - 1,
+                latency=0.0,
+            )
+            Tiers(cache, [free], layout.bytes_per_block)
+        in_pool, loaded = [], [0]
+        for seq in served(bench.workload, cache):
+            in_pool.append(seq.hit_blocks)
+            loaded.append(cache.tiers.levels[0].stats.loaded if below else 0)
+        return np.array(in_pool), np.array(in_pool) + np.diff(loaded)
+    except Exception as error:  # noqa: BLE001 - raised again by the parent
+        return error

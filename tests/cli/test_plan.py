@@ -1,0 +1,121 @@
+"""`kvcore plan`: what it prints, its exit codes, and what survives an interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers.commands import run_here
+from helpers.sweeps import wait_for
+
+SMALL = (
+    *("zipf:requests=40,prefixes=4,rate=4", "--slo", "ttft=0.2", "--tier", "none"),
+    *("--tensor-parallel", "1,2", "--max-gpus", "2"),
+)
+"""A search of a few small simulations."""
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """Return a function that plans in this process, with one job."""
+    return lambda *words: run_here("plan", *words, "--jobs", "1", cwd=tmp_path)
+
+
+def test_it_prints_the_fleets_the_best_first_and_the_limit(planned, tmp_path):
+    """The fleet to take is that of the first row; the document is written beside."""
+    done = planned(*SMALL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("zipf:requests=40,prefixes=4,rate=4: 40 requests to")
+    assert "Take 1 replica on 1 x h100" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("100.0%")]
+    assert rows[0][:3] == ["1", "1", "1"]
+    assert "\nLimit: " in done.stdout
+    document = json.loads((tmp_path / "plan-results" / "plan.json").read_bytes())
+    assert document["plans"][0]["gpus"] == 1
+
+
+def test_json_is_the_document_that_is_written(planned, tmp_path):
+    """With all sizes as numbers."""
+    done = planned(*SMALL, "--json", "--out", "mine")
+    document = json.loads(done.stdout)
+    assert document == json.loads((tmp_path / "mine" / "plan.json").read_bytes())
+    best = document["plans"][0]
+    assert (best["replicas"], best["tensor_parallel"], best["host_bytes"]) == (1, 1, 0)
+    assert best["pool_bytes"] == best["blocks"] * 2**21
+    assert best["slo_met"] == best["met"] / best["judged"] >= 0.99
+    assert document["limit"]["verdict"] in {"capacity", "policy", "content", "compute", "none"}
+    assert document["percentile"] == 99
+
+
+def test_no_fleet_is_exit_code_1(planned):
+    """With the limit of the best one."""
+    done = planned(*SMALL, "--slo", "ttft=0.001")
+    assert done.returncode == 1
+    assert "No fleet of up to 2 GPUs does." in done.stdout
+    assert "Limit: compute" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("--percentile", "0"), "percentile 0"),
+        (("--replicas", "x"), "--replicas"),
+        (("--tensor-parallel", "0"), "tensor_parallel: [0]"),
+        (("--slo", "none"), "nothing is expected"),
+        (("--model", "nothing"), "nothing"),
+        (("--model", "llama-3.1-405b"), "weights"),
+        (("--executor", "nowhere"), "executor 'nowhere'"),
+        (("--tier", "nothing"), "tier"),
+        (("--max-gpus", "1", "--replicas", "2"), "2 x 2 GPUs are more than 1"),
+    ],
+)
+def test_what_cannot_be_planned_is_exit_code_2(planned, words, fault):
+    """On stderr, without a traceback."""
+    done = planned(*SMALL, *words)
+    assert done.returncode == 2
+    assert fault in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_configuration_file_may_have_its_options(planned, tmp_path):
+    """As for `simulate`; those on the command line win."""
+    (tmp_path / "plan.toml").write_text(
+        'slo = "ttft=0.2"\nreplicas = "2"\nmax_gpus = 2\ntensor_parallel = 1\ntier = ["none"]\n'
+    )
+    done = planned("zipf:requests=30,rate=4", "--config", "plan.toml", "--json")
+    (best,) = json.loads(done.stdout)["plans"]
+    assert (best["replicas"], best["gpus"]) == (2, 2)
+
+
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
+    """Ctrl-C after two simulations: their lines stay, and the plan is that of a whole run."""
+    words = ("zipf:requests=600,rate=4", *SMALL[1:], "--jobs", "1", "--json")
+    command = [sys.executable, "-m", "kvcore", "plan", *words, "--out", "stopped"]
+    journal = tmp_path / "stopped" / "journal.jsonl"
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(2, journal, process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, out) == (130, "")
+    assert "run it again to go on" in err
+    kept = journal.read_bytes()
+    resumed = run_here("plan", *words, "--out", "stopped", cwd=tmp_path)
+    assert journal.read_bytes().startswith(kept)
+    cells = [json.loads(line).get("cell") for line in journal.read_bytes().splitlines()]
+    assert len(cells) - cells.count(None) == len({*cells} - {None}), "none ran twice"
+    assert resumed.stdout == run_here("plan", *words, "--out", "whole", cwd=tmp_path).stdout
+
+
+def test_processes_find_what_one_process_does(tmp_path):
+    """However many simulate at a time."""
+    documents = {
+        run_here("plan", *SMALL, "--json", "--jobs", jobs, "--out", jobs, cwd=tmp_path).stdout
+        for jobs in "12"
+    }
+    assert len(documents) == 1

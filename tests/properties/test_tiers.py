@@ -1,0 +1,232 @@
+"""Whatever tiers lie below a server: nothing is lost, and nothing is for free."""
+
+from fractions import Fraction
+from random import Random
+
+import attrs
+import pytest
+from helpers.serving import BLOCK, SLOT, Bent, ask, random_tiered_server, serve, tiered_servers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcore import KVCache
+from kvcore.serving.loop import ServiceEstimates, ServingLoop
+from kvcore.tiers import Level, Tiers
+from kvcore_plugins.latency import Linear, Roofline, TokenRate
+
+few = settings(max_examples=max(settings.default.max_examples // 2, 1))
+SOME = ("fcfs", "urgent", "planning")
+some_schedulers = pytest.mark.parametrize("scheduler", SOME)
+
+
+@some_schedulers
+@given(server=tiered_servers())
+def test_every_block_is_in_one_place(scheduler, server):
+    """After every plan, pool and levels have all their blocks, and pin what is in use."""
+    planned = ServingLoop._planned
+
+    def checked(loop, now):
+        loop._cache.check_integrity()
+        planned(loop, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServingLoop, "_planned", checked)
+        run = server.run(scheduler)
+    for level in run.result.cache.tiers.levels:
+        assert not level.parked
+        assert not any(span.ref_count for span in level.tree.spans())
+
+
+@some_schedulers
+@few
+@given(server=tiered_servers())
+def test_links_carry_what_the_trace_says(scheduler, server):
+    """Each link carries the bytes of the moves in the trace, one at a time, none too fast."""
+    run = server.run(scheduler)
+    for level in run.result.cache.tiers.levels:
+        link, tier, free = level.link, level.tier, 0
+        moved = {"OFFLOAD": 0, "LOAD_START": 0}
+        for line in run.lines:
+            if line["event"] not in moved or line["tier"] != level.name:
+                continue
+            moved[line["event"]] += line["blocks"]
+            reads = line["event"] == "LOAD_START"
+            rate = tier.read_bandwidth if reads else tier.write_bandwidth
+            end = line["done"] - round(tier.latency * 10**9)
+            start = max(free, line["t"])
+            assert end - start >= Fraction(line["blocks"] * SLOT * 10**9, rate)
+            free = end
+        assert moved["OFFLOAD"] * SLOT == link.written_bytes
+        assert moved["LOAD_START"] * SLOT == link.read_bytes
+        lost = sum(level.stats.dropped.values())
+        assert level.stats.stored - lost == level.pool.blocks - level.pool.free_blocks
+
+
+@some_schedulers
+@few
+@given(server=tiered_servers())
+def test_loads_are_waited_for(scheduler, server):
+    """No request has a token before its load is done; what is loaded is counted once."""
+    run = server.run(scheduler)
+    due = {}
+    for line in run.lines:
+        if line["event"] == "LOAD_START":
+            due[line["request"]] = max(line["done"], due.get(line["request"], 0))
+        elif line["event"] == "LOAD":
+            assert line["t"] >= due[line["request"]]
+        elif line["event"] in {"FIRST_TOKEN", "FINISH"}:
+            assert line["t"] >= due.get(line["request"], 0)
+    loaded = sum(level.stats.loaded for level in run.result.cache.tiers.levels)
+    returned = sum(level.stats.returned for level in run.result.cache.tiers.levels)
+    size = run.result.cache.geometry.block_size
+    assert sum(run.result.log.loaded) == (loaded - returned) * size
+
+
+@few
+@given(server=tiered_servers())
+def test_a_tier_too_slow_to_use_changes_nothing(server):
+    """At a byte a second nothing is loaded or swapped, and all goes as without the tier."""
+    slow = ("host:memory=10MB,read_bandwidth=1,write_bandwidth=1,max_wait=1e6",)
+    tiered = attrs.evolve(server, tiers=slow).run("urgent", trace=False)
+    plain = attrs.evolve(server, tiers=()).run("urgent", trace=False)
+    assert tiered.rows == plain.rows
+    assert tiered.result.log.busy_ps == plain.result.log.busy_ps
+
+
+@few
+@given(server=tiered_servers(), write=st.sampled_from(("evict", "through")))
+def test_every_level_is_asked_at_every_admission(server, write):
+    """Each admission asks each level, the nearest first, while there is more to hit."""
+    tiers = tuple(f"disk:memory={slots * SLOT},write={write}" for slots in (3, 1000))
+    opened, admissions = [], []
+    opens, find_all, find_in = KVCache.open, Tiers._find, Level.find
+
+    def opening(cache, request, *arguments, **options):
+        seq = opens(cache, request, *arguments, **options)
+        opened.append(request.id)
+        return seq
+
+    def finding(tiers, seq, now, *, resumed):
+        asked = []
+        admissions.append((seq.hit_blocks, asked))
+        return find_all(tiers, seq, now, resumed=resumed)
+
+    def found(level, keys, limit, now):
+        upto = find_in(level, keys, limit, now)
+        admissions[-1][1].append((level.name, upto, limit))
+        return upto
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCache, "open", opening)
+        patch.setattr(Tiers, "_find", finding)
+        patch.setattr(Level, "find", found)
+        attrs.evolve(server, tiers=tiers).run("urgent", trace=False)
+    assert len(admissions) == len(opened)
+    for hit, asked in admissions:
+        assert [name for name, _, _ in asked] == ["disk-1", "disk-2"][: len(asked)]
+        if len(asked) == 1:
+            ((_, upto, limit),) = asked
+            assert hit < upto == limit
+
+
+LATENCIES = {
+    "linear": Linear,
+    "flat": lambda: Linear(step=1e-3, prefill=1e-6, context=0),
+    "token-rate": TokenRate,
+    "roofline": Roofline,
+    "experts": lambda: Roofline("deepseek-v3", "h200", tensor_parallel=8),
+    "windows": lambda: Roofline("gemma-3-27b", tensor_parallel=4),
+}
+
+
+@pytest.mark.parametrize("name", LATENCIES)
+@given(
+    held=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    rates=st.lists(st.integers(6, 12), min_size=3, max_size=3),
+    queued=st.lists(st.integers(0, 2000), min_size=3, max_size=3),
+    more=st.integers(1, 3000),
+)
+def test_the_fastest_prefix_is_loaded(name, held, rates, queued, more):
+    """No other prefix takes less time to load it and compute the rest, wherever it ends."""
+    size, latency = 16, LATENCIES[name]()
+    cache = KVCache(1000, size, accounting="tokens", key_tokens=size)
+    tiers = Tiers(
+        cache,
+        [
+            f"host:memory=10GB,read_bandwidth={10**rate},latency={10.0 ** (rate - 14)}"
+            for rate in rates[: len(held)]
+        ],
+        10_000,
+    )
+    keys = list(range(max(held)))
+    request = ask("a", prompt=len(keys) * size, keys=keys, key_tokens=size)
+    seq = cache.open(request)
+    cache.commit(seq, request.prompt_tokens)
+    for level, blocks, wait in zip(tiers.levels, held, queued, strict=False):
+        assert level.store(seq.span, blocks, 0, None)
+        level.link.load(wait * 10_000, 0)
+    cache.close(seq)
+    cache.tree.discard(cache.tree.root.children[0], 0, "expired")
+    prefill_ns = ServiceEstimates(cache, latency, 8).prefill_ns
+    borders, end = [], 0
+    for level, blocks in zip(tiers.levels, held, strict=True):
+        borders.append((level, end, max(end, blocks)))
+        end = max(end, blocks)
+    target = request.prompt_tokens + more
+
+    def took(upto):
+        loads = [
+            level.link.load_ns((min(upto, last) - first) * 10_000, 0)
+            for level, first, last in borders
+            if first < min(upto, last)
+        ]
+        return max(loads, default=0) + prefill_ns(target - upto * size, upto * size)
+
+    times = [took(upto) for upto in range(end + 1)]
+    seq = cache.open(attrs.evolve(request, id="b", prompt_tokens=target))
+    load = tiers.load(seq, 0, prefill_ns)
+    ready, computed = (0, 0) if load is None else (load.ready, load.tokens)
+    assert times[computed // size] == min(times)
+    assert ready + prefill_ns(target - computed, computed) == min(times)
+
+
+ROWS = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 2), st.integers(1, 3)), max_size=20
+)
+
+
+@few
+@given(rows=ROWS, write=st.sampled_from(("evict", "through")), exclusive=st.booleans())
+def test_a_tier_without_limits_is_an_endless_pool(rows, write, exclusive):
+    """Above memory that holds all, at no cost to reach, all that was ever computed hits."""
+    requests = [
+        ask(
+            number,
+            number * 10**6,
+            prompt,
+            output,
+            keys=[100 * branch + place for place in range(prompt // BLOCK)],
+        )
+        for number, (prompt, branch, output) in enumerate(rows)
+    ]
+    keep = "exclusive" if exclusive and write == "evict" else "inclusive"
+    tier = (
+        f"host:memory=1GB,write={write},keep={keep},load=always,latency=0,"
+        f"read_bandwidth={10**18},write_bandwidth={10**18}"
+    )
+    tiered = serve(requests, blocks=11, latency=Bent(), tiers=(tier,), trace=False)
+    endless = serve(requests, latency=Bent(), trace=False)
+    for name, row in endless.rows.items():
+        found = tiered.rows[name]
+        at = tiered.result.log.ids.index(name)
+        assert found["hit"] + tiered.result.log.loaded[at] == row["hit"]
+        # A transfer takes a whole nanosecond at least, in whole ones.
+        assert 0 <= found["first_token"] - row["first_token"] <= 1
+
+
+@pytest.mark.parametrize("what", ["loaded", "swaps"])
+def test_random_servers_use_their_tiers(what):
+    """The servers above are tight enough for loads and for swaps."""
+    servers = (random_tiered_server(Random(seed).randint) for seed in range(100))  # noqa: S311
+    runs = (server.run("fcfs", trace=False) for server in servers)
+    assert any(sum(getattr(run.result.log, what)) for run in runs)

@@ -1,0 +1,160 @@
+"""What `explain` says of lower tiers: what was loaded, what was not, and what left them."""
+
+import pytest
+from helpers.traces import BLOCK, TIERS, ask, lines, rest, seal
+
+from kvcore.analysis import explain
+from kvcore.report.misses import RequestReport, SummaryReport
+from kvcore.units import format_seconds
+
+SLOW = [tier.replace("load=always", "load=cost") for tier in TIERS]
+
+
+def losses(explanation, request):
+    """Return the segments of a request: reason, first token, tokens, tier, ns to load."""
+    return [
+        (loss.category, loss.first, loss.tokens, loss.tier, loss.load_ns)
+        for loss in explanation.of(request).losses
+    ]
+
+
+def told(explanation, request):
+    """Return what is said of a request, in one line."""
+    return str(RequestReport(explanation, explanation.of(request)))
+
+
+def left(path):
+    """Record a request that comes again when a tier of four slots has made room for another."""
+    requests = [
+        ask("a", "abcd", output_tokens=1, arrival=0),
+        ask("b", "efgh", output_tokens=1, arrival=100),
+        ask("c", "ijkl", output_tokens=1, arrival=200),
+        ask("again", "abcd", output_tokens=1, arrival=300),
+    ]
+    return rest(path, ("host:memory=4000,load=always",), requests, blocks=4)
+
+
+def test_what_is_loaded_is_told_with_its_times(tmp_path):
+    """The time that the load took by its LOAD_START, and the prefill that it has saved."""
+    explanation = explain(rest(tmp_path / "trace.jsonl"))
+    assert losses(explanation, "again") == [
+        ("loaded", 0, 4, "host", 6),
+        ("loaded", 4, 12, "disk", 26),
+        ("compulsory", 16, 4, None, None),
+    ]
+    prefill = format_seconds(explanation.cost(4, 12))
+    text = told(explanation, "again")
+    assert f"Lower tier disk: loaded in 26 ns instead of {prefill} of prefill." in text
+    assert "Of 20 tokens, 0 hit and 20 missed, of which 16 came from lower tiers:" in text
+
+
+def test_where_recomputing_was_cheaper(tmp_path):
+    """The tier that had the blocks, and how long they would have taken to load."""
+    explanation = explain(rest(tmp_path / "trace.jsonl", SLOW))
+    assert losses(explanation, "again") == [
+        ("recomputed", 0, 4, "host", 6),
+        ("recomputed", 4, 12, "disk", 26),
+        ("compulsory", 16, 4, None, None),
+    ]
+    text = told(explanation, "again")
+    assert "In lower tier disk, but recomputing was cheaper: to load them would have" in text
+
+
+def test_where_only_a_part_was_loaded(tmp_path):
+    """The rest of what the tier had would have waited for the part."""
+    path = rest(tmp_path / "trace.jsonl")
+    events = lines(path)[:42]
+    events[33] |= {"blocks": 2, "done": 324}
+    del events[34:]
+    seal(path, events)
+    assert losses(explain(path), "again") == [
+        ("loaded", 0, 4, "host", 6),
+        ("loaded", 4, 8, "disk", 24),
+        ("recomputed", 12, 4, "disk", 26),
+        ("compulsory", 16, 4, None, None),
+    ]
+
+
+def test_where_nothing_is_loaded(tmp_path):
+    """A tier that is only written to says so."""
+    never = [tier.replace("load=always", "load=never") for tier in TIERS]
+    explanation = explain(rest(tmp_path / "trace.jsonl", never))
+    assert losses(explanation, "again")[0] == ("recomputed", 0, 4, "host", None)
+    assert "from which nothing is loaded (load=never)" in told(explanation, "again")
+
+
+def test_what_could_not_be_loaded(tmp_path):
+    """What came too short, or not at all, was in the tier and is computed."""
+    path = rest(tmp_path / "trace.jsonl")
+    events = lines(path)[:37]
+    events[36] |= {"blocks": 1}
+    explanation = explain(seal(path, events))
+    assert losses(explanation, "again")[1:3] == [
+        ("loaded", 4, 4, "disk", 26),
+        ("unreadable", 8, 8, "disk", 26),
+    ]
+    assert "Lower tier disk had them, but they could not be" in told(explanation, "again")
+
+
+def test_by_the_wall_clock_a_load_took_what_it_took(tmp_path):
+    """From the admission to its LOAD."""
+    path = rest(tmp_path / "trace.jsonl")
+    events = lines(path)
+    events[0]["mode"] = "wall"
+    assert losses(explain(seal(path, events)), "again")[0] == ("loaded", 0, 4, "host", 26)
+
+
+def test_who_took_the_room_in_a_tier(tmp_path):
+    """Of what was evicted from the pool, and then from the tier: when, why, and for whom."""
+    explanation = explain(left(tmp_path / "trace.jsonl"))
+    (loss,) = explanation.of("again").losses[:1]
+    assert (loss.category, loss.tier, loss.tokens) == ("capacity", None, 3 * BLOCK)
+    drop = loss.drop
+    assert (drop.tier, drop.time, drop.reason, drop.beneficiary) == (
+        "host",
+        200,
+        "capacity",
+        "b",
+    )
+    text = "They left lower tier host at 200 ns (capacity) for blocks of request b."
+    assert text in told(explanation, "again")
+
+
+@pytest.mark.parametrize("tiers", [(), TIERS, SLOW])
+def test_every_missed_token_has_one_reason(tmp_path, tiers):
+    """With tiers or without, the reasons of a prompt add up to what did not hit."""
+    explanation = explain(rest(tmp_path / "trace.jsonl", tiers))
+    for reasons in explanation.requests.values():
+        at = reasons.hit
+        for loss in reasons.losses:
+            assert (loss.first, loss.tokens > 0) == (at, True)
+            at = loss.end
+        assert at == reasons.tokens
+    summary = explanation.summary()
+    assert sum(lost.tokens for lost in summary.categories.values()) == summary.missed_tokens
+
+
+def test_the_summary_adds_the_loads_up(tmp_path):
+    """How long they took in all, and how much prefill they have saved."""
+    explanation = explain(rest(tmp_path / "trace.jsonl"))
+    summary = explanation.summary()
+    loaded = summary.categories["loaded"]
+    saved = explanation.cost(0, 4) + explanation.cost(4, 12)
+    assert (loaded.tokens, loaded.seconds, summary.load_s) == (16, pytest.approx(saved), 32e-9)
+    note = "Lower tiers: 16 tokens were loaded in 32 ns in all, queues included, instead of"
+    assert note in SummaryReport(explanation, summary).notes
+    assert summary.as_dict()["load_s"] == 32e-9
+
+
+def test_the_segments_as_json(tmp_path):
+    """The tier, the seconds of its load, and the DROP are in each."""
+    explanation = explain(rest(tmp_path / "a.jsonl"))
+    host = explanation.request_dict(explanation.of("again"))["losses"][0]
+    assert (host["tier"], host["load_s"], host["drop"]) == ("host", 6e-9, None)
+    explanation = explain(left(tmp_path / "b.jsonl"))
+    drop = explanation.request_dict(explanation.of("again"))["losses"][0]["drop"]
+    assert {name: drop[name] for name in ("tier", "reason", "for")} == {
+        "tier": "host",
+        "reason": "capacity",
+        "for": "b",
+    }

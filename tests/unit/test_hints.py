@@ -1,0 +1,203 @@
+"""What clients ask for: that blocks are shared or not, pinned, or evicted first."""
+
+import attrs
+import pytest
+from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, spans, start
+from helpers.serving import ask as arrive
+from helpers.serving import serve as simulate
+
+from kvcore import InputError, OutOfBlocks, Request
+from kvcore.request import NO_HINTS, Hints
+from kvcore.trace import check_trace
+from kvcore_plugins.eviction import LRU, MRU, SIEVE
+
+PIN = {"hints": Hints(pin=50)}
+DEMOTE = {"hints": Hints(demote=True)}
+
+
+@pytest.mark.parametrize(
+    ("hints", "complaint"),
+    [
+        ({"share": -1}, "hint share=-1: give True, False, or tokens, from 0 on"),
+        ({"share": 1.5}, "hint share=1.5"),
+        ({"pin": 0}, "hint pin=0: give whole nanoseconds, from 1 on"),
+        ({"pin": 2.0}, "hint pin=2.0"),
+        ({"prefetch": 2**63}, "hint prefetch=9223372036854775808"),
+        ({"demote": 1}, "hint demote=1 must be True or False"),
+        ({"demote": True, "pin": 5}, "and False beside a pin"),
+    ],
+)
+def test_a_hint_that_cannot_be_is_refused(hints, complaint):
+    """The error names the hint, its value, and what to give."""
+    with pytest.raises(InputError, match=complaint):
+        Hints(**hints)
+
+
+def test_requests_without_hints_share_one_object():
+    """A workload of a million requests makes no million hints."""
+    assert Request(id=1, prompt_tokens=4, key_tokens=4).hints is NO_HINTS
+    assert (Hints(share=True), Hints(share=False)) == (NO_HINTS, Hints(share=0))
+
+
+@pytest.mark.parametrize(
+    ("share", "cached"),
+    [(True, {"|abcd"}), (False, set()), (2 * BLOCK, {"|ab"}), (2 * BLOCK + 1, {"|ab"})],
+)
+def test_only_what_is_shared_is_published(share, cached):
+    """Whole blocks of the first tokens; the others are free once the request ends."""
+    cache = make(8)
+    serve(cache, "abcd", hints=Hints(share=share))
+    assert set(spans(cache)) == cached
+    assert cache.pool.free_blocks == 8 - cache.tree.cached_blocks
+
+
+def test_what_is_cached_is_hit_by_those_who_share_nothing():
+    """`share` says what a request gives, not what it takes."""
+    cache = make(8)
+    serve(cache, "abc")
+    assert start(cache, "abcd", hints=Hints(share=False)).hit_blocks == 3
+
+
+def test_no_generated_block_is_published_beyond_the_share():
+    """Keys of generated blocks change nothing about it."""
+    shape = {"prompt": 8, "output": 20, "keys": [1, 2], "output_keys": [3, 4, 5]}
+    cached = [
+        simulate([arrive("a", hints=hints, **shape)], blocks=16).result.cache.tree.cached_blocks
+        for hints in (NO_HINTS, Hints(share=4))
+    ]
+    assert cached == [5, 1]
+
+
+@pytest.mark.parametrize("policy", [LRU, MRU, SIEVE])
+def test_a_pin_outlasts_pressure_under_every_policy(policy):
+    """Until its time the prefix stays; from then on it may go like any other."""
+    cache = make(4, policy())
+    serve(cache, "ab", **PIN)
+    serve(cache, *"wxyz", now=49)
+    assert {"|ab"} <= set(spans(cache))
+    serve(cache, "mnop", now=50)
+    assert set(spans(cache)) == {"|mnop"}
+
+
+def test_a_pin_begins_when_the_request_ends():
+    """However long it took, its client has the whole time to come back."""
+    cache = make(4)
+    seq = start(cache, "ab", **PIN)
+    cache.close(seq, 1000)
+    serve(cache, "wx", "yz", now=1049)
+    assert {"|ab"} <= set(spans(cache))
+
+
+def test_a_pinned_prefix_does_not_expire():
+    """Also where the policy gives spans a lifetime."""
+    for hints, hits in ((NO_HINTS, 0), (PIN["hints"], 1)):
+        cache = make(8, Mortal())
+        serve(cache, "ab", hints=hints)
+        assert cache.probe(ask("ab"), 40) == hits
+
+
+def test_pins_hold_half_of_the_pool():
+    """Of a prefix for which less is left the front is pinned, and the rest is counted."""
+    cache = make(8)
+    serve(cache, "abcdef", **PIN)
+    assert (cache.tree.pinned_blocks, cache.tree.refused_blocks) == (4, 2)
+    serve(cache, "xy", **PIN)
+    assert (cache.tree.pinned_blocks, cache.tree.refused_blocks) == (4, 4)
+    serve(cache, "stuv", now=40)
+    assert cache.probe(ask("abcdefg"), 40) == 4
+
+
+def test_a_prefix_may_be_pinned_by_several():
+    """Blocks that two pins hold count once, and stay as long as the longer holds them."""
+    cache = make(8)
+    serve(cache, "ab", **PIN)
+    serve(cache, "abc", now=30, **PIN)
+    assert cache.tree.pinned_blocks == 3
+    serve(cache, "wxyz", "stuv", now=60)
+    assert cache.probe(ask("abcd"), 60) == 3
+    assert len(cache.tree.pins) == 1
+
+
+def test_pins_yield_to_a_request_that_waits_for_nobody():
+    """The one that ends first, and no more of them than it takes."""
+    cache = make(8)
+    serve(cache, "ab", hints=Hints(pin=90))
+    serve(cache, "yz", hints=Hints(pin=80))
+    serve(cache, "mnopqr")
+    assert (cache.tree.yielded_pins, len(cache.tree.pins)) == (1, 1)
+    assert {"|ab", "|mnopqr"} == set(spans(cache))
+
+
+def test_pins_hold_while_others_are_open():
+    """These will give room when they end, so a request without room is refused."""
+    cache = make(8)
+    serve(cache, "abcd", **PIN)
+    other = start(cache, "xy")
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("mnop"))
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("stuvw"))
+    cache.close(other)
+    compute(cache, cache.open(ask("mnopq")))
+    assert cache.tree.yielded_pins == 1
+
+
+def test_a_request_that_never_fits_ends_no_pin():
+    """It is refused as without pins."""
+    cache = make(4)
+    serve(cache, "ab", **PIN)
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("mnopq"))
+    assert len(cache.tree.pins) == 1
+
+
+def test_a_sequence_that_grows_alone_makes_pins_yield():
+    """`extend` finds room where the only open sequence needs it."""
+    cache = make(4)
+    serve(cache, "ab", **PIN)
+    seq = start(cache, "xy")
+    cache.extend(seq, 2 * BLOCK)
+    assert cache.tree.yielded_pins == 1
+
+
+def test_a_demoted_prefix_goes_first():
+    """It leaves before what is less recent, from its end up to where it is shared."""
+    cache = make(8)
+    serve(cache, "xyz", "abc")
+    serve(cache, "abd", "m", **DEMOTE)
+    serve(cache, "uv")
+    assert set(spans(cache)) == {"|xyz", "|ab", "ab|c", "|uv"}
+
+
+def test_a_use_takes_a_demotion_back():
+    """A prefix that is used again meanwhile is as good as any other."""
+    cache = make(6)
+    serve(cache, "xyz")
+    serve(cache, "ab", **DEMOTE)
+    serve(cache, "abc", "m", "n")
+    assert "|ab" in {text[:3] for text in spans(cache)}
+
+
+def test_what_a_preempted_request_asks_for_waits_until_it_ends():
+    """It returns, and needs the room that a pin of it would take."""
+    cache = make(8)
+    seq = start(cache, "ab", **PIN)
+    cache.close(seq, preempted=True)
+    assert not cache.tree.pins
+
+
+def test_a_server_full_of_pins_serves_everybody(tmp_path):
+    """Requests that pin all they use wait for one another, never for ever."""
+    shape = {"prompt": 24, "output": 20, "hints": Hints(pin=10**9)}
+    requests = [
+        arrive(number, number, keys=range(6 * number, 6 * number + 6), **shape)
+        for number in range(12)
+    ]
+    run = simulate(requests, blocks=12)
+    assert len(run.rows) == 12
+    summary = run.result.summary()
+    assert summary["pins"]["yielded"] > 0
+    (tmp_path / "t.jsonl").write_bytes(run.trace)
+    check_trace(tmp_path / "t.jsonl")
+    free = simulate([attrs.evolve(each, hints=NO_HINTS) for each in requests], blocks=12)
+    assert free.result.summary()["pins"] == {"refused_blocks": 0, "yielded": 0}

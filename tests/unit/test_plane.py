@@ -1,0 +1,129 @@
+"""Planes: hits and saved prefill by pool and tier, in one pass and replayed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore import InputError
+from kvcore.analysis import curve
+from kvcore.analysis.plane import plane
+from kvcore.models.catalogue import load_model
+from kvcore.models.cost import PrefillCost
+from kvcore.models.memory import KVLayout
+from kvcore_plugins.workload import Zipf
+
+pytest.importorskip("numba", reason="needs the extra `lab`")
+
+SMALL = Zipf(requests=120, prefixes=12)
+LAYOUT = KVLayout(load_model("llama-3-8b"), "fp16", SMALL.key_tokens)
+BLOCK = LAYOUT.bytes_per_block
+POOLS = [300, 900]
+
+
+def host(blocks, rules="load=always"):
+    """Return a tier of the host's memory of so many blocks."""
+    return f"host:memory={blocks * BLOCK}B,{rules}"
+
+
+def test_one_pass_is_lru_of_both_sizes():
+    """What hits in the pool is its own curve, and all is that of pool and tier together."""
+    found = plane(SMALL, host(800), LAYOUT, pools=POOLS, points=3)
+    (lru,) = curve(SMALL, "lru", POOLS).curves
+    assert found.tiers[0] == 0
+    assert found.tiers[-1] == 800
+    for size, points in zip(found.tiers, found.points, strict=True):
+        for point in points:
+            assert point.hit_blocks == lru.steps.at(point.pool_blocks)
+            both = point.hit_blocks + point.found_blocks
+            assert both == lru.steps.at(point.pool_blocks + size)
+            assert point.loaded_blocks == point.found_blocks
+
+
+@pytest.mark.parametrize("keep", ["inclusive", "exclusive"])
+def test_the_replayed_hierarchy_is_close_to_one_pass(keep):
+    """Within four blocks in a hundred: making room comes before what is loaded is pinned."""
+    options = {"pools": POOLS, "points": 3}
+    tier = host(800, f"load=always,keep={keep}")
+    quick = plane(SMALL, tier, LAYOUT, **options)
+    exact = plane(SMALL, tier, LAYOUT, exact=True, **options)
+    assert (quick.exact, exact.exact) == (False, True)
+    assert quick.points[0] == exact.points[0], "without a tier there is one level"
+    pairs = [
+        (quick.ratio(mine), exact.ratio(its))
+        for rows in zip(quick.points[1:], exact.points[1:], strict=True)
+        for mine, its in zip(*rows, strict=True)
+    ]
+    assert all(abs(mine - its) < 0.04 for mine, its in pairs)
+    assert any(mine != its for mine, its in pairs)
+
+
+def test_a_tier_that_holds_everything_hits_all_that_can_hit():
+    """In both ways, but for what the pool had to let go before it was loaded."""
+    exact = plane(SMALL, host(100_000), LAYOUT, pools=[900], points=2, exact=True)
+    quick = plane(SMALL, host(100_000), LAYOUT, pools=[900], points=2)
+    most = quick.hit_blocks
+    assert quick.points[-1][0].hit_blocks + quick.points[-1][0].found_blocks == most
+    last = exact.points[-1][0]
+    # The last block of a prompt is never loaded.
+    assert most - 120 <= last.hit_blocks + last.found_blocks <= most
+
+
+def test_several_processes_give_the_same_plane():
+    """Whatever number of them."""
+    options = {"pools": [300], "points": 2, "exact": True}
+    alone = plane(SMALL, host(200), LAYOUT, **options)
+    assert plane(SMALL, host(200), LAYOUT, jobs=2, **options).points == alone.points
+
+
+def test_what_is_saved_is_prefill_less_the_time_to_load():
+    """One request twice: of its blocks, the first time all, the second none are computed."""
+    twice = Zipf(requests=2, prefixes=1, prefix_tokens=1600, suffix_tokens=160)
+    cost = PrefillCost(1e-5)
+    tier = host(1000, "load=always,read_bandwidth=1GB,latency=0.001")
+    found = plane(twice, tier, LAYOUT, pools=[1], points=2, recompute=cost)
+    none, *_, some = (points[0] for points in found.points)
+    block_s = 16e-5
+    assert found.prefill_s == pytest.approx(2 * 110 * block_s)
+    assert (none.hit_blocks, none.saved_s) == (1, pytest.approx(block_s))
+    assert some.loaded_blocks == 99
+    assert some.saved_s == pytest.approx(100 * block_s - 99 * BLOCK / 1e9 - 0.001)
+
+
+@pytest.mark.parametrize(("bandwidth", "loaded"), [("100GB", True), ("1MB", False)])
+def test_what_takes_longer_to_load_than_to_compute_is_not_loaded(bandwidth, loaded):
+    """By cost, request for request; `always` loads it, and loses."""
+    rules = f"read_bandwidth={bandwidth}"
+    by_cost, always = (
+        plane(SMALL, host(800, f"{rules},load={load}"), LAYOUT, pools=[300], points=2)
+        for load in ("cost", "always")
+    )
+    before, after = by_cost.points[0][0], by_cost.points[-1][0]
+    assert after.found_blocks > 0
+    assert (after.loaded_blocks > 0, after.saved_s > before.saved_s) == (loaded, loaded)
+    assert always.points[-1][0].loaded_blocks == after.found_blocks
+    assert always.points[-1][0].saved_s <= after.saved_s
+
+
+@pytest.mark.parametrize(
+    ("tier", "options", "fault"),
+    [
+        (host(99, "write=through"), {}, "write=through: one pass knows LRU"),
+        (host(99, "eviction=lfu"), {}, "the tier's eviction=lfu"),
+        (host(99), {"eviction": "fifo"}, "eviction=fifo"),
+        (host(99), {"eviction": "lru,fifo"}, "a plane is of one policy"),
+        (host(99), {"eviction": "optimum"}, "a plane is of one policy"),
+        ("host", {}, "memory"),
+    ],
+)
+def test_what_a_plane_cannot_show_is_refused(tier, options, fault):
+    """By name, with what to do."""
+    with pytest.raises(InputError, match=fault):
+        plane(SMALL, tier, LAYOUT, pools=[300], points=2, **options)
+
+
+def test_with_exact_any_rule_is_replayed():
+    """Another policy above and below, and another rule of writing."""
+    tier = host(500, "write=through,eviction=fifo")
+    found = plane(SMALL, tier, LAYOUT, pools=[300], points=2, exact=True, eviction="lfu")
+    assert found.eviction == "lfu"
+    assert found.points[-1][0].found_blocks > 0

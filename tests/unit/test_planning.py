@@ -1,0 +1,299 @@
+"""Plans: what is found, by which tests the limit is told, and how requests are divided."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import count
+from random import Random
+
+import pytest
+
+from kvcore import InputError, KVCache, PluginError, Request, plan
+from kvcore.analysis import replay
+from kvcore.analysis.belady import Belady, Foresight, Future
+from kvcore.analysis.fleet import Fleet, Traffic, replica_of
+from kvcore.analysis.sweep import Journal
+from kvcore.cache.layout import BlockLayout
+from kvcore.workloads import Workload
+
+KEY = 512
+
+ONE = {"tensor_parallel": 1, "max_gpus": 1, "tier": "none", "policies": []}
+"""A search among pools of one GPU, in which no policy is tried but the one asked for."""
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Return a function that plans for prompts, by their keys, one a second."""
+
+    def invoke(prompts, *, gap=1000, **options):
+        rows = (
+            {
+                "timestamp": gap * number,
+                "input_length": KEY * len(keys),
+                "output_length": 1,
+                "hash_ids": keys,
+            }
+            for number, keys in enumerate(prompts)
+        )
+        path = tmp_path / "requests.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return plan(path, **{"slo": "ttft=0.1", **ONE, **options})
+
+    return invoke
+
+
+def unique():
+    """Return a function that returns a prompt of 8 keys that no other has."""
+    fresh = count(1000)
+    return lambda: [next(fresh) for _ in range(8)]
+
+
+def blocks(prompts):
+    """Return the blocks of 16 tokens that so many prompts of 8 keys take, and a few more."""
+    return prompts * 8 * KEY // 16 + 8
+
+
+def test_what_any_fleet_meets_has_no_limit(served):
+    """The smallest pool that holds a request does, and no GPU more than one."""
+    found = served([[1, 2]] * 4, slo="ttft=9", blocks=64)
+    assert found.limit.verdict == "none" or found.limit.fleet.blocks < 64
+    assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=64)
+
+
+def test_the_smallest_pool_is_searched(served):
+    """Two prompts in turn hit from the pool on that holds both, which a full GPU does."""
+    one, other = range(8), range(50, 58)
+    found = served([[*one], [*other]] * 20, slo="ttft=0.03", percentile=95)
+    assert 0.9 * blocks(2) <= found.best.fleet.blocks <= 1.1 * blocks(2)
+    assert found.limit.verdict == "capacity"
+    assert found.limit.fleet.blocks < found.best.fleet.blocks
+
+
+def test_the_limit_is_policy_if_another_one_does(served):
+    """A prompt that comes twice between others is kept by `slru`; LRU lets it go."""
+    fresh, hot = unique(), [*range(8)]
+    prompts = [hot, hot, *(each for _ in range(12) for each in (fresh(), fresh(), hot))]
+    options = {"percentile": 30, "blocks": blocks(2)}
+    assert served(prompts, **options).limit.verdict == "capacity"
+    limit = served(prompts, **options, policies=[("eviction", "slru")]).limit
+    assert limit.verdict == "policy"
+    assert limit.policies[("eviction", "slru")] > 0.3 > limit.attainment
+
+
+def test_the_limit_is_capacity_if_the_optimum_does(served):
+    """Three prompts in turn, room for two: LRU hits nothing, and with foresight half hits."""
+    parts = [[100 * n + key for key in range(8)] for n in range(3)]
+    limit = served(parts * 12, percentile=40, blocks=blocks(2)).limit
+    assert limit.verdict == "capacity"
+    assert limit.grants["foresight"] >= 0.4 > limit.attainment
+    assert limit.grants["foresight"] < limit.grants["endless"]
+
+
+def test_the_limit_is_capacity_if_only_more_memory_does(served):
+    """What foresight cannot reach, an endless pool may."""
+    parts = [[100 * n + key for key in range(8)] for n in range(3)]
+    limit = served(parts * 12, percentile=90, blocks=blocks(2)).limit
+    assert limit.verdict == "capacity"
+    assert limit.grants["foresight"] < 0.9 <= limit.grants["endless"]
+
+
+def test_the_limit_is_content_if_prompts_diverge(served):
+    """No prompt comes twice: nothing hits in any pool, and the prefill alone takes too long."""
+    fresh = unique()
+    found = served([fresh() for _ in range(20)])
+    assert (found.best, found.limit.verdict) == (None, "content")
+    assert found.limit.grants == {"foresight": 0, "endless": 0, "seen": 1}
+
+
+def test_the_limit_is_compute_if_no_hit_is_enough(served):
+    """A step takes longer than the SLO leaves, whatever hits."""
+    found = served([[1, 2, 3]] * 20, slo="ttft=0.001")
+    assert (found.best, found.limit.verdict) == (None, "compute")
+    assert found.limit.grants["seen"] == 0
+
+
+def test_the_limit_is_compute_if_more_gpus_do(served):
+    """Prompts that diverge are met by more GPUs: no memory makes fewer do."""
+    fresh = unique()
+    prompts = [fresh() for _ in range(40)]
+    found = served(prompts, gap=100, slo="ttft=0.2", max_gpus=8, percentile=75)
+    assert found.best.fleet.replicas > 1
+    assert (found.limit.verdict, found.limit.grants["seen"]) == ("compute", 1)
+    assert found.limit.fleet.gpus < found.best.fleet.gpus
+
+
+def test_host_ram_stands_in_for_replicas(served):
+    """What a pool does not hold is loaded from the host, and one replica is enough."""
+    parts = [[100 * n + key for key in range(8)] for n in range(6)]
+    options = {"percentile": 80, "blocks": blocks(2), "max_gpus": 32}
+    bare = served(parts * 6, **options).best.fleet
+    helped = served(parts * 6, **options | {"tier": "host:memory=64GiB"}).best.fleet
+    assert bare.replicas > helped.replicas == 1
+    six = 6 * 8 * KEY * 131_072
+    assert 0.5 * six < helped.host_bytes < 1.2 * six
+
+
+def test_other_tiers_stay_as_they_are(served):
+    """A disk is no host RAM: it is there in every fleet, and nothing of it is searched."""
+    parts = [[100 * n + key for key in range(8)] for n in range(6)]
+    tier = "disk:path=kv,memory=64GiB,read_bandwidth=500GB,write_bandwidth=500GB"
+    found = served(parts * 8, percentile=80, blocks=blocks(2), tier=tier).best.fleet
+    assert (found.replicas, found.host_bytes) == (1, 0)
+
+
+def test_every_number_of_replicas_that_is_asked_for_is_told(served):
+    """Also those that are more than it takes."""
+    found = served([[1, 2]] * 8, slo="ttft=9", replicas=[3, 1], max_gpus=4)
+    assert sorted(option.fleet.replicas for option in found.options) == [1, 3]
+
+
+def test_a_plan_is_the_same_from_its_journal(served, tmp_path):
+    """Nothing is simulated again, and a part of the journal is a part of the work."""
+    parts = [[100 * n + key for key in range(8)] for n in range(3)]
+    options = {"percentile": 40, "blocks": blocks(2), "journal": tmp_path / "journal"}
+    first = served(parts * 12, **options)
+    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
+    assert served(parts * 12, **options) == first
+    with Journal(tmp_path / "journal") as journal:
+        assert len(journal.results) == first.simulations
+    (tmp_path / "journal").write_bytes(b"".join(lines[:4]))
+    assert served(parts * 12, **options) == first
+
+
+def test_progress_reaches_its_end(served):
+    """Simulations that are not needed count as done in the end, and none counts twice."""
+    told = []
+
+    def progress(_, total):
+        told.append(total)
+        return _Telling(told)
+
+    served([[1, 2]] * 8, slo="ttft=9", progress=progress)
+    total, *ticks = told
+    assert sum(ticks) == total
+    assert all(tick >= 0 for tick in ticks)
+
+
+class _Telling:
+    """A context that gives a tick which notes what it is called with."""
+
+    def __init__(self, told):
+        self._told = told
+
+    def __enter__(self):
+        return self._told.append
+
+    def __exit__(self, *error):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"percentile": 0}, "percentile 0"),
+        ({"percentile": 101}, "percentile 101"),
+        ({"slo": "none"}, "nothing is expected"),
+        ({"tensor_parallel": []}, "tensor_parallel"),
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": 9}, "9 x 1 GPUs are more than 1"),
+        ({"tensor_parallel": 4}, "1 x 4 GPUs are more than 1"),
+        ({"model": "llama-3-70b"}, "llama-3-70b on 1 x h100: weights"),
+        ({"tier": "nowhere:memory=1GiB"}, "tier"),
+        ({"blokcs": 9}, "blokcs"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(served, options, fault):
+    """By what is wrong with it."""
+    with pytest.raises(InputError, match=fault):
+        served([[1, 2]], **options)
+
+
+def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):
+    """The verdict goes by the others."""
+    parts = [[100 * n + key for key in range(8)] for n in range(3)]
+    found = served(
+        parts * 12, percentile=40, blocks=blocks(2), policies=[("eviction", "nothing")]
+    )
+    assert found.limit.verdict == "capacity"
+    assert found.notes[0].startswith("nothing was not tried: eviction: ")
+
+
+def test_a_simulation_that_fails_ends_the_search(served, monkeypatch):
+    """Its fleet is named, and why."""
+    monkeypatch.setattr("kvcore.analysis.fleet.Traffic.split", lambda *_: 1 / 0)
+    with pytest.raises(PluginError, match="1 x 1 GPUs could not be simulated: ZeroDivision"):
+        served([[1, 2]])
+
+
+# How requests are divided.
+
+
+class Requests(Workload):
+    """Requests as they are."""
+
+    name = "requests"
+    key_tokens = 4
+
+    def __init__(self, requests):
+        self.requests = requests
+
+    def __iter__(self):
+        """Yield them."""
+        return iter(self.requests)
+
+
+def asked(number, keys, session=None):
+    """Return a request."""
+    return Request(
+        id=number, prompt_tokens=4 * len(keys), keys=keys, key_tokens=4, session=session
+    )
+
+
+def test_sessions_stay_together_whatever_their_prompts():
+    """All requests of one go to one replica."""
+    requests = [asked(n, [10 * n, 10 * n + 1], f"s{n % 5}") for n in range(40)]
+    for part in Traffic.of(Requests(requests)).split(3):
+        for each in {request.session for request in part}:
+            assert sum(request.session == each for request in part) == 8
+
+
+def test_a_common_first_key_keeps_nothing_together():
+    """Conversations below one system prompt are divided; those of one conversation stay."""
+    requests = [asked(n, [0, 100 + n % 10, 200 + n]) for n in range(100)]
+    parts = Traffic.of(Requests(requests)).split(4)
+    assert len(parts) > 1
+    where = Counter(key for part in parts for key in {request.keys[1] for request in part})
+    assert set(where.values()) == {1}
+
+
+def test_requests_without_keys_are_spread():
+    """Each is on its own."""
+    parts = Traffic.of(Requests([asked(n, []) for n in range(200)])).split(4)
+    assert [30 < len(part) < 70 for part in parts] == [True] * 4
+
+
+def test_one_replica_more_moves_groups_to_itself_alone():
+    """A consistent hash: about one in n of them moves."""
+    draw = Random(1)  # noqa: S311 - a test
+    groups = [draw.getrandbits(64) for _ in range(2000)]
+    for replicas in (1, 2, 7):
+        pairs = [(replica_of(g, replicas), replica_of(g, replicas + 1)) for g in groups]
+        moved = [after for before, after in pairs if before != after]
+        assert set(moved) == {replicas}
+        assert abs(len(moved) * (replicas + 1) / len(groups) - 1) < 0.2
+
+
+@pytest.mark.parametrize("pool", [3, 7, 12, 40])
+def test_foresight_hits_what_belady_does(pool):
+    """One request at a time, it is the rule itself, block for block."""
+    draw = Random(pool)  # noqa: S311 - a test
+    prompts = [[0, *(10 * draw.randrange(6) + n for n in range(1, 5))] for _ in range(80)]
+    prompts = [[str(keys[: n + 1]) for n in range(5)] for keys in prompts]
+    requests = [asked(number, keys) for number, keys in enumerate(prompts)]
+    layout = BlockLayout("keys", 4, 4)
+    cache = KVCache(pool, 4, accounting="keys", eviction=Foresight(requests, layout))
+    found = replay(requests, cache).hit_blocks
+    best, _ = Belady().replay(Future.read(requests, layout), pool, 4)
+    assert found == best.hit_blocks

@@ -1,0 +1,60 @@
+"""The host tier: memory that is taken as it is used."""
+
+import mmap
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from helpers.tiers import SIZE, blocks, read, write
+
+from kvcore import InputError
+from kvcore_plugins.tier import Host, host
+
+SLOTS = 8
+
+
+def opened(slots=SLOTS):
+    """Open a store that closes at the end of a `with`."""
+    return closing(Host(memory=slots * SIZE).open(slots, SIZE, b"model"))
+
+
+def test_keeps_blocks():
+    """What was written is read, until it is dropped or the slot is another block's."""
+    old, new = blocks([5, 0, 7]), blocks([5], text=1)
+    with opened() as store:
+        write(store, old)
+        assert (read(store, old), read(store, new)) == (3, 0)
+        write(store, new)
+        assert (read(store, old), read(store, new)) == (0, 1)
+        store.drop([5, 6])
+        assert (read(store, new), read(store, old[1:])) == (0, 2)
+
+
+def test_takes_memory_as_it_is_used():
+    """Slots that are not used take no memory."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    with opened(100_000) as store:
+        write(store, blocks([99_999]))
+        assert resident() - before < 100_000 * SIZE / 10
+
+
+def test_more_than_the_host_has_is_refused(monkeypatch):
+    """More memory than is free is refused at the start: later the process would be killed."""
+    monkeypatch.setattr(host, "host_memory", lambda: (SIZE, None))
+    with pytest.raises(InputError, match="give it less"):
+        opened()
+
+
+def test_memory_that_cannot_be_had_is_refused(monkeypatch):
+    """Where the system gives no such range of addresses, an error says what was asked for."""
+
+    def refuse(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(InputError, match=r"23\.4 KiB cannot be had: .*Cannot allocate"):
+        opened()

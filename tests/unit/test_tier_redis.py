@@ -1,0 +1,291 @@
+"""The Redis tier: whatever its server does, it gives right K/V, none, or an OSError."""
+
+import sys
+from contextlib import closing, suppress
+from io import BytesIO
+
+import pytest
+from helpers.redis_server import answering, running
+from helpers.tiers import SIZE, blocks, read, write
+
+from kvcore import InputError, KVCache, PluginError
+from kvcore.plugins import resolve
+from kvcore.tiers import Tiers
+from kvcore.trace import Trace
+from kvcore_plugins.tier import Redis, redis
+
+SLOTS = 8
+
+pytest.importorskip("redis")
+
+
+def opened(url, slots=SLOTS, **options):
+    """Open a store that closes at the end of a `with`."""
+    tier = Redis(url=url, memory=slots * SIZE, **options)
+    return closing(tier.open(slots, SIZE, b"model"))
+
+
+@pytest.fixture
+def url(redis_server, redis_client):
+    """Return where a server with nothing in it is."""
+    assert not redis_client.dbsize()
+    return redis_server.url
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace the clock of pauses by a list with one number: the seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(redis, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def own_server():
+    """Run a server for this test alone, which it may stop."""
+    with running() as server:
+        yield server
+
+
+def test_large_blocks_are_many_values(url, redis_client, monkeypatch):
+    """A block is kept in values of bounded size, and moved in bounded batches."""
+    monkeypatch.setattr(redis, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(redis, "BATCH_BYTES", 2 * SIZE)
+    path = blocks(range(5))
+    with opened(url) as store:
+        write(store, path)
+        assert read(store, path) == 5
+    name = redis_client.keys("*")[0]
+    assert redis_client.hlen(name) == 6
+    assert max(map(len, redis_client.hvals(name))) == 700
+
+
+@pytest.mark.parametrize("field", [b"0", b"2", b"header"])
+def test_a_missing_value_is_noticed(url, redis_client, monkeypatch, field):
+    """A block of which a value is gone, or of another type, is not right."""
+    monkeypatch.setattr(redis, "CHUNK_BYTES", 1100)
+    path = blocks([4])
+    with opened(url) as store:
+        write(store, path)
+        (name,) = redis_client.keys("*")
+        redis_client.hdel(name, field)
+        assert read(store, path) == 0
+        redis_client.set(name, "no hash")
+        with pytest.raises(OSError, match=r"refused: .*WRONGTYPE"):
+            read(store, path)
+        write(store, path)
+        assert read(store, path) == 1
+
+
+def test_time_to_live(url, redis_client):
+    """A block lives `ttl` seconds from when it was written or read; without, for ever."""
+    for ttl, least, most in ((50.0, 40_000, 50_000), (None, -1, -1)):
+        path = blocks([0])
+        with opened(url, ttl=ttl) as store:
+            write(store, path)
+            (name,) = redis_client.keys("*")
+            assert least <= redis_client.pttl(name) <= most
+            if ttl:
+                redis_client.pexpire(name, 9000)
+                assert read(store, path) == 1
+                assert least <= redis_client.pttl(name) <= most
+
+
+def test_two_runs_share_blocks(url):
+    """Of the same model, a later run finds what another has, and misses what that drops."""
+    path = blocks([5, 6, 7])
+    with opened(url) as store, opened(url) as other:
+        write(store, path)
+        found = sorted(other.recover(), key=lambda block: block.position)
+        assert [block.slot for block in found] == [0, 1, 2]
+        assert read(other, found) == 3
+        store.drop([7])
+        assert (other.present(found), read(other, found)) == (2, 2)
+
+
+def test_takes_no_more_than_its_slots(url):
+    """A run with less memory takes as many blocks as it has slots for, first ones first."""
+    with opened(url) as store:
+        write(store, blocks(range(SLOTS)))
+    with opened(url, slots=3) as store:
+        assert sorted(block.position for block in store.recover()) == [0, 1, 2]
+
+
+def test_a_flushed_server_has_nothing(url, redis_client):
+    """Blocks that somebody else has deleted are neither present nor read; new ones are."""
+    path = blocks(range(3))
+    with opened(url) as store:
+        write(store, path)
+        redis_client.flushall()
+        assert (store.present(path), read(store, path)) == (0, 0)
+        write(store, path)
+        assert (store.present(path), read(store, path)) == (3, 3)
+
+
+def test_a_full_server(own_server):
+    """Where the server has no memory left a write raises, and nothing of it is there."""
+    old, new = blocks(range(3)), blocks(range(3, SLOTS), text=1)
+    with own_server.client() as client, opened(own_server.url) as store:
+        write(store, old)
+        client.config_set("maxmemory", 1)
+        with pytest.raises(OSError, match=r"refused: .*maxmemory"):
+            write(store, new)
+        assert (store.present(new), read(store, old)) == (0, 3)
+        client.config_set("maxmemory", 0)
+        write(store, new)
+        assert (read(store, new), client.dbsize()) == (5, 8)
+
+
+def test_a_server_that_stops_and_comes_back(own_server, clock):
+    """While it is away every call raises OSError; when it is back, empty, all goes on."""
+    path = blocks(range(3))
+    with opened(own_server.url) as store:
+        write(store, path)
+        own_server.stop()
+        for call in (
+            lambda: store.present(path),
+            lambda: read(store, path),
+            lambda: write(store, path),
+        ):
+            clock[0] += 100
+            with pytest.raises(OSError, match="does not answer"):
+                call()
+        own_server.start()
+        clock[0] += 100
+        assert store.present(path) == 0
+        write(store, path)
+        assert read(store, path) == 3
+
+
+def test_pauses_grow(clock):
+    """After each failure the server is left alone for twice as long, up to 30 s."""
+    path = blocks([0])
+    with answering(b"?!\r\n") as (url, asked), opened(url) as store:
+        store._held[0] = path[0]
+        pauses = []
+        for _ in range(12):
+            with pytest.raises(OSError, match="does not answer as it should"):
+                store.present(path)
+            asked.clear()
+            failed = clock[0]
+            with pytest.raises(OSError, match="is left alone"):
+                store.present(path)
+            clock[0] = store._again - 1e-6
+            with pytest.raises(OSError, match="is left alone"):
+                store.present(path)
+            assert not asked
+            pauses.append(store._again - failed)
+            clock[0] = store._again + 1e-6
+    assert pauses[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
+    assert pauses[-3:] == pytest.approx([30, 30, 30])
+
+
+GARBAGE = {
+    "nothing": b"",
+    "text": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "zeros": b"\0" * 100,
+    "error": b"-ERR unknown\r\n",
+    "integer": b":5\r\n",
+    "no-integer": b":five\r\n",
+    "null": b"$-1\r\n",
+    "no-size": b"$x\r\n",
+    "too-long": b"$99999999999999\r\nabc\r\n",
+    "negative": b"*-7\r\n",
+    "list": b"*2\r\n$1\r\na\r\n$1\r\nb\r\n",
+    "many": b"*99999999\r\n",
+    "nested": b"*1\r\n" * 3000,
+    "not-utf8": b"+\xff\xfe\r\n",
+}
+
+
+@pytest.mark.parametrize("answer", GARBAGE.values(), ids=list(GARBAGE))
+def test_garbage(answer, clock):
+    """What is no answer of Redis is an error or no block: never a crash, never K/V."""
+    path = blocks(range(2))
+    with answering(answer) as (url, _), opened(url, timeout=0.05) as store:
+        for call in (
+            lambda: write(store, path),
+            lambda: store._held.update(enumerate(path)) or read(store, path),
+            lambda: store.present(path) if answer != b":5\r\n" else 0,
+            lambda: len(list(store.recover())),
+            lambda: store.drop([0]),
+        ):
+            clock[0] += 100
+            with suppress(OSError):
+                assert not call()
+
+
+@pytest.mark.parametrize("greets", [True, False])
+def test_a_server_that_never_answers(greets, clock):
+    """A server that takes commands and says nothing costs the time-out, then OSError."""
+    path = blocks([0])
+    with answering(None, greets=greets) as (url, _):
+        if not greets:
+            with pytest.raises(InputError, match="does not answer as it should: Timeout"):
+                opened(url, timeout=0.02)
+            return
+        with opened(url, timeout=0.02) as store:
+            for call in (lambda: write(store, path), lambda: list(store.recover())):
+                clock[0] += 100
+                with pytest.raises(OSError, match="Timeout"):
+                    call()
+
+
+def test_endless_scans_end(clock):
+    """A server whose scan never ends is left after as many blocks or seconds as are enough."""
+    endless = b"*2\r\n$1\r\n7\r\n*0\r\n"
+    with answering(endless) as (url, asked), opened(url) as store:
+        scan = store._ask
+
+        def slow(commands):
+            clock[0] += 1
+            return scan(commands)
+
+        store._ask = slow
+        assert not list(store.recover())
+        assert asked.count("SCAN") <= redis.SCAN_S
+
+
+def test_no_server_is_refused():
+    """Where no server is, opening says so, and what to do."""
+    with answering(b"") as (url, _):
+        pass
+    with pytest.raises(InputError, match=r"redis://127.*does not answer.*start the server"):
+        opened(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://me:secret@127.0.0.1:1/0", "http://me:secret@h/", "redis://me:secret@h:x/0"]
+)
+def test_credentials_are_shown_nowhere(url):
+    """Neither options, text, header nor error of the tier has its user or its password."""
+    tier = Redis(url=f"{url}?password=secret", memory=SIZE)
+    out = BytesIO()
+    trace = Trace(out)
+    Tiers(KVCache(4, trace=trace), [tier], SIZE)
+    trace.close()
+    shown = [str(tier.options()), repr(tier), out.getvalue().decode()]
+    with pytest.raises(InputError) as error:
+        tier.open(1, SIZE, b"")
+    cause = error.value
+    while cause is not None:
+        shown.append(f"{cause!r} {cause}")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    assert not [text for text in shown if "secret" in text or "me:" in text]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["latency=-1", "ttl=x", "timeout=0", "colour=red", "url=x", "memory=2", "=", ":x"]
+)
+def test_credentials_are_not_in_errors_of_options(wrong):
+    """An error about another option repeats the text, but for user and password."""
+    with pytest.raises(InputError) as error:
+        resolve("tier", f"redis:memory=1GiB,url=redis://me:secret@h/0?password=secret,{wrong}")
+    assert "secret" not in str(error.value)
+
+
+def test_needs_a_package(monkeypatch):
+    """Without the client's package it says which extra has it."""
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(PluginError, match=r"pip install 'kvcore\[redis\]'"):
+        opened("redis://127.0.0.1:1/0")

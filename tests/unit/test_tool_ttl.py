@@ -1,0 +1,90 @@
+"""The policy that learns how long each tool takes."""
+
+import pytest
+from helpers.caches import ask, make, serve, spans
+
+from kvcore import InputError, KVCache
+from kvcore.analysis import replay
+from kvcore.tiers import Tiers
+from kvcore_plugins.eviction import LRU, ToolTTL
+
+SECOND = 10**9
+
+
+def call(text, now, tool, session="s"):
+    """Return a request of a session, at a time in seconds, whose answer calls a tool."""
+    return ask(text, arrival=now * SECOND, session=session, tool=tool)
+
+
+def rounds(tool, seconds, count, start=0):
+    """Return sessions that call a tool once and return after some seconds."""
+    return [
+        call("zy"[:length], start + 1000 * number + after, tool, f"{tool} {number}")
+        for number in range(count)
+        for length, after in ((1, 0), (2, seconds))
+    ]
+
+
+def kept(eviction, requests, blocks=4):
+    """Return what is cached after `requests`, which are served by their time of arrival."""
+    cache = make(blocks, eviction, accounting="keys")
+    replay(sorted(requests, key=lambda request: request.arrival), cache)
+    return set(spans(cache))
+
+
+def test_it_differs_from_lru():
+    """What waits for a slow tool outlives what has waited too long for a fast one."""
+    lessons = [*rounds("build", 100, 20), *rounds("grep", 1, 20, 500)]
+    waiting = [
+        call("ab", 30_000, "build", "slow"),
+        call("cd", 30_020, "grep", "fast"),
+        call("x", 30_060, None, "new"),
+    ]
+    assert {"|ab", "|c"} <= kept(ToolTTL(), [*lessons, *waiting])
+    assert {"|cd", "|a"} <= kept(LRU(), [*lessons, *waiting])
+
+
+def test_a_tool_that_never_returned_is_not_waited_for():
+    """Waits that have not ended count as well: its prefix goes before one that is older."""
+    lessons = [call("z", 1000 * number, "quit", f"quit {number}") for number in range(20)]
+    lessons += rounds("build", 100, 20, 500)
+    waiting = [
+        call("ab", 30_000, "build", "slow"),
+        call("cd", 30_020, "quit", "gone"),
+        call("x", 30_060, None, "new"),
+    ]
+    assert {"|ab", "|c"} <= kept(ToolTTL(), [*lessons, *waiting])
+
+
+def test_without_sessions_older_goes_first():
+    """Where nothing is known, and blocks cost the same, it does what LRU does."""
+    texts = ["a", "b", "c", "a", "d", "e"]
+    for policy in (ToolTTL(), LRU()):
+        cache = KVCache(3, 4, eviction=policy, accounting="keys", recompute=lambda _, n: n)
+        replay([ask(text, arrival=n * 60 * SECOND) for n, text in enumerate(texts)], cache)
+        assert {span.keys()[0] for span in cache.tree.spans()} == {"a", "d", "e"}
+
+
+def test_another_branch_of_a_session_ends_no_wait():
+    """A wait ends when a prompt begins with the prefix, not with any request of the session."""
+    for text, ended in (("abc", 1), ("xyz", 0), ("a", 0)):
+        policy = ToolTTL()
+        cache = make(16, policy)
+        replay([call("ab", 0, "grep"), call(text, 4, "grep")], cache)
+        assert sum(sum(counts) for counts in policy._ended.values()) == ended
+
+
+def test_a_prior_of_no_weight_is_refused():
+    """The first wait would then decide alone."""
+    with pytest.raises(InputError, match="prior=0 must be a number of waits above 0"):
+        ToolTTL(prior=0)
+
+
+def test_what_a_tier_gives_back_costs_less_to_lose():
+    """A block costs the time to compute it, or to load it from a tier, if that is less."""
+    cache = make(4, accounting="keys")
+    serve(cache, "ab")
+    span = spans(cache)["|ab"]
+    assert span.loss_seconds == span.recompute_seconds
+    Tiers(cache, ["host:memory=1MiB,read_bandwidth=1GB,latency=0"], 100)
+    assert span.loss_seconds == 1e-7 < span.recompute_seconds

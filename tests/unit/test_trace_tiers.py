@@ -1,0 +1,421 @@
+"""Tiers in a trace: what lies in them follows from its lines, and no line can be forged."""
+
+from random import Random
+
+import orjson
+import pytest
+from helpers.serving import Even
+from helpers.traces import BLOCK, TIERS, lines, rest, seal
+
+from kvcore import KVCache, Request, Trace, TraceError
+from kvcore.serving import Batching, simulate
+from kvcore.tiers import Tiers
+from kvcore.trace import CacheState, TraceChecker, check_trace, read_events
+from kvcore.trace import tiers as traced
+from kvcore.trace.events import decode, find_fault
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+
+LINES = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of a trace with every line that tiers have in a simulation."""
+    return rest(tmp_path / "trace.jsonl")
+
+
+def told(path, events):
+    """Return why a trace of these lines cannot be; None if it can."""
+    try:
+        check_trace(seal(path, events))
+    except TraceError as error:
+        return str(error).split(": ", 1)[1]
+    return None
+
+
+def forged(path, n, **fields):
+    """Return why the trace cannot be with other fields in line `n`; None: without it."""
+    events = lines(path)
+    events[n] = {name: v for name, v in (events[n] | fields).items() if v is not None}
+    return told(path, events)
+
+
+def test_the_report_has_each_tier(trace):
+    """Nearest first: its slots, what is in it, and what has gone in, up and out."""
+    host, disk = check_trace(trace).tiers
+    assert host == {
+        "tier": "host",
+        "slots": 6,
+        "used_blocks": 6,
+        "parked_blocks": 0,
+        "loading_blocks": 0,
+        "stored_blocks": 21,
+        "loads": 2,
+        "loaded_blocks": 3,
+        "dropped_blocks": {"capacity": 13, "moved": 1, "parked": 1},
+        "read_bytes": 3000,
+        "written_bytes": 21000,
+        "link_busy_s": 24e-9,
+    }
+    assert (disk["tier"], disk["used_blocks"], disk["link_busy_s"]) == ("disk", 9, 46e-9)
+
+
+@pytest.mark.parametrize(
+    ("at", "loading", "parked", "used"),
+    [
+        (299, [0, 0], [0, 0], [6, 4]),
+        (300, [1, 3], [0, 0], [6, 4]),
+        (550, [0, 0], [1, 0], [6, 9]),
+    ],
+)
+def test_the_report_at_a_time(trace, at, loading, parked, used):
+    """It has the blocks that are on their way then, and those of who was swapped out."""
+    tiers = check_trace(trace, at).tiers
+    assert [tier["loading_blocks"] for tier in tiers] == loading
+    assert [tier["parked_blocks"] for tier in tiers] == parked
+    assert [tier["used_blocks"] for tier in tiers] == used
+
+
+def test_the_report_of_a_trace_without_tiers(tmp_path):
+    """There are none."""
+    assert check_trace(rest(tmp_path / "trace.jsonl", ())).tiers == []
+
+
+def refused(events):
+    """Return True if these events cannot be; as `told`, but for what a reader sees."""
+    checker = TraceChecker(events[0])
+    now = 0
+    for event in events[1:-1]:
+        if event.t < now:
+            return True
+        now = event.t
+        try:
+            checker.apply(event)
+        except ValueError:
+            return True
+    return False
+
+
+WORDS = {
+    "tier": ["host", "disk", "tape"],
+    "from": ["host", "disk", None],
+    "parked": [True, None],
+    # No two of these have a text in common but "a" and "again": each names other blocks.
+    "request": ["a", "b", "c", "p", "r", "nobody"],
+    "reason": ["capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"],
+}
+
+
+def forgeries(event):
+    """Yield each field of a line with a value that is not its own."""
+    for name, value in event.items():
+        if type(value) is int and name != "n":
+            yield from ((name, value + step) for step in (-1, 1) if value + step >= 0)
+    for name, words in WORDS.items():
+        if name in event or (event["event"] == "OFFLOAD" and name in ("from", "parked")):
+            yield from ((name, word) for word in words if word != event.get(name))
+
+
+@pytest.mark.parametrize("event", LINES)
+def test_no_field_of_a_line_can_be_forged(trace, event):
+    """Whatever else one says, by any other value: the trace cannot be."""
+    events = lines(trace)
+    read = [decode(orjson.dumps(line)) for line in events]
+    for n, line in enumerate(events):
+        if line["event"] != event:
+            continue
+        for name, value in forgeries(line):
+            if {"a", "again"} == {line["request"], value}:
+                continue
+            other = {key: v for key, v in (line | {name: value}).items() if v is not None}
+            if find_fault(other) is None:
+                assert refused([*read[:n], decode(orjson.dumps(other)), *read[n + 1 :]]), other
+
+
+@pytest.mark.parametrize("event", LINES)
+def test_no_line_can_come_twice(trace, event):
+    """What is there is not stored again, what has come does not come again."""
+    events = lines(trace)
+    for n, line in enumerate(events):
+        if line["event"] == event:
+            assert told(trace, events[: n + 1] + events[n:])
+
+
+@pytest.mark.parametrize("event", ["OFFLOAD", "LOAD_START", "LOAD"])
+def test_no_transfer_can_stand_elsewhere(trace, event):
+    """One that stands two lines later is told."""
+    events = lines(trace)
+    for n, line in enumerate(events):
+        if line["event"] == event:
+            assert told(trace, [*events[:n], *events[n + 1 : n + 3], line, *events[n + 3 :]])
+
+
+@pytest.mark.parametrize(
+    ("n", "fields", "reason"),
+    [
+        (10, {"tier": "tape"}, "OFFLOAD: no tier is 'tape'; there are: host, disk"),
+        (
+            10,
+            {"first": 1, "blocks": 3, "done": 108},
+            "OFFLOAD: 0 blocks of the prompt are ther",
+        ),
+        (10, {"done": 108}, "OFFLOAD: by the link of tier 'host' it is done at 109 ns"),
+        (10, {"from": "disk"}, "OFFLOAD: tier 'host' takes blocks from the pool"),
+        (10, {"request": "b"}, "OFFLOAD: 0 blocks of request 'b' are cached, not 4"),
+        (10, {"blocks": 5, "done": 110}, "OFFLOAD: request 'a' has 4 keys: none for block 4"),
+        (20, {"from": None}, "OFFLOAD: tier 'disk' takes blocks from 'host'"),
+        (20, {"request": "b"}, "OFFLOAD: tier 'host' has not the blocks up to 4"),
+        (21, {"first": 0}, "DROP: the blocks up to 3 are not the end of a path"),
+        (21, {"reason": "moved"}, "DROP: nothing was loaded just before from an exclusive"),
+        (21, {"reason": "expired"}, "DROP: the eviction policy of tier 'host' expires nothing"),
+        (21, {"reason": "gone"}, "DROP: no bytes are moved here, so none are gone"),
+        (21, {"blocks": 2}, "DROP: the blocks up to 3 are not the end of a path"),
+        (22, {"blocks": 6}, "OFFLOAD: 7 slots of tier 'host' would be in use; it has 6"),
+        (32, {"blocks": 2}, "LOAD_START: 1 blocks of request 'again' are in tier 'host'"),
+        (32, {"seq": 3}, "LOAD_START: no sequence 3 is open"),
+        (33, {"done": 325}, "LOAD_START: by the link of tier 'disk' it is done at 326 ns"),
+        (33, {"first": 2}, "LOAD_START: sequence 4 has 5 blocks, 1 of them already"),
+        (34, {"t": 325}, "LOAD: what sequence 4 loads is there at 326 ns"),
+        (34, {"blocks": 0}, "LOAD: 1 blocks are loaded, not 0"),
+        (34, {"tier": "disk"}, "LOAD: sequence 4 loads 0 from 'host' next"),
+        (37, {"blocks": 3}, "COMMIT: sequence 4 has loaded blocks up to 4, and must commit"),
+        (62, {"how": "recompute"}, "DROP: FREE of sequence 6 must come before this"),
+        (69, {"parked": None}, "OFFLOAD: request 'r' has 4 keys: none for block 4"),
+        (67, {"request": "p", "blocks": 2}, "OFFLOAD: tier 'host' dropped 2 more blocks than"),
+        (69, {"first": 3}, "OFFLOAD: sequence 6 has 5 blocks; 4 of them are shared, and in"),
+        (81, {"blocks": 2}, "DROP: request 'r' has not parked blocks 4 to 6"),
+    ],
+)
+def test_a_forgery_is_told_in_its_words(trace, n, fields, reason):
+    """With the event, and what cannot be."""
+    found = forged(trace, n, **fields)
+    assert found.startswith(reason), found
+
+
+@pytest.mark.parametrize(
+    ("n", "reason"),
+    [
+        (20, "LOAD_START: 0 blocks of request 'again' are in tier 'disk'"),
+        (21, "OFFLOAD: 9 slots of tier 'host' would be in use; it has 6"),
+        (22, "MISS: tier 'host' dropped blocks to make room for nothing"),
+        (34, "DROP: request 'again' needs block 0 in tier 'host'"),
+        (36, "COMMIT: sequence 4 waits for a load that is done"),
+        (37, "COMMIT: sequence 4 has loaded blocks up to 4, and must commit them"),
+        (69, "FREE: tier 'host' dropped blocks to make room for nothing"),
+        (81, "COMMIT: request 'r' has parked blocks in 'host' still"),
+    ],
+)
+def test_what_a_line_leads_to_cannot_be_left_out(trace, n, reason):
+    """What is evicted makes room, what is loaded is committed, what is swapped is parked."""
+    events = lines(trace)
+    found = told(trace, events[:n] + events[n + 1 :])
+    assert found.startswith(reason), found
+
+
+def test_lines_of_tiers_need_tiers(trace):
+    """Without any in the header, nothing can be in one."""
+    events = lines(trace)
+    drop = events[21] | {"t": 10}
+    del events[0]["tiers"]
+    assert told(trace, [*events[:8], drop, *events[8:]]) == "DROP: HEADER has no tiers"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tier": "disk"}, "HEADER: two tiers are called 'disk'"),
+        ({"options": {}}, "HEADER: tier 'host' has the bandwidths [None, None]"),
+        (
+            {"options": {"read_bandwidth": 1, "write_bandwidth": 0, "latency": 0}},
+            "HEADER: tier",
+        ),
+        (
+            {"options": {"read_bandwidth": 1, "write_bandwidth": 1, "latency": -1}},
+            "HEADER: tie",
+        ),
+        ({"slots": 0}, "HEADER field 'tiers' must be a list of tiers, each with tier, name"),
+        ({"colour": 1}, "HEADER field 'tiers' must be a list of tiers, each with tier, name"),
+        ({"slots": 5}, "OFFLOAD: "),
+        ({"slots": 7}, "OFFLOAD: "),
+        ({"slot_bytes": 1001}, "OFFLOAD: by the link of tier 'host' it is done at"),
+        ({"devices": 2}, "OFFLOAD: by the link of tier 'host' it is done at"),
+    ],
+)
+def test_a_tier_of_the_header_can_be(trace, change, reason):
+    """Its name is its own, its link is known, and its size is that of the lines."""
+    events = lines(trace)
+    events[0]["tiers"][0] |= change
+    assert told(trace, events).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("write", "through"), ("write", 1), ("keep", "inclusive"), ("load", "never")],
+)
+def test_the_rules_of_the_header_hold(trace, option, value):
+    """By another rule for what goes down and comes up the trace cannot be."""
+    events = lines(trace)
+    events[0]["tiers"][0]["options"][option] = value
+    assert told(trace, events)
+
+
+def test_a_trace_that_is_cut_shows_what_is_in_the_tiers(trace):
+    """As it was at the cut, loads that were on their way included."""
+    whole = trace.read_bytes().splitlines(keepends=True)
+    trace.write_bytes(b"".join(whole[:34]))
+    report = check_trace(trace)
+    assert not report.complete
+    assert [tier["loading_blocks"] for tier in report.tiers] == [1, 3]
+
+
+def test_a_write_waits_no_longer_than_it_may(tmp_path):
+    """One that would wait longer for its turn is not done."""
+    slow = TIERS[0].replace("write_bandwidth=1TB", "write_bandwidth=10GB")
+    path = rest(tmp_path / "trace.jsonl", (slow,))
+    assert check_trace(path).complete
+    events = lines(path)
+    events[0]["tiers"][0]["options"]["max_wait"] = 1e-7
+    reason = "OFFLOAD: the link of tier 'host' is busy for longer than it may be"
+    assert told(path, events) == reason
+
+
+def test_a_run_on_tensors_may_lose_blocks(trace):
+    """What cannot be read is dropped, what comes after it is of no use, the rest computed."""
+    events = lines(trace)[:42]
+    events[36] |= {"blocks": 1}
+    events[37] |= {"blocks": 2}
+    events[38] |= {"first": 2, "blocks": 3}
+    wrong = {"n": 0, "t": 326, "event": "DROP", "tier": "disk", "request": "again"}
+    wrong |= {"first": 2, "blocks": 2, "reason": "corrupt"}
+    events.insert(37, wrong)
+    assert told(trace, events) == "LOAD: 3 blocks are loaded, not 1"
+    events[0]["executor"] = "run"
+    assert told(trace, events) is None
+    assert check_trace(trace).tiers[1]["dropped_blocks"] == {"corrupt": 2}
+    events[34] |= {"blocks": 0}
+    del events[35]
+    assert told(trace, events) == "LOAD: 0 blocks are loaded, not 1"
+
+
+def test_what_is_needed_is_not_dropped(trace):
+    """Not while it is on its way up, nor what a parked sequence shares."""
+    events = lines(trace)
+    events[0]["executor"] = "run"
+    gone = {"n": 0, "event": "DROP", "reason": "gone", "blocks": 1}
+    late = gone | {"t": 300, "tier": "disk", "request": "a", "first": 3}
+    reason = told(trace, [*events[:34], late, *events[34:]])
+    assert reason == "DROP: request 'again' needs block 3 in tier 'disk'"
+    late = gone | {"t": 550, "tier": "host", "request": "r", "first": 3}
+    reason = told(trace, [*events[:71], late, *events[71:]])
+    assert reason == "DROP: request 'r' needs block 3 in tier 'host'"
+
+
+def test_by_the_wall_clock_a_transfer_takes_as_long_as_it_takes(trace):
+    """When it is done is no more than a guess; not before it began."""
+    events = lines(trace)
+    events[0] |= {"mode": "wall", "executor": "run"}
+    events[10]["done"] += 7
+    assert told(trace, events) is None
+    events[10]["done"] = 99
+    assert told(trace, events).startswith("OFFLOAD: by the link of tier 'host' it is done at")
+
+
+def test_hostile_traces_end(trace, monkeypatch):
+    """What is in all tiers together is limited, so that a small file takes little memory."""
+    monkeypatch.setattr(traced, "MOST_KEYS", 10)
+    with pytest.raises(TraceError, match="tiers hold more than 10 keys, which is the most"):
+        check_trace(trace)
+
+
+def test_work_on_tiers_counts(tmp_path, monkeypatch):
+    """The keys of a line are work, whose sum is limited by the lines."""
+    monkeypatch.setattr("kvcore.trace.state.WORK", 300)
+    monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
+    with pytest.raises(TraceError, match="too many"):
+        check_trace(rest(tmp_path / "trace.jsonl"))
+
+
+class Watching(Trace):
+    """Notes what is in the tiers whenever a request has its output."""
+
+    tiers = None
+
+    def finish(self, now, **fields):
+        """Write FINISH, and note what is in each tier."""
+        super().finish(now, **fields)
+        self.seen.append([self.held(level) for level in self.tiers.levels])
+
+    def held(self, level):
+        """Return blocks by key, what is parked, the slots in use, and the link of a level."""
+        blocks = {}
+        for span in level.tree.spans():
+            for at in range(span.start, span.end):
+                name = span.path_keys[at // span.geometry.ratio]
+                blocks[name] = blocks.get(name, 0) + 1
+        parked = {name: holder.blocks for name, holder in level.parked.items()}
+        used = level.pool.blocks - level.pool.free_blocks
+        link = level.link
+        return blocks, parked, used, (link.free_at, link.read_bytes, link.written_bytes)
+
+
+def random_run(path, seed):
+    """Record a server with random tiers and requests; return what the tiers held, and when."""
+    random = Random(seed)  # noqa: S311
+    tiers = [
+        f"{random.choice(['host', 'disk'])}:memory={random.randint(4, 30) * 1000},"
+        f"eviction={random.choice(['lru', 'fifo', 'lfu'])},"
+        f"write={random.choice(['evict', 'through', '1', '2'])},"
+        f"keep={random.choice(['inclusive', 'exclusive'])},"
+        f"load={random.choice(['cost', 'always'])},latency=1e-8,"
+        f"read_bandwidth={random.choice(['1TB', '100GB'])},write_bandwidth=500GB,"
+        f"max_wait={random.choice(['1', '1e-7'])}"
+        for _ in range(random.randint(1, 3))
+    ]
+    texts, requests, ratio = [[]], [], random.choice([1, 2])
+    for serial in range(30):
+        text = random.choice(texts)
+        text = text[: random.randint(0, len(text))]
+        text = text + [serial * 8 + new for new in range(random.randint(0, 4))]
+        texts.append(text)
+        requests.append(
+            Request(
+                id=serial,
+                arrival=serial * 40,
+                prompt_tokens=max(1, len(text) * BLOCK * ratio + random.randint(0, 2)),
+                output_tokens=random.randint(0, 20),
+                keys=text,
+                key_tokens=BLOCK * ratio,
+            )
+        )
+    with Watching(path, mode="model", executor="simulate") as trace:
+        trace.seen = []
+        pool = random.randint(14, 30)
+        cache = KVCache(pool, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        trace.tiers = Tiers(cache, tiers, 1000)
+        batching = Batching(watermark=0.0, max_seqs=random.randint(2, 6))
+        simulate(requests, cache=cache, latency=Even(), batching=batching)
+    return trace.seen
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_state_is_that_of_the_run(tmp_path, seed):
+    """After every FINISH the tiers hold, by the lines alone, what they held in the run."""
+    path = tmp_path / "trace.jsonl"
+    seen = iter(random_run(path, seed))
+    assert check_trace(path).complete
+    header, *events = read_events(path)
+    state = CacheState(header)
+    for event in events:
+        state.apply(event)
+        if event.event == "FINISH":
+            assert next(seen) == [
+                (
+                    tier.directory._blocks,
+                    {name: end for name, (_, end) in tier.parked.items()},
+                    tier.used,
+                    (tier.free_at, tier.read_bytes, tier.written_bytes),
+                )
+                for tier in state.tiers.levels.values()
+            ]
+    assert next(seen, None) is None
