@@ -57,7 +57,7 @@ class ClientPins:
         self.blocks = self.refused_blocks = self.yielded = 0
 
     def __len__(self) -> int:
-        """Return the number of pins."""
+        """Return the number of pins: without any, the pins are false."""
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Pin]:

@@ -61,7 +61,7 @@ class SpanTree:
         root: the empty span at which every prompt begins. It is pinned, and never evicted.
         cached_blocks, unpinned_blocks: blocks in spans, and those that no sequence pins.
         evicted_blocks, expired_blocks: blocks evicted for room, and dropped as expired.
-        pins: what clients have pinned.
+        pins: what clients have pinned; None: nothing yet.
         failure: the first error of a plugin; None as long as there was none.
         residency: statistics of hits and evictions; None: they are not kept.
         watcher: the tiers below; None: there are none.
@@ -132,7 +132,7 @@ class SpanTree:
         self.failure: PolicyError | None = None
         self.cached_blocks = self.unpinned_blocks = 0
         self.evicted_blocks = self.expired_blocks = 0
-        self.pins = ClientPins(self)
+        self.pins: ClientPins | None = None
         # By the release since which it is not used, for a span that is used is demoted no more.
         self._demoted: dict[Span, int] = {}
         self.root = Span(
