@@ -477,7 +477,8 @@ class KVCache:
             tree.close(seq.span, now, None if preempted else request)
             return
         if hints.pin is not None:
-            tree.pins = tree.pins or ClientPins(tree)
+            if tree.pins is None:
+                tree.pins = ClientPins(tree)
             tree.pins.pin(seq, now + hints.pin)
         tree.close(seq.span, now, request)
         if hints.demote:
