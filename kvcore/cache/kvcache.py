@@ -30,7 +30,6 @@ from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import priority_steps
 from kvcore.cache.integrity import check_blocks, check_tree
 from kvcore.cache.layout import BlockLayout
-from kvcore.cache.pins import ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder
@@ -477,9 +476,7 @@ class KVCache:
             tree.close(seq.span, now, None if preempted else request)
             return
         if hints.pin is not None:
-            if tree.pins is None:
-                tree.pins = ClientPins(tree)
-            tree.pins.pin(seq, now + hints.pin)
+            tree.pin(seq, now + hints.pin)
         tree.close(seq.span, now, request)
         if hints.demote:
             tree.demote(seq.span)

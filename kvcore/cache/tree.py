@@ -323,6 +323,12 @@ class SpanTree:
             span.ref_count += 1
             span = span.parent  # type: ignore[assignment]
 
+    def pin(self, seq: Sequence, until: int) -> None:
+        """Pin the path of `seq` until `until` (ns), for its client. O(its spans)."""
+        if self.pins is None:
+            self.pins = ClientPins(self)
+        self.pins.pin(seq, until)
+
     def demote(self, span: Span) -> None:
         """Make the path down to `span` the next to be evicted, up to where it is shared."""
         below = 0
