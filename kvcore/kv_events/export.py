@@ -29,7 +29,7 @@ from kvcore.units import NS_PER_S
 MEDIUM = "GPU"
 
 MEDIUMS = {"host": "CPU", "disk": "DISK", "redis": "EXTERNAL"}
-"""What vLLM calls the memory of a tier, by its plugin; others, and a second one, as lines do."""
+"""What vLLM calls the memory of a tier, by its plugin; others have the name of the tier."""
 
 TIERS = {"GPU": "device", "CPU": "host_pinned", "DISK": "disk", "EXTERNAL": "external"}
 """What Dynamo calls them."""
@@ -298,12 +298,12 @@ class _EventMaker:
         state = self._state
         if state.tiers is None or getattr(line, "parked", False):
             return
-        leaves = isinstance(line, events.Discard)
-        if leaves and line.reason == "parked":
-            return
         keys, end = state.requests[line.request].keys, line.first + line.blocks
-        change = self._removed if leaves else self._stored
-        yield from change(keys, line.first, end, self._mediums[line.tier])
+        medium = self._mediums[line.tier]
+        if not isinstance(line, events.Discard):
+            yield from self._stored(keys, line.first, end, medium)
+        elif line.reason != "parked":
+            yield from self._removed(keys, line.first, end, medium)
 
     def _removed(
         self, keys: list[Any], first: int, end: int, medium: str

@@ -294,8 +294,8 @@ class SummaryReport:
             saved = format_seconds(summary.categories["loaded"].seconds)
             took = format_seconds(summary.load_s)
             yield (
-                f"Lower tiers: {loaded:,} tokens were loaded in {took} in all, queues included, "
-                f"instead of {saved} of prefill."
+                f"Lower tiers: {loaded:,} tokens were loaded in {took} in all, queues "
+                f"included, instead of {saved} of prefill."
             )
         if any(summary.categories[cause].tokens for cause in CAUSES):
             yield from _bound(self.explanation)
