@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
