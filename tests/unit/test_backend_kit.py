@@ -68,7 +68,7 @@ class Rough(TorchCPU):
 
 
 class Shallow(TorchCPU):
-    """Copies and swaps the first layer alone."""
+    """Copies, writes and swaps a part of it."""
 
     def copy_blocks(self, pairs):
         """Copy half of it."""
@@ -77,10 +77,8 @@ class Shallow(TorchCPU):
         self._pool.matrices = matrices
 
     def write_blocks(self, blocks, data):
-        """Write half of it."""
-        matrices, self._pool.matrices = self._pool.matrices, self._pool.matrices[:2]
-        super().write_blocks(blocks, data)
-        self._pool.matrices = matrices
+        """Write the first of them."""
+        super().write_blocks(blocks[:1], data[:1])
 
     def swap_in(self, host, blocks):
         """Put back a half."""
