@@ -296,7 +296,9 @@ class MissClassifier:
         for loss in reasons.losses:
             losses += loss.between(0, first)
             for part in loss.between(first, end):
-                took = event.done - event.t
+                took: int | None = event.done - event.t
+                if self.state.header.mode == "untimed":
+                    took = part.load_ns
                 losses.append(
                     attrs.evolve(part, category="loaded", tier=event.tier, load_ns=took)
                 )

@@ -15,7 +15,7 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config.recorded import RecordedParts
-from kvcore.config.run_config import PluginChoice
+from kvcore.config.run_config import PluginChoice, TierChoices
 from kvcore.errors import InputError, TraceError
 from kvcore.files import refuse_overwrite
 from kvcore.plugins.manager import Plugins
@@ -54,7 +54,8 @@ class RunSummary:
         forgotten_blocks: blocks that running sequences forgot.
         compactions, compacted_tokens: compactions of running sequences, and the tokens that
             they removed.
-        preemptions: by kind, `pause` and `recompute`.
+        preemptions: by kind, `pause`, `recompute` and `swap`.
+        loaded_tokens: prompt tokens that came from tiers at first admissions.
         ttft_s, tpot_s, e2e_s, queue_s: distributions in seconds.
         simulated_s: from the first arrival to the last end.
         throughput_tokens_s: generated tokens a second.
@@ -73,6 +74,7 @@ class RunSummary:
     compactions: int
     compacted_tokens: int
     preemptions: dict[str, int]
+    loaded_tokens: int = 0
     ttft_s: dict[str, float] | None
     tpot_s: dict[str, float] | None
     e2e_s: dict[str, float] | None
@@ -114,7 +116,12 @@ class RunSummary:
             forgotten_blocks=stats.dropped_blocks,
             compactions=stats.compactions,
             compacted_tokens=stats.compacted_tokens,
-            preemptions={"pause": sum(log.pauses), "recompute": sum(log.recomputes)},
+            preemptions={
+                "pause": sum(log.pauses),
+                "recompute": sum(log.recomputes),
+                "swap": sum(log.swaps),
+            },
+            loaded_tokens=sum(log.loaded),
             **clock if timed else dict.fromkeys(clock),
         )
 
@@ -321,6 +328,7 @@ class Recorded:
         job = self._jobs[event.request]
         job.pauses += event.how == "pause"
         job.recomputes += event.how == "recompute"
+        job.swaps += event.how == "swap"
 
     def _finish(self, event: events.Finish) -> None:
         self.log.ended(self._jobs.pop(event.request), event.t)
@@ -458,6 +466,7 @@ def whatif(
     retention: PluginChoice | None = None,
     scheduler: PluginChoice | None = None,
     latency: PluginChoice | None = None,
+    tier: TierChoices = None,
     blocks: int | None = None,
     block_size: int | None = None,
     batching: Batching | Mapping[str, Any] | None = None,
@@ -483,6 +492,7 @@ def whatif(
         retention: likewise; `"none"`: nothing is forgotten.
         scheduler: likewise.
         latency: likewise.
+        tier: tiers below the pool, nearest first, each likewise; `"none"`: there are none.
         blocks: of the pool.
         block_size: tokens in a block; without `blocks`, in a pool of the same memory.
         batching: caps of a step: a `Batching`, or those that differ (`{"max_seqs": 8}`).
@@ -503,6 +513,7 @@ def whatif(
     """
     changes_asked: dict[str, Any] = {"eviction": eviction, "prefix": prefix}
     changes_asked |= {"retention": retention, "scheduler": scheduler, "latency": latency}
+    changes_asked |= {"tier": tier}
     changes_asked |= {"blocks": blocks, "block_size": block_size, "batching": batching}
     changes_asked |= {"slo": slo, "rate_scale": rate_scale}
     workload = TraceWorkload(file)
@@ -599,7 +610,9 @@ class _Rerun:
     def summary(self, log: RunLog) -> RunSummary:
         """Return the summary of the second run."""
         cache, prefix = self._cache, self._cache.prefix
-        plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()))
+        levels = () if cache.tiers is None else cache.tiers.levels
+        tiers = [level.tier for level in levels]
+        plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()), *tiers)
         evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         config = self._parts.rerun(filter(None, plugins))
         return RunSummary.of(config, log, cache.stats, evicted, timed=self._parts.timed)

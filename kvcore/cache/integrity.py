@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcore.cache.hints import PIN_SHARE
+from kvcore.cache.pins import PIN_SHARE
 from kvcore.cache.pool import BlockPool, CountingPool
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
@@ -111,8 +111,8 @@ def _check_client_pins(tree: SpanTree) -> None:
     """Check that the pins of clients are counted, and hold no more than their share."""
     pinned = _paths(pin.span for pin in tree.pins)
     blocks, most = sum(span.blocks for span in pinned), PIN_SHARE * tree.pool.blocks
-    _require(pinned == tree.pinned, f"clients pin {pinned}; counted are {tree.pinned}")
-    _require(blocks == tree.pinned_blocks, f"they hold {blocks}, not {tree.pinned_blocks}")
+    _require(pinned == tree.pins.held, f"clients pin {pinned}; counted are {tree.pins.held}")
+    _require(blocks == tree.pins.blocks, f"they hold {blocks}, not {tree.pins.blocks}")
     _require(blocks <= most, f"pins hold {blocks} blocks, of {most} that they may")
 
 

@@ -228,6 +228,26 @@ class Recorder(ABC):
         """Write RESUME: `request`, which was paused, runs again."""
         self.write({"n": 0, "t": now, "event": "RESUME", "request": request, "seq": seq})
 
+    def recover(
+        self,
+        now: int,
+        *,
+        tier: str,
+        request: Id,
+        keys: Iterable[Key],
+        first: int,
+        blocks: int,
+    ) -> None:
+        """Write RECOVER: blocks of the path of `keys` are in `tier`, left by an earlier run.
+
+        These are `blocks` blocks from position `first` on; those before them are there by an
+        earlier call. In later lines their path is called `request`, as no request is.
+        """
+        self.write({
+            "n": 0, "t": now, "event": "RECOVER", "tier": tier, "request": request,
+            "keys": keys, "first": first, "blocks": blocks,
+        })  # fmt: skip
+
     def offload(
         self,
         now: int,

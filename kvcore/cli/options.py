@@ -51,7 +51,7 @@ def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> 
 
     Where a trace is run again, an option that is not given is None: as recorded.
     """
-    if value is None:
+    if value is None or value == ():
         return None
     try:
         read = read_option(name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 @what_if("block_size", "Number of tokens in a KV block, in a pool of the same memory.")
 @what_if("scheduler")
 @what_if("latency")
+@what_if("tier", "Tier below the pool, nearest first, such as host:memory=64GiB, or `none`.")
 @what_if("max_tokens")
 @what_if("max_seqs")
 @what_if("steps")
@@ -156,6 +158,19 @@ def _print_bills(bills: dict[str, Any], again: dict[str, Any] | None = None) -> 
     print_sections(*bill_sections(bills, again))
 
 
+def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield what is in a tier, and what went in and out."""
+    name = tier["tier"]
+    yield f"tier {name}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
+    for what in ("parked", "loading"):
+        if tier[f"{what}_blocks"]:
+            yield f"  {what}", tier[f"{what}_blocks"]
+    yield "  stored so far", tier["stored_blocks"]
+    yield "  loaded", tier["loaded_blocks"]
+    for reason, blocks in tier["dropped_blocks"].items():
+        yield f"  dropped, {reason}", blocks
+
+
 def _print(report: Report) -> None:
     counts = [
         ("lines", report.lines),
@@ -166,6 +181,7 @@ def _print(report: Report) -> None:
         ("blocks looked up", report.hit["lookup_blocks"]),
         ("blocks hit", report.hit["hit_blocks"]),
         ("own blocks found again", report.hit["self_hit_blocks"]),
+        *(row for tier in report.tiers for row in _tier_rows(tier)),
     ]
     ratios = [
         (f"hit ratio by {unit}", share(ratio)) for unit, ratio in report.hit["ratio"].items()

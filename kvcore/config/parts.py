@@ -145,7 +145,7 @@ class RunParts:
         """Build the tiers for one run, and put them below `cache`."""
         from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
 
-        tiers, size, devices = self.tiers(), self._block_bytes(), self.deployment.devices
+        tiers, size, devices = self.tiers(), self._block_bytes(), self._devices()
         with self._about("tier"):
             Tiers(cache, tiers, size, devices=devices, ids=self.ids)
 
@@ -198,7 +198,7 @@ class RunParts:
 
     def _build(self, kind: str, value: Any, defaults: Mapping[str, Any] | None = None) -> Any:
         if isinstance(value, Spec):
-            return self.plugins.build(kind, value, self._defaults() | (defaults or {}))
+            return self.plugins.build(kind, value, {**self._defaults(), **(defaults or {})})
         is_plugin = isinstance(value, Plugin | type)
         return resolve(kind, value if is_plugin else value())
 
@@ -328,6 +328,10 @@ class RunParts:
     def _block_bytes(self) -> int:
         """Return the bytes of a block."""
         return self.deployment.bytes_per_block
+
+    def _devices(self) -> int:
+        """Return how many GPUs share the model."""
+        return self.deployment.devices
 
     def _staged_bytes(self) -> int:
         """Return the bytes that unfinished blocks take besides the pool."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.cache import KVCache, Recorder
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig, read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
@@ -67,6 +68,10 @@ def recorded_config(
         slo=slo_of(header["slo"]) if header.get("slo") else SLO(),
         rate_scale=header.get("rate_scale", 1),
         seed=header["seed"],
+        tier=tuple(
+            partial(_rebuilt_tier, file, recorded, plugins)
+            for recorded in header.get("tiers", ())
+        ),
         **deployment,
         **caps,
         **recorded,
@@ -151,6 +156,18 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
     return plugin
 
 
+def _rebuilt_tier(file: Path, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:
+    """Build a tier that a header names, to be simulated: without the paths that it had."""
+    name, options = recorded["name"], dict(recorded["options"])
+    if name in plugins.names("tier"):
+        cls = plugins.get("tier", name)
+        options = {k: v for k, v in options.items() if v is None or not takes_path(cls, k)}
+    eviction = read_plugin(str(options.get("eviction", "lru")))
+    if eviction.name in plugins.names("eviction"):
+        _refuse_paths(file, plugins.get("eviction", eviction.name), eviction.options)
+    return _rebuilt(file, "tier", {"name": name, "options": options}, plugins)
+
+
 def _check_codec(file: Path, codec: Any, plugins: Plugins) -> None:
     """Refuse a recorded codec that no text names, or whose options are paths."""
     spec = read_plugin(str(codec))
@@ -211,6 +228,22 @@ class RecordedParts(RunParts):
         if "slo" in header and "slo" not in changes:
             self.slo = slo_of(header["slo"])
 
+    def cache(self, trace: Recorder | None = None) -> KVCache:
+        """Build a cache for one run, with the tiers below it, which the trace has as recorded."""
+        cache = super().cache(trace)
+        if trace is not None and cache.tiers is not None and "tier" not in self._changed:
+            # Their paths are in the header still, which was not to open them.
+            pairs = zip(self._header["tiers"], cache.tiers.levels, strict=True)
+            sizes = (
+                tier | {"slots": level.pool.blocks, "slot_bytes": level.slot_bytes}
+                for tier, level in pairs
+            )
+            # What an earlier run had left in them is not there now.
+            trace.describe(
+                tiers=[{k: v for k, v in tier.items() if k != "recovered"} for tier in sizes]
+            )
+        return cache
+
     def latency(self, devices: int | None = None) -> LatencyModel:
         """Build the latency model.
 
@@ -238,10 +271,18 @@ class RecordedParts(RunParts):
             "block_size": header["block_size"],
             **{kind: header["plugins"][kind] for kind in kinds if kind in header["plugins"]},
             **{name: header.get(name) for name in names},
+            "tiers": [
+                {name: tier[name] for name in ("name", "options")}
+                for tier in header.get("tiers", ())
+            ],
         }
 
     def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
         """Return the configuration of the new run in the same form; these plugins ran it."""
+        used = list(plugins)
+        tiers = [plain(describe(plugin)) for plugin in used if plugin.kind == "tier"]
+        if "tier" not in self._changed:
+            tiers = self.recorded()["tiers"]
         served = {
             "batching": attrs.asdict(self.batching),
             "slo": None if self.slo is None else slo_field(self.slo),
@@ -250,8 +291,9 @@ class RecordedParts(RunParts):
         return {
             "blocks": self.blocks,
             "block_size": self.geometry.block_size,
-            **{plugin.kind: plain(describe(plugin)) for plugin in plugins},
+            **{p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
             **(served if self.timed else {}),
+            "tiers": tiers,
         }
 
     def header(self) -> dict[str, Any]:
@@ -261,6 +303,8 @@ class RecordedParts(RunParts):
         fields = {name: value for name, value in self._header.items() if name not in known}
         if self.slo is None:
             fields.pop("slo", None)
+        if not self.config.tier:
+            fields.pop("tiers", None)
         run = {name: self._header[name] for name in ("mode", "workload", "seed")}
         return run | fields
 
@@ -299,6 +343,18 @@ class RecordedParts(RunParts):
             )
             raise InputError(msg)
         return blocks
+
+    def _block_bytes(self) -> int:
+        """Return the bytes of a block: as recorded, if that says so."""
+        tiers, size = self._header.get("tiers"), self._header["block_size"]
+        if tiers and self.geometry.block_size == size:
+            return int(tiers[0]["slot_bytes"])
+        return super()._block_bytes()
+
+    def _devices(self) -> int:
+        """Return how many GPUs share the model, as far as the header knows."""
+        counts = [tier["devices"] for tier in self._header.get("tiers", ())]
+        return int(_fields(self._header.get("device")).get("count") or max(counts, default=1))
 
     def _recompute(self) -> PrefillCost | None:
         if "recompute" not in self._header:

@@ -144,6 +144,10 @@ class WhatIfReport:
             yield _row("within the SLO", [run.slo_met for run in runs], share)
         for how, name in (("pause", "paused"), ("recompute", "recomputed")):
             yield _row(f"preempted, {name}", [run.preemptions[how] for run in runs], _count)
+        if any(run.config.get("tiers") for run in runs):
+            swaps = [run.preemptions["swap"] for run in runs]
+            yield _row("preempted, swapped", swaps, _count)
+            yield _row("tokens from tiers", [run.loaded_tokens for run in runs], _count)
         yield _row("rejected", [run.rejected for run in runs], _count)
 
 
@@ -183,8 +187,10 @@ def _ttft(time: int | None) -> str:
 
 def _config(value: Any) -> str:
     """Return a part of a configuration in the command line's form."""
-    if value is None:
+    if value is None or value == []:
         return "none"
+    if isinstance(value, list):
+        return ", ".join(map(_config, value))
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
         return plugin_text(value["name"], value["options"])
     if isinstance(value, Mapping):

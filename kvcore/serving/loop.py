@@ -370,8 +370,8 @@ class ServingLoop:
         pins = self._cache.tree.pins
         while True:
             now = self.clock_ps // PS_PER_NS
-            if pins and pins[0].until <= now:
-                self._cache.tree.end_pins(now)
+            if pins and pins.next_end <= now:
+                pins.end(now)
                 batcher.computed()
             if arrivals.next_at <= now:
                 self._take_arrivals(now)
@@ -491,7 +491,7 @@ class ServingLoop:
             if self.batcher.loads:
                 event = min(event, self.batcher.loads[0][0])
             if self._cache.tree.pins:
-                event = min(event, self._cache.tree.pins[0].until)
+                event = min(event, self._cache.tree.pins.next_end)
             event_ps = event * PS_PER_NS if event < NEVER else None
             tokens = batch.size
             steps, took_ps = self.allocator.jump(lines, self.clock_ps, event_ps)

@@ -176,7 +176,8 @@ class _Traffic:
 
     def run(self, seed: int) -> list[tuple[int, ...]]:
         """Serve random requests; return what has been decided for each."""
-        random, decided = Random(seed), []  # noqa: S311
+        random = Random(seed)  # noqa: S311
+        decided: list[tuple[int, ...]] = []
         for request in random_requests(seed, 60, _TRAFFIC):
             self.now = max(self.now, request.arrival)
             while not self.open(request) and self.opened:

@@ -431,9 +431,15 @@ class Level:
 
         Their slots must be allocated. The path is the latest to be used, of all put back.
         """
-        tree, end = self.tree, len(slots)
-        holder = self._holder("", None, keys, end)
+        tree, end, trace = self.tree, len(slots), self._tiers.cache.trace
+        name = f"{self.name}:{self._serial + 1}"
+        holder = self._holder(name, None, keys, end)
         match = tree.match(keys, end, 0)
+        if trace is not None:
+            first, blocks = match.blocks, end - match.blocks
+            trace.recover(
+                0, tier=self.name, request=name, keys=keys, first=first, blocks=blocks
+            )
         tree.open(holder, match, 0, 0, missed=False, resumed=True)
         holder.private = slots[match.blocks :]
         tree.commit(holder, end, 0)
@@ -850,7 +856,7 @@ def path_ids(span: Span, first: int, end: int) -> Ids | None:
         if span.ids is None:
             return None
         low = max(first - span.start, 0)
-        parts.append(span.ids[low : end - span.start])
+        parts.append(span.ids[low : max(end - span.start, 0)])
         span = span.parent
     if not parts:
         return None

@@ -80,7 +80,7 @@ class WorkloadRecord(Struct, forbid_unknown_fields=True):
     options: dict[str, Any]
 
 
-class TierRecord(Struct, forbid_unknown_fields=True):
+class TierRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A tier of a run: what lines call it, what builds it again, and its size.
 
     Attributes:
@@ -88,6 +88,7 @@ class TierRecord(Struct, forbid_unknown_fields=True):
         name, options: of its plugin, as those of a `PluginRecord`.
         slots, slot_bytes: how many blocks it holds, and the bytes of one.
         devices: GPUs whose links to it add up.
+        recovered: blocks that an earlier run had left in it.
     """
 
     tier: str
@@ -96,6 +97,7 @@ class TierRecord(Struct, forbid_unknown_fields=True):
     slots: Annotated[int, Meta(ge=1)]
     slot_bytes: Annotated[int, Meta(ge=1)]
     devices: Annotated[int, Meta(ge=1)]
+    recovered: Annotated[int, Meta(ge=0)] = 0
 
 
 class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
@@ -144,11 +146,6 @@ class Header(Event, tag="HEADER", kw_only=True):
     model: Json | UnsetType = UNSET
     device: Json | UnsetType = UNSET
     recompute: Json | UnsetType = UNSET
-    executor: Text | UnsetType = UNSET
-    batching: Object | UnsetType = UNSET
-    latency: Object | UnsetType = UNSET
-    rate_scale: Number | UnsetType = UNSET
-    slo: SloTimes | UnsetType = UNSET
     tiers: (
         Annotated[
             list[TierRecord],
@@ -159,6 +156,11 @@ class Header(Event, tag="HEADER", kw_only=True):
         ]
         | UnsetType
     ) = UNSET
+    executor: Text | UnsetType = UNSET
+    batching: Object | UnsetType = UNSET
+    latency: Object | UnsetType = UNSET
+    rate_scale: Number | UnsetType = UNSET
+    slo: SloTimes | UnsetType = UNSET
 
 
 class Request(Event, tag="REQUEST"):
@@ -322,6 +324,16 @@ class Resume(Event, tag="RESUME"):
     seq: Count
 
 
+class Recover(Event, tag="RECOVER"):
+    """Blocks of a path are in a tier from the start, left by an earlier run."""
+
+    tier: Text
+    request: RequestId
+    keys: BlockKeys
+    first: Count
+    blocks: Size
+
+
 class Offload(Event, tag="OFFLOAD"):
     """Blocks of a prompt are written into a tier, where they can be used from `done` on."""
 
@@ -401,8 +413,8 @@ class End(Event, tag="END"):
 
 _TAGGED = (
     Header | Request | Hit | Miss | Split | Alloc | Commit | Evict | Compact | Free | Fork
-    | Copy | FirstToken | Preempt | Resume | Offload | LoadStart | Load | Discard | Keys
-    | Finish | Reject | End
+    | Copy | FirstToken | Preempt | Resume | Recover | Offload | LoadStart | Load | Discard
+    | Keys | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {

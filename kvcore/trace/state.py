@@ -41,7 +41,7 @@ APPLIED = (
 )
 """Events that change the cache; each is applied by the method of its name."""
 
-TIERED = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
+TIERED = ("RECOVER", "OFFLOAD", "LOAD_START", "LOAD", "DROP")
 """Events of the tiers below the pool; where HEADER has some, each changes what is in them."""
 
 TIMED = ("HIT", "SPLIT", "COMMIT", "EVICT")

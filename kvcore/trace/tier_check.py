@@ -95,10 +95,13 @@ class TierChecker:
         self._leaves: set[str] = set()
         self._stored: set[str] = set()
         self._load_due = False
+        # Whether RECOVER lines may come: nothing else has.
+        self._starts = True
         # Whether a HIT must follow at the same time, and of which request, if that is known.
         self._hit_due = False
         self._hit_by: int | str | None = None
         self._checks: dict[str, Callable[[Any, bool], None]] = {
+            "RECOVER": self._recover,
             "OFFLOAD": self._offload,
             "LOAD_START": self._load_start,
             "LOAD": self._load,
@@ -118,6 +121,8 @@ class TierChecker:
         Raises:
             ViolationError: it contradicts what came before.
         """
+        if self._starts and event.event != "RECOVER":
+            self._must_be_recovered()
         if self._owed is not None:
             self._must_commit(event, begins)
         check = self._checks.get(event.event)
@@ -199,7 +204,27 @@ class TierChecker:
             if request in tier.parked:
                 violated(f"request {request!r} has parked blocks in {tier.name!r} still")
 
+    def _must_be_recovered(self) -> None:
+        """Check that all is told that an earlier run has left, before anything happens."""
+        self._starts = False
+        for name, tier in self._tiers.levels.items():
+            told = self._tiers.recovered.get(name, 0)
+            if told != tier.record.recovered:
+                violated(
+                    f"tier {name!r} had {tier.record.recovered} blocks from an earlier run by "
+                    f"HEADER, and {told} by RECOVER"
+                )
+
     # The lines of tiers.
+
+    def _recover(self, event: events.Recover, begins: bool) -> None:  # noqa: FBT001 - as above
+        tier, end = self._tiers.tier(event.tier), event.first + event.blocks
+        if begins or not (self._starts and self._moves_bytes):
+            violated("only a run on tensors finds blocks of an earlier one, before all else")
+        if tier.used + event.blocks > tier.record.slots:
+            violated(f"tier {tier.name!r} has {tier.record.slots} slots")
+        if len(event.keys) != -(-end // self._ratio):
+            violated(f"{end} blocks have not {len(event.keys)} keys")
 
     def _offload(self, event: events.Offload, begins: bool) -> None:  # noqa: FBT001 - as above
         tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)

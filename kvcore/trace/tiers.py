@@ -94,6 +94,7 @@ class TracedTier:
         above: the tier from which blocks come down; None: the pool.
         read, write: bytes a second of its link each way; `latency` is in ns.
         directory: what can be found in it.
+        untimed: whether the run had no clock, so that every transfer was done at once.
         parked: the blocks `[first, end)` of preempted sequences, by request.
         used: slots in use.
         free_at: when (ns) all that is queued on its link has passed.
@@ -109,6 +110,7 @@ class TracedTier:
     write: int
     latency: int
     directory: TierDirectory
+    untimed: bool
     parked: dict[int | str, tuple[int, int]] = attrs.field(factory=dict)
     used: int = 0
     free_at: int = 0
@@ -131,27 +133,36 @@ class TracedTier:
         return sum(end - first for first, end in self.parked.values())
 
     def load_ns(self, blocks: int, now: int) -> int | None:
-        """Return the ns from `now` until blocks would be loaded; None: nothing is from here."""
+        """Return the ns from `now` until blocks would be loaded; None: nothing is from here.
+
+        Without a clock no transfer waits for another.
+        """
         if self.record.options.get("load") == "never":
             return None
-        return self.done_at(blocks, now, write=False) - now
+        wait = max(self.free_at - now, 0)
+        return wait + self._held(blocks, write=False) + self.latency
 
     def done_at(self, blocks: int, now: int, *, write: bool) -> int:
         """Return when (ns) blocks could be used that are put on the link at `now`."""
-        size = blocks * self.record.slot_bytes
-        held = -(-size * NS_PER_S // (self.write if write else self.read))
-        return max(self.free_at, now) + held + self.latency
+        if self.untimed:
+            return now
+        return max(self.free_at, now) + self._held(blocks, write=write) + self.latency
 
     def queue(self, blocks: int, now: int, *, write: bool) -> None:
         """Put blocks on the link."""
-        size = blocks * self.record.slot_bytes
-        free_at = self.done_at(blocks, now, write=write) - self.latency
-        self.busy_ns += free_at - max(self.free_at, now)
-        self.free_at = free_at
+        size, held = blocks * self.record.slot_bytes, self._held(blocks, write=write)
+        if not self.untimed:
+            self.busy_ns += held
+            self.free_at = max(self.free_at, now) + held
         if write:
             self.written_bytes += size
         else:
             self.read_bytes += size
+
+    def _held(self, blocks: int, *, write: bool) -> int:
+        """Return the ns for which blocks hold the link."""
+        size = blocks * self.record.slot_bytes
+        return -(-size * NS_PER_S // (self.write if write else self.read))
 
     def as_dict(self, loading: int) -> dict[str, Any]:
         """Return what lies in it and what moved as JSON; `loading` blocks are on their way."""
@@ -177,6 +188,7 @@ class TracedTiers:
     Attributes:
         levels: the tiers by name.
         loads: the LOAD_START lines that no LOAD has followed yet, by sequence.
+        recovered: blocks that were there from the start, by tier.
     """
 
     def __init__(self, state: CacheState) -> None:
@@ -187,6 +199,7 @@ class TracedTiers:
         """
         self.levels: dict[str, TracedTier] = {}
         self.loads: dict[int, list[events.LoadStart]] = {}
+        self.recovered: dict[str, int] = {}
         self._state = state
         above = None
         for record in state.header.tiers or []:
@@ -194,7 +207,9 @@ class TracedTiers:
                 msg = f"two tiers are called {record.tier!r}"
                 raise ValueError(msg)
             directory = TierDirectory(state.layout.ratio)
-            self.levels[record.tier] = TracedTier(record, above, *_link(record), directory)
+            self.levels[record.tier] = TracedTier(
+                record, above, *_link(record), directory, state.header.mode == "untimed"
+            )
             above = record.tier
 
     def tier(self, name: str) -> TracedTier:
@@ -224,6 +239,19 @@ class TracedTiers:
                 loading[start.tier] += start.blocks
         return [tier.as_dict(loading[name]) for name, tier in self.levels.items()]
 
+    def recover(self, event: events.Recover) -> None:
+        """Apply RECOVER: its path has a name, as if a request had it. O(keys)."""
+        tier, state, keys = self.tier(event.tier), self._state, event.keys
+        if event.request in state.requests:
+            violated(f"{event.request!r} is the name of another path")
+        first, end = event.first, event.first + event.blocks
+        state.requests[event.request] = TracedPrompt(
+            event.request, 0, keys, end, end, 0, 0, unkeyed=False, share=None
+        )
+        self._store(tier, keys, first, end)
+        tier.used += event.blocks
+        self.recovered[tier.name] = self.recovered.get(tier.name, 0) + event.blocks
+
     def offload(self, event: events.Offload) -> None:
         """Apply OFFLOAD. O(keys)."""
         tier, prompt = self.tier(event.tier), self._state.prompt(event.request)
@@ -231,10 +259,7 @@ class TracedTiers:
         if event.parked:
             tier.parked[event.request] = first, end
         else:
-            self._work(first, end)
-            tier.directory.store(prompt.keys, first, end)
-            if sum(len(level.directory) for level in self.levels.values()) > MOST_KEYS:
-                violated(f"tiers hold more than {MOST_KEYS:,} keys, which is the most")
+            self._store(tier, prompt.keys, first, end)
         tier.used += event.blocks
         tier.stored += event.blocks
         tier.queue(event.blocks, event.t, write=True)
@@ -266,6 +291,12 @@ class TracedTiers:
         tier.used -= event.blocks
         tier.dropped[event.reason] = tier.dropped.get(event.reason, 0) + event.blocks
 
+    def _store(self, tier: TracedTier, keys: list[Any], first: int, end: int) -> None:
+        self._work(first, end)
+        tier.directory.store(keys, first, end)
+        if sum(len(level.directory) for level in self.levels.values()) > MOST_KEYS:
+            violated(f"tiers hold more than {MOST_KEYS:,} keys, which is the most")
+
     def _work(self, first: int, end: int) -> None:
         keys = 1 + (end - first) // self._state.layout.ratio
         self._state.count_work(8 * keys + len(self.levels))
@@ -274,14 +305,14 @@ class TracedTiers:
 def _link(record: events.TierRecord) -> tuple[int, int, int]:
     """Return bytes a second each way, and the latency in ns, of a tier's link."""
     options: Mapping[str, Any] = record.options
-    rates = [options.get(f"{way}_bandwidth") for way in ("read", "write")]
-    latency = options.get("latency")
-    numbers = type(latency) in (int, float) and 0 <= latency < NS_PER_S  # type: ignore[operator]
-    if not numbers or any(type(rate) is not int or rate < 1 for rate in rates):  # type: ignore[operator]
+    rates: list[Any] = [options.get(f"{way}_bandwidth") for way in ("read", "write")]
+    latency: Any = options.get("latency")
+    wrong = [rate for rate in rates if type(rate) is not int or rate < 1]
+    if wrong or type(latency) not in (int, float) or not 0 <= latency < NS_PER_S:
         msg = (
             f"tier {record.tier!r} has the bandwidths {rates} and the latency {latency!r}: "
             "its link is not known"
         )
         raise ValueError(msg)
-    read, write = (rate * record.devices for rate in rates)  # type: ignore[operator]
+    read, write = (rate * record.devices for rate in rates)
     return read, write, round(latency * NS_PER_S)

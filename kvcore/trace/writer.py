@@ -69,6 +69,8 @@ class Trace(SealedWriter, Recorder):
         self._plugins: dict[str, Any] = {}
         self._logger: TraceLogger | None = None
         self._seen: set[int | str] = set()
+        # What tiers have from an earlier run is known before the header is.
+        self._recovered: list[dict[str, Any]] = []
         self.write = self._not_begun
         # Before the file is opened: a wrong description leaves none.
         self.describe(mode=mode, workload=workload, seed=seed, **extras)
@@ -164,6 +166,26 @@ class Trace(SealedWriter, Recorder):
         _write(self.write, f"request {request.id!r}", line)
         self._seen.add(request.id)
 
+    def recover(
+        self,
+        now: int,
+        *,
+        tier: str,
+        request: int | str,
+        keys: Iterable[Key],
+        first: int,
+        blocks: int,
+    ) -> None:
+        """Write RECOVER after the header, which may be described further.
+
+        Raises:
+            InputError: a key that a trace cannot hold.
+        """
+        self._recovered.append({
+            "n": 0, "t": now, "event": "RECOVER", "tier": tier, "request": request,
+            "keys": key_fields(keys, request), "first": first, "blocks": blocks,
+        })  # fmt: skip
+
     def compact(self, now: int, *, new: Ids | None = None, **fields: Any) -> None:
         """Write COMPACT, the new blocks as runs."""
         runs: Any = encode_runs(new) if new else None
@@ -211,6 +233,8 @@ class Trace(SealedWriter, Recorder):
             line = {"n": 0, "t": 0, "event": "HEADER", **plain({**about, **cache, **run})}
             _write(logger.write, "the header", line)
             self._logger, self.write = logger, logger.write
+            for line in self._recovered:
+                logger.write(line)
         return self._logger
 
     def _write_end(self) -> None:

@@ -162,3 +162,33 @@ def test_nothing_is_left_of_a_failed_run(refused, tmp_path):
     path = tmp_path / "run.jsonl"
     refused("--blocks", 2**31 - 1, "--prompt", "a", "--trace", path)
     assert list(tmp_path.iterdir()) == []
+
+
+TIER = "disk:path={},memory=16MiB,write=through,load=always,latency=0"
+
+
+def test_a_second_run_hits_what_the_first_left_on_disk(run, tmp_path):
+    """Run twice in a row, the second finds the prompts of the first in its disk tier."""
+    words = SMALL, "--seed", 1, "--tier", TIER.format(tmp_path), "--json", *FAST
+    first, second = (json.loads(run(*words)) for _ in range(2))
+    (disk,) = second["tiers"]
+    assert first["tiers"][0]["recovered_blocks"] == 0
+    assert disk["recovered_blocks"] == first["tiers"][0]["used_blocks"] > 0
+    assert second["loaded_tokens"] > first["loaded_tokens"] == 0
+    assert disk["errors"] == 0
+
+
+def test_a_second_text_is_that_of_the_first(run, tmp_path):
+    """A text that goes on from K/V on disk is the text that it would be."""
+    words = "--prompt", "the cat sat on the mat " * 20, "--tier", TIER.format(tmp_path)
+    first, second = (json.loads(run(*words, "--json", *FAST)) for _ in range(2))
+    assert second["outputs"] == first["outputs"]
+    assert second["loaded_tokens"] > 100
+    other = json.loads(run(*words, "--json", *FAST, "--generator", "transformer:seed=1"))
+    assert other["loaded_tokens"] == 0
+
+
+def test_a_tier_that_is_for_simulations_is_refused(refused):
+    """A disk without a path has no place for K/V."""
+    code, error = refused(SMALL, "--tier", "disk:memory=1MiB")[::-1]
+    assert "disk:path=" in str(error) + str(code)

@@ -168,6 +168,16 @@ class Slots(Backend):
                 pairs = [(next(numbers), next(numbers)) for _ in layer[block]]
                 layer[block] = [(key - 1, value + 1) if key else None for key, value in pairs]
 
+    def swap_out(self, blocks):
+        """Return their slots."""
+        return [[list(layer[block]) for block in blocks] for layer in self.slots]
+
+    def swap_in(self, host, blocks):
+        """Put them back."""
+        for layer, content in zip(self.slots, host, strict=True):
+            for block, slots in zip(blocks, content, strict=True):
+                layer[block] = list(slots)
+
     def copy_blocks(self, pairs):
         """Copy them."""
         for layer in self.slots:

@@ -1,16 +1,18 @@
 """What the simulator decides, the engine decides too, and what it computes is right."""
 
-from itertools import islice
+from itertools import cycle, islice
 
+import attrs
 import pytest
-from helpers.engine import compute, decided, digest
+from helpers.engine import SPEC, compute, decided, digest, slot_bytes_of
 from helpers.policies import POLICIES
 from helpers.schedulers import SCHEDULERS
-from helpers.serving import EVICTIONS, Bent, Server, servers
+from helpers.serving import EVICTIONS, Bent, Server, ask, servers
 from hypothesis import given, settings
 
 from kvcore.engine.tokens import TokenStream
-from kvcore.plugins import Plugins
+from kvcore.plugins import Plugins, resolve
+from kvcore.plugins.options import parse
 from kvcore.workloads import WorkloadSample
 from kvcore_plugins.workload import Mooncake
 
@@ -24,6 +26,7 @@ def computed(server, scheduler):
         scheduler=scheduler,
         eviction=server.eviction,
         latency=Bent(reach=server.windows),
+        tiers=server.tiers,
         **server.options,
     )
 
@@ -56,6 +59,46 @@ def test_paged_is_dense(scheduler, server):
     result = computed(server, scheduler).result
     served = {r.id: r for r in server.requests if r.id not in server_rejects(result)}
     assert result.outputs == {name: expected(request) for name, request in served.items()}
+
+
+TIERS = {
+    "always": "host:memory={0},latency=0,load=always",
+    "cost": "host:memory={0},latency=0,read_bandwidth=1000000000,write_bandwidth=1000000000",
+    "through": "host:memory={0},latency=3e-9,write=through,load=always,eviction=fifo",
+    "exclusive": "host:memory={0},write=1,keep=exclusive,load=always,latency=0",
+    "two": "host:memory={0},latency=0,load=always,host:memory={1},latency=1e-8,load=always",
+    "through both": (
+        "host:memory={0},latency=0,write=through,load=always,"
+        "host:memory={1},latency=1e-8,load=always,write=through"
+    ),
+    "one waits": "host:memory={0},latency=0,max_wait=0,host:memory={1},write=2,load=always",
+}
+
+
+def tiers_of(name, server):
+    """Return the tiers for a server: a third of its pool, and twice of it below that."""
+    block = slot_bytes_of(SPEC, server.options["block_size"])
+    blocks = server.options["blocks"]
+    sizes = [block * max(blocks // 3, 1), block * 2 * blocks]
+    return [str(tier) for tier in parse(TIERS[name].format(*sizes))]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"), [*zip(TIERS, cycle(["fcfs", "urgent", "planning"]), strict=False)]
+)
+@few
+@given(server=servers())
+def test_same_moves_between_tiers(name, scheduler, server):
+    """Offloads, loads, drops and swaps too are decided alike, and bring the right K/V back."""
+    tiers = tiers_of(name, server)
+    server = attrs.evolve(server, tiers=tiers)
+    run = computed(server, scheduler)
+    size = slot_bytes_of(SPEC, server.options["block_size"])
+    assert decided(run.trace) == decided(server.run(scheduler, slot_bytes=size).trace)
+    assert not any(level.stats.errors for level in run.result.cache.tiers.levels)
+    rejected = server_rejects(run.result)
+    served = {r.id: expected(r) for r in server.requests if r.id not in rejected}
+    assert run.result.outputs == served
 
 
 RETENTIONS = {
@@ -139,6 +182,26 @@ def test_twins_on_recorded_requests(recorded, eviction, scheduler):
     assert decided(run.trace) == decided(simulated.trace)
     assert simulated.of("FINISH")
     assert simulated.result.cache.tree.evicted_blocks
+
+
+@pytest.mark.parametrize("generator", [MODEL, "induction:vocab_size=64"])
+def test_twins_with_tiers_on_models(generator):
+    """Users who come back: the same decisions on K/V of models, and the text without tiers."""
+    pytest.importorskip("torch", reason="K/V lies in tensors")
+    requests = [
+        ask(n, 60 * n, 40 + 8 * (n // 4), 9, keys=[*range(n % 4, 130, 7)]) for n in range(16)
+    ]
+    size = slot_bytes_of(resolve("generator", generator).spec, 4, "fp64")
+    tiers = [f"host:memory={n * size},latency=1e-9,load=always" for n in (45, 99)]
+    options = {"blocks": 30, "block_size": 4, "max_seqs": 2}
+    server = Server(requests, "lru", (None,), options, tiers)
+    simulated = server.run("fcfs", slot_bytes=size)
+    torch = {"generator": generator, "backend": "torch-cpu", "dtype": "fp64"}
+    run = compute(requests, latency=Bent(), tiers=tiers, **options, **torch)
+    assert decided(run.trace) == decided(simulated.trace)
+    assert all(level.stats.loaded for level in run.result.cache.tiers.levels)
+    plain = compute(requests, latency=Bent(), **options, **torch)
+    assert run.result.outputs == plain.result.outputs
 
 
 def test_every_policy_is_in_the_list():

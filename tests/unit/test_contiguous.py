@@ -219,7 +219,7 @@ def test_there_are_no_tiers():
     """Tiers keep blocks: with one below its cache, contiguous allocation is refused."""
     cache = KVCache(10, BLOCK, accounting="tokens")
     Tiers(cache, ["host:memory=1kB"], 100)
-    with pytest.raises(InputError, match="leave the tiers out"):
+    with pytest.raises(InputError, match="a tier could hold: leave out"):
         simulate([ask("a")], cache=cache, allocation="contiguous", max_output=1)
 
 
@@ -235,7 +235,7 @@ def test_a_paused_request_keeps_its_piece():
     requests = [ask("slow", output=6, priority=1), ask("quick", at=20)]
     result = run(requests, scheduler=Urgent(), max_seqs=1)
     assert result.log.ids == ["quick", "slow"]
-    assert result.summary()["preemptions"] == {"pause": 1, "recompute": 0}
+    assert result.summary()["preemptions"] == {"pause": 1, "recompute": 0, "swap": 0}
     assert list(result.log.finish) == [30, 70]
 
 

@@ -230,6 +230,13 @@ CALLS = {
     "first_token": {"request": "r", "seq": 1},
     "preempt": {"request": "r", "seq": 1, "how": "pause", "requester": 3},
     "resume": {"request": "r", "seq": 1},
+    "recover": {
+        "tier": "disk",
+        "request": "disk:1",
+        "keys": [b"0123456789abcdef", 7],
+        "first": 1,
+        "blocks": 2,
+    },
     "offload": {
         "tier": "disk",
         "request": "r",

@@ -1,0 +1,389 @@
+"""What moves between a pool and its tiers, and when: small stories, told to the nanosecond."""
+
+import attrs
+import orjson
+import pytest
+from helpers.serving import BLOCK, SLOT, Even, Tally, ask, serve
+
+import kvcore
+from kvcore import EvictionPolicy, InputError, KVCache, LatencyModel, PolicyError
+from kvcore.models.catalogue import MODELS
+from kvcore.models.memory import KVLayout
+from kvcore.tiers import Tier, Tiers
+from kvcore_plugins.tier import Host
+
+FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"
+"""A block of 64 bytes takes a nanosecond."""
+
+
+@attrs.define(slots=False, eq=False)
+class Slow(LatencyModel):
+    """A token of a prompt takes 100 ns, and a step of decoding too."""
+
+    name = "slow"
+
+    def pieces(self, work):
+        """Return one flat line."""
+        return [(100_000 * (work.prefill + (work.decode > 0)), 0)]
+
+
+def prompt(branch, blocks):
+    """Return the keys of a prompt."""
+    return [100 * branch + place for place in range(blocks)]
+
+
+def shared(*rows, spaced=10**6):
+    """Return requests far apart: each row is a branch and its blocks, and a token more."""
+    return [
+        ask(number, number * spaced, blocks * BLOCK + 1, keys=prompt(branch, blocks))
+        for number, (branch, blocks) in enumerate(rows)
+    ]
+
+
+def level_of(run, number=0):
+    """Return a level of the tiers of a run."""
+    return run.result.cache.tiers.levels[number]
+
+
+def stats(run, *names, number=0):
+    """Return some statistics of a level."""
+    found = level_of(run, number).stats
+    return tuple(getattr(found, name) for name in names)
+
+
+ROTATION = ((1, 4), (2, 4), (3, 4), (1, 4), (2, 4), (3, 4))
+"""Three prompts in turn, of which a pool of nine blocks holds one and a half."""
+
+
+def test_evicted_blocks_are_loaded_again():
+    """With write=evict what the pool evicts is found below, by every request that needs it."""
+    run = serve(shared(*ROTATION), blocks=9, latency=Slow(), tiers=(f"host:memory=1MB,{FAST}",))
+    assert list(run.result.log.hit) == [0] * 6
+    assert list(run.result.log.loaded) == [0, 0, 0, 16, 16, 16]
+    # 16 tokens come in 4 ns, after as many of victims have gone; one is left to be computed.
+    waits = [row["first_token"] - row["arrival"] for row in run.rows.values()]
+    assert waits == [1700, 1700, 1700, 108, 108, 104]
+
+
+def test_not_only_the_first_of_a_prefix_loads():
+    """Requests that share a prefix and arrive together all load it, one after the other."""
+    requests = shared((1, 4), (2, 4), (3, 4))
+    at = 5 * 10**6
+    requests += [ask(f"same {n}", at, 17, keys=prompt(1, 4)) for n in range(2)]
+    run = serve(requests, blocks=12, latency=Slow(), tiers=(f"host:memory=1MB,{FAST}",))
+    loads = [line for line in run.lines if line["event"] == "LOAD_START"]
+    assert [line["request"] for line in loads] == ["same 0", "same 1"]
+    assert loads[0]["done"] < loads[1]["done"]
+    assert stats(run, "loads") == (2,)
+
+
+def test_others_run_while_a_load_is_under_way():
+    """A request that waits for its load keeps no other one from running."""
+    requests = shared((1, 4), (2, 4), (3, 4))
+    at = 5 * 10**6
+    requests += [ask("loads", at, 17, keys=prompt(1, 4)), ask("other", at, 4, output=3)]
+    slow = "host:memory=1MB,read_bandwidth=64GB,write_bandwidth=64GB,latency=1e-6"
+    run = serve(requests, blocks=9, latency=Slow(), tiers=(slow,))
+    assert run.rows["other"]["finish"] < at + 1000 < run.rows["loads"]["first_token"]
+
+
+def test_write_through_stores_at_once():
+    """With write=through all that is committed is below at once, and eviction moves nothing."""
+    run = serve(
+        shared(*ROTATION), blocks=9, latency=Slow(),
+        tiers=(f"host:memory=1MB,write=through,{FAST}",),
+    )  # fmt: skip
+    moves = [line for line in run.lines if line["event"] == "OFFLOAD"]
+    assert [(line["request"], line["blocks"]) for line in moves] == [(0, 4), (1, 4), (2, 4)]
+    assert list(run.result.log.loaded) == [0, 0, 0, 16, 16, 16]
+
+
+@pytest.mark.parametrize(("uses", "stored"), [(1, 4), (2, 4), (3, 0)])
+def test_write_n_stores_what_is_used(uses, stored):
+    """With write=n blocks are stored once n requests have hit them."""
+    run = serve(
+        shared((1, 4), (1, 4), (1, 4)), blocks=9, latency=Slow(),
+        tiers=(f"host:memory=1MB,write={uses},{FAST}",),
+    )  # fmt: skip
+    assert stats(run, "stored") == (stored,)
+
+
+def test_victims_of_a_tier_go_to_the_next():
+    """What the host evicts is on the disk, from where it is loaded."""
+    tiers = (f"host:memory={4 * SLOT},{FAST}", f"disk:memory=1MB,{FAST}")
+    run = serve(shared(*ROTATION), blocks=9, latency=Slow(), tiers=tiers)
+    assert list(run.result.log.loaded)[3:] == [16, 16, 16]
+    assert stats(run, "loaded", number=1) > (0,)
+    sources = {line.get("from") for line in run.lines if line["event"] == "OFFLOAD"}
+    assert sources == {None, "host"}
+
+
+def test_exclusive_blocks_leave_when_loaded():
+    """With keep=exclusive what comes up is no longer below; inclusive, it is in both."""
+    for keep, moved in (("exclusive", 4), ("inclusive", None)):
+        run = serve(
+            shared(*ROTATION[:4]), blocks=9, latency=Slow(),
+            tiers=(f"host:memory=1MB,keep={keep},{FAST}",),
+        )  # fmt: skip
+        assert level_of(run).stats.dropped.get("moved") == moved
+
+
+def test_a_level_that_never_loads_hides_nothing_below():
+    """With load=never a level is passed over: what a farther one has as well is loaded."""
+    tiers = (
+        f"host:memory=1MB,write=through,load=never,{FAST}",
+        f"disk:memory=1MB,write=through,{FAST}",
+    )
+    run = serve(shared(*ROTATION), blocks=9, latency=Slow(), tiers=tiers)
+    assert list(run.result.log.loaded)[3:] == [16, 16, 16]
+    assert stats(run, "loads") == (0,)
+    assert stats(run, "loads", number=1) == (3,)
+
+
+def test_a_busy_link_writes_nothing_more():
+    """A write that would wait longer than max_wait is not done, and counted."""
+    slow = "host:memory=1MB,read_bandwidth=64GB,write_bandwidth=64kB,max_wait=0"
+    run = serve(shared(*ROTATION, spaced=10_000), blocks=9, latency=Slow(), tiers=(slow,))
+    stored, skipped = stats(run, "stored", "skipped")
+    assert stored
+    assert skipped
+
+
+def test_paths_longer_than_a_level_keep_their_beginning():
+    """A level smaller than a path stores the first of its blocks."""
+    run = serve(
+        shared((1, 8), (2, 8), (1, 8)), blocks=9, latency=Slow(),
+        tiers=(f"host:memory={3 * SLOT},write=through,{FAST}",),
+    )  # fmt: skip
+    assert stats(run, "refused") > (0,)
+    assert all(line["first"] == 0 for line in run.lines if line["event"] == "OFFLOAD")
+    assert level_of(run).tree.cached_blocks <= 3
+
+
+def test_retention_priorities_go_down_with_their_blocks():
+    """A stored block has the retention priority it had above, for the time that is left."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    (level,) = Tiers(cache, ["host:memory=1MB,write=through"], SLOT).levels
+    hint = kvcore.request.Retention(0, 2 * BLOCK, 80, 50)
+    seq = cache.open(ask("a", prompt=17, keys=prompt(1, 4), retention=(hint,)), now=100)
+    cache.commit(seq, 17)
+    found = [(s.start, s.end, s.priority, s.priority_until) for s in level.tree.spans()]
+    above = [(s.start, s.end, s.priority, s.priority_until) for s in cache.tree.spans()]
+    assert found == above == [(0, 2, 80, 150), (2, 4, 35, None)]
+
+
+# Preemption by swap.
+
+TWO = [ask("a", prompt=8, output=12), ask("b", prompt=8, output=12)]
+"""Requests that need five blocks each in the end."""
+
+ALWAYS = f"host:memory=1MB,load=always,{FAST}"
+
+
+def test_a_swapped_request_computes_one_token():
+    """It resumes where it was: nothing is computed twice, but the step it was taken from."""
+    run = serve(TWO, blocks=6, latency=Tally(), tiers=(ALWAYS,))
+    assert (run.result.log.swaps[-1], run.sum("recomputes")) == (1, 0)
+    _, prefill = divmod(run.result.log.busy_ps, Tally.TOKEN)
+    assert prefill == 8 + 8 + 1
+    assert run.sum("output") == 24
+    assert stats(run, "parked", "returned", "found") == (3, 3, 0)
+
+
+def test_a_swap_is_on_record():
+    """PREEMPT says swap; what is parked goes down, comes up, and gives its slots back."""
+    run = serve(TWO, blocks=6, latency=Tally(), tiers=(ALWAYS,))
+    told = [
+        (line["event"], line.get("how") or line.get("parked") or line.get("reason"))
+        for line in run.lines
+        if line["event"] in {"PREEMPT", "OFFLOAD", "LOAD_START", "LOAD", "DROP"}
+    ]
+    assert told == [
+        ("PREEMPT", "swap"),
+        ("OFFLOAD", True),
+        ("LOAD_START", None),
+        ("LOAD", None),
+        ("DROP", "parked"),
+    ]
+    assert not level_of(run).parked
+
+
+def test_swap_or_recompute_by_what_takes_less_time():
+    """Where out and in take longer than to compute again, blocks are freed instead."""
+    for rate, swaps in ((64, 0), (64 * 10**9, 1)):
+        tier = f"host:memory=1MB,read_bandwidth={rate},write_bandwidth={rate},latency=0"
+        run = serve(TWO, blocks=6, latency=Slow(), tiers=(tier,))
+        assert (sum(run.result.log.swaps), run.sum("recomputes")) == (swaps, 1 - swaps)
+
+
+def test_no_swap_without_room():
+    """A level with too few slots for a sequence takes none of it."""
+    tier = f"host:memory={2 * SLOT},load=always,{FAST}"
+    run = serve(TWO, blocks=6, latency=Tally(), tiers=(tier,))
+    assert (sum(run.result.log.swaps), run.sum("recomputes")) == (0, 1)
+
+
+def test_parked_blocks_are_no_victims():
+    """Blocks of a preempted sequence stay in a level that is full, whatever is written."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, [f"host:memory={4 * SLOT},write=through,{FAST}"], SLOT)
+    (level,) = tiers.levels
+    seq = cache.open(ask("parked", prompt=12))
+    cache.commit(seq, 12)
+    assert tiers.can_swap(seq, 12, 0, lambda tokens, _: 10**6 * tokens) is level
+    level.park(seq, 12, 0)
+    cache.close(seq)
+    for number in range(3):
+        other = cache.open(ask(number, prompt=9, keys=prompt(number, 2)))
+        cache.commit(other, 9)
+        cache.close(other)
+        cache.check_integrity()
+    again = cache.open(ask("parked", prompt=12), resumed=True)
+    load = tiers.load(again, 0, lambda tokens, _: 10**6 * tokens, resumed=True)
+    assert (load.tokens, tiers.finish(load, load.ready)) == (12, 12)
+    cache.check_integrity()
+    assert level.stats.returned == 3
+
+
+def test_a_preempted_prefill_parks_what_is_computed():
+    """A prompt that is half computed resumes there, and not at its end."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, [ALWAYS], SLOT)
+    seq = cache.open(ask("a", prompt=40))
+    cache.commit(seq, 10)
+    tiers.levels[0].park(seq, 10, 0)
+    cache.close(seq)
+    again = cache.open(ask("a", prompt=40), resumed=True)
+    load = tiers.load(again, 0, lambda tokens, _: tokens, resumed=True)
+    assert tiers.finish(load, load.ready) == 10
+    assert again.computed == 10
+
+
+def test_swaps_of_long_prefills_leave_no_token_out():
+    """Swapped again while its prompt is computed anew, a request has all its tokens."""
+    requests = [
+        ask(name, at, prompt=30, output=20, priority=rank)
+        for name, at, rank in (("a", 0, 2), ("b", 30, 1), ("c", 60, 0), ("d", 90, 0))
+    ]
+    run = serve(
+        requests, blocks=20, max_tokens=8, max_seqs=4, latency=Tally(), tiers=(ALWAYS,),
+        scheduler=kvcore.Plugins().build("scheduler", "priority:preemptive=true"),
+    )  # fmt: skip
+    _, prefill = divmod(run.result.log.busy_ps, Tally.TOKEN)
+    assert prefill >= 120 + sum(run.result.log.swaps)
+
+
+# What they are made of.
+
+
+def test_capacity_counts_blocks_of_all_layers():
+    """Slots are memory over the bytes of a block in all layers, whatever groups these form."""
+    for model in ("gpt-oss-20b", "gemma-3-27b", "mistral-7b-v0.1"):
+        result = kvcore.simulate(
+            "zipf", limit=5, model=model, device="h200", tensor_parallel=4, block_size=16,
+            tier="host:memory=64GiB",
+        )  # fmt: skip
+        (level,) = result.cache.tiers.levels
+        spec = MODELS[model]
+        each = KVLayout(spec, "fp16", 16).bytes_per_layer * len(spec.windows) * 16
+        assert level.pool.blocks == 64 * 2**30 // each
+
+
+def test_links_of_gpus_add_up():
+    """A host link is one a GPU; that of a disk is one for all."""
+    cache = KVCache(10)
+    tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB"], SLOT, devices=4)
+    host, disk = (level.link.load_ns(10**9, 0) for level in tiers.levels)
+    assert host == 10**9 * 10**9 // (4 * 50 * 10**9) + 10_000
+    assert disk == -(-(10**9) * 10**9 // (7 * 10**9)) + 100_000
+
+
+def test_levels_of_one_kind_have_numbers():
+    """Two hosts are told apart by number, in reports and traces."""
+    cache = KVCache(10)
+    tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB", "host:memory=1MB"], SLOT)
+    assert [level.name for level in tiers.levels] == ["host-1", "disk", "host-2"]
+
+
+def test_a_policy_that_fails_in_a_tier_ends_the_use_of_the_cache():
+    """Its error names it, and every call after it says the same."""
+
+    class Broken(EvictionPolicy):
+        """Has no victim."""
+
+        name = "broken"
+
+        def victim(self, now):
+            """Fail."""
+            raise RuntimeError(now)
+
+    cache = KVCache(8, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    Tiers(cache, [Host(memory=SLOT, eviction=Broken, write="through")], SLOT)
+    one, two = (cache.open(ask(n, prompt=5, keys=prompt(n, 1))) for n in range(2))
+    cache.commit(one, 5)
+    with pytest.raises(PolicyError, match="broken"):
+        cache.commit(two, 5)
+    with pytest.raises(PolicyError, match="broken"):
+        cache.check_integrity()
+
+
+def test_policies_of_tiers_hear_what_those_of_the_pool_hear():
+    """Misses reach a policy that knows what it evicted, queued requests one that looks on."""
+    heard = []
+
+    class Curious(EvictionPolicy):
+        """Notes what it is told, and evicts the first it finds."""
+
+        name = "curious"
+
+        def on_miss(self, request, hit_blocks, now):
+            """Note it."""
+            heard.append(("miss", request.id, hit_blocks))
+
+        def on_queued(self, request, now, *, front=False):
+            """Note it."""
+            heard.append(("queued", request.id))
+
+        def victim(self, now):
+            """Fail: nothing has to leave here."""
+            raise AssertionError(now)
+
+    class Own(Tier):
+        """A tier in code."""
+
+        name = "own"
+
+    serve(
+        shared((1, 4), (2, 4)), blocks=20, trace=False,
+        tiers=(Own(memory=10**6, eviction=Curious()),),
+    )  # fmt: skip
+    assert heard == [("queued", 0), ("miss", 0, 0), ("queued", 1), ("miss", 1, 0)]
+
+
+def test_header_names_the_tiers():
+    """The header of a trace has every tier, with options, slots and what a slot holds."""
+    run = serve(shared((1, 1)), tiers=("host:memory=1000,eviction=arc", "disk:memory=1MB"))
+    header = orjson.loads(run.trace.splitlines()[0])
+    assert [(t["name"], t["slots"], t["slot_bytes"]) for t in header["tiers"]] == [
+        ("host", 15, 64), ("disk", 15625, 64),
+    ]  # fmt: skip
+    assert header["tiers"][0]["options"]["eviction"] == "arc"
+
+
+def test_memory_smaller_than_a_block_is_refused():
+    """The message says what a block takes in all layers."""
+    with pytest.raises(InputError, match="takes 64 bytes in all layers"):
+        serve([], tiers=("host:memory=63",))
+
+
+def test_fragmentation_counts_loaded_tokens():
+    """Slots filled from a tier hold tokens like others: none is left idle in the end."""
+    cache = KVCache(9, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    Tiers(cache, [f"host:memory=1MB,{FAST}"], SLOT)
+    result = kvcore.serving.simulate(
+        shared(*ROTATION), cache=cache, latency=Even(), fragmentation=True,
+        batching=kvcore.serving.Batching(watermark=0),
+    )  # fmt: skip
+    shares = result.fragmentation
+    assert 0 <= shares.internal <= shares.internal_peak <= 1
+    assert shares.uncomputed >= 0

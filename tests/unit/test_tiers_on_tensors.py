@@ -1,0 +1,365 @@
+"""Runs on tensors whose blocks move to tiers and back: the text is that of a run without."""
+
+from threading import Event
+from threading import enumerate as threads
+from typing import ClassVar
+
+import attrs
+import pytest
+from helpers.engine import SPEC, Exact, Slots, compute, slot_bytes_of
+from helpers.serving import ask
+
+from kvcore import InputError, KVCache, run
+from kvcore.engine import tiers as engine_tiers
+from kvcore.plugins import resolve
+from kvcore.tiers import StoredBlock, Tier, Tiers, TierStore
+
+MODEL = "transformer:layers=2,hidden=16,heads=2,kv_heads=1,head_dim=8,mlp=16,vocab_size=64"
+CODECS = (
+    "fp32",
+    "bf16",
+    "fp8-e4m3",
+    "fp8-e5m2:scale=head",
+    "int8",
+    "int4",
+    "kivi",
+    "int4:keys=channel",
+)
+
+
+def sessions(turns=3, users=4, prompt=40, output=9, gap=400):
+    """Return requests of users who come back with what they had said before, and more."""
+    found = []
+    for turn in range(turns):
+        for user in range(users):
+            blocks = (prompt * (turn + 1)) // 4
+            keys = [user * 1000 + at for at in range(blocks)]
+            at = (turn * users + user) * gap
+            found.append(ask(len(found), at, 4 * blocks, output, keys=keys))
+    return found
+
+
+def tier(name="host", blocks=40, size=None, **options):
+    """Return a tier of so many slots, which is used whenever it can be."""
+    size = slot_bytes_of(SPEC, 4) if size is None else size
+    options = {"memory": blocks * size, "latency": 0, "load": "always"} | options
+    return f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
+
+
+def moved(run, column="loaded"):
+    """Return how many blocks were loaded, by level."""
+    return [getattr(level.stats, column) for level in run.result.cache.tiers.levels]
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["evicted", "swapped"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
+    """With a small pool, blocks and parked sequences come back as they were, in any codec."""
+    pytest.importorskip("torch", reason="K/V lies in tensors")
+    size = slot_bytes_of(resolve("generator", MODEL).spec, 16, codec=codec)
+    requests = [
+        ask(n, 100 * n, 64 + 16 * (n % 3), 40, keys=[*range(n % 4, 60, 10)], key_tokens=16)
+        for n in range(10)
+    ]
+    options = {"generator": MODEL, "backend": "torch-cpu", "codec": codec, "block_size": 16}
+    options |= {"blocks": 13 if swaps else 17, "max_seqs": 3 if swaps else 1}
+    write = "through" if swaps else "evict"
+    tiers = [
+        tier("host", 12, size, write=write),
+        tier("disk", 40, size, path=tmp_path, write=write),
+    ]
+    run = compute(requests, tiers=tiers, **options)
+    # Without a pool that is too small: what is swapped goes on as if nothing had happened,
+    # where what is computed again, all at once, may read coded blocks that were not full.
+    plain = compute(requests, **options | {"blocks": 200})
+    assert run.result.outputs == plain.result.outputs
+    host, disk = moved(run)
+    assert host
+    assert disk or swaps
+    assert sum(run.result.log.swaps) >= swaps
+    assert moved(run, "errors") == [0, 0]
+
+
+@attrs.define(slots=False, eq=False, kw_only=True)
+class Faulty(Tier):
+    """Keeps blocks in a dict, and does what a test wants to its calls."""
+
+    name: ClassVar[str] = "faulty"
+
+    memory: int = 400 * slot_bytes_of(SPEC, 4)
+    latency: float = 0
+    load: str = "always"
+    fault: str = "none"
+    after: int = 0
+
+    def open(self, slots, slot_bytes, identity):
+        """Return the store."""
+        del slots, identity
+        self.opened = self.made(slot_bytes)
+        return self.opened
+
+    def made(self, size):
+        """Make the store, unless a test has another."""
+        return FaultyStore(self, size)
+
+
+class FaultyStore(TierStore):
+    """Its calls go wrong from the `after`th on."""
+
+    def __init__(self, tier, size):
+        self.tier, self.size = tier, size
+        self.held, self.calls, self.closed = {}, 0, False
+        self.go_on = Event()
+
+    def _meet(self, fault):
+        self.calls += 1
+        return self.tier.fault == fault and self.calls > self.tier.after
+
+    def write(self, blocks, data):
+        """Keep them."""
+        if self._meet("full disk"):
+            raise OSError(28, "No space left on device")
+        if self._meet("hangs in write"):
+            self.go_on.wait(20)
+        rows = bytes(data)
+        for at, block in enumerate(blocks):
+            self.held[block.slot] = block, rows[at * self.size : (at + 1) * self.size]
+
+    def read(self, blocks, into):
+        """Return what is kept."""
+        if self._meet("unreadable"):
+            raise OSError(5, "Input/output error")
+        if self._meet("hangs in read"):
+            self.go_on.wait(20)
+        if self._meet("garbage"):
+            return "yes"
+        if self._meet("says too much"):
+            return len(blocks) + 1
+        for at, block in enumerate(blocks):
+            found, data = self.held.get(block.slot, (None, b""))
+            if found != block or (self._meet("short") and at >= len(blocks) // 2):
+                return at
+            into.cast("B")[at * self.size : (at + 1) * self.size] = data
+        return len(blocks)
+
+    def present(self, blocks):
+        """Say that half is gone."""
+        if self._meet("gone"):
+            return len(blocks) // 2
+        return len(blocks)
+
+    def drop(self, slots):
+        """Forget them."""
+        if self._meet("fails to drop"):
+            raise RuntimeError
+        for slot in slots:
+            self.held.pop(slot, None)
+
+    def close(self):
+        """Remember that it was closed."""
+        self.closed = True
+        if self._meet("fails to close"):
+            raise OSError
+
+
+FAULTS = {
+    "full disk": ("failed", True),
+    "unreadable": ("failed", True),
+    "garbage": ("failed", True),
+    "says too much": ("failed", True),
+    "hangs in write": ("failed", True),
+    "hangs in read": ("failed", True),
+    "short": ("corrupt", False),
+    "gone": ("gone", False),
+    "fails to drop": (None, True),
+    "fails to close": (None, True),
+}
+
+
+@pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch):
+    """What goes wrong is counted, its blocks are dropped on record, and computed again."""
+    monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
+    requests, options = sessions(), {"blocks": 40, "max_seqs": 2}
+    keep = "exclusive" if fault == "fails to drop" else "inclusive"
+    faulty = Faulty(keep=keep, fault=fault, after=after, call_timeout=0.05)
+    try:
+        run = compute(requests, tiers=[faulty], **options)
+    finally:
+        faulty.opened.go_on.set()
+    assert run.result.outputs == compute(requests, **options).result.outputs
+    reason, counted = FAULTS[fault]
+    (stats,) = (level.stats for level in run.result.cache.tiers.levels)
+    assert bool(stats.errors) == counted
+    dropped = [line for line in run.lines if line["event"] == "DROP"]
+    if reason is not None:
+        assert stats.dropped[reason] > 0
+        assert stats.dropped[reason] == sum(
+            line["blocks"] for line in dropped if line["reason"] == reason
+        )
+
+
+def test_a_tier_that_comes_back_is_used_again(monkeypatch):
+    """After a failure a tier is left alone for a while, and then asked again."""
+    monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
+    flaky = Faulty(fault="unreadable")
+
+    class Once(FaultyStore):
+        def _meet(self, fault):
+            met = super()._meet(fault)
+            if met:
+                self.tier.fault = "none"
+            return met
+
+    flaky.made = lambda size: Once(flaky, size)
+    run = compute(sessions(), tiers=[flaky], blocks=40, max_seqs=2)
+    (stats,) = (level.stats for level in run.result.cache.tiers.levels)
+    assert stats.errors == 1
+    assert run.result.cache.tiers.levels[0].stats.loaded > stats.dropped["failed"]
+
+
+def test_a_tier_that_failed_is_left_alone(monkeypatch):
+    """During the pause nothing is written into it or asked of it; the run goes on."""
+    monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
+    faulty = Faulty(fault="full disk")
+    run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
+    (stats,) = (level.stats for level in run.result.cache.tiers.levels)
+    assert stats.errors >= 1
+    assert stats.skipped > 0
+    assert not stats.loaded
+    assert run.result.outputs == compute(sessions(), blocks=40, max_seqs=2).result.outputs
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
+def test_threads_end_and_stores_close_when_a_run_fails(error):
+    """Also after Ctrl-C no thread is left, and the store is closed."""
+
+    class Stops(Exact):
+        name = "stops"
+        steps = 0
+
+        def forward(self, batch, attend):
+            self.steps += 1
+            if self.steps == 60:
+                raise error
+            return super().forward(batch, attend)
+
+    faulty = Faulty()
+    with pytest.raises(Exception if error is not KeyboardInterrupt else error):
+        compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2, generator=Stops())
+    assert faulty.opened.held
+    assert faulty.opened.closed
+    assert not [each for each in threads() if each.name.startswith("kvcore tier")]
+
+
+def test_what_was_written_is_found_by_the_next_run(tmp_path):
+    """A second run on the same directory begins with the paths of the first."""
+    tiers = [tier("disk", 400, path=tmp_path, write="through")]
+    first = compute(sessions(), tiers=tiers)
+    second = compute(sessions(), tiers=tiers)
+    assert second.result.outputs == first.result.outputs
+    (level,) = second.result.cache.tiers.levels
+    assert level.stats.recovered == first.result.cache.tiers.levels[0].stats.stored
+    assert level.stats.loaded > moved(first)[0]
+    header = second.trace.splitlines()[0]
+    assert b'"recovered":%d' % level.stats.recovered in header
+    assert b'"recovered"' not in first.trace.splitlines()[0]
+    assert not level.stats.dropped
+
+
+def test_recovered_blocks_can_be_evicted_and_extended(tmp_path):
+    """Recovered blocks are not in use: a smaller tier evicts them for new ones."""
+    compute(sessions(users=2), tiers=[tier("disk", 60, path=tmp_path, write="through")])
+    run = compute(
+        sessions(users=3, turns=4), tiers=[tier("disk", 60, path=tmp_path, write="through")]
+    )
+    (level,) = run.result.cache.tiers.levels
+    assert level.stats.recovered == 60
+    assert level.stats.dropped["capacity"] > 0
+    assert run.result.outputs == compute(sessions(users=3, turns=4)).result.outputs
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 1}, {"generator": Exact(ending=1)}, {"retention": "window:tokens=99"}]
+)
+def test_another_model_finds_nothing(other, tmp_path):
+    """K/V of another generator, seed or retention is not taken for one's own."""
+    tiers = [tier("disk", 400, path=tmp_path, write="through")]
+    compute(sessions(), tiers=tiers)
+    run = compute(sessions(), tiers=tiers, **other)
+    assert not run.result.cache.tiers.levels[0].stats.recovered
+
+
+def test_orphans_are_dropped():
+    """Of what a store has left, blocks that do not follow from a first block are dropped."""
+
+    def blocks(_):
+        first = StoredBlock(3, 0, 7, engine_tiers.chained(b"", 0, 7), b"")
+        chain = engine_tiers.chained(first.chain, 1, 8)
+        second = StoredBlock(1, 1, 8, chain, first.chain)
+        yield second
+        yield first
+        yield attrs.evolve(second, slot=0)
+        yield StoredBlock(5, 2, 9, engine_tiers.chained(b"x" * 16, 2, 9), b"x" * 16)
+        yield StoredBlock(6, 1, 9, b"y" * 16, first.chain)
+        yield attrs.evolve(first, slot=10**6)
+
+    class Left(FaultyStore):
+        dropped: ClassVar[list[int]] = []
+        recover = blocks
+
+        def drop(self, slots):
+            self.dropped += slots
+
+    kept = Faulty()
+    kept.made = lambda size: Left(kept, size)
+    run = compute([], tiers=[kept])
+    (level,) = run.result.cache.tiers.levels
+    assert level.stats.recovered == 2
+    assert Left.dropped[:3] == [0, 5, 6]
+    (span,) = level.tree.spans()
+    assert (list(span.ids), list(span.path_keys)) == ([3, 1], [7, 8])
+    level.check_integrity()
+
+
+def test_a_backend_without_bytes_is_refused():
+    """A backend of others, which gives no bytes, is told to be used without tiers."""
+
+    class Dumb(Slots):
+        name = "dumb"
+
+    for name in ("read_blocks", "write_blocks"):
+        setattr(Dumb, name, getattr(Slots.__mro__[1], name))
+    with pytest.raises(
+        InputError, match="backend 'dumb' does not give the bytes of its blocks"
+    ):
+        compute(sessions(), tiers=[tier()], backend=Dumb())
+
+
+@pytest.mark.parametrize(
+    ("size", "ids", "said"), [(1, True, "slots of 1 bytes"), (64, False, "only count slots")]
+)
+def test_tiers_of_another_shape_are_refused(size, ids, said):
+    """Tiers must be made for the blocks of the run, and know slots by id."""
+    cache = KVCache(40, 4, accounting="tokens", key_tokens=4, ids=True)
+    Tiers(cache, [tier()], size, ids=ids)
+    with pytest.raises(InputError, match=said):
+        run([], cache=cache, generator=Exact(), backend=Slots())
+
+
+def test_the_wall_clock_waits_for_what_is_late():
+    """Under the wall clock a load that takes long makes the step that needs it long."""
+    slow = Faulty(write="through")
+
+    class Slow(FaultyStore):
+        def read(self, blocks, into):
+            Event().wait(0.05)
+            return super().read(blocks, into)
+
+    slow.made = lambda size: Slow(slow, size)
+    first, again = (ask(n, n * 10**9, 40, 1, keys=[*range(10)]) for n in range(2))
+    other = ask(5, 5, 120, 1)
+    run = compute([first, other, attrs.evolve(again)], tiers=[slow], blocks=30, clock="wall")
+    assert moved(run) == [9]
+    assert max(step.time for step in run.result.steps) >= 5 * 10**10

@@ -1,0 +1,92 @@
+"""What if, with tiers: built again from the header, changed, or left out; no path is opened."""
+
+import pytest
+from helpers.commands import run_here
+from helpers.traces import lines, seal
+
+from kvcore import InputError, KvcoreError, api
+from kvcore.analysis import whatif
+from kvcore.trace import check_trace
+from kvcore_plugins.workload import Zipf
+
+HOST = "host:memory=100MiB,eviction=lfu:half_life=60,keep=exclusive,load=always"
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return a trace of a simulation in a pool that is too small, above two tiers."""
+    api.simulate(
+        Zipf(requests=60, prefixes=8, seed=3),
+        model="llama-3-8b",
+        blocks=300,
+        tier=[HOST, f"disk:memory=1GiB,load=always,write=through,path={tmp_path / 'kv'}"],
+        trace=tmp_path / "trace.jsonl",
+    )
+    return tmp_path / "trace.jsonl"
+
+
+def test_a_run_with_tiers_is_made_again(path, tmp_path):
+    """As recorded it writes the same bytes, and opens none of the paths that it names."""
+    found = whatif(path, export=tmp_path / "new.jsonl")
+    assert found.changes == []
+    assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()
+    assert not (tmp_path / "kv").exists()
+    assert check_trace(path).events["LOAD"] > 0
+
+
+def test_both_runs_say_what_came_from_tiers(path):
+    """The recorded one by its LOAD lines, as the new one by its log."""
+    found = whatif(path)
+    assert found.recorded.loaded_tokens == found.rerun.loaded_tokens > 0
+    assert found.recorded.preemptions == found.rerun.preemptions
+    assert [tier["name"] for tier in found.recorded.config["tiers"]] == ["host", "disk"]
+    assert found.recorded.config["tiers"] == found.rerun.config["tiers"]
+
+
+@pytest.mark.parametrize("tier", ["none", "disk:memory=2GiB", ["host:memory=1GiB", HOST]])
+def test_other_tiers(path, tmp_path, tier):
+    """They take the place of the recorded ones; the new trace is whole, and has them."""
+    found = whatif(path, tier=tier, export=tmp_path / "new.jsonl")
+    asked = [] if tier == "none" else [tier] if isinstance(tier, str) else tier
+    names = [each.partition(":")[0] for each in asked]
+    assert [each["name"] for each in found.rerun.config["tiers"]] == names
+    assert len(check_trace(tmp_path / "new.jsonl").tiers) == len(names)
+
+
+def test_another_block_size_keeps_the_memory_of_tiers(path, tmp_path):
+    """Slots are as large as the new blocks."""
+    whatif(path, block_size=32, export=tmp_path / "new.jsonl")
+    old, new = (lines(file)[0]["tiers"] for file in (path, tmp_path / "new.jsonl"))
+    assert [tier["slot_bytes"] for tier in new] == [2 * tier["slot_bytes"] for tier in old]
+    assert [tier["slots"] for tier in new] == [tier["slots"] // 2 for tier in old]
+
+
+def test_the_command_line_takes_tiers(path):
+    """`none` leaves them out; without the option the trace is checked, and shows them."""
+    told = run_here("replay", path, "--tier", "none").stdout
+    assert "tiers: none instead of" in " ".join(told.split())
+    assert "tier host: blocks of" in run_here("replay", path).stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"name": "tape"}, "was recorded with tier plugin 'tape', which is not installed"),
+        ({"options": {"memory": 1}}, "less than a block, which takes"),
+    ],
+)
+def test_a_header_that_makes_no_tier_is_refused(path, change, reason):
+    """With what is wrong."""
+    events = lines(path)
+    events[0]["tiers"][0] |= change
+    with pytest.raises(KvcoreError, match=reason):
+        whatif(seal(path, events))
+
+
+def test_the_policy_of_a_tier_opens_no_file(path, monkeypatch):
+    """An option that is a path is refused wherever a header has it."""
+    monkeypatch.setattr(
+        "kvcore.config.recorded.takes_path", lambda _, name: name == "half_life"
+    )
+    with pytest.raises(InputError, match="no file is opened because a trace names it"):
+        whatif(path)
