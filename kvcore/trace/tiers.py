@@ -303,9 +303,8 @@ class TracedTiers:
 
 def _link(record: events.TierRecord) -> tuple[int, int, int]:
     """Return bytes a second each way, and the latency in ns, of a tier's link."""
-    options: Mapping[str, Any] = record.options
-    rates: list[Any] = [options.get(f"{way}_bandwidth") for way in ("read", "write")]
-    latency: Any = options.get("latency")
+    rates: list[Any] = [record.options.get(f"{way}_bandwidth") for way in ("read", "write")]
+    latency: Any = record.options.get("latency")
     wrong = [rate for rate in rates if type(rate) is not int or rate < 1]
     if wrong or type(latency) not in (int, float) or not 0 <= latency < NS_PER_S:
         msg = (
