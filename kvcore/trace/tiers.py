@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -304,9 +303,8 @@ class TracedTiers:
 
 def _link(record: events.TierRecord) -> tuple[int, int, int]:
     """Return bytes a second each way, and the latency in ns, of a tier's link."""
-    options: Mapping[str, Any] = record.options
-    rates: list[Any] = [options.get(f"{way}_bandwidth") for way in ("read", "write")]
-    latency: Any = options.get("latency")
+    rates: list[Any] = [record.options.get(f"{way}_bandwidth") for way in ("read", "write")]
+    latency: Any = record.options.get("latency")
     wrong = [rate for rate in rates if type(rate) is not int or rate < 1]
     if wrong or type(latency) not in (int, float) or not 0 <= latency < NS_PER_S:
         msg = (
