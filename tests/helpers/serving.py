@@ -164,11 +164,12 @@ def serve(
     jumps=True,
     rate_scale=1.0,
     tiers=(),
+    slot_bytes=SLOT,
     **batching,
 ):
     """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`.
 
-    `tiers` are texts; a block has 64 bytes.
+    `tiers` are texts; a block has 64 bytes unless it is said.
     """
     out = BytesIO()
     writer = Trace(out, mode="model") if trace else None
@@ -182,7 +183,7 @@ def serve(
         trace=writer,
     )
     if tiers:
-        Tiers(cache, tiers, SLOT)
+        Tiers(cache, tiers, slot_bytes)
     result = simulate(
         requests,
         cache=cache,

@@ -26,6 +26,7 @@ def computed(server, scheduler):
         scheduler=scheduler,
         eviction=server.eviction,
         latency=Bent(reach=server.windows),
+        tiers=server.tiers,
         **server.options,
     )
 
@@ -90,7 +91,7 @@ def tiers_of(name, server):
 def test_same_moves_between_tiers(name, scheduler, server):
     """Offloads, loads, drops and swaps too are decided alike, and bring the right K/V back."""
     tiers = tiers_of(name, server)
-    server = attrs.evolve(server, options=server.options | {"tiers": tiers})
+    server = attrs.evolve(server, tiers=tiers)
     run = computed(server, scheduler)
     size = slot_bytes_of(SPEC, server.options["block_size"])
     assert decided(run.trace) == decided(server.run(scheduler, slot_bytes=size).trace)
@@ -190,13 +191,13 @@ def test_twins_with_tiers_on_models(generator):
     requests = [
         ask(n, 60 * n, 40 + 8 * (n // 4), 9, keys=[*range(n % 4, 130, 7)]) for n in range(16)
     ]
-    size = slot_bytes_of(resolve("generator", generator).spec, 4)
+    size = slot_bytes_of(resolve("generator", generator).spec, 4, "fp64")
     tiers = [f"host:memory={n * size},latency=1e-9,load=always" for n in (45, 99)]
     options = {"blocks": 30, "block_size": 4, "max_seqs": 2}
-    server = Server(requests, "lru", (None,), options | {"tiers": tiers})
+    server = Server(requests, "lru", (None,), options, tiers)
     simulated = server.run("fcfs", slot_bytes=size)
-    torch = {"generator": generator, "backend": "torch-cpu"}
-    run = compute(requests, latency=Bent(), **server.options, **torch)
+    torch = {"generator": generator, "backend": "torch-cpu", "dtype": "fp64"}
+    run = compute(requests, latency=Bent(), tiers=tiers, **options, **torch)
     assert decided(run.trace) == decided(simulated.trace)
     assert all(level.stats.loaded for level in run.result.cache.tiers.levels)
     plain = compute(requests, latency=Bent(), **options, **torch)
