@@ -265,12 +265,16 @@ class TracedTiers:
 
     def load_start(self, event: events.LoadStart) -> None:
         """Apply LOAD_START."""
+        if self._state.sequence(event.seq).prompt.id != event.request:
+            violated(f"sequence {event.seq} is not of request {event.request!r}")
         self.tier(event.tier).queue(event.blocks, event.t, write=False)
         self.loads.setdefault(event.seq, []).append(event)
 
     def load(self, event: events.Load) -> None:
         """Apply LOAD."""
         tier, waiting = self.tier(event.tier), self.loads[event.seq]
+        if waiting[0].request != event.request:
+            violated(f"sequence {event.seq} is not of request {event.request!r}")
         del waiting[0]
         if not waiting:
             del self.loads[event.seq]
