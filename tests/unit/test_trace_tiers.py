@@ -55,6 +55,7 @@ def test_the_report_has_each_tier(trace):
         "used_blocks": 6,
         "parked_blocks": 0,
         "loading_blocks": 0,
+        "recovered_blocks": 0,
         "stored_blocks": 21,
         "loads": 2,
         "loaded_blocks": 3,
@@ -378,7 +379,8 @@ def test_what_an_earlier_run_has_left(recovered):
     assert [line["blocks"] for line in events if line["event"] == "LOAD"] == [4]
     assert "disk:2" in [line["request"] for line in events if line["event"] == "DROP"]
     assert check_trace(recovered).complete
-    assert explain(recovered).of("a").losses[0].category == "loaded"
+    loaded, rest_of_it = explain(recovered).of("a").losses
+    assert (loaded.category, rest_of_it.way, rest_of_it.other) == ("loaded", "extends", None)
 
 
 @pytest.mark.parametrize(
