@@ -60,6 +60,10 @@ class GeneratorTests:
         assert generator.vocabulary >= 1
         assert all(0 <= token < generator.vocabulary for token in generator.eos_token_ids)
 
+    def test_has_an_identity(self) -> None:
+        """`identity` is the same for a generator that is made again: tiers keep its K/V."""
+        assert self.make().identity() == self.make().identity() != ""
+
     def test_refuses_a_dtype(self) -> None:
         """An unknown dtype is an InputError that names it."""
         from kvcore.testing.dense import HostTensors  # noqa: PLC0415 - torch

@@ -11,7 +11,12 @@ from time import perf_counter
 
 import pytest
 
-from kvcore.tiers import StoredBlock
+from kvcore import KVCache, Request
+from kvcore.engine.executor import tensor_layout
+from kvcore.engine.tiers import TensorMover
+from kvcore.models.catalogue import MODELS
+from kvcore.plugins import resolve
+from kvcore.tiers import StoredBlock, Tiers
 from kvcore_plugins.tier import Disk, Host
 
 LEAST = 0.7
@@ -133,3 +138,55 @@ def test_host(block):
         f"\nhost, blocks of {block >> 10} KiB: write {written:.2f}, load {loaded:.2f} of memcpy"
     )
     assert min(written, loaded) >= LEAST
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_a_run_on_tensors(codec):
+    """Out of the pool into a host tier and back, two copies each way, takes 3.5 of memcpy's."""
+    pytest.importorskip("torch", reason="K/V lies in tensors")
+    blocks, size = 64, 16
+    backend = resolve("backend", "torch-cpu")
+    backend.allocate(
+        tensor_layout(MODELS["llama-3-8b"], blocks, size, "fp16", resolve("codec", codec))
+    )
+    backend.fill(1)
+    slot = backend.layout.bytes_per_block
+    cache = KVCache(blocks, size, accounting="tokens", key_tokens=size, ids=True)
+    tiers = Tiers(cache, [Host(memory=blocks * slot)], slot, ids=True)
+    (level,) = tiers.levels
+    mover = TensorMover(tiers, backend, b"bench")
+    data, into = (memoryview(bytearray(b"x") * (blocks * slot)) for _ in range(2))
+    prompts = iter(
+        Request(
+            id=n,
+            prompt_tokens=blocks * size,
+            keys=[*range(n * 99, n * 99 + blocks)],
+            key_tokens=size,
+        )
+        for n in range(99)
+    )
+    opened = []
+
+    def compute() -> None:
+        for sequence in opened:
+            cache.close(sequence)
+        opened[:] = [cache.open(next(prompts))]
+        cache.commit(opened[0], blocks * size)
+
+    def there_and_back() -> None:
+        (sequence,) = opened
+        level.store(sequence.span, blocks, 0, None)
+        part = level.take(sequence.request, sequence.keys, 0, blocks, 0)
+        mover.load(part)
+        assert mover.finish(part, cache.block_table(sequence)) == blocks
+        level.give_back(part, blocks, 0)
+
+    def copy() -> None:
+        for source, target in ((data, into), (into, data)):
+            for at in range(0, len(source), PLAIN):
+                target[at : at + PLAIN] = source[at : at + PLAIN]
+
+    found = share(copy, there_and_back, compute)
+    mover.close(whole=True)
+    print(f"\na run, blocks in {codec}: {found:.2f} of memcpy, out and in")
+    assert found >= 1 / 3.5

@@ -68,13 +68,17 @@ class Rough(TorchCPU):
 
 
 class Shallow(TorchCPU):
-    """Copies and swaps the first layer alone."""
+    """Copies, writes and swaps a part of it."""
 
     def copy_blocks(self, pairs):
         """Copy half of it."""
         matrices, self._pool.matrices = self._pool.matrices, self._pool.matrices[:2]
         super().copy_blocks(pairs)
         self._pool.matrices = matrices
+
+    def write_blocks(self, blocks, data):
+        """Write the first of them."""
+        super().write_blocks(blocks[:1], data[:1])
 
     def swap_in(self, host, blocks):
         """Put back a half."""
@@ -138,6 +142,7 @@ class Careless(TorchCPU):
         (Rough, "test_paged_is_dense", (0, "fp64")),
         (Shallow, "test_copies_blocks", (False,)),
         (Shallow, "test_swaps", ("fp32", False)),
+        (Shallow, "test_gives_and_takes_bytes", ("fp32", False)),
         (Sloppy, "test_fills", (True,)),
         (Sharing, "test_reads_copies", ()),
         (Modest, "test_reports_its_memory", ()),

@@ -360,3 +360,16 @@ def test_an_encoder_decoder_is_refused():
     )
     with pytest.raises(InputError, match="T5ForConditionalGeneration"):
         _ = HuggingFace(T5ForConditionalGeneration(config)).spec
+
+
+def test_identity_is_that_of_the_weights(tmp_path):
+    """Other files, or other numbers in memory, are another model; its name does not count."""
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    folder, held = HuggingFace(tmp_path).identity(), HuggingFace(model).identity()
+    assert HuggingFace(str(tmp_path)).identity() == folder
+    assert HuggingFace(tiny("llama")).identity() == held
+    model.get_input_embeddings().weight.data[0, 0] += 1
+    assert HuggingFace(model).identity() != held
+    model.save_pretrained(tmp_path)
+    assert HuggingFace(tmp_path).identity() != folder

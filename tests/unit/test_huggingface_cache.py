@@ -19,6 +19,7 @@ from transformers import DynamicCache  # noqa: E402
 from kvcore import InputError, KVCache, OutOfBlocks  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
 from kvcore.testing.dense import loaded  # noqa: E402
+from kvcore.tiers import Tiers  # noqa: E402
 from kvcore_plugins.backend import TorchCPU  # noqa: E402
 from kvcore_plugins.generator import HuggingFace  # noqa: E402
 from kvcore_plugins.generator.hf_cache import PagedCache  # noqa: E402
@@ -391,3 +392,11 @@ def test_dropout_is_refused():
         layer.self_attn.attention_dropout = 0.5
     with paged_cache().attached(model), pytest.raises(InputError, match=r"model\.eval"):
         model(prompt(3))
+
+
+def test_tiers_are_refused():
+    """A paged cache moves nothing to tiers, so that a cache with some is not taken."""
+    cache = KVCache(8, 4, ids=True)
+    Tiers(cache, ["host:memory=1MiB"], 64, ids=True)
+    with pytest.raises(InputError, match="make its cache without them"):
+        PagedCache(cache, TorchCPU())

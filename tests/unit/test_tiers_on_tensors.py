@@ -13,6 +13,7 @@ from kvcore import InputError, KVCache, run
 from kvcore.engine import tiers as engine_tiers
 from kvcore.plugins import resolve
 from kvcore.tiers import StoredBlock, Tier, Tiers, TierStore
+from kvcore.trace import check_trace
 
 MODEL = "transformer:layers=2,hidden=16,heads=2,kv_heads=1,head_dim=8,mlp=16,vocab_size=64"
 CODECS = (
@@ -178,7 +179,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch):
+def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch, tmp_path):
     """What goes wrong is counted, its blocks are dropped on record, and computed again."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
     requests, options = sessions(), {"blocks": 40, "max_seqs": 2}
@@ -198,6 +199,9 @@ def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch):
         assert stats.dropped[reason] == sum(
             line["blocks"] for line in dropped if line["reason"] == reason
         )
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(run.trace)
+    assert check_trace(trace).complete
 
 
 def test_a_tier_that_comes_back_is_used_again(monkeypatch):

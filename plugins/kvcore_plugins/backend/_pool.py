@@ -6,8 +6,9 @@ import mmap
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate
 from math import lcm
 from typing import Any, TypeAlias
@@ -101,6 +102,10 @@ class Writes:
         full_rows = torch.tensor(firsts, dtype=torch.int64)[:, None] + torch.arange(size)
         part_rows = torch.tensor(starts, dtype=torch.int64)[owners] + offsets
         return cls(full, full_rows, part, part_rows, owners, offsets)
+
+
+LONG_ROW = 4096
+"""Bytes of a row from which on rows are copied one by one, not by an index."""
 
 
 class Half(ABC):
@@ -319,43 +324,66 @@ class Pool:
     def read_bytes(self, blocks: Sequence[int], into: Tensor) -> None:
         """Copy the bytes of blocks into memory of the host, `[len(blocks), bytes]`.
 
-        One matrix after the other: each row goes where it belongs in one copy.
+        Each row goes where it belongs in one copy, rows of some KiB one by one: a call of torch
+        takes as long as it takes to copy 64 KiB.
         """
-        ids = self._ids(blocks)
         here = self.device == into.device
+        if here and self._has_long_rows:
+            memory, at = memoryview(into.numpy()).cast("B"), 0
+            for block in blocks:
+                for rows, size in self._rows:
+                    memory[at : at + size] = rows[block * size : (block + 1) * size]
+                    at += size
+            return
+        ids = self._ids(blocks)
         out = into if here else torch.empty_like(into, device=self.device)
-        begin = 0
-        for matrix in self._byte_matrices():
-            end = begin + matrix.shape[1]
-            torch.index_select(matrix, 0, ids, out=out[:, begin:end])
-            begin = end
+        for matrix, columns in self._columns:
+            torch.index_select(matrix, 0, ids, out=out[:, columns])
         if not here:
             into.copy_(out, non_blocking=into.is_pinned())
 
     def write_bytes(self, blocks: Sequence[int], data: Tensor) -> None:
         """Write what `read_bytes` has read into `blocks`."""
-        ids, begin = torch.tensor(blocks, dtype=torch.int64), 0
-        here = self.device == data.device
-        if not here:
-            ids, data = self.upload(ids), self.upload(data)
-        for matrix in self._byte_matrices():
-            end = begin + matrix.shape[1]
-            if here:
-                # numpy copies rows; index_copy_ of torch goes byte by byte, six times slower.
-                matrix.numpy()[ids.numpy()] = data[:, begin:end].numpy()
-            else:
-                matrix.index_copy_(0, ids, data[:, begin:end])
-            begin = end
-
-    def _byte_matrices(self) -> Iterator[Tensor]:
-        """Yield the matrices as bytes, without what pads a block."""
-        layout = self.layout
-        if layout.together:
-            (matrix,) = self.matrices
-            yield matrix.view(torch.uint8)[:, : layout.bytes_per_block]
+        if self.device != data.device:
+            ids, data = self._ids(blocks), self.upload(data)
+            for matrix, columns in self._columns:
+                matrix.index_copy_(0, ids, data[:, columns])
+        elif self._has_long_rows:
+            memory, at = memoryview(data.numpy()).cast("B"), 0
+            for block in blocks:
+                for rows, size in self._rows:
+                    rows[block * size : (block + 1) * size] = memory[at : at + size]
+                    at += size
         else:
-            for matrix in self.matrices:
-                yield matrix.view(torch.uint8)
+            # numpy copies rows; index_copy_ of torch goes byte by byte, six times slower.
+            index = torch.tensor(blocks, dtype=torch.int64).numpy()
+            for matrix, columns in self._columns:
+                matrix.numpy()[index] = data[:, columns].numpy()
+
+    @cached_property
+    def _columns(self) -> list[tuple[Tensor, slice]]:
+        """The matrices as bytes, without what pads a block, each with its place in a block."""
+        layout, begin, found = self.layout, 0, []
+        for matrix in self.matrices:
+            rows = matrix.view(torch.uint8)
+            if layout.together:
+                rows = rows[:, : layout.bytes_per_block]
+            found.append((rows, slice(begin, begin + rows.shape[1])))
+            begin += rows.shape[1]
+        return found
+
+    @cached_property
+    def _has_long_rows(self) -> bool:
+        """Whether rows lie one after the other, and are best copied one by one."""
+        size = self.layout.bytes_per_block
+        whole = all(rows.is_contiguous() for rows, _ in self._columns)
+        return whole and size >= LONG_ROW * len(self._columns)
+
+    @cached_property
+    def _rows(self) -> list[tuple[memoryview, int]]:
+        """The matrices as memory of the host, each with the bytes of a row."""
+        views: list[Any] = [rows.numpy() for rows, _ in self._columns]
+        return [(memoryview(view).cast("B"), view.shape[1]) for view in views]
 
     def fill(self, value: float, blocks: Sequence[int] | None) -> None:
         """Set all numbers of `blocks`, or of all blocks, to `value`."""

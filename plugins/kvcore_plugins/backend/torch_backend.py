@@ -291,8 +291,9 @@ class TorchBackend(Backend):
         Raises:
             InputError: a block is not full, or `into` is of another size.
         """
-        self._pool.read_bytes(blocks, self._as_tensor(blocks, into))
-        self.synchronize()
+        if len(blocks):
+            self._pool.read_bytes(blocks, self._as_tensor(blocks, into))
+            self.synchronize()
 
     def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
         """Write what `read_blocks` has read into `blocks`.
@@ -300,8 +301,9 @@ class TorchBackend(Backend):
         Raises:
             InputError: `data` is of another size.
         """
-        self._pool.write_bytes(blocks, self._as_tensor(blocks, data))
-        self.synchronize()
+        if len(blocks):
+            self._pool.write_bytes(blocks, self._as_tensor(blocks, data))
+            self.synchronize()
 
     def _as_tensor(self, blocks: Sequence[int], memory: memoryview) -> Tensor:
         """Return memory of the host as a tensor, `[len(blocks), bytes]`: not a copy."""
@@ -311,8 +313,6 @@ class TorchBackend(Backend):
         if memory.nbytes != shape[0] * shape[1]:
             msg = f"{shape[0]} blocks of {shape[1]} bytes do not go into {memory.nbytes} bytes"
             raise InputError(msg)
-        if not memory.nbytes:
-            return torch.empty(shape, dtype=torch.uint8)
         if memory.readonly:
             memory = memoryview(bytearray(memory))
         return torch.frombuffer(memory, dtype=torch.uint8).view(shape)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+_ORIGIN = {"architectures", "_name_or_path", "transformers_version"}
+
+
 @attrs.define(slots=False, eq=False)
 class HuggingFace(Generator):
     """Runs a decoder-only transformers model; every step is one batch without padding.
@@ -132,8 +135,8 @@ class HuggingFace(Generator):
         folder = Path(os.path.expanduser(self.model)) if _is_name(self.model) else None  # noqa: PTH111
         if folder is not None and folder.is_dir():
             files = sorted(file for file in folder.iterdir() if file.is_file())
-            facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-            return f"{spec} {facts!r}"
+            stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+            return f"{spec} {stats!r}"
         commit = getattr(self.network.config, "_commit_hash", None)
         if folder is not None and commit is not None:
             return f"{spec} {self.model} {commit}"
@@ -145,7 +148,10 @@ class HuggingFace(Generator):
             digest.update(
                 weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             )
-        return f"{spec} {self.network.config!r} {digest.hexdigest()}"
+        # Rotary embeddings and the like; what says where a model is from does not count.
+        config = self.network.config.to_dict()
+        facts = {name: config[name] for name in sorted(config) if name not in _ORIGIN}
+        return f"{spec} {facts!r} {digest.hexdigest()}"
 
     def load(self, backend: Backend, dtype: str) -> None:
         """Convert the weights, put them on the backend's device, attend through `attend`.
