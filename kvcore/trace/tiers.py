@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -305,14 +304,14 @@ class TracedTiers:
 def _link(record: events.TierRecord) -> tuple[int, int, int]:
     """Return bytes a second each way, and the latency in ns, of a tier's link."""
     options: Mapping[str, Any] = record.options
-    rates = [options.get(f"{way}_bandwidth") for way in ("read", "write")]
-    latency = options.get("latency")
-    numbers = type(latency) in (int, float) and 0 <= latency < NS_PER_S  # type: ignore[operator]
-    if not numbers or any(type(rate) is not int or rate < 1 for rate in rates):  # type: ignore[operator]
+    rates: list[Any] = [options.get(f"{way}_bandwidth") for way in ("read", "write")]
+    latency: Any = options.get("latency")
+    wrong = [rate for rate in rates if type(rate) is not int or rate < 1]
+    if wrong or type(latency) not in (int, float) or not 0 <= latency < NS_PER_S:
         msg = (
             f"tier {record.tier!r} has the bandwidths {rates} and the latency {latency!r}: "
             "its link is not known"
         )
         raise ValueError(msg)
-    read, write = (rate * record.devices for rate in rates)  # type: ignore[operator]
+    read, write = (rate * record.devices for rate in rates)
     return read, write, round(latency * NS_PER_S)
