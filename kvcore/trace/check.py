@@ -536,7 +536,9 @@ class TraceChecker:
 
     def _lifecycle(self, event: Any) -> None:
         """Check what a server says of a request; a sequence it names must be open."""
-        if event.event in TIERED:
+        if event.event in TIERED or (
+            self._tiers is None and getattr(event, "how", None) == "swap"
+        ):
             violated("HEADER has no tiers")
         seq = self.state.sequence(event.seq) if hasattr(event, "seq") else None
         closes = self.lifecycles.apply(event)
