@@ -27,8 +27,8 @@ from kvcore.trace.tiers import TracedTier, TracedTiers
 
 if TYPE_CHECKING:
     from kvcore.trace import events
-    from kvcore.trace.check import CachedKeys
     from kvcore.trace.lifecycle import Lifecycles
+    from kvcore.trace.pool_check import CachedKeys
 
 LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
 """Lines between a load and the last commit of what it has loaded."""
