@@ -323,8 +323,9 @@ class SpanTree:
             span.ref_count += 1
             span = span.parent  # type: ignore[assignment]
 
-    def pin(self, seq: Sequence, until: int) -> None:
+    def pin(self, seq: Sequence, until: int, now: int) -> None:
         """Pin the path of `seq` until `until` (ns), for its client. O(its spans)."""
+        self._now = now
         if self.pins is None:
             self.pins = ClientPins(self)
         self.pins.pin(seq, until)
