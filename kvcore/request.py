@@ -173,7 +173,7 @@ class Hints:
         demote: whether its blocks, up to where they are shared, are evicted before all
             others once it has ended, unless they are used again meanwhile.
         prefetch: nanoseconds before its arrival at which its prefix may be loaded from
-            lower tiers.
+            lower tiers. It is read and recorded; no tier acts on it as yet.
 
     Raises:
         InputError: a number is out of range, or both `pin` and `demote` are given.

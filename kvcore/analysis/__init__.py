@@ -6,7 +6,6 @@ from kvcore.analysis.comparison import SHARING, Comparison, Infinite, Row, Sourc
 from kvcore.analysis.miss_reasons import Explanation
 from kvcore.analysis.misses import explain
 from kvcore.analysis.mrc import Curve, Curves, Steps, curve
-from kvcore.analysis.planning import FleetPlan, plan
 from kvcore.analysis.serial_replay import replay, served
 from kvcore.analysis.what_if import Change, RequestOutcome, RunSummary, WhatIf, whatif
 
@@ -18,7 +17,6 @@ __all__ = [
     "Curve",
     "Curves",
     "Explanation",
-    "FleetPlan",
     "Future",
     "Infinite",
     "RequestOutcome",
@@ -31,7 +29,6 @@ __all__ = [
     "curve",
     "explain",
     "find_capacity",
-    "plan",
     "replay",
     "served",
     "whatif",

@@ -244,7 +244,6 @@ class Recorded:
             "FREE": self._free,
             "FIRST_TOKEN": self._first_token,
             "PREEMPT": self._preempt,
-            "LOAD": self._load,
             "FINISH": self._finish,
             "REJECT": self._reject,
             "FORK": self._fork,
@@ -330,11 +329,6 @@ class Recorded:
         job.pauses += event.how == "pause"
         job.recomputes += event.how == "recompute"
         job.swaps += event.how == "swap"
-
-    def _load(self, event: events.Load) -> None:
-        job = self._jobs[event.request]
-        if not job.recomputes + job.swaps:
-            job.loaded += event.blocks * self._geometry.block_size
 
     def _finish(self, event: events.Finish) -> None:
         self.log.ended(self._jobs.pop(event.request), event.t)

@@ -1,10 +1,8 @@
-"""Hints, from a request to the spans of its prompt: priorities, expiry times, pins."""
+"""Hints, from a request to the spans of its prompt: priorities, expiry times."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
-
-import attrs
 
 from kvcore.cache.span import Span
 from kvcore.request import DEFAULT_PRIORITY, Request
@@ -14,28 +12,6 @@ PriorityStep: TypeAlias = tuple[int, int, int | None]
 
 PriorityRange: TypeAlias = tuple[int, int, int, int | None]
 """(first block, end block, priority, duration in ns)."""
-
-
-PIN_SHARE = 0.5
-"""Share of the pool that the pins of clients hold at most."""
-
-
-@attrs.define(order=True)
-class Pin:
-    """What a client has pinned: the path from the root to `span`, until a time.
-
-    It counts in `ref_count` of these spans, as a sequence that is open for so long would: so
-    it holds for every eviction policy.
-
-    Attributes:
-        until: when (ns) it ends.
-        serial: tells pins apart that end at one time; the earlier ends first.
-        span: the deepest span.
-    """
-
-    until: int
-    serial: int
-    span: Span = attrs.field(order=False)
 
 
 def priority_steps(request: Request, block_size: int) -> list[PriorityStep]:

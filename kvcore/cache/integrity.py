@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcore.cache.hints import PIN_SHARE
+from kvcore.cache.pins import PIN_SHARE, ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
@@ -71,8 +71,11 @@ def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequenc
     for seq in open_sequences:
         shares = seq.span is not tree.root or seq.cacheable
         _require(not (seq.compacted and shares), f"{seq!r} was compacted, and shares blocks")
-    _check_pins(tree, [*(seq.span for seq in open_sequences), *(p.span for p in tree.pins)])
-    _check_client_pins(tree)
+    _check_pins(
+        tree, [*(seq.span for seq in open_sequences), *(p.span for p in tree.pins or ())]
+    )
+    if tree.pins is not None:
+        _check_client_pins(tree.pins, pool.blocks)
     if isinstance(pool, BlockPool):
         private = _check_ids(pool, tree, open_sequences)
     else:
@@ -107,12 +110,12 @@ def _check_pins(tree: SpanTree, ends: list[Span]) -> None:
     _require(not pins, f"open sequences hold {list(pins)}, which are not cached")
 
 
-def _check_client_pins(tree: SpanTree) -> None:
+def _check_client_pins(pins: ClientPins, pool_blocks: int) -> None:
     """Check that the pins of clients are counted, and hold no more than their share."""
-    pinned = _paths(pin.span for pin in tree.pins)
-    blocks, most = sum(span.blocks for span in pinned), PIN_SHARE * tree.pool.blocks
-    _require(pinned == tree.pinned, f"clients pin {pinned}; counted are {tree.pinned}")
-    _require(blocks == tree.pinned_blocks, f"they hold {blocks}, not {tree.pinned_blocks}")
+    held = _paths(pin.span for pin in pins)
+    blocks, most = sum(span.blocks for span in held), PIN_SHARE * pool_blocks
+    _require(held == pins.held, f"clients pin {held}; counted are {pins.held}")
+    _require(blocks == pins.blocks, f"they hold {blocks}, not {pins.blocks}")
     _require(blocks <= most, f"pins hold {blocks} blocks, of {most} that they may")
 
 

@@ -273,7 +273,7 @@ class KVCache:
             now = self._at(now)
         self.now = now
         if tree.pins:
-            tree.end_pins(now)
+            tree.pins.end(now)
         if trace is not None:
             self._check_admission(request, resumed=resumed)
             trace.request(request, now)
@@ -294,7 +294,7 @@ class KVCache:
         # blocks can be evicted in the end, since below an unpinned span nothing is pinned.
         kept = match.unpinned_blocks + reserve
         if need > self.pool.free_blocks + tree.unpinned_blocks - kept:
-            if tree.pins and not self.sequences and tree.yield_pins(blocks + reserve, now):
+            if tree.pins and not self.sequences and tree.pins.make_way(blocks + reserve, now):
                 return self.open(
                     request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
                 )
@@ -476,7 +476,7 @@ class KVCache:
             tree.close(seq.span, now, None if preempted else request)
             return
         if hints.pin is not None:
-            tree.pin(seq, now + hints.pin, now)
+            tree.pin(seq, now + hints.pin)
         tree.close(seq.span, now, request)
         if hints.demote:
             tree.demote(seq.span)
@@ -573,9 +573,9 @@ class KVCache:
         """
         tree = self.tree
         if tree.pins:
-            tree.end_pins(now)
+            tree.pins.end(now)
             if len(self.sequences) == 1:
-                return tree.yield_pins(blocks, now)
+                return tree.pins.make_way(blocks, now)
         return blocks <= self.available_blocks
 
     def _free_last(self, seq: Sequence, count: int) -> Ids | None:

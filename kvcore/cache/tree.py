@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Keys
-from heapq import heappop, heappush
 from typing import Any, Literal, Protocol
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import (
-    PIN_SHARE,
-    Pin,
     PriorityStep,
     apply_hints,
     hint_borders,
@@ -24,6 +21,7 @@ from kvcore.cache.hints import (
     raise_priority_above,
 )
 from kvcore.cache.layout import BlockLayout
+from kvcore.cache.pins import ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder
@@ -63,11 +61,7 @@ class SpanTree:
         root: the empty span at which every prompt begins. It is pinned, and never evicted.
         cached_blocks, unpinned_blocks: blocks in spans, and those that no sequence pins.
         evicted_blocks, expired_blocks: blocks evicted for room, and dropped as expired.
-        pins: what clients have pinned, a heap: the pin that ends first is the first.
-        pinned: for each span that they hold, by how many of them it is held.
-        pinned_blocks: blocks in these spans.
-        refused_blocks, yielded_pins: blocks for which the share of pins was not enough, and
-            pins that ended early, since a request had no room though no other was open.
+        pins: what clients have pinned; None: nothing yet.
         failure: the first error of a plugin; None as long as there was none.
         residency: statistics of hits and evictions; None: they are not kept.
         watcher: the tiers below; None: there are none.
@@ -108,18 +102,14 @@ class SpanTree:
         "failure",
         "geometry",
         "index",
-        "pinned",
-        "pinned_blocks",
         "pins",
         "pool",
-        "refused_blocks",
         "residency",
         "root",
         "trace",
         "unpinned_blocks",
         "upper",
         "watcher",
-        "yielded_pins",
     )
 
     def __init__(
@@ -142,9 +132,7 @@ class SpanTree:
         self.failure: PolicyError | None = None
         self.cached_blocks = self.unpinned_blocks = 0
         self.evicted_blocks = self.expired_blocks = 0
-        self.pins: list[Pin] = []
-        self.pinned: dict[Span, int] = {}
-        self.pinned_blocks = self.refused_blocks = self.yielded_pins = 0
+        self.pins: ClientPins | None = None
         # By the release since which it is not used, for a span that is used is demoted no more.
         self._demoted: dict[Span, int] = {}
         self.root = Span(
@@ -227,7 +215,7 @@ class SpanTree:
             self._drop_expired(expired, seq.request.id, now)
         if hit < span.end:
             # The upper half is pinned by the split.
-            seq.span = upper = self._split(span, hit)
+            seq.span = upper = self.split(span, hit)
             span = upper.parent  # type: ignore[assignment]
         else:
             seq.span = span
@@ -335,69 +323,11 @@ class SpanTree:
             span.ref_count += 1
             span = span.parent  # type: ignore[assignment]
 
-    # What clients ask for: pins and demotions.
-
-    def pin(self, seq: Sequence, until: int, now: int) -> None:
-        """Pin the path of `seq` until `until` (ns), as far as the share of pins goes.
-
-        The span in which the share ends is split. O(its spans).
-        """
-        self._now = now
-        path, span = [], seq.span
-        while span is not self.root:
-            span.creator = None
-            path.append(span)
-            span = span.parent  # type: ignore[assignment]
-        room = int(PIN_SHARE * self.pool.blocks) - self.pinned_blocks
-        held: list[Span] = []
-        for span in reversed(path):
-            if span not in self.pinned and span.blocks > room:
-                self.refused_blocks += seq.span.end - span.start - room
-                if room:
-                    upper = self._split(span, span.start + room)
-                    upper.ref_count -= 1
-                    held.append(upper)
-                break
-            if span not in self.pinned:
-                room -= span.blocks
-            held.append(span)
-        for span in held:
-            span.ref_count += 1
-            if span not in self.pinned:
-                self.pinned_blocks += span.blocks
-            self.pinned[span] = self.pinned.get(span, 0) + 1
-        if held:
-            self._created += 1
-            heappush(self.pins, Pin(until, self._created, held[-1]))
-
-    def end_pins(self, now: int) -> None:
-        """End the pins whose time has come. O(their spans)."""
-        while self.pins and self.pins[0].until <= now:
-            self._end_pin(now)
-
-    def yield_pins(self, blocks: int, now: int) -> bool:
-        """End pins, the first to end first, until `blocks` blocks are free or evictable.
-
-        Returns False, and ends none, if all of them are not enough. O(pinned spans).
-        """
-        alone = sum(span.blocks for span, pins in self.pinned.items() if pins == span.ref_count)
-        if blocks > self.pool.free_blocks + self.unpinned_blocks + alone:
-            return False
-        while blocks > self.pool.free_blocks + self.unpinned_blocks:
-            self._end_pin(now)
-            self.yielded_pins += 1
-        return True
-
-    def _end_pin(self, now: int) -> None:
-        """End the pin that is the first to end."""
-        span = deepest = heappop(self.pins).span
-        while span is not self.root:
-            self.pinned[span] -= 1
-            if not self.pinned[span]:
-                del self.pinned[span]
-                self.pinned_blocks -= span.blocks
-            span = span.parent  # type: ignore[assignment]
-        self.close(deepest, now)
+    def pin(self, seq: Sequence, until: int) -> None:
+        """Pin the path of `seq` until `until` (ns), for its client. O(its spans)."""
+        if self.pins is None:
+            self.pins = ClientPins(self)
+        self.pins.pin(seq, until)
 
     def demote(self, span: Span) -> None:
         """Make the path down to `span` the next to be evicted, up to where it is shared."""
@@ -450,7 +380,7 @@ class SpanTree:
         """Make `seq` use `child` up to position `stop`, and free its own blocks there."""
         first = seq.span.end
         if stop < child.end:
-            child = self._split(child, stop)
+            child = self.split(child, stop)
         else:
             child.creator = None
             child.ref_count += 1
@@ -589,7 +519,7 @@ class SpanTree:
                 while span.start >= first + common:
                     span = span.parent  # type: ignore[assignment]
                 if first + common < span.end:
-                    span = self._split(span, first + common)
+                    span = self.split(span, first + common)
                     span.ref_count -= 1
                 self._pin_for_fork(other, span, first, now)
 
@@ -625,7 +555,7 @@ class SpanTree:
 
     # Splitting.
 
-    def _split(self, lower: Span, at: int) -> Span:
+    def split(self, lower: Span, at: int) -> Span:
         """Cut `lower` at block position `at`; return the upper half, pinned once more.
 
             before              after
@@ -663,8 +593,8 @@ class SpanTree:
         parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
         lower.parent = upper
         lower.start = at
-        if self.pinned and lower in self.pinned:
-            self.pinned[upper] = self.pinned[lower]
+        if self.pins:
+            self.pins.on_split(upper, lower)
         if not lower.ref_count:
             self.unpinned_blocks -= at - upper.start
         if self.trace is not None:
@@ -682,7 +612,7 @@ class SpanTree:
             # The upper halves come next, as parents.
             inside = [border for border in borders if span.start < border < span.end]
             if inside:
-                self._split(span, inside[-1]).ref_count -= 1
+                self.split(span, inside[-1]).ref_count -= 1
             span = span.parent  # type: ignore[assignment]
 
     # Eviction and expiry.

@@ -15,6 +15,7 @@ from kvcore.analysis import compare as run_comparison
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.options import (
     block_size_option,
+    naming,
     part_options,
     policies_option,
     price_option,
@@ -270,8 +271,7 @@ def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunPart
     options = {name: given[name] for name in names if given[name] is not None}
     # The pool has a block here: the sizes are those of the rows.
     config = RunConfig.of("compare", blocks=1, **options)
-    naming = "--{}: ".format
-    return RunParts(config, plugins, workload=source, naming=naming)
+    return RunParts(config, plugins, workload=source, naming=naming(None, set()))
 
 
 def _candidates(accounting: str, prefix: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 import orjson
+from click.core import ParameterSource
 
 from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
 from kvcore.analysis.planning import plan as make_plan
@@ -114,6 +115,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     out = given["out"] or RESULTS
     written = out / "plan.json"
     refuse_overwrite(written, source.options().values())
+    not_given = ctx.get_parameter_source("tier") is ParameterSource.DEFAULT
     jobs, where = given["jobs"], given["executor"]
     alone = jobs == 1 and where in (None, "local")
     executor = ThisProcess() if alone else executor_named(where or "local", jobs)
@@ -131,7 +133,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 tensor_parallel=given["tensor_parallel"],
                 replicas=given["replicas"],
                 max_gpus=given["max_gpus"],
-                tier=HOST if given["tier"] is None else given["tier"],
+                tier=HOST if not_given else given["tier"],
                 journal=journal,
                 executor=executor,
                 progress=progress,

@@ -198,7 +198,7 @@ class RunParts:
 
     def _build(self, kind: str, value: Any, defaults: Mapping[str, Any] | None = None) -> Any:
         if isinstance(value, Spec):
-            return self.plugins.build(kind, value, self._defaults() | (defaults or {}))
+            return self.plugins.build(kind, value, {**self._defaults(), **(defaults or {})})
         is_plugin = isinstance(value, Plugin | type)
         return resolve(kind, value if is_plugin else value())
 

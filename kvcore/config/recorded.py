@@ -229,7 +229,7 @@ class RecordedParts(RunParts):
             self.slo = slo_of(header["slo"])
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
-        """Build a cache for one run, with the tiers below it, which the trace has as recorded."""
+        """Build a cache for one run, and the tiers below it, as recorded in the trace too."""
         cache = super().cache(trace)
         if trace is not None and cache.tiers is not None and "tier" not in self._changed:
             # Their paths are in the header still, which was not to open them.

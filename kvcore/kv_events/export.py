@@ -19,7 +19,6 @@ from kvcore.kv_events.model import (
     NS_PER_MS,
     BlockRemoved,
     BlockStored,
-    Event,
     EventBatch,
 )
 from kvcore.progress import Tick, ticked, unseen
@@ -27,7 +26,13 @@ from kvcore.trace import CacheState, events, read_events
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.units import NS_PER_S
 
-MEDIUM, TIER = "GPU", "device"
+MEDIUM = "GPU"
+
+MEDIUMS = {"host": "CPU", "disk": "DISK", "redis": "EXTERNAL"}
+"""What vLLM calls the memory of a tier, by its plugin; others have the name of the tier."""
+
+TIERS = {"GPU": "device", "CPU": "host_pinned", "DISK": "disk", "EXTERNAL": "external"}
+"""What Dynamo calls them."""
 
 UNSUPPORTED = (
     *("salt", "tenant", "priority", "slo", "predicted"),
@@ -75,6 +80,8 @@ class ExportSize:
                 size = line.block_size
             elif isinstance(line, events.Commit) and line.how in STORED:
                 blocks += line.blocks
+            elif isinstance(line, (events.Offload, events.Recover)):
+                blocks += 0 if getattr(line, "parked", False) else line.blocks
         reader.require_complete()
         return cls(lines, blocks, blocks * size)
 
@@ -94,7 +101,8 @@ def event_batches(trace: str | os.PathLike[str], tick: Tick = unseen) -> Iterato
 
     What happens at one moment is several batches if one would have too many values to be read.
 
-    A block that is committed for the first time is stored, one that is evicted removed. Keys of
+    A block that is committed for the first time is stored, one that is evicted removed; so is
+    one that is written into a tier or leaves it, with the tier as its medium. Keys of
     the trace are the hashes: integers as they are, digests by their last 64 bits, as in vLLM;
     where a key is several blocks, a hash of the key and the block's place in it. Token ids are
     not in a trace: stand-ins take their place, equal for equal blocks alone. The trace is read
@@ -141,15 +149,17 @@ def dynamo_batches(
     """
     number = 0
     for batch in event_batches(trace, tick):
-        for event in map(_routed, batch.events):
+        for event in batch.events:
+            assert isinstance(event, BlockStored | BlockRemoved)
+            tier = TIERS.get(str(event.medium), str(event.medium).lower())
             yield EventBatch(
                 ts=None,
-                events=(event,),
+                events=(_routed(event, tier),),
                 dp_rank=0,
                 format="dynamo",
                 seq=number,
                 source=worker,
-                more={"storage_tier": TIER, "residency_domain": "worker"},
+                more={"storage_tier": tier, "residency_domain": "worker"},
             )
             number += 1
 
@@ -253,6 +263,11 @@ class _EventMaker:
         self._token_bits = min(_TOKEN_BITS, -(-64 // telling))
         self._shifts = [place * self._token_bits for place in range(telling)]
         self._zeros = [0] * (self._size - telling)
+        self._mediums: dict[str, str] = {}
+        for tier in header.tiers or ():
+            medium = MEDIUMS.get(tier.name, tier.tier.upper())
+            taken = medium in self._mediums.values()
+            self._mediums[tier.tier] = tier.tier.upper() if taken else medium
 
     def values(self, event: BlockStored | BlockRemoved) -> int:
         """Return how many hashes and token ids an event has."""
@@ -266,17 +281,45 @@ class _EventMaker:
             keys, end = ([], 0) if span is None else (span.keys, span.end)
             before = state.cached
             state.apply(line)
-            gone = range(end - 1, end - 1 - (before - state.cached), -1)
-            for place in range(0, len(gone), _EVENT_VALUES):
-                part = gone[place : place + _EVENT_VALUES]
-                hashes = tuple(self._hash(keys, block) for block in part)
-                yield BlockRemoved(hashes=hashes, medium=MEDIUM)
+            yield from self._removed(keys, end - (before - state.cached), end, MEDIUM)
             return
         state.apply(line)
-        if not isinstance(line, events.Commit) or line.how not in STORED:
+        if isinstance(line, events.Commit):
+            if line.how in STORED:
+                keys = state.sequences[line.seq].prompt.keys
+                yield from self._stored(keys, line.first, line.first + line.blocks, MEDIUM)
+        elif isinstance(line, (events.Offload, events.Recover, events.Discard)):
+            yield from self._moved(line)
+
+    def _moved(
+        self, line: events.Offload | events.Recover | events.Discard
+    ) -> Iterator[BlockStored | BlockRemoved]:
+        """Yield the events of a tier; what is parked there nobody else can find."""
+        state = self._state
+        if state.tiers is None or getattr(line, "parked", False):
             return
-        keys, end = state.sequences[line.seq].prompt.keys, line.first + line.blocks
-        for first in range(line.first, end, self._most_blocks):
+        keys, end = state.requests[line.request].keys, line.first + line.blocks
+        medium = self._mediums[line.tier]
+        if not isinstance(line, events.Discard):
+            yield from self._stored(keys, line.first, end, medium)
+        elif line.reason != "parked":
+            yield from self._removed(keys, line.first, end, medium)
+
+    def _removed(
+        self, keys: list[Any], first: int, end: int, medium: str
+    ) -> Iterator[BlockRemoved]:
+        """Yield what says that blocks are gone, deepest first."""
+        gone = range(end - 1, first - 1, -1)
+        for place in range(0, len(gone), _EVENT_VALUES):
+            part = gone[place : place + _EVENT_VALUES]
+            hashes = tuple(self._hash(keys, block) for block in part)
+            yield BlockRemoved(hashes=hashes, medium=medium)
+
+    def _stored(
+        self, keys: list[Any], begin: int, end: int, medium: str
+    ) -> Iterator[BlockStored]:
+        """Yield what says that blocks are there."""
+        for first in range(begin, end, self._most_blocks):
             part = range(first, min(end, first + self._most_blocks))
             hashes = tuple(self._hash(keys, block) for block in part)
             yield BlockStored(
@@ -284,7 +327,7 @@ class _EventMaker:
                 parent=self._hash(keys, first - 1) if first else None,
                 tokens=tuple(chain.from_iterable(map(self._tokens, hashes))),
                 block_size=self._size,
-                medium=MEDIUM,
+                medium=medium,
             )
 
     def _hash(self, keys: list[Any], block: int) -> int:
@@ -305,16 +348,14 @@ def _batch(now: int, events: list[BlockStored | BlockRemoved]) -> EventBatch:
     return EventBatch(ts=now / NS_PER_S, events=tuple(events), dp_rank=0)
 
 
-def _routed(event: Event) -> Event:
+def _routed(event: BlockStored | BlockRemoved, tier: str) -> BlockStored | BlockRemoved:
     """Return an event in vLLM's form as Dynamo's router has it."""
     if isinstance(event, BlockRemoved):
-        return attrs.evolve(event, medium=TIER)
-    if not isinstance(event, BlockStored):
-        return event
+        return attrs.evolve(event, medium=tier)
     return BlockStored(
         hashes=event.hashes,
         parent=event.parent,
         contents=event.hashes,
-        medium=TIER,
+        medium=tier,
         more={"blocks": [{"mm_extra_info": None}] * len(event.hashes)},
     )

@@ -292,9 +292,10 @@ class SummaryReport:
         )
         if loaded := summary.categories["loaded"].tokens:
             saved = format_seconds(summary.categories["loaded"].seconds)
+            took = format_seconds(summary.load_s)
             yield (
-                f"Lower tiers: {loaded:,} tokens were loaded in {format_seconds(summary.load_s)} "
-                f"in all, queues included, instead of {saved} of prefill."
+                f"Lower tiers: {loaded:,} tokens were loaded in {took} in all, queues "
+                f"included, instead of {saved} of prefill."
             )
         if any(summary.categories[cause].tokens for cause in CAUSES):
             yield from _bound(self.explanation)

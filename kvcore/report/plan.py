@@ -26,7 +26,7 @@ LIMITS = {
     "capacity": "more memory helps",
     "content": "prompts diverge, and nothing helps but changing them",
     "compute": "no memory is enough",
-    "none": "no smaller fleet was tried that does not",
+    "none": "all that were tried do",
 }
 """What each verdict means, in a few words."""
 
@@ -81,21 +81,22 @@ class PlanReport:
     @property
     def closing(self) -> str:
         """How it was found, and what all simulations have in common."""
-        plan = self.plan
-        parts = [f"{name} {as_text(value)}" for name, value in plan.setup.items() if value]
+        setup = self.plan.setup
+        parts = [f"{name} {as_text(value)}" for name, value in setup.items() if value]
         return (
-            f"{counted(plan.simulations, 'simulation')}. Sessions are divided among replicas "
-            "by hash; busiest: the share of the prompt tokens that one replica gets.\n"
+            "Sessions are divided among replicas by hash; busiest: the share of the prompt "
+            "tokens that one replica gets.\n"
             f"Setup: kvcore {version()}; {'; '.join(parts)}."
         )
 
     def fleet(self, fleet: Fleet) -> str:
         """Return a fleet in words."""
         size = fleet.blocks * self.plan.block_bytes[fleet.devices]
+        each = " each" if fleet.replicas > 1 else ""
         host = f" and {format_bytes(fleet.host_bytes)} of host RAM" if fleet.host_bytes else ""
         return (
             f"{counted(fleet.replicas, 'replica')} on {fleet.devices} x "
-            f"{self.plan.setup['device']}, each with {format_bytes(size)} of K/V{host}"
+            f"{self.plan.setup['device']},{each} with {format_bytes(size)} of K/V{host}"
         )
 
     def document(self) -> dict[str, Any]:

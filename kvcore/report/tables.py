@@ -355,8 +355,9 @@ def _reused(ratio: float | None, part: float | None) -> str:
 
 
 def _cell(result: Row | Infinite) -> str:
-    is_policy = isinstance(result, Row) and not _is_optimum(result)
-    part = result.share_of_optimum if is_policy else None
+    part = None
+    if isinstance(result, Row) and not _is_optimum(result):
+        part = result.share_of_optimum
     return _reused(result.hit_ratio["block"], part)
 
 

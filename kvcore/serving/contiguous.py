@@ -246,18 +246,12 @@ def contiguous_cache(cache: KVCache) -> KVCache:
     """Return a new cache of the size of `cache` for a `ContiguousAllocator`.
 
     Raises:
-        InputError: `cache` has a trace, a retention policy, or tiers.
+        InputError: `cache` has a trace, or a retention policy.
     """
     if cache.retention is not None:
         msg = (
             f"allocation='contiguous' with retention policy {cache.retention.name!r}: a "
             "piece of memory can only be given back whole; take one of the two"
-        )
-        raise InputError(msg)
-    if cache.tiers is not None:
-        msg = (
-            f"allocation='contiguous' with tier {cache.tiers.levels[0].name!r}: tiers keep "
-            "blocks, which there are none of; leave the tiers out, or use allocation='paged'"
         )
         raise InputError(msg)
     if cache.trace is not None:

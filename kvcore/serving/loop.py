@@ -367,11 +367,12 @@ class ServingLoop:
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
         batcher, batch, arrivals = self.batcher, self.batch, self._arrivals
-        pins = self._cache.tree.pins
+        tree = self._cache.tree
         while True:
             now = self.clock_ps // PS_PER_NS
-            if pins and pins[0].until <= now:
-                self._cache.tree.end_pins(now)
+            pins = tree.pins
+            if pins and pins.next_end <= now:
+                pins.end(now)
                 batcher.computed()
             if arrivals.next_at <= now:
                 self._take_arrivals(now)
@@ -490,8 +491,9 @@ class ServingLoop:
                 event = min(event, self.batcher.timers[0][0])
             if self.batcher.loads:
                 event = min(event, self.batcher.loads[0][0])
-            if self._cache.tree.pins:
-                event = min(event, self._cache.tree.pins[0].until)
+            pins = self._cache.tree.pins
+            if pins:
+                event = min(event, pins.next_end)
             event_ps = event * PS_PER_NS if event < NEVER else None
             tokens = batch.size
             steps, took_ps = self.allocator.jump(lines, self.clock_ps, event_ps)

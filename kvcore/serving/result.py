@@ -537,7 +537,10 @@ class Result(Outcome):
             "compacted_tokens": stats.compacted_tokens,
             "deferred_compactions": stats.deferred_compactions,
             "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
-            "pins": {"refused_blocks": tree.refused_blocks, "yielded": tree.yielded_pins},
+            "pins": {
+                "refused_blocks": tree.pins.refused_blocks if tree.pins is not None else 0,
+                "yielded": tree.pins.yielded if tree.pins is not None else 0,
+            },
             "hit": hit_fields(stats),
             "lost_tokens": stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),

@@ -15,7 +15,7 @@ and any eviction policy serves as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import attrs
 
@@ -162,6 +162,11 @@ class Load:
     resumed: bool
 
 
+class _Requester(NamedTuple):
+    id: int | str
+    tenant: str | None
+
+
 class Level:
     """A tier in one run: its slots, what is in them, and its link.
 
@@ -278,9 +283,10 @@ class Level:
         holder.hit_blocks = match.blocks
         holder.priorities = _priorities(span, match.blocks, now)
         tree.open(holder, match, end - match.blocks, now, missed=False, resumed=True)
-        ids = path_ids(span, match.blocks, end)
-        if self._tiers.mover is not None and ids is not None:
-            self._tiers.mover.store(self, source, ids, holder)
+        if self._tiers.mover is not None:
+            ids = path_ids(span, match.blocks, end)
+            if ids is not None:
+                self._tiers.mover.store(self, source, ids, holder)
         self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
         tree.commit(holder, end, now)
         tree.close(holder.span, now)
@@ -451,7 +457,8 @@ class Level:
         """Return who pins a path while it is moved, up to position `blocks`."""
         self._serial += 1
         root = self.tree.root
-        who = Request(id=request, tenant=tenant, prompt_tokens=0, key_tokens=1)
+        # What a tree reads of a request; a whole one takes as long to make as all the rest.
+        who = cast("Request", _Requester(request, tenant))
         return Holder(
             self._serial, self._serial, who, keys, blocks, 0, 0, 0, 0, blocks, 0, root
         )
@@ -837,6 +844,8 @@ class Tiers:
 def _priorities(span: Span, first: int, now: int) -> list[PriorityStep] | None:
     """Return the retention priorities from position `first` of the path down to `span` on."""
     steps: list[PriorityStep] = []
+    if span.start <= first and span.priority == DEFAULT_PRIORITY:
+        return None
     while span.parent is not None and span.end > first:
         until = span.priority_until
         priority = span.priority_at(now)

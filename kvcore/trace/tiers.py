@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -304,15 +303,14 @@ class TracedTiers:
 
 def _link(record: events.TierRecord) -> tuple[int, int, int]:
     """Return bytes a second each way, and the latency in ns, of a tier's link."""
-    options: Mapping[str, Any] = record.options
-    rates = [options.get(f"{way}_bandwidth") for way in ("read", "write")]
-    latency = options.get("latency")
-    numbers = type(latency) in (int, float) and 0 <= latency < NS_PER_S  # type: ignore[operator]
-    if not numbers or any(type(rate) is not int or rate < 1 for rate in rates):  # type: ignore[operator]
+    rates = [record.options.get(f"{way}_bandwidth") for way in ("read", "write")]
+    latency: Any = record.options.get("latency")
+    known = [rate for rate in rates if type(rate) is int and rate > 0]
+    if len(known) < len(rates) or type(latency) not in (int, float) or latency < 0:
         msg = (
             f"tier {record.tier!r} has the bandwidths {rates} and the latency {latency!r}: "
             "its link is not known"
         )
         raise ValueError(msg)
-    read, write = (rate * record.devices for rate in rates)  # type: ignore[operator]
-    return read, write, round(latency * NS_PER_S)
+    read, write = (rate * record.devices for rate in known)
+    return read, write, round(float(latency) * NS_PER_S)

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import attrs
 import orjson
 import pytest
 from bench.harness import KEY_TOKENS, Measured, measured, medians
 
+import kvcore
 from kvcore import KVCache, Trace, Workload
 from kvcore.serving import simulate
 from kvcore.trace import decode_runs, encode_runs
@@ -33,6 +34,7 @@ AZURE = "KVCORE_AZURE_TRACE"
 RUNS = 5
 TRACING_PROMISED = 1.3
 TRACING_REACHED = 2.0
+TIER_PROMISED = 1.5
 
 
 @attrs.frozen
@@ -193,6 +195,28 @@ def test_peak_memory_at_block_16():
     result = measured(*_command("mooncake", 16))
     print(f"\nblock 16: peak {result.peak_mb:.0f} MB")
     assert result.peak_mb < 200
+
+
+@pytest.mark.parametrize("block_size", [512, 16])
+@pytest.mark.parametrize("memory", ["20GiB", None], ids=["20 GiB", "all"])
+@pytest.mark.parametrize("write", ["evict", "through"])
+def test_a_host_tier(write, memory, block_size):
+    """With a host tier of 64 GiB a run takes at most 1.5 times the CPU time of one without.
+
+    Where all that is computed is written at once, twice as many blocks are stored: printed.
+    """
+    options = {"block_size": block_size} | ({"memory": memory} if memory else {})
+
+    def took(**more) -> float:
+        start = process_time()
+        kvcore.simulate("mooncake", **options, **more)
+        return process_time() - start
+
+    tier = f"host:memory=64GiB,write={write}"
+    times = [(took(), took(tier=tier)) for _ in range(4)]
+    plain, tiered = map(min, zip(*times, strict=True))
+    print(f"\nwithout {plain:.2f} s, with a tier {tiered:.2f} s: {tiered / plain:.2f} x")
+    assert write == "through" or tiered / plain <= TIER_PROMISED
 
 
 @pytest.mark.parametrize("block_size", [512, 16])

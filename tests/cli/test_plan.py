@@ -28,7 +28,7 @@ def test_it_prints_the_fleets_the_best_first_and_the_limit(planned, tmp_path):
     """The fleet to take is that of the first row; the document is written beside."""
     done = planned(*SMALL)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("zipf:requests=40,prefixes=4,rate=4: 40 requests to")
+    assert done.stdout.startswith("zipf:requests=40,rate=4.0,prefixes=4: 40 requests to")
     assert "Take 1 replica on 1 x h100" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith("100.0%")]
     assert rows[0][:3] == ["1", "1", "1"]
@@ -48,6 +48,14 @@ def test_json_is_the_document_that_is_written(planned, tmp_path):
     assert best["slo_met"] == best["met"] / best["judged"] >= 0.99
     assert document["limit"]["verdict"] in {"capacity", "policy", "content", "compute", "none"}
     assert document["percentile"] == 99
+
+
+def test_host_ram_is_searched_unless_it_is_left_out(planned):
+    """The default is a tier of 1 TiB a replica."""
+    without = json.loads(planned(*SMALL, "--json").stdout)["setup"]["tier"]
+    words = [word for word in SMALL if word not in ("--tier", "none")]
+    found = json.loads(planned(*words, "--json", "--out", "host").stdout)["setup"]["tier"]
+    assert (without, found) == ("none", "host:memory=1TiB")
 
 
 def test_no_fleet_is_exit_code_1(planned):

@@ -1,7 +1,7 @@
 """Exported events, read by the tracker, leave resident what the trace's own replay leaves."""
 
 import pytest
-from helpers.traces import ask, compact, forget, record, serve, write
+from helpers.traces import ask, compact, forget, record, rest, serve, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,6 +117,26 @@ def test_every_kind_of_line_is_understood(tmp_path, make):
     hashes, _ = cached(path)
     [resident] = followed(event_batches(path)).resident().values()
     assert resident == dict.fromkeys(hashes, 1)
+
+
+def test_tiers_are_mediums(tmp_path):
+    """What is in each tier at the end is what the trace's own replay has in it."""
+    path = rest(tmp_path / "t.jsonl")
+    hashes, _ = cached(path)
+    header, *lines = read_events(path)
+    state = CacheState(header)
+    for line in lines:
+        state.apply(line)
+    below = [tier.used - tier.parked_blocks for tier in state.tiers.levels.values()]
+    for batches, names in (
+        (event_batches(path), ("GPU", "CPU", "DISK")),
+        (dynamo_batches(path), ("device", "host_pinned", "disk")),
+    ):
+        tracker = followed(batches)
+        resident = {where.medium: blocks for where, blocks in tracker.resident().items()}
+        assert resident[names[0]] == dict.fromkeys(hashes, 1)
+        assert [len(resident[name]) for name in names[1:]] == below
+        assert not any(tracker.anomalies.values())
 
 
 def test_digests_are_hashes_of_64_bits(tmp_path):

@@ -5,14 +5,34 @@ from random import Random
 
 import attrs
 import pytest
-from helpers.serving import BLOCK, SLOT, Bent, ask, random_tiered_server, serve, tiered_servers
+from helpers.policies import POLICIES, build
+from helpers.serving import (
+    BLOCK,
+    SLOT,
+    Bent,
+    ask,
+    random_tiered_server,
+    random_tiers,
+    serve,
+    tiered_servers,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore import KVCache
 from kvcore.serving.loop import ServiceEstimates, ServingLoop
+from kvcore.testing import (
+    COMPACTIONS,
+    EVEN,
+    FORKS,
+    Driver,
+    Traffic,
+    random_requests,
+    random_steps,
+)
 from kvcore.tiers import Level, Tiers
 from kvcore_plugins.latency import Linear, Roofline, TokenRate
+from kvcore_plugins.tier import Host
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 SOME = ("fcfs", "urgent", "planning")
@@ -35,6 +55,45 @@ def test_every_block_is_in_one_place(scheduler, server):
     for level in run.result.cache.tiers.levels:
         assert not level.parked
         assert not any(span.ref_count for span in level.tree.spans())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_may_evict_in_a_tier(policy):
+    """Whatever policy a tier has, it holds what it says, and serves the next request."""
+    cache = KVCache(12, 3, accounting="tokens", key_tokens=6)
+    rules = {"keep": "exclusive", "load": "always", "latency": 0}
+    tier = Host(memory=14 * SLOT, eviction=build(policy), **rules)
+    tiers = Tiers(cache, [tier], SLOT)
+    now = 0
+    for request in random_requests(1, 90, Traffic(key_tokens=6, most_keys=4, hints=True)):
+        now = max(now, request.arrival)
+        seq = cache.open(request, now=now)
+        load = tiers.load(seq, now, lambda tokens, _: tokens)
+        if load is not None:
+            now = load.ready
+            tiers.finish(load, now)
+        cache.commit(seq, seq.tokens - seq.computed, now)
+        cache.close(seq, now)
+        cache.check_integrity()
+    (level,) = tiers.levels
+    assert level.stats.dropped.get("capacity")
+    assert level.stats.loaded
+
+
+@pytest.mark.parametrize(
+    "mix", [FORKS, EVEN, COMPACTIONS], ids=["forks", "even", "compactions"]
+)
+@pytest.mark.parametrize(
+    ("size", "accounting"), [(6, "tokens"), (2, "tokens"), (12, "tokens"), (2, "keys")]
+)
+def test_tiers_follow_whatever_is_done_to_a_cache(size, accounting, mix):
+    """Forks, roll-backs, compactions, blocks smaller and larger than keys: all stays whole."""
+    steps = random_steps(size, 100, Traffic(key_tokens=6, hints=True, mix=mix))
+    for seed in range(4):
+        blocks = 15 * max(1, 6 // size)
+        cache = KVCache(blocks, size, accounting=accounting, key_tokens=6, ids=seed % 2 == 0)
+        Tiers(cache, random_tiers(Random(seed).randint), SLOT)  # noqa: S311
+        Driver(cache).run(steps)  # checks integrity after every step
 
 
 @some_schedulers

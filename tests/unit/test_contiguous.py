@@ -219,7 +219,7 @@ def test_there_are_no_tiers():
     """Tiers keep blocks: with one below its cache, contiguous allocation is refused."""
     cache = KVCache(10, BLOCK, accounting="tokens")
     Tiers(cache, ["host:memory=1kB"], 100)
-    with pytest.raises(InputError, match="leave the tiers out"):
+    with pytest.raises(InputError, match="a tier could hold: leave out"):
         simulate([ask("a")], cache=cache, allocation="contiguous", max_output=1)
 
 

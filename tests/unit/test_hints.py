@@ -100,9 +100,9 @@ def test_pins_hold_half_of_the_pool():
     """Of a prefix for which less is left the front is pinned, and the rest is counted."""
     cache = make(8)
     serve(cache, "abcdef", **PIN)
-    assert (cache.tree.pinned_blocks, cache.tree.refused_blocks) == (4, 2)
+    assert (cache.tree.pins.blocks, cache.tree.pins.refused_blocks) == (4, 2)
     serve(cache, "xy", **PIN)
-    assert (cache.tree.pinned_blocks, cache.tree.refused_blocks) == (4, 4)
+    assert (cache.tree.pins.blocks, cache.tree.pins.refused_blocks) == (4, 4)
     serve(cache, "stuv", now=40)
     assert cache.probe(ask("abcdefg"), 40) == 4
 
@@ -112,7 +112,7 @@ def test_a_prefix_may_be_pinned_by_several():
     cache = make(8)
     serve(cache, "ab", **PIN)
     serve(cache, "abc", now=30, **PIN)
-    assert cache.tree.pinned_blocks == 3
+    assert cache.tree.pins.blocks == 3
     serve(cache, "wxyz", "stuv", now=60)
     assert cache.probe(ask("abcd"), 60) == 3
     assert len(cache.tree.pins) == 1
@@ -124,7 +124,7 @@ def test_pins_yield_to_a_request_that_waits_for_nobody():
     serve(cache, "ab", hints=Hints(pin=90))
     serve(cache, "yz", hints=Hints(pin=80))
     serve(cache, "mnopqr")
-    assert (cache.tree.yielded_pins, len(cache.tree.pins)) == (1, 1)
+    assert (cache.tree.pins.yielded, len(cache.tree.pins)) == (1, 1)
     assert {"|ab", "|mnopqr"} == set(spans(cache))
 
 
@@ -139,7 +139,7 @@ def test_pins_hold_while_others_are_open():
         cache.open(ask("stuvw"))
     cache.close(other)
     compute(cache, cache.open(ask("mnopq")))
-    assert cache.tree.yielded_pins == 1
+    assert cache.tree.pins.yielded == 1
 
 
 def test_a_request_that_never_fits_ends_no_pin():
@@ -157,7 +157,7 @@ def test_a_sequence_that_grows_alone_makes_pins_yield():
     serve(cache, "ab", **PIN)
     seq = start(cache, "xy")
     cache.extend(seq, 2 * BLOCK)
-    assert cache.tree.yielded_pins == 1
+    assert cache.tree.pins.yielded == 1
 
 
 def test_a_demoted_prefix_goes_first():

@@ -156,7 +156,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 
 
 def test_headers_follow_their_data(tmp_path, monkeypatch):
-    """Old headers go first, then K/V are written, then new headers; `sync` waits before these."""
+    """Old headers go, then K/V are written, then new headers; `sync` waits before these."""
     filled(tmp_path)
     pwrite, calls = os.pwrite, []
 
@@ -228,6 +228,20 @@ def test_headers_in_other_slots_are_damaged(tmp_path):
         assert read(store, blocks(range(SLOTS))) == 1
         assert len(list(store.recover())) == SLOTS - 1
         assert store.damaged == 1
+
+
+def test_slots_of_another_model_are_damaged(tmp_path):
+    """Headers and K/V that somebody has put into another model's files are not used there."""
+    for name in ("one", "two"):
+        with opened(tmp_path / name, identity=name.encode()) as store:
+            write(store, blocks(range(SLOTS)))
+    source, target = the(tmp_path / "one", "headers"), the(tmp_path / "two", "headers")
+    first = target.read_bytes()[: disk.HEADER_BYTES]
+    target.write_bytes(first + source.read_bytes()[disk.HEADER_BYTES :])
+    with opened(tmp_path / "two", identity=b"two") as store:
+        assert read(store, blocks(range(SLOTS))) == 0
+        assert not list(store.recover())
+        assert store.damaged == SLOTS
 
 
 def test_a_damaged_file_is_kept_aside(tmp_path, caplog):

@@ -68,6 +68,8 @@ def test_a_missing_value_is_noticed(url, redis_client, monkeypatch, field):
     with opened(url) as store:
         write(store, path)
         (name,) = redis_client.keys("*")
+        redis_client.hset(name, field, b"x" * 2000)
+        assert read(store, path) == 0
         redis_client.hdel(name, field)
         assert read(store, path) == 0
         redis_client.set(name, "no hash")
@@ -130,7 +132,7 @@ def test_a_full_server(own_server):
         client.config_set("maxmemory", 1)
         with pytest.raises(OSError, match=r"refused: .*maxmemory"):
             write(store, new)
-        assert (store.present(new), read(store, old)) == (0, 3)
+        assert (store.present(new), read(store, old), client.dbsize()) == (0, 3, 3)
         client.config_set("maxmemory", 0)
         write(store, new)
         assert (read(store, new), client.dbsize()) == (5, 8)

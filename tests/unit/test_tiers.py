@@ -223,6 +223,19 @@ def test_no_swap_without_room():
     assert (sum(run.result.log.swaps), run.sum("recomputes")) == (0, 1)
 
 
+def test_loads_that_hold_all_blocks_end():
+    """Who finds no block while others load gives its own up, and goes on when they are done."""
+    requests, at = shared((1, 4), (2, 4)), 5 * 10**6
+    requests += [ask("loads", at, 17, keys=prompt(1, 4)), ask("grows", at, 4, output=14)]
+    for parks in (True, False):
+        kind = "host" if parks else "disk"
+        tier = f"{kind}:memory=1MB,load=always,latency=1e-5"
+        run = serve(requests, blocks=7, latency=Slow(), tiers=(tier,))
+        assert run.rows["loads"]["first_token"] > at + 10_000
+        assert run.rows["grows"]["recomputes"] == (0 if parks else 1)
+        assert sum(run.result.log.swaps) == (1 if parks else 0)
+
+
 def test_parked_blocks_are_no_victims():
     """Blocks of a preempted sequence stay in a level that is full, whatever is written."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)

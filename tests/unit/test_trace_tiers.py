@@ -1,13 +1,15 @@
 """Tiers in a trace: what lies in them follows from its lines, and no line can be forged."""
 
+from functools import partial
 from random import Random
 
 import orjson
 import pytest
 from helpers.serving import Even
-from helpers.traces import BLOCK, TIERS, lines, rest, seal
+from helpers.traces import BLOCK, TIERS, ask, lines, rest, seal
 
 from kvcore import KVCache, Request, Trace, TraceError
+from kvcore.analysis import compare, explain
 from kvcore.serving import Batching, simulate
 from kvcore.tiers import Tiers
 from kvcore.trace import CacheState, TraceChecker, check_trace, read_events
@@ -15,6 +17,7 @@ from kvcore.trace import tiers as traced
 from kvcore.trace.events import decode, find_fault
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_plugins.workload import Zipf
 
 LINES = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
 
@@ -37,7 +40,9 @@ def told(path, events):
 def forged(path, n, **fields):
     """Return why the trace cannot be with other fields in line `n`; None: without it."""
     events = lines(path)
-    events[n] = {name: v for name, v in (events[n] | fields).items() if v is not None}
+    events[n] |= fields
+    for name in [name for name, value in fields.items() if value is None]:
+        del events[n][name]
     return told(path, events)
 
 
@@ -298,6 +303,74 @@ def test_a_run_on_tensors_may_lose_blocks(trace):
     assert told(trace, events) == "LOAD: 0 blocks are loaded, not 1"
 
 
+@pytest.fixture
+def recovered(tmp_path):
+    """Return a trace of a server whose disk has two paths from the start, "abcd" and "abx"."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path, mode="model") as trace:
+        cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
+        tiers = Tiers(cache, TIERS, 1000, ids=True)
+        disk = tiers.levels[1]
+        slots = disk.pool.allocate(5)
+        disk.restore(ask("", "abcd").keys, slots[:4])
+        disk.restore(ask("", "abx").keys, slots[:2] + slots[4:])
+        disk.stats.recovered = 5
+        tiers.describe()
+        requests = [
+            ask("a", "abcde", output_tokens=1, arrival=0),
+            ask("b", "fghijklm", output_tokens=1, arrival=100),
+            ask("c", "nopqrstu", output_tokens=1, arrival=200),
+            ask("d", "vwxyzABC", output_tokens=1, arrival=300),
+            ask("e", "DEFGHIJK", output_tokens=1, arrival=400),
+        ]
+        simulate(requests, cache=cache, latency=Even(), batching=Batching(watermark=0.0))
+    events = lines(path)
+    # Only a run on tensors finds anything.
+    events[0]["executor"] = "run"
+    return seal(path, events)
+
+
+def test_what_an_earlier_run_has_left(recovered):
+    """It is told first, can be loaded, and leaves by the name that it was given."""
+    events = lines(recovered)
+    told = [(line["request"], line["first"], line["blocks"]) for line in events[1:3]]
+    assert [line["event"] for line in events[1:4]] == ["RECOVER", "RECOVER", "REQUEST"]
+    assert told == [("disk:1", 0, 4), ("disk:2", 2, 1)]
+    assert [line["blocks"] for line in events if line["event"] == "LOAD"] == [4]
+    assert "disk:2" in [line["request"] for line in events if line["event"] == "DROP"]
+    assert check_trace(recovered).complete
+    assert explain(recovered).of("a").losses[0].category == "loaded"
+
+
+@pytest.mark.parametrize(
+    ("n", "fields", "reason"),
+    [
+        (0, {"executor": "simulate"}, "RECOVER: only a run on tensors finds blocks of an"),
+        (1, {"tier": "tape"}, "RECOVER: no tier is 'tape'"),
+        (1, {"tier": "host"}, "RECOVER: 0 blocks of the prompt are there already, so 2 is not"),
+        (1, {"first": 1, "blocks": 3}, "RECOVER: 0 blocks of the prompt are there already"),
+        (1, {"blocks": 10}, "RECOVER: tier 'disk' has 9 slots"),
+        (1, {"blocks": 3}, "RECOVER: 3 blocks have not 4 keys"),
+        (2, {"request": "disk:1"}, "RECOVER: 'disk:1' is the name of another path"),
+        (2, {"t": 1}, "RECOVER: only a run on tensors finds blocks of an earlier one, before"),
+        (3, {"id": "disk:1"}, "REQUEST: request 'disk:1' has a REQUEST line already"),
+    ],
+)
+def test_a_forgery_of_what_was_left_is_told(recovered, n, fields, reason):
+    """Its place, its size, its name, and that there was anything."""
+    found = forged(recovered, n, **fields)
+    assert found.startswith(reason), found
+
+
+def test_all_that_was_left_is_told_first(recovered):
+    """As much as HEADER says, and nothing of it later."""
+    events = lines(recovered)
+    reason = "tier 'disk' had 5 blocks from an earlier run by HEADER, and 4 by RECOVER"
+    assert told(recovered, [*events[:2], *events[3:]]) == f"REQUEST: {reason}"
+    late = [*events[:2], events[3], events[2], *events[4:]]
+    assert told(recovered, late) == f"REQUEST: {reason}"
+
+
 def test_what_is_needed_is_not_dropped(trace):
     """Not while it is on its way up, nor what a parked sequence shares."""
     events = lines(trace)
@@ -319,6 +392,19 @@ def test_by_the_wall_clock_a_transfer_takes_as_long_as_it_takes(trace):
     assert told(trace, events) is None
     events[10]["done"] = 99
     assert told(trace, events).startswith("OFFLOAD: by the link of tier 'host' it is done at")
+
+
+def test_without_a_clock_nothing_takes_time(tmp_path):
+    """Every transfer is done at once: no link is busy, and no wait is too long."""
+    path, host = tmp_path / "trace.jsonl", "host:memory=100MiB,max_wait=0"
+    tiers = partial(Tiers, tiers=[host], slot_bytes=2**20)
+    compare(Zipf(requests=60, prefixes=6), "lru", 60, tiers=tiers, trace=path)
+    (host,) = check_trace(path).tiers
+    assert (host["loads"] > 0, host["read_bytes"] > 0, host["link_busy_s"]) == (True, True, 0)
+    events = lines(path)
+    first = next(line for line in events if line["event"] == "OFFLOAD")
+    first["done"] += 1
+    assert "by the link of tier 'host' it is done at" in told(path, events)
 
 
 def test_hostile_traces_end(trace, monkeypatch):

@@ -71,7 +71,7 @@ class Sealer:
         fields = self._fields(header)
         return (
             fields is not None
-            and fields[4:8] == (block.slot, block.position, block.chain, _wide(block.parent))
+            and fields[4:7] == (block.slot, block.position, block.chain)
             and fields[8] == self._hash(data).digest()
         )
 
@@ -86,10 +86,6 @@ class Sealer:
     def _sum(self, fields: bytes) -> bytes:
         digest: bytes = self._hash(self.owner + fields).digest()
         return digest
-
-
-def _wide(parent: bytes) -> bytes:
-    return parent.ljust(16, b"\0")
 
 
 def _encoded(key: Key) -> tuple[int, bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, NoReturn
@@ -132,14 +131,8 @@ class RedisStore(TierStore):
                 for at in range(start, end):
                     self._send(pipe, blocks[at], data[at * self._size :][: self._size])
 
-            part = blocks[start:end]
-            self._held.update((block.slot, block) for block in part)
-            try:
-                self._ask(send)
-            except OSError:
-                with suppress(OSError):
-                    self.drop([block.slot for block in part])
-                raise
+            self._held.update((block.slot, block) for block in blocks[start:end])
+            self._ask(send)
 
     def _send(self, pipe: Any, block: StoredBlock, data: memoryview) -> None:
         name = self._key(block)

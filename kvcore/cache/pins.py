@@ -1,0 +1,138 @@
+"""What clients have pinned: paths that stay until a time, whatever the eviction policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvcore.cache.sequence import Sequence
+from kvcore.cache.span import Span
+
+if TYPE_CHECKING:
+    from kvcore.cache.tree import SpanTree
+
+PIN_SHARE = 0.5
+"""Share of the pool that the pins of clients hold at most."""
+
+
+@attrs.define(order=True)
+class Pin:
+    """What a client has pinned: the path from the root to `span`, until a time.
+
+    It counts in `ref_count` of these spans, as a sequence that is open for so long would: so
+    it holds for every eviction policy.
+
+    Attributes:
+        until: when (ns) it ends.
+        serial: tells pins apart that end at one time; the earlier ends first.
+        span: the deepest span.
+    """
+
+    until: int
+    serial: int
+    span: Span = attrs.field(order=False)
+
+
+class ClientPins:
+    """The pins of clients in a tree, the one that ends first before the others.
+
+    Attributes:
+        held: for each span that they hold, by how many of them it is held.
+        blocks: blocks in these spans.
+        refused_blocks: blocks for which the share of pins was not enough.
+        yielded: pins that ended early, since a request had no room though no other was open.
+    """
+
+    __slots__ = ("_heap", "_serial", "_tree", "blocks", "held", "refused_blocks", "yielded")
+
+    def __init__(self, tree: SpanTree) -> None:
+        """Pin nothing in `tree` yet."""
+        self._tree = tree
+        self._heap: list[Pin] = []
+        self._serial = 0
+        self.held: dict[Span, int] = {}
+        self.blocks = self.refused_blocks = self.yielded = 0
+
+    def __len__(self) -> int:
+        """Return the number of pins: without any, the pins are false."""
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Pin]:
+        """Yield the pins, that which ends first before the others, which have no order."""
+        return iter(self._heap)
+
+    @property
+    def next_end(self) -> int:
+        """When (ns) the first of them ends. There is one."""
+        return self._heap[0].until
+
+    def pin(self, seq: Sequence, until: int) -> None:
+        """Pin the path of `seq` until `until` (ns), as far as the share of pins goes.
+
+        The span in which the share ends is split. O(its spans).
+        """
+        tree = self._tree
+        path, span = [], seq.span
+        while span is not tree.root:
+            span.creator = None
+            path.append(span)
+            span = span.parent  # type: ignore[assignment]
+        room = int(PIN_SHARE * tree.pool.blocks) - self.blocks
+        held: list[Span] = []
+        for span in reversed(path):
+            if span not in self.held and span.blocks > room:
+                self.refused_blocks += seq.span.end - span.start - room
+                if room:
+                    upper = tree.split(span, span.start + room)
+                    upper.ref_count -= 1
+                    held.append(upper)
+                break
+            if span not in self.held:
+                room -= span.blocks
+            held.append(span)
+        for span in held:
+            span.ref_count += 1
+            if span not in self.held:
+                self.blocks += span.blocks
+            self.held[span] = self.held.get(span, 0) + 1
+        if held:
+            self._serial += 1
+            heappush(self._heap, Pin(until, self._serial, held[-1]))
+
+    def on_split(self, upper: Span, lower: Span) -> None:
+        """Called when the head of `lower` became `upper`: who held the one holds both."""
+        if lower in self.held:
+            self.held[upper] = self.held[lower]
+
+    def end(self, now: int) -> None:
+        """End the pins whose time has come. O(their spans)."""
+        while self._heap and self._heap[0].until <= now:
+            self._end_first(now)
+
+    def make_way(self, blocks: int, now: int) -> bool:
+        """End pins, the first to end first, until `blocks` blocks are free or evictable.
+
+        Returns False, and ends none, if all of them are not enough. O(pinned spans).
+        """
+        tree = self._tree
+        alone = sum(span.blocks for span, pins in self.held.items() if pins == span.ref_count)
+        if blocks > tree.pool.free_blocks + tree.unpinned_blocks + alone:
+            return False
+        while blocks > tree.pool.free_blocks + tree.unpinned_blocks:
+            self._end_first(now)
+            self.yielded += 1
+        return True
+
+    def _end_first(self, now: int) -> None:
+        """End the pin that is the first to end."""
+        span = deepest = heappop(self._heap).span
+        while span is not self._tree.root:
+            self.held[span] -= 1
+            if not self.held[span]:
+                del self.held[span]
+                self.blocks -= span.blocks
+            span = span.parent  # type: ignore[assignment]
+        self._tree.close(deepest, now)

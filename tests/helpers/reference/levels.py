@@ -1,0 +1,166 @@
+"""A pool and tiers below it, with one record a block, for requests that come one at a time.
+
+It is written to be obviously right, shares no code with what it checks, and does nothing fast:
+least recently used everywhere, sets of blocks, and a brute-force choice of what to load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+NS = 10**9
+
+
+@attrs.define(eq=False)
+class Memory:
+    """The blocks of the pool, or of a tier. A block is its path: a tuple of keys."""
+
+    size: int
+    rules: dict[str, Any] = attrs.Factory(dict)
+    below: Memory | None = None
+    used: dict[tuple, int] = attrs.Factory(dict)
+    hits: dict[tuple, int] = attrs.Factory(dict)
+    free_at: int = 0
+    clock: int = 0
+    written: int = 0
+    read: int = 0
+
+    def found(self, path):
+        """Return how many of the first blocks of `path` are here."""
+        return next((n for n in range(len(path), 0, -1) if path[:n] in self.used), 0)
+
+    def touch(self, path):
+        """Use all blocks of `path` now: the last first, the first last."""
+        for end in range(len(path), 0, -1):
+            self.clock += 1
+            self.used[path[:end]] = self.clock
+
+    def leaf(self, kept):
+        """Return the block used the longest ago that none follows and `kept` does not have."""
+        parents = {block[:-1] for block in self.used}
+        leaves = [b for b in self.used if b not in parents and b != kept[: len(b)]]
+        return min(leaves, key=self.used.get)
+
+    def evict(self, kept, now):
+        """Take the least recent block out, to where victims go."""
+        block = self.leaf(kept)
+        if self.below is not None and self.below.rules["write"] == "evict":
+            self.below.store(block, now)
+        self.remove(block)
+
+    def remove(self, block):
+        """Forget a block."""
+        del self.used[block]
+        self.hits.pop(block, None)
+
+    def move_out(self, path):
+        """Remove `path` from its end on, up to a block that another one follows."""
+        while path and not any(b[:-1] == path for b in self.used):
+            self.remove(path)
+            path = path[:-1]
+
+    def add(self, path, now):
+        """Put the blocks of `path` here that are missing; there is room for them."""
+        new = path not in self.used
+        for end in range(1, len(path) + 1):
+            self.used.setdefault(path[:end], 0)
+        if new and self.below is not None and self.below.rules["write"] == "through":
+            self.below.store(path, now)
+
+    def hit(self, path, now):
+        """Count a use of all blocks of `path`, and store below what is used often enough."""
+        for end in range(1, len(path) + 1):
+            self.hits[path[:end]] = self.hits.get(path[:end], 0) + 1
+        uses = None if self.below is None else self.below.rules["write"]
+        if type(uses) is int:
+            often = [n for n in range(1, len(path) + 1) if self.hits[path[:n]] >= uses]
+            if often:
+                self.below.store(path[: often[-1]], now)
+
+    def store(self, path, now):
+        """Write what is missing of `path`, as far as there is room for it."""
+        here = self.found(path)
+        if here == len(path) or max(0, self.free_at - now) > self.rules["max_wait"]:
+            return
+        path = path[: self.size]
+        if here == len(path):
+            return
+        while len(self.used) + len(path) - here > self.size:
+            self.evict(path[:here], now)
+        self.written += len(path) - here
+        self.free_at = max(self.free_at, now) + self.takes(len(path) - here, "write")
+        self.add(path, now)
+        self.touch(path)
+
+    def takes(self, blocks, way):
+        """Return the ns for which `blocks` blocks hold the link."""
+        return -(-blocks * self.rules["slot"] * NS // self.rules[way + "_bandwidth"])
+
+    def ready(self, blocks, now):
+        """Return when `blocks` blocks would be loaded."""
+        return max(self.free_at, now) + self.takes(blocks, "read") + self.rules["latency"]
+
+
+class Hierarchy:
+    """A pool with the tiers below it."""
+
+    def __init__(self, blocks, block_size, rules, prefill_ns):
+        self.size, self.prefill_ns = block_size, prefill_ns
+        self.memories = [Memory(blocks), *(Memory(rule["slots"], rule) for rule in rules)]
+        for memory, below in zip(self.memories, self.memories[1:], strict=False):
+            memory.below = below
+
+    def serve(self, keys, tokens, now):
+        """Serve a prompt at `now`; return the blocks hit and loaded, and when the load ends."""
+        pool, *tiers = self.memories
+        path = tuple(keys)
+        limit = path[: (tokens - 1) // self.size]
+        hit = pool.found(limit)
+        for _ in range(-(-tokens // self.size) - hit - (pool.size - len(pool.used))):
+            pool.evict(path[:hit], now)
+        pool.hit(path[:hit], now)
+        parts, end = [], hit
+        for tier in tiers:
+            upto = tier.found(limit)
+            if upto > end and tier.rules["load"] != "never":
+                parts.append((tier, end, upto))
+                end = upto
+        end = self.fastest(parts, hit, tokens, now)
+        ready = now
+        parts = [(tier, first, min(upto, end)) for tier, first, upto in parts if first < end]
+        for tier, _, upto in parts:
+            tier.hit(path[:upto], now)
+        for tier, first, upto in parts:
+            ready = max(ready, tier.ready(upto - first, now))
+            tier.free_at = max(tier.free_at, now) + tier.takes(upto - first, "read")
+            tier.read += upto - first
+        for tier, _, upto in parts:
+            tier.touch(path[:upto])
+            if tier.rules["keep"] == "exclusive":
+                tier.move_out(path[:upto])
+        later = ready + self.prefill_ns(tokens - end * self.size, end * self.size)
+        if end > hit:
+            pool.add(path[:end], ready)
+        full = path[: tokens // self.size]
+        if len(full) > end:
+            pool.add(full, later)
+        pool.touch(full)
+        return hit, end - hit, ready
+
+    def fastest(self, parts, hit, tokens, now):
+        """Try every prefix; of those that take the least time, return the longest."""
+        always = [upto for tier, _, upto in parts if tier.rules["load"] == "always"]
+        last = parts[-1][2] if parts else hit
+
+        def took(end):
+            loads = [
+                tier.ready(min(upto, end) - first, now) - now
+                for tier, first, upto in parts
+                if first < end
+            ]
+            rest = self.prefill_ns(tokens - end * self.size, end * self.size)
+            return max(loads, default=0) + rest, -end
+
+        return min(range(max(always, default=hit), last + 1), key=took)

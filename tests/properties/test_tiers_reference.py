@@ -1,0 +1,76 @@
+"""Tiers against a slow model of them, block by block and to the nanosecond."""
+
+from helpers.reference.levels import Hierarchy
+from helpers.serving import BLOCK, SLOT, ask
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import KVCache
+from kvcore.tiers import Tiers
+
+ROWS = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 3), st.integers(0, 400))
+"""A prompt's branch, blocks, tokens after these, and ns since the one before."""
+
+TIERS = st.fixed_dictionaries({
+    "slots": st.sampled_from((4, 1, 9, 16, 100)),
+    "write": st.sampled_from(("evict", "through", 1, 2)),
+    "keep": st.sampled_from(("inclusive", "exclusive")),
+    "load": st.sampled_from(("cost", "always", "never")),
+    "read_bandwidth": st.sampled_from((SLOT * 10**9, SLOT * 10**8, SLOT * 10**7)),
+    "write_bandwidth": st.sampled_from((SLOT * 10**9, SLOT * 10**8, SLOT * 10**7)),
+    "latency": st.sampled_from((0, 30)),
+    "max_wait": st.sampled_from((10**9, 100, 0)),
+})  # fmt: skip
+
+
+def prefill_ns(tokens, context):
+    """Return the ns to compute `tokens` tokens; the later they come, the longer it takes."""
+    return 7 * tokens + (tokens * (2 * context + tokens)) // 3
+
+
+def text(tier):
+    """Return a tier as text."""
+    options = {name: tier[name] for name in ("write", "keep", "load")}
+    options |= {name: tier[name] for name in ("read_bandwidth", "write_bandwidth")}
+    options |= {name: tier[name] / 10**9 for name in ("latency", "max_wait")}
+    said = ",".join(f"{name}={value}" for name, value in options.items())
+    return f"host:memory={tier['slots'] * SLOT},{said}"
+
+
+def path_of(span):
+    """Return the blocks of a path down to `span`."""
+    return [tuple(span.path_keys[:end]) for end in range(span.start + 1, span.end + 1)]
+
+
+@given(
+    rows=st.lists(ROWS, min_size=8, max_size=40), rules=st.lists(TIERS, min_size=1, max_size=2)
+)
+def test_reference(rows, rules):
+    """Hits, loads, times of links, and what is where: all as the slow model says."""
+    pool = 11
+    cache = KVCache(pool, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, [text(tier) for tier in rules], SLOT)
+    slow = Hierarchy(pool, BLOCK, [tier | {"slot": SLOT} for tier in rules], prefill_ns)
+    now = 0
+    for number, (branch, blocks, more, wait) in enumerate(rows):
+        now += wait
+        tokens = blocks * BLOCK + more + 1
+        keys = [100 * branch + place for place in range(tokens // BLOCK)]
+        hit, loaded, ready = slow.serve(keys, tokens, now)
+        seq = cache.open(ask(number, prompt=tokens, keys=keys), now=now)
+        load = tiers.load(seq, now, prefill_ns)
+        found = 0 if load is None else load.tokens // BLOCK - seq.hit_blocks
+        assert (seq.hit_blocks, found) == (hit, loaded)
+        if load is not None:
+            assert load.ready == ready
+            tiers.finish(load, ready)
+        now = ready + prefill_ns(tokens - seq.computed, seq.computed)
+        cache.commit(seq, tokens - seq.computed, now)
+        cache.close(seq, now)
+        cache.check_integrity()
+        trees = [cache.tree, *(level.tree for level in tiers.levels)]
+        for tree, memory in zip(trees, slow.memories, strict=True):
+            assert {b for span in tree.spans() for b in path_of(span)} == set(memory.used)
+        for level, memory in zip(tiers.levels, slow.memories[1:], strict=True):
+            moved = level.link.free_at, level.stats.stored, level.stats.loaded
+            assert moved == (memory.free_at, memory.written, memory.read)
