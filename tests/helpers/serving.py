@@ -342,7 +342,10 @@ def random_tiered_server(draw):
             1000 * branch + place if place < shared else (request.id + 1) * 10_000 + place
             for place in range(len(request.keys))
         ]
-        requests.append(attrs.evolve(request, keys=keys))
+        hints = request.hints
+        if draw(0, 2) == 2:
+            hints = attrs.evolve(hints, prefetch=draw(1, 300))
+        requests.append(attrs.evolve(request, keys=keys, hints=hints))
     return attrs.evolve(server, requests=requests, tiers=random_tiers(draw))
 
 
