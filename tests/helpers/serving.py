@@ -332,6 +332,11 @@ def random_tiers(draw):
     )
 
 
+def early(request, prefetch):
+    """Return `request` with another hint for a prefetch."""
+    return attrs.evolve(request, hints=attrs.evolve(request.hints, prefetch=prefetch))
+
+
 def random_tiered_server(draw):
     """Make a server as `random_server` does, with tiers, and with prompts that share more."""
     server = random_server(draw)
@@ -342,10 +347,8 @@ def random_tiered_server(draw):
             1000 * branch + place if place < shared else (request.id + 1) * 10_000 + place
             for place in range(len(request.keys))
         ]
-        hints = request.hints
-        if draw(0, 2) == 2:
-            hints = attrs.evolve(hints, prefetch=draw(1, 300))
-        requests.append(attrs.evolve(request, keys=keys, hints=hints))
+        request = attrs.evolve(request, keys=keys)
+        requests.append(early(request, draw(1, 300) if draw(0, 2) == 2 else None))
     return attrs.evolve(server, requests=requests, tiers=random_tiers(draw))
 
 
