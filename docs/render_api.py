@@ -25,6 +25,7 @@ ROOMS = (
     "kvcore.cache",
     "kvcore.serving",
     "kvcore.engine",
+    "kvcore.tiers",
     "kvcore.trace",
     "kvcore.analysis",
     "kvcore.analysis.quality",

@@ -24,7 +24,7 @@ from kvcore.analysis.miss_reasons import (
     TierDrop,
 )
 from kvcore.trace import CacheState, read_events
-from kvcore.trace.state import TracedPrompt, path
+from kvcore.trace.state import TracedPrompt, ViolationError, path
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
@@ -150,7 +150,11 @@ class MissClassifier:
         self.state.apply(event)
         record = self._take.get(event.event)
         if record is not None:
-            record(event)
+            try:
+                record(event)
+            except LookupError as error:
+                msg = f"it does not fit the lines before it ({error!r})"
+                raise ViolationError(msg) from error
 
     def judge(self) -> None:
         """Divide evicted segments into capacity and policy misses, after the last line."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import attrs
 
+from kvcore.cache.pool import CountingPool
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
-
-if TYPE_CHECKING:
-    from kvcore.cache.tree import SpanTree
 
 PIN_SHARE = 0.5
 """Share of the pool that the pins of clients hold at most."""
@@ -36,6 +34,20 @@ class Pin:
     span: Span = attrs.field(order=False)
 
 
+class PinnedTree(Protocol):
+    """What pins need of the tree whose spans they hold."""
+
+    root: Span
+    pool: CountingPool
+    unpinned_blocks: int
+
+    def split(self, lower: Span, at: int) -> Span:
+        """Cut `lower` at block position `at`; return the upper half, pinned once more."""
+
+    def close(self, span: Span, now: int) -> None:
+        """Unpin the path down to `span`, leaf to root."""
+
+
 class ClientPins:
     """The pins of clients in a tree, the one that ends first before the others.
 
@@ -48,7 +60,7 @@ class ClientPins:
 
     __slots__ = ("_heap", "_serial", "_tree", "blocks", "held", "refused_blocks", "yielded")
 
-    def __init__(self, tree: SpanTree) -> None:
+    def __init__(self, tree: PinnedTree) -> None:
         """Pin nothing in `tree` yet."""
         self._tree = tree
         self._heap: list[Pin] = []

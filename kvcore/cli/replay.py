@@ -162,7 +162,7 @@ def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield what is in a tier, and what went in and out."""
     name = tier["tier"]
     yield f"tier {name}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
-    for what in ("parked", "loading"):
+    for what in ("parked", "loading", "recovered"):
         if tier[f"{what}_blocks"]:
             yield f"  {what}", tier[f"{what}_blocks"]
     yield "  stored so far", tier["stored_blocks"]

@@ -53,7 +53,7 @@ QUEUED_BYTES = 64 << 20
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds in which a tier that has failed is left alone; doubled by each failure in a row."""
 
-MOST_FREE = 16
+MOST_FREE = 32
 """Buffers that are kept to be used again: new memory costs as much as a copy."""
 
 _NEVER = float("inf")
@@ -359,16 +359,16 @@ class TensorMover:
         """Wait for the reads of a load, and put what is right into the blocks `ids`."""
         began = perf_counter_ns()
         right = 0
+        # For all at once: threads that copy in turn spend more time on the lock between them.
+        self._wait(lambda: all(task.done for task in part.data))
         for task in part.data:
-            self._wait(partial(getattr, task, "done"))
             if task.right:
                 into = ids[right : right + task.right]
                 self._backend.write_blocks(into, task.buffer[: task.right])
             right += task.right
             if task.failed:
                 part.reason = "failed"
-            else:
-                self._free.append(task.buffer)
+            self._recycle(task)
             if task.right < len(task.blocks):
                 break
         else:
@@ -449,12 +449,16 @@ class TensorMover:
             self._wait(lambda: channel.is_idle or channel.queued_blocks <= most)
         while self._writes and self._writes[0].done:
             task = self._writes.popleft()
-            if not task.failed and len(self._free) < MOST_FREE:
-                self._free.append(task.buffer)
+            self._recycle(task)
         return self._buffer()
 
     def _write(self, channel: _Channel, task: _Task) -> None:
         self._writes.append(channel.submit(task))
+
+    def _recycle(self, task: _Task) -> None:
+        """Keep the buffer of a task that is done, unless its call may still use it."""
+        if not task.failed and len(self._free) < MOST_FREE:
+            self._free.append(task.buffer)
 
     def _buffer(self) -> memoryview:
         """Return memory for a chunk."""

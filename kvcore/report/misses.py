@@ -335,11 +335,13 @@ def _new(loss: MissSegment) -> str:
                 "text cannot be told, since keys depend on the salt."
             )
         return story
+    # Only what an earlier run has left in a tier is of no request.
+    other = "an earlier run" if loss.other is None else f"request {loss.other}"
     if loss.way == "extends":
-        return f"Goes on where request {loss.other} ends, as nobody did before."
+        return f"Goes on where {other} ends, as nobody did before."
     if loss.way == "ends":
         return (
-            f"Its last key covers a part of a block: request {loss.other} has what comes "
+            f"Its last key covers a part of a block: {other} has what comes "
             "before, nobody this."
         )
     place = loss.place

@@ -22,7 +22,6 @@ from kvcore.trace.reader import TraceReader
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace import events
-    from kvcore.trace.tiers import TracedTiers
 
 
 MOST_BLOCKS = 1 << 24
@@ -341,7 +340,7 @@ class CacheState:
         self._apply: dict[str, Callable[[Any], None]] = {
             name: getattr(self, f"_{name.lower()}") for name in APPLIED
         }
-        self.tiers: TracedTiers | None = None
+        self.tiers: Any = None  # a `TracedTiers`, which knows this class
         if header.tiers:
             from kvcore.trace.tiers import TracedTiers  # noqa: PLC0415 - most have none
 

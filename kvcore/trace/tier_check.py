@@ -27,8 +27,8 @@ from kvcore.trace.tiers import TracedTier, TracedTiers
 
 if TYPE_CHECKING:
     from kvcore.trace import events
-    from kvcore.trace.check import CachedKeys
     from kvcore.trace.lifecycle import Lifecycles
+    from kvcore.trace.pool_check import CachedKeys
 
 LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
 """Lines between a load and the last commit of what it has loaded."""
@@ -251,11 +251,10 @@ class TierChecker:
         """Check that all is told that an earlier run has left, before anything happens."""
         self._starts = False
         for name, tier in self._tiers.levels.items():
-            told = self._tiers.recovered.get(name, 0)
-            if told != tier.record.recovered:
+            if tier.recovered != tier.record.recovered:
                 violated(
                     f"tier {name!r} had {tier.record.recovered} blocks from an earlier run by "
-                    f"HEADER, and {told} by RECOVER"
+                    f"HEADER, and {tier.recovered} by RECOVER"
                 )
 
     # The lines of tiers.

@@ -97,6 +97,7 @@ class TracedTier:
         parked: the blocks `[first, end)` of preempted sequences, by request.
         used: slots in use.
         free_at: when (ns) all that is queued on its link has passed.
+        recovered: blocks that were in it from the start.
         stored, loads, loaded: blocks written into it; loads from it that are done, and their
             blocks.
         dropped: blocks that left it, by reason.
@@ -113,6 +114,7 @@ class TracedTier:
     parked: dict[int | str, tuple[int, int]] = attrs.field(factory=dict)
     used: int = 0
     free_at: int = 0
+    recovered: int = 0
     stored: int = 0
     loads: int = 0
     loaded: int = 0
@@ -171,6 +173,7 @@ class TracedTier:
             "used_blocks": self.used,
             "parked_blocks": self.parked_blocks,
             "loading_blocks": loading,
+            "recovered_blocks": self.recovered,
             "stored_blocks": self.stored,
             "loads": self.loads,
             "loaded_blocks": self.loaded,
@@ -187,7 +190,6 @@ class TracedTiers:
     Attributes:
         levels: the tiers by name.
         loads: the LOAD_START lines that no LOAD has followed yet, by sequence.
-        recovered: blocks that were there from the start, by tier.
     """
 
     def __init__(self, state: CacheState) -> None:
@@ -198,7 +200,6 @@ class TracedTiers:
         """
         self.levels: dict[str, TracedTier] = {}
         self.loads: dict[int, list[events.LoadStart]] = {}
-        self.recovered: dict[str, int] = {}
         self._state = state
         above = None
         for record in state.header.tiers or []:
@@ -249,7 +250,7 @@ class TracedTiers:
         )
         self._store(tier, keys, first, end)
         tier.used += event.blocks
-        self.recovered[tier.name] = self.recovered.get(tier.name, 0) + event.blocks
+        tier.recovered += event.blocks
 
     def offload(self, event: events.Offload) -> None:
         """Apply OFFLOAD. O(keys)."""
@@ -265,12 +266,16 @@ class TracedTiers:
 
     def load_start(self, event: events.LoadStart) -> None:
         """Apply LOAD_START."""
+        if self._state.sequence(event.seq).prompt.id != event.request:
+            violated(f"sequence {event.seq} is not of request {event.request!r}")
         self.tier(event.tier).queue(event.blocks, event.t, write=False)
         self.loads.setdefault(event.seq, []).append(event)
 
     def load(self, event: events.Load) -> None:
         """Apply LOAD."""
         tier, waiting = self.tier(event.tier), self.loads[event.seq]
+        if waiting[0].request != event.request:
+            violated(f"sequence {event.seq} is not of request {event.request!r}")
         del waiting[0]
         if not waiting:
             del self.loads[event.seq]

@@ -140,9 +140,9 @@ def test_host(block):
     assert min(written, loaded) >= LEAST
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int8"])
-def test_a_run_on_tensors(codec):
-    """Out of the pool into a host tier and back, two copies each way, takes 3.5 of memcpy's."""
+@pytest.mark.parametrize(("codec", "least"), [("fp16", 0.25), ("int8", 0.15)])
+def test_a_run_on_tensors(codec, least):
+    """Out of the pool into a host tier and back are two copies each way: 0.5 at best."""
     pytest.importorskip("torch", reason="K/V lies in tensors")
     blocks, size = 64, 16
     backend = resolve("backend", "torch-cpu")
@@ -189,4 +189,4 @@ def test_a_run_on_tensors(codec):
     found = share(copy, there_and_back, compute)
     mover.close(whole=True)
     print(f"\na run, blocks in {codec}: {found:.2f} of memcpy, out and in")
-    assert found >= 1 / 3.5
+    assert found >= least

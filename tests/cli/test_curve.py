@@ -151,3 +151,71 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
         printed, told = run.communicate()
     assert (run.returncode, printed, told) == (130, b"", b"kvcore: interrupted\n")
     assert not list(tmp_path.iterdir())
+
+
+TIER = (SMALL, "--tier", "host:memory=256MiB", "--sizes", "3")
+"""A plane of three sizes of the pool, and four of the tier."""
+
+
+def test_a_plane_has_a_table_of_hits_and_one_of_what_they_save(run):
+    """A row for each size of the tier, and a column for each of the pool."""
+    text = run(*TIER)
+    rows = [line.split("  ") for line in text.splitlines() if "%" in line and "MiB  " in line]
+    assert len(rows) == 2 * 3
+    assert text.count(" none  ") == 2
+    assert "Pool and tier taken for one LRU cache of both sizes" in text
+
+
+@pytest.mark.parametrize("exact", [(), ("--exact",)])
+def test_json_of_a_plane_has_a_point_for_each_pair_of_sizes(run, exact):
+    """With all counts; more memory never hits less, in one pass."""
+    document = json.loads(run(*TIER, "--json", *exact))
+    points = document["points"]
+    assert (len(points), document["exact"]) == (12, bool(exact))
+    assert document["tier"]["name"] == "host"
+    for point in points:
+        hits = point["hit_blocks"] + point["loaded_blocks"]
+        assert point["hit_ratio"] == pytest.approx(hits / document["lookup_blocks"])
+        assert point["saved_ratio"] == pytest.approx(point["saved_s"] / document["prefill_s"])
+    if not exact:
+        found = [point["hit_blocks"] + point["found_blocks"] for point in points[::3]]
+        assert found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "magic"), [("plane.png", b"\x89PNG"), ("plane.svg", b"<?xml")]
+)
+def test_a_plane_is_drawn(run, tmp_path, name, magic):
+    """As contours, the same bytes each time."""
+    written = [tmp_path / "one" / name, tmp_path / "two" / name]
+    for path in written:
+        path.parent.mkdir()
+        assert run(*TIER, "--out", str(path)) == ""
+    one, two = (path.read_bytes() for path in written)
+    assert one.startswith(magic)
+    assert one == two
+
+
+def test_a_plane_is_written_as_rows(run, tmp_path):
+    """One a point, sizes in blocks and bytes."""
+    path = tmp_path / "plane.csv"
+    run(*TIER, "--out", str(path))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    assert all(int(row["pool_bytes"]) == int(row["pool_blocks"]) * 2**21 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ((SMALL, "--exact"), "--exact is for a plane"),
+        ((*TIER, "--accounting", "tokens"), "a plane counts by keys alone"),
+        ((*TIER, "--eviction", "lfu"), "add --exact"),
+        ((SMALL, "--tier", "host"), "memory"),
+        ((SMALL, "--tier", "nothing:memory=1GiB"), "nothing"),
+    ],
+)
+def test_what_a_plane_cannot_be_is_refused(refused, words, fault):
+    """With what to do."""
+    assert fault in refused(*words)

@@ -2,7 +2,7 @@ from array import array
 
 import pytest
 
-from kvcore.trace.check import AllocationOrder
+from kvcore.trace.pool_check import AllocationOrder
 from kvcore.trace.state import ViolationError
 
 

@@ -54,6 +54,7 @@ def summary(**changes):
             "met": 0.75,
         },
         "preemptions": {"pause": 1, "recompute": 2},
+        "pins": {"refused_blocks": 0, "yielded": 0},
         "forgotten_blocks": 0,
         "compactions": 0,
         "compacted_tokens": 0,

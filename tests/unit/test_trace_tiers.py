@@ -6,7 +6,7 @@ from random import Random
 import orjson
 import pytest
 from helpers.serving import Even
-from helpers.traces import BLOCK, TIERS, ask, lines, rest, seal
+from helpers.traces import BLOCK, TIERS, ask, lines, rest, seal, serve
 
 from kvcore import KVCache, Request, Trace, TraceError
 from kvcore.analysis import compare, explain
@@ -55,6 +55,7 @@ def test_the_report_has_each_tier(trace):
         "used_blocks": 6,
         "parked_blocks": 0,
         "loading_blocks": 0,
+        "recovered_blocks": 0,
         "stored_blocks": 21,
         "loads": 2,
         "loaded_blocks": 3,
@@ -226,6 +227,45 @@ def test_lines_of_tiers_need_tiers(trace):
     assert told(trace, [*events[:8], drop, *events[8:]]) == "DROP: HEADER has no tiers"
 
 
+def test_swaps_need_tiers(tmp_path):
+    """Without any, a sequence rests nowhere."""
+    path = serve(tmp_path / "trace.jsonl")
+    (n,) = [n for n, line in enumerate(lines(path)) if line.get("how") == "recompute"]
+    assert forged(path, n, how="swap") == "PREEMPT: HEADER has no tiers"
+
+
+@pytest.mark.parametrize(
+    ("n", "fields"),
+    [
+        (32, {"request": "nobody"}),
+        (32, {"seq": 9}),
+        (34, {"request": "nobody"}),
+        (34, {"seq": 9}),
+        (20, {"request": "nobody"}),
+        (20, {"blocks": 10**9}),
+        (21, {"blocks": 10**9}),
+        (21, {"tier": "tape"}),
+        (35, {"request": "nobody"}),
+    ],
+)
+def test_readers_that_trust_a_file_do_not_fall_over_it(trace, n, fields):
+    """What does not fit together is an error of the trace to them as well."""
+    events = lines(trace)
+    events[n] |= fields
+    with pytest.raises(TraceError):
+        explain(seal(trace, events))
+
+
+def test_a_path_of_an_earlier_run_is_no_request(recovered):
+    """To no reader: nothing is admitted by its name."""
+    events = lines(recovered)
+    (n,) = [n for n, line in enumerate(events) if line["event"] == "MISS"][:1]
+    events[n]["request"] = "disk:1"
+    with pytest.raises(TraceError):
+        explain(seal(recovered, events))
+    assert told(recovered, events) == "MISS: request 'disk:1' has no REQUEST line before this"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -339,7 +379,8 @@ def test_what_an_earlier_run_has_left(recovered):
     assert [line["blocks"] for line in events if line["event"] == "LOAD"] == [4]
     assert "disk:2" in [line["request"] for line in events if line["event"] == "DROP"]
     assert check_trace(recovered).complete
-    assert explain(recovered).of("a").losses[0].category == "loaded"
+    loaded, rest_of_it = explain(recovered).of("a").losses
+    assert (loaded.category, rest_of_it.way, rest_of_it.other) == ("loaded", "extends", None)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ TORCH_DTYPES = {
 }
 
 
+def _memory(numbers: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the host: not a copy."""
+    held: Any = numbers.numpy()  # no buffer to type checkers
+    return memoryview(held).cast("B")
+
+
 def gathered(rows: Tensor, index: Tensor) -> Tensor:
     """Return the rows that `index` names, in new memory."""
     return rows.index_select(0, index)
@@ -329,7 +335,7 @@ class Pool:
         """
         here = self.device == into.device
         if here and self._has_long_rows:
-            memory, at = memoryview(into.numpy()).cast("B"), 0
+            memory, at = _memory(into), 0
             for block in blocks:
                 for rows, size in self._rows:
                     memory[at : at + size] = rows[block * size : (block + 1) * size]
@@ -349,7 +355,7 @@ class Pool:
             for matrix, columns in self._columns:
                 matrix.index_copy_(0, ids, data[:, columns])
         elif self._has_long_rows:
-            memory, at = memoryview(data.numpy()).cast("B"), 0
+            memory, at = _memory(data), 0
             for block in blocks:
                 for rows, size in self._rows:
                     rows[block * size : (block + 1) * size] = memory[at : at + size]
@@ -382,8 +388,7 @@ class Pool:
     @cached_property
     def _rows(self) -> list[tuple[memoryview, int]]:
         """The matrices as memory of the host, each with the bytes of a row."""
-        views: list[Any] = [rows.numpy() for rows, _ in self._columns]
-        return [(memoryview(view).cast("B"), view.shape[1]) for view in views]
+        return [(_memory(rows), rows.shape[1]) for rows, _ in self._columns]
 
     def fill(self, value: float, blocks: Sequence[int] | None) -> None:
         """Set all numbers of `blocks`, or of all blocks, to `value`."""

@@ -1,0 +1,121 @@
+"""What a pool may hand out, and what a cache may match: kept beside the state of a trace."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from typing import Any
+
+from kvcore.cache.pool import BlockPool, Ids
+from kvcore.trace.fields import encode_runs
+from kvcore.trace.state import violated
+
+
+class CachedKeys:
+    """Counts the cached blocks of every key, for prompts whose keys stand for `ratio` blocks.
+
+    A prompt's hit is then a bisection over its keys, whatever spans they are stored in.
+    """
+
+    def __init__(self, ratio: int) -> None:
+        """Start with nothing cached."""
+        self._ratio = ratio
+        self._blocks: dict[Any, int] = {}
+
+    def match(self, keys: list[Any]) -> int:
+        """Return how many blocks of a prompt are cached, from the first on. O(log keys)."""
+        cached = self._blocks
+        missing = bisect_left(keys, 1, key=lambda key: key not in cached)
+        return (missing - 1) * self._ratio + cached[keys[missing - 1]] if missing else 0
+
+    def store(self, keys: list[Any], first: int, end: int) -> bool:
+        """Store the blocks `[first, end)` of a prompt; return True if none was there."""
+        cached, ratio = self._blocks, self._ratio
+        low, high = first // ratio, (end - 1) // ratio
+        later = keys[low + 1 : high + 1]
+        if cached.get(keys[low], 0) != first - low * ratio or not cached.keys().isdisjoint(
+            later
+        ):
+            return False
+        cached[keys[low]] = ratio
+        cached.update(dict.fromkeys(later, ratio))
+        cached[keys[high]] = end - high * ratio
+        return True
+
+    def remove(self, keys: list[Any], first: int, end: int) -> None:
+        """Remove the last blocks stored of a prompt, `[first, end)`."""
+        whole, part = divmod(first, self._ratio)
+        for key in keys[whole : (end - 1) // self._ratio + 1]:
+            self._blocks.pop(key, None)
+        if part:
+            self._blocks[keys[whole]] = part
+
+
+class AllocationOrder:
+    """The order in which a pool hands out blocks, those just evicted included.
+
+    Of the victims of a call its own ALLOC and COPY lines take all, after every block that
+    was free: none is evicted while there are enough, and never more than are missing. The
+    victims of a call that failed are free, as if it had taken its blocks and given them
+    back.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        """Start with `blocks` free blocks, none of them used before."""
+        self.pool = BlockPool(blocks)
+        self.victims: Ids = array("i")
+        self._requester: int | str | None = None
+        self._copied = False
+
+    @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        return self.pool.free_blocks + len(self.victims)
+
+    def evict(self, ids: Ids, requester: int | str) -> None:
+        """Record victims, evicted because request `requester` needs blocks."""
+        self.serve(requester)
+        self.victims.extend(ids)
+
+    def expire(self, ids: Ids) -> None:
+        """Record blocks that were evicted as expired: they are free at once."""
+        self.settle()
+        self.pool.free(ids, len(ids))
+
+    def take(self, ids: Ids, requester: int | str, *, copy: bool = False) -> None:
+        """Allocate `ids`, which must be the next, to a sequence of request `requester`.
+
+        A `copy` takes one block, and may leave victims for the ALLOC that follows it.
+
+        Raises:
+            ViolationError: there are not as many, too many were evicted, or others are next.
+        """
+        self.serve(requester)
+        victims, count, available = self.victims, len(ids), self.free
+        if not 0 < count <= available:
+            violated(f"{count} blocks are taken; {available} are free")
+        if victims and count < available and not copy:
+            violated(f"{available - count} more blocks were evicted than were missing")
+        order = self.pool.allocate(min(count, self.pool.free_blocks))
+        rest = count - len(order)
+        order.extend(victims[:rest])
+        del victims[:rest]
+        if ids != order:
+            violated(f"the pool gives {encode_runs(order)}, not {encode_runs(ids)}")
+        self._copied = copy
+
+    def serve(self, requester: int | str) -> None:
+        """Settle what was evicted for another request."""
+        if requester != self._requester:
+            self.settle()
+            self._requester = requester
+
+    def settle(self) -> None:
+        """Free what a call evicted that failed before it could use it."""
+        if self.victims:
+            if self._copied:
+                violated(f"{len(self.victims)} more blocks were evicted than were missing")
+            ids = self.pool.allocate(self.pool.free_blocks) + self.victims
+            self.pool.free(ids[::-1], len(ids))
+            self.victims = array("i")
+        self._copied = False
