@@ -525,7 +525,7 @@ class KVCache:
             tree.close(seq.span, now, None if preempted else request)
             return
         if hints.pin is not None:
-            tree.pin(seq, now + hints.pin)
+            tree.pin(seq, now + hints.pin, now)
         tree.close(seq.span, now, request)
         if hints.demote:
             tree.demote(seq.span)

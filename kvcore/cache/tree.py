@@ -323,10 +323,11 @@ class SpanTree:
             span.ref_count += 1
             span = span.parent  # type: ignore[assignment]
 
-    def pin(self, seq: Sequence, until: int) -> None:
+    def pin(self, seq: Sequence, until: int, now: int) -> None:
         """Pin the path of `seq` until `until` (ns), for its client. O(its spans)."""
         if self.pins is None:
             self.pins = ClientPins(self)
+        self._now = now
         self.pins.pin(seq, until)
 
     def demote(self, span: Span) -> None:

@@ -264,9 +264,9 @@ class TraceChecker:
 
     def _request(self, event: events.Request) -> None:
         known = self.state.requests.get(event.id)
-        if known is not None and (self._tiers is None or self.lifecycles.arrived(event.id)):
-            violated(f"request {event.id!r} has a REQUEST line already")
-        if known is not None and self._tiers is not None:
+        if known is not None:
+            if self._tiers is None or not self.lifecycles.is_announced(event.id):
+                violated(f"request {event.id!r} has a REQUEST line already")
             self._tiers.arrive(event, known)
         self.lifecycles.arrive(event.id, event.output)
 

@@ -110,9 +110,9 @@ class Lifecycles:
         Raises:
             ViolationError: it is over, or paused.
         """
-        life = self._requests.get(request)
-        if life is None or life.stage != ANNOUNCED:
-            life = self._running(request)
+        if self.is_announced(request):
+            return
+        life = self._running(request)
         if life.stage == PAUSED:
             violated(f"request {request!r} is paused, and needs no blocks")
 
@@ -135,10 +135,10 @@ class Lifecycles:
         self._apply[event.event](event)
         return event.event == "FINISH" or getattr(event, "how", None) in ("recompute", "swap")
 
-    def arrived(self, request: int | str) -> bool:
-        """Return True if `request` has a REQUEST line."""
+    def is_announced(self, request: int | str) -> bool:
+        """Return True if blocks were loaded for `request`, which is yet to arrive."""
         life = self._requests.get(request)
-        return life is not None and life.stage != ANNOUNCED
+        return life is not None and life.stage == ANNOUNCED
 
     def waits(self, request: int | str) -> bool:
         """Return True if `request` was preempted, and waits for another admission."""
@@ -228,7 +228,7 @@ class Lifecycles:
     def _running(self, request: int | str) -> Lifecycle:
         """Return the life cycle of `request`, which must have begun and not be over."""
         life = self._requests.get(request)
-        if life is None or life.stage == ANNOUNCED:
+        if life is None or self.is_announced(request):
             violated(f"request {request!r} has no REQUEST line before this")
         if life.over:
             violated(f"request {request!r} is {life.stage}: nothing of it follows")

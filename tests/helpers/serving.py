@@ -347,8 +347,8 @@ def random_tiered_server(draw):
             1000 * branch + place if place < shared else (request.id + 1) * 10_000 + place
             for place in range(len(request.keys))
         ]
-        request = attrs.evolve(request, keys=keys)
-        requests.append(early(request, draw(1, 300) if draw(0, 2) == 2 else None))
+        prefetch = draw(1, 300) if draw(0, 2) == 2 else None
+        requests.append(early(attrs.evolve(request, keys=keys), prefetch))
     return attrs.evolve(server, requests=requests, tiers=random_tiers(draw))
 
 

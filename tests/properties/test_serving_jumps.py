@@ -76,6 +76,7 @@ def test_nothing_is_lost(tmp_path_factory, scheduler, server):
     assert report.preemptions == {
         "pause": run.sum("pauses"),
         "recompute": run.sum("recomputes"),
+        "swap": 0,
     }
 
 
