@@ -7,7 +7,7 @@ import pytest
 from helpers.engine import SPEC, compute, decided, digest, slot_bytes_of
 from helpers.policies import POLICIES
 from helpers.schedulers import SCHEDULERS
-from helpers.serving import EVICTIONS, Bent, Server, ask, early, servers
+from helpers.serving import EVICTIONS, Bent, Server, ask, servers, talks
 from hypothesis import given, settings
 
 from kvcore.engine.tokens import TokenStream
@@ -87,15 +87,11 @@ def tiers_of(name, server):
     ("name", "scheduler"), [*zip(TIERS, cycle(["fcfs", "urgent", "planning"]), strict=False)]
 )
 @few
-@given(server=servers())
+@given(server=servers() | talks())
 def test_same_moves_between_tiers(name, scheduler, server):
     """Offloads, loads, drops and swaps too are decided alike, and bring the right K/V back."""
     tiers = tiers_of(name, server)
-    requests = [
-        early(request, 1 + 37 * request.id % 200 if request.id % 3 else None)
-        for request in server.requests
-    ]
-    server = attrs.evolve(server, tiers=tiers, requests=requests)
+    server = attrs.evolve(server, tiers=tiers)
     run = computed(server, scheduler)
     size = slot_bytes_of(SPEC, server.options["block_size"])
     assert decided(run.trace) == decided(server.run(scheduler, slot_bytes=size).trace)
