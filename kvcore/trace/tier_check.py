@@ -469,13 +469,16 @@ class TierChecker:
             violated(f"block {end - 1} is not of what was loaded")
 
     def _must_be_free(self, tier: TracedTier, prompt: TracedPrompt, first: int) -> None:
-        """Check that no transfer and no parked sequence needs a block of a prompt."""
+        """Check that no transfer and no parked sequence needs a block of a prompt.
+
+        Of what is parked that is what the sequence shares: the rest has slots of its own.
+        """
         at = first // self._ratio
         needed = [
             (start.request, start.first + start.blocks)
             for loads in self._tiers.loads.values()
             for start in loads
-            if start.tier == tier.name
+            if start.tier == tier.name and start.request not in tier.parked
         ]
         needed += [(request, parked) for request, (parked, _) in tier.parked.items()]
         self._state.count_work(len(needed))

@@ -146,6 +146,8 @@ class FaultyStore(TierStore):
 
     def present(self, blocks):
         """Say that half is gone."""
+        if self._meet("fails to look"):
+            raise OSError
         if self._meet("gone"):
             return len(blocks) // 2
         return len(blocks)
@@ -255,6 +257,15 @@ def test_a_tier_that_failed_is_left_alone(monkeypatch):
     assert stats.skipped > 0
     assert not stats.loaded
     assert run.result.outputs == compute(sessions(), blocks=40, max_seqs=2).result.outputs
+
+
+def test_what_a_tier_cannot_say_is_not_gone(monkeypatch):
+    """While it is left alone its blocks stay in the directory, and are computed again."""
+    monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
+    faulty = Faulty(fault="fails to look", after=20)
+    run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
+    (stats,) = (level.stats for level in run.result.cache.tiers.levels)
+    assert (stats.errors, stats.dropped) == (1, {})
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
