@@ -325,9 +325,9 @@ class SpanTree:
 
     def pin(self, seq: Sequence, until: int, now: int) -> None:
         """Pin the path of `seq` until `until` (ns), for its client. O(its spans)."""
+        self._now = now
         if self.pins is None:
             self.pins = ClientPins(self)
-        self._now = now
         self.pins.pin(seq, until)
 
     def demote(self, span: Span) -> None:
