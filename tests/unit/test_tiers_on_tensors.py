@@ -328,6 +328,38 @@ def test_another_model_finds_nothing(other, tmp_path):
     assert not run.result.cache.tiers.levels[0].stats.recovered
 
 
+def test_identity_tells_apart_what_keys_stand_for():
+    """The tokens of equal keys differ where a key covers more of them, or is of a text."""
+    backend = Slots()
+    backend.allocate(tensor_layout(SPEC, 8, 4, "fp32", None))
+    found = {
+        engine_tiers.identity(KVCache(8, 4, key_tokens=size), Exact(), backend, 0, texts=texts)
+        for size in (4, 8)
+        for texts in (False, True)
+    }
+    assert len(found) == 4
+    assert engine_tiers.chained(b"", 0, 1) != engine_tiers.chained(b"", 0, "1")
+
+
+def test_pauses_grow_up_to_a_limit(caplog):
+    """A tier that goes on failing is asked less and less often; one call that works ends it."""
+    faulty = Faulty()
+    cache = KVCache(8, 4, accounting="tokens", key_tokens=4, ids=True)
+    tiers = Tiers(cache, [faulty], faulty.memory // 400, ids=True)
+    backend = Slots()
+    backend.allocate(tensor_layout(SPEC, 8, 4, "fp32", None))
+    mover = engine_tiers.TensorMover(tiers, backend, b"")
+    (channel,) = mover._channels.values()
+    for _ in range(8):
+        channel._fail("test")
+    task = channel.submit(engine_tiers._Task("drop"))
+    mover._wait(lambda: task.done and channel._running is None)
+    channel._fail("test")
+    mover.close(whole=True)
+    told = [float(each.getMessage().split(" for ")[1].split()[0]) for each in caplog.records]
+    assert told == [1, 2, 4, 8, 16, 32, 60, 60, 1]
+
+
 def test_orphans_are_dropped():
     """Of what a store has left, blocks that do not follow from a first block are dropped."""
 
