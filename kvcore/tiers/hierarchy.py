@@ -27,7 +27,6 @@ from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
 from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
-from kvcore.errors import InputError
 from kvcore.plugins import describe, policy_error, resolve
 from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
@@ -186,13 +185,7 @@ class Level:
 
     def __init__(self, tiers: Tiers, tier: Tier, slot_bytes: int, devices: int) -> None:
         cache = tiers.cache
-        slots = int(tier.memory) // slot_bytes
-        if slots < 1:
-            msg = (
-                f"tier {tier.name!r} has memory={tier.memory}, less than a block, which takes "
-                f"{slot_bytes} bytes in all layers: give it more"
-            )
-            raise InputError(msg)
+        slots = tier.slots(slot_bytes)
         links = devices if tier.per_device else 1
         self.tier = tier
         self.link = Link(
