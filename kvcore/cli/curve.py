@@ -124,7 +124,7 @@ def curve(workload: str | None, **given: Any) -> None:
     if given["tier"] is not None:
         _plane(source, given, layout, kind, plugins)
         return
-    points, blocks = _sizes(given["sizes"] or str(POINTS))
+    points, blocks = _sizes(given["sizes"], POINTS)
     policies = given["eviction"]
     if policies is None:  # the optimum where it is known
         policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
@@ -177,7 +177,7 @@ def _plane(
     if kind in FORMS:
         matplotlib()
     out = given["out"]
-    points, pools = _sizes(given["sizes"] or str(FINE if kind in FORMS else SIDE))
+    points, pools = _sizes(given["sizes"], FINE if kind in FORMS else SIDE)
     with nullcontext() if out is None else atomic_file(out) as file:
         found = make_plane(
             source,
@@ -230,8 +230,10 @@ def _kind(out: Path | None) -> str:
     return kind
 
 
-def _sizes(text: str) -> tuple[int, list[int] | None]:
-    """Read how many sizes, or which: (number, None) or (any number, sizes)."""
+def _sizes(text: str | None, points: int) -> tuple[int, list[int] | None]:
+    """Read how many sizes, or which: (number, None) or (any number, sizes); None: `points`."""
+    if text is None:
+        return points, None
     hint = f"expected a number of sizes, such as {POINTS}, or sizes in blocks"
     numbers = pool_sizes("--sizes", text, hint)
     if len(numbers) > 1:

@@ -540,8 +540,9 @@ class TensorMover:
         self._writes.append(channel.submit(task))
 
     def _recycle(self, task: _Task) -> None:
-        """Keep the buffer of a task that is done, unless its call may still use it."""
-        if not task.failed and len(self._free) < MOST_FREE:
+        """Keep the buffer of a task that is done, unless a call may still use it."""
+        failed = task.failed or (task.source is not None and task.source.failed)
+        if not failed and len(self._free) < MOST_FREE:
             self._free.append(task.buffer)
 
     def _buffer(self) -> memoryview:

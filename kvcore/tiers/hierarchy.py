@@ -46,8 +46,10 @@ class TierStats:
         stored: written into it; `parked`, those of preempted sequences among them.
         loads, loaded: loads, and their blocks; `returned`, those for requests that came back
             from a preemption, which is no reuse, among them.
-        hits: of these blocks, those that were right, at first admissions; `ratio_sum`: their
-            shares in what these requests looked up, summed.
+        prefetched: blocks loaded ahead of a request, among `loaded` too; `prefetch_hits`, those
+            of them that this request then found in the pool, or waited for.
+        hits: of these blocks, those that were right and that first admissions waited for;
+            `ratio_sum`: their shares in what these requests looked up, summed.
         found: found at first admissions, beyond what nearer levels held; `recomputed`: of
             these found, those that were computed again, since that was faster.
         skipped: not written, since the link was busy for too long; `refused`: since what is
@@ -64,6 +66,8 @@ class TierStats:
     loads: int = 0
     loaded: int = 0
     returned: int = 0
+    prefetched: int = 0
+    prefetch_hits: int = 0
     hits: int = 0
     ratio_sum: float = 0.0
     found: int = 0
@@ -153,6 +157,8 @@ class Load:
         ready: when (ns) all of them can be used.
         tokens: tokens that `seq` has computed then.
         resumed: whether it is of a preempted request that returns.
+        ahead: whether it is of a request that is yet to come.
+        awaited: the load ahead of its request that `seq` waits for; it has no parts then.
     """
 
     seq: Holder
@@ -160,6 +166,8 @@ class Load:
     ready: int
     tokens: int
     resumed: bool
+    ahead: bool = False
+    awaited: Load | None = None
 
 
 class _Requester(NamedTuple):
@@ -311,6 +319,10 @@ class Level:
         need = blocks - match.blocks
         fits = need <= room and self.link.wait(now) <= self._max_wait and self.is_ready
         return need if fits else None
+
+    def is_busy(self, now: int) -> bool:
+        """Return True if a transfer that nobody waits for would wait too long itself."""
+        return self.link.wait(now) > self._max_wait
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
         """Keep the first `tokens` tokens of `seq`: pin what it shares, park its own blocks."""
@@ -512,6 +524,9 @@ class Tiers:
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below
         self._loading: list[Load] = []
+        # By request, what is on its way ahead of it, and what has come and awaits it.
+        self._ahead: dict[int | str, Load] = {}
+        self._brought: dict[int | str, list[tuple[Level, int, int]]] = {}
         if self.levels and self.levels[0].tier.load != "never":
             many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
             cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
@@ -574,6 +589,10 @@ class Tiers:
         to compute the rest. Returns None if that is none. `resumed`: as for `KVCache.open`.
         """
         self.drop_lost(now)
+        if seq.request.hints.prefetch is not None:
+            load = self._await(seq, now, prefill_ns, resumed=resumed)
+            if load is not None:
+                return load
         parked = self._parked(seq)
         if parked is not None:
             load = self._load_parked(seq, *parked, now, prefill_ns)
@@ -625,9 +644,11 @@ class Tiers:
         found: list[tuple[Level, int, int]],
         now: int,
         prefill_ns: PrefillTime,
+        lead: int = 0,
     ) -> int:
         """Return up to which position to load: where loading and computing take least time.
 
+        The first `lead` ns of loading cost nothing: the request is yet to come.
         The more is loaded, the longer that takes, and the less the rest does. So no prefix
         that ends between two positions takes less than to load up to the first of them and to
         compute from the last one on: ranges for which that is too much are left out, and others
@@ -644,7 +665,7 @@ class Tiers:
         for level, first, upto in found:
             link, slot = level.link, level.slot_bytes
             loading = ready
-            ready = max(loading, link.load_ns((upto - first) * slot, now))
+            ready = max(loading, link.load_ns((upto - first) * slot, now) - lead)
             computing = rest(upto)
             if ready + computing <= least or level.tier.load == "always":
                 best, least = upto, ready + computing
@@ -653,19 +674,28 @@ class Tiers:
             ranges = [(first, upto, computing)]
             while ranges:
                 low, high, fewest = ranges.pop()
-                bound = max(loading, link.load_ns((low + 1 - first) * slot, now)) + fewest
+                bound = link.load_ns((low + 1 - first) * slot, now) - lead
+                bound = max(loading, bound) + fewest
                 if high - low < 2 or bound >= least:  # noqa: PLR2004 - nothing in between
                     continue
                 middle = (low + high) // 2
                 between = rest(middle)
-                took = max(loading, link.load_ns((middle - first) * slot, now)) + between
+                took = link.load_ns((middle - first) * slot, now) - lead
+                took = max(loading, took) + between
                 if took < least:
                     best, least = middle, took
                 ranges += [(low, middle, between), (middle, high, fewest)]
         return best
 
     def _begin(
-        self, seq: Holder, parts: list[Part], tokens: int, now: int, *, resumed: bool
+        self,
+        seq: Holder,
+        parts: list[Part],
+        tokens: int,
+        now: int,
+        *,
+        resumed: bool,
+        ahead: bool = False,
     ) -> Load:
         """Queue the parts of a load on their links."""
         trace, ready = self.cache.trace, now
@@ -675,6 +705,7 @@ class Tiers:
             stats.loads += 1
             stats.loaded += blocks
             stats.returned += blocks if resumed else 0
+            stats.prefetched += blocks if ahead else 0
             stats.wait_ns += level.link.wait(now)
             done = level.link.load(blocks * level.slot_bytes, now)
             stats.load_ns += done - now
@@ -686,7 +717,7 @@ class Tiers:
                     now, tier=level.name, request=seq.request.id, seq=seq.id,
                     first=part.first, blocks=blocks, done=done,
                 )  # fmt: skip
-        load = Load(seq, parts, ready, tokens, resumed)
+        load = Load(seq, parts, ready, tokens, resumed, ahead)
         self._loading.append(load)
         return load
 
@@ -695,6 +726,8 @@ class Tiers:
 
         Blocks that were not as they should be, and those after them, are left to be computed.
         """
+        if load.awaited is not None:
+            return self._take_over(load, load.awaited, now)
         self._loading.remove(load)
         seq, trace = load.seq, self.cache.trace
         size = self.cache.geometry.block_size
@@ -707,7 +740,7 @@ class Tiers:
                 right = self.mover.finish(part, seq.private[at : at + blocks])
             end += right or 0
             whole = whole and right == blocks
-            if right and not load.resumed:
+            if right and not (load.resumed or load.ahead):
                 part.level.stats.hits += right
                 part.level.stats.ratio_sum += right / seq.lookup_blocks
             if trace is not None:
@@ -716,10 +749,101 @@ class Tiers:
                     first=part.first, blocks=right or 0,
                 )  # fmt: skip
             part.level.give_back(part, right, now)
+        if load.ahead:
+            self._came(seq, end, now)
+            del self._ahead[seq.request.id]
+            self._brought[seq.request.id] = [
+                (part.level, part.first, part.end) for part in load.parts
+            ]
+            return 0
         tokens = load.tokens if whole else end * size
         if tokens > seq.computed:
             self.cache.commit(seq, tokens - seq.computed, now)
         return max(tokens, seq.hit_blocks * size)
+
+    # Ahead of a request.
+
+    def prefetch(
+        self, request: Request, now: int, arrival: int, prefill_ns: PrefillTime, reserve: int
+    ) -> Load | None:
+        """Begin to load what the pool lacks of the prompt of a request that is yet to come.
+
+        What is loaded is decided as for a load, but that the time up to `arrival` (ns) costs
+        nothing. It goes into blocks that are free or can be evicted, of which `reserve` must
+        stay, and over links that are not too busy for a write. When it has come, it is cached,
+        and no request holds it. Returns None if nothing is loaded.
+        """
+        cache = self.cache
+        if not cache.prefix.shares:
+            return None
+        self.drop_lost(now)
+        planned = cache.plan_ahead(request, now)
+        found = self._find(planned, now, resumed=True)
+        busy = (at for at, (level, *_) in enumerate(found) if level.is_busy(now))
+        found = found[: next(busy, None)]
+        end = self._cheapest(planned, found, now, prefill_ns, arrival - now)
+        if end <= planned.hit_blocks:
+            return None
+        seq = cache.open_ahead(planned, end, now, reserve)
+        if seq is planned:
+            return None
+        # To make room for them in the pool, blocks may have left the tiers.
+        parts = [
+            level.take(request, seq.keys, first, min(upto, seq.blocks), now)
+            for level, first, upto in self._find(seq, now, resumed=True)
+            if first < seq.blocks
+        ]
+        if not parts:
+            cache.close(seq, now, preempted=True)
+            return None
+        load = self._begin(seq, parts, 0, now, resumed=False, ahead=True)
+        self._ahead[request.id] = load
+        return load
+
+    def _came(self, seq: Holder, end: int, now: int) -> None:
+        """Leave what has come ahead of a request, up to position `end`, in the pool."""
+        # Not `KVCache.commit`: what the request itself may forget is decided when it is here.
+        if end > seq.span.end:
+            self.cache.tree.commit(seq, end, now)
+        seq.computed = end * self.cache.geometry.block_size
+        self.cache.close(seq, now, preempted=True)
+
+    def _await(
+        self, seq: Holder, now: int, prefill_ns: PrefillTime, *, resumed: bool
+    ) -> Load | None:
+        """Return a wait for what is on its way ahead of `seq`, unless computing is faster.
+
+        No load of its own could bring the same blocks sooner, since a link takes its turns.
+        """
+        hit, size = seq.hit_blocks, self.cache.geometry.block_size
+        if not resumed:
+            for level, first, end in self._brought.pop(seq.request.id, ()):
+                level.stats.prefetch_hits += max(0, min(hit, end) - first)
+        ahead = self._ahead.get(seq.request.id)
+        if ahead is None or ahead.parts[-1].end <= hit:
+            return None
+        end = ahead.parts[-1].end
+        took = ahead.ready - now + prefill_ns(seq.target - end * size, end * size)
+        always = any(part.level.tier.load == "always" for part in ahead.parts)
+        if took > prefill_ns(seq.target - hit * size, hit * size) and not always:
+            return None
+        return Load(seq, [], ahead.ready, end * size, resumed, awaited=ahead)
+
+    def _take_over(self, load: Load, awaited: Load, now: int) -> int:
+        """Make a sequence use what has come ahead of it; return how many tokens it has then."""
+        seq, size = load.seq, self.cache.geometry.block_size
+        end = self.cache.tree.match(seq.keys, load.tokens // size, now).blocks
+        for part in awaited.parts:
+            right = min(end, part.end) - max(seq.hit_blocks, part.first)
+            if right > 0 and not load.resumed:
+                stats = part.level.stats
+                stats.prefetch_hits += right
+                stats.hits += right
+                stats.ratio_sum += right / seq.lookup_blocks
+        self._brought.pop(seq.request.id, None)
+        if end * size > seq.computed:
+            self.cache.commit(seq, end * size - seq.computed, now)
+        return max(end, seq.hit_blocks) * size
 
     # Preemption by swap.
 
@@ -823,10 +947,11 @@ class Tiers:
                 **{
                     f"{name}_blocks": getattr(level.stats, name)
                     for name in (
-                        "stored", "parked", "found", "loaded", "returned", "recomputed",
-                        "skipped", "refused",
+                        "stored", "parked", "found", "loaded", "returned", "prefetched",
+                        "recomputed", "skipped", "refused",
                     )
                 },
+                "prefetch_hit_blocks": level.stats.prefetch_hits,
                 "recovered_blocks": level.stats.recovered,
                 "errors": level.stats.errors,
                 "loads": level.stats.loads,

@@ -52,7 +52,7 @@ def test_a_model_that_foresees_nothing(server):
 
 @every_scheduler
 @few
-@given(server=servers())
+@given(server=servers() | tiered_servers())
 def test_nothing_is_lost(tmp_path_factory, scheduler, server):
     """Every request ends once, its times in order, and the trace can be replayed."""
     run = server.run(scheduler)
@@ -76,6 +76,7 @@ def test_nothing_is_lost(tmp_path_factory, scheduler, server):
     assert report.preemptions == {
         "pause": run.sum("pauses"),
         "recompute": run.sum("recomputes"),
+        "swap": sum(run.result.log.swaps),
     }
 
 

@@ -107,6 +107,19 @@ def test_pins_hold_half_of_the_pool():
     assert cache.probe(ask("abcdefg"), 40) == 4
 
 
+def test_a_pin_that_splits_a_span_does_so_when_its_request_ends(tmp_path):
+    """The trace goes forward where only the front of a prefix is pinned."""
+    requests = [
+        arrive(0, 0, prompt=24, output=9, keys=[*range(6)], hints=Hints(pin=10**6)),
+        arrive(1, 3, prompt=4, output=1),
+    ]
+    run = simulate(requests, blocks=10)
+    times = [line["t"] for line in run.lines if line["event"] == "SPLIT"]
+    assert times == [line["t"] for line in run.lines if line.get("request") == 0][-1:]
+    (tmp_path / "t.jsonl").write_bytes(run.trace)
+    assert check_trace(tmp_path / "t.jsonl").complete
+
+
 def test_a_prefix_may_be_pinned_by_several():
     """Blocks that two pins hold count once, and stay as long as the longer holds them."""
     cache = make(8)

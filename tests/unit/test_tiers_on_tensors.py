@@ -11,6 +11,7 @@ from helpers.serving import ask
 
 from kvcore import InputError, KVCache, run
 from kvcore.engine import tiers as engine_tiers
+from kvcore.engine.executor import tensor_layout
 from kvcore.plugins import resolve
 from kvcore.tiers import StoredBlock, Tier, Tiers, TierStore
 from kvcore.trace import check_trace
@@ -198,6 +199,8 @@ class FaultyStore(TierStore):
 
     def present(self, blocks):
         """Say that half is gone."""
+        if self._meet("fails to look"):
+            raise OSError
         if self._meet("gone"):
             return len(blocks) // 2
         return len(blocks)
@@ -257,6 +260,27 @@ def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch, tmp_p
     assert check_trace(trace).complete
 
 
+def test_a_late_read_overwrites_no_other_block():
+    """What a hanging tier was to read for the one below is put where nothing else is."""
+    above, below = Faulty(fault="hangs in read", call_timeout=0.05), Faulty()
+    cache = KVCache(8, 4, accounting="tokens", key_tokens=4, ids=True)
+    tiers = Tiers(cache, [above, below], above.memory // 400, ids=True)
+    backend = Slots()
+    backend.allocate(tensor_layout(SPEC, 8, 4, "fp32", None))
+    mover = engine_tiers.TensorMover(tiers, backend, b"")
+    seq = cache.open(ask(0, 0, 16, 1, keys=[1, 2, 3, 4]))
+    cache.commit(seq, 16)
+    first, second = tiers.levels
+    assert first.store(seq.span, 4, 0, None)
+    span = first.tree.root.children[1]
+    assert second.store(span, 4, 0, first)
+    late = mover._writes[-1].buffer
+    mover._wait(lambda: mover._writes[-1].done)
+    assert mover._room(mover._channels[second], 1) is not late
+    above.opened.go_on.set()
+    mover.close(whole=False)
+
+
 def test_a_tier_that_comes_back_is_used_again(monkeypatch):
     """After a failure a tier is left alone for a while, and then asked again."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
@@ -286,6 +310,15 @@ def test_a_tier_that_failed_is_left_alone(monkeypatch):
     assert stats.skipped > 0
     assert not stats.loaded
     assert run.result.outputs == compute(sessions(), blocks=40, max_seqs=2).result.outputs
+
+
+def test_what_a_tier_cannot_say_is_not_gone(monkeypatch):
+    """While it is left alone its blocks stay in the directory, and are computed again."""
+    monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
+    faulty = Faulty(fault="fails to look", after=20)
+    run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
+    (stats,) = (level.stats for level in run.result.cache.tiers.levels)
+    assert (stats.errors, stats.dropped) == (1, {})
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])

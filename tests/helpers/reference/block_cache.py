@@ -94,6 +94,7 @@ class BlockCache:
         self.policy = self.eviction = policy
         self.recompute = recompute
         self.pool = self.geometry = self
+        self.tiers = None
         self.evicted: list[tuple[str, Any, int]] = []
         self.root = Block({0})
         self.cached: dict[Block, None] = {}
