@@ -11,9 +11,9 @@
 The order is what makes slots safe: what is read from a slot was asked for before the slot was
 given to another block, and what is read after that waits for the write.
 
-Slots that lie in memory of the host need neither thread nor buffer: the backend copies between
-the pool and the slots, a write when it is asked for, a load when it is due. Who loads from a slot
-pins it until then. What goes on to another tier is copied out of the slot before it is free.
+Slots that lie in memory of the host need no thread: the backend copies between the pool and the
+slots, a write when it is asked for, a load when it is due. Who loads from a slot pins it until
+then. What goes on to another tier is copied out of the slot before it is free.
 
 No call may take longer than `call_timeout`. The loop, which is the one to wait, gives up a tier
 that does: what is queued there has failed, and nothing is asked of it until the call has come
@@ -443,7 +443,7 @@ class TensorMover:
         assert slots is not None
         right = 0
         if channel.memory is not None:
-            right = len(ids) - (slots[-1] in channel.tails)
+            right = len(ids) - any(slot in channel.tails for slot in slots[-1:])
             self._take(channel, slots[:right], ids)
         # For all at once: threads that copy in turn spend more time on the lock between them.
         self._wait(lambda: all(task.done for task in part.data))
