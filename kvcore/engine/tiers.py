@@ -305,7 +305,7 @@ class TensorMover:
         except BaseException:
             self.close(whole=False)
             raise
-        tiers.mover = self
+        tiers.move_with(self)
         tiers.describe()
 
     def _check(self) -> None:
