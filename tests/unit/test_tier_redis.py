@@ -211,7 +211,7 @@ def hurry(store, seconds):
 def test_garbage(answer, clock):
     """What is no answer of Redis is an error or no block: never a crash, never K/V."""
     path = blocks(range(2))
-    with answering(answer) as (url, _), opened(url, timeout=0.5) as store:
+    with answering(answer) as (url, _), opened(url, timeout=0.2) as store:
         hurry(store, 0.05)
         for call in (
             lambda: write(store, path),
