@@ -30,6 +30,7 @@ from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent, ticked
 from kvcore.tiers import Tier, Tiers
 from kvcore.units import INT64_LIMIT
@@ -109,7 +110,7 @@ class Plane:
 
 def plane(
     workload: Workload | str,
-    tier: Tier | str,
+    tier: Tier | str | Spec,
     layout: KVLayout,
     *,
     pools: Iterable[int] | None = None,
@@ -149,7 +150,7 @@ def plane(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    if isinstance(tier, str):
+    if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
     bench = Bench.of(opened(workload, plugins), "keys", layout.block_size, recompute)
     policy, *more = candidates_of(eviction, plugins, seed)
@@ -191,7 +192,7 @@ class _PlaneMaker:
             reuse = reuse_class.read(ticked(check_keys(workload), tick), self.bench.geometry)
         spread_sizes(1, points)
         pools = sorted(pools or spread_sizes(reuse.distinct_blocks, points))
-        most = max(1, int(self.tier.memory) // self.layout.bytes_per_block)
+        most = self.tier.slots(self.layout.bytes_per_block)
         tiers = [0, *spread_sizes(most, points)]
         size = self.bench.geometry.block_size
         longest = int(reuse.lengths.max(initial=0))

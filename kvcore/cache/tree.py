@@ -328,7 +328,6 @@ class SpanTree:
         self._now = now
         if self.pins is None:
             self.pins = ClientPins(self)
-        self._now = now
         self.pins.pin(seq, until)
 
     def demote(self, span: Span) -> None:

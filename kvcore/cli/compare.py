@@ -127,7 +127,8 @@ def compare(workload: str | None, **given: Any) -> None:
     spec = load_model(MODEL if given["model"] is None else given["model"])
     recompute = PrefillCost.of(spec, find_device(DEVICE))
     blocks, budget = given["blocks"], None
-    sizes = None if blocks is None else pool_sizes("--blocks", blocks, "several are a list")
+    hint = "several are a list, such as 1000,3000"
+    sizes = None if blocks is None else pool_sizes("--blocks", blocks, hint)
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
@@ -290,7 +291,7 @@ def pool_sizes(flag: str, text: str, hint: str) -> list[int]:
     try:
         numbers = [parse_whole(number, 0) for number in text.split(",")]
     except InputError as error:
-        msg = f"{error}; {hint}, such as 1000,3000"
+        msg = f"{error}; {hint}"
         numbers = []
     if max(numbers, default=0) > MOST_BLOCKS:
         msg = f"a pool has at most {MOST_BLOCKS} blocks"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,6 +41,7 @@ from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import Spec, parse
 from kvcore.report import CurvesReport
 from kvcore.report.mrc import FORMS, matplotlib, plot
 from kvcore.report.plane import PlaneReport
@@ -70,6 +71,7 @@ KINDS = (*FORMS, "csv", "json")
 )
 @click.option(
     "--tier",
+    multiple=True,
     metavar="PLUGIN",
     help="Tier below the pool, such as host:memory=4TiB: show a plane, by the sizes of both "
     "up to that memory.",
@@ -110,6 +112,7 @@ def curve(workload: str | None, **given: Any) -> None:
     for LRU, or a replay of both for each point (--exact).
     """
     plugins = Plugins()
+    given["tier"] = _one_tier(given["tier"])
     source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
     out, model = given["out"], given["model"]
     kind = _kind(out)
@@ -155,6 +158,15 @@ def curve(workload: str | None, **given: Any) -> None:
             print_table(report.headers, report.rows, right=report.headers)
             print_text(f"{report.reading}\n{report.setup}")
     print_notes(source)
+
+
+def _one_tier(given: Sequence[str]) -> Spec | None:
+    """Return the tier of a plane, or None where none is asked for."""
+    specs = [spec for text in given if text != "none" for spec in parse(text)]
+    if len(specs) > 1:
+        msg = f"--tier: {len(specs)} were given, and a plane has one; see `kvcore compare`"
+        raise InputError(msg)
+    return specs[0] if specs else None
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -234,7 +246,7 @@ def _sizes(text: str | None, points: int) -> tuple[int, list[int] | None]:
     """Read how many sizes, or which: (number, None) or (any number, sizes); None: `points`."""
     if text is None:
         return points, None
-    hint = f"expected a number of sizes, such as {POINTS}, or sizes in blocks"
+    hint = f"expected a number of sizes, such as {POINTS}, or blocks, such as 1000,3000"
     numbers = pool_sizes("--sizes", text, hint)
     if len(numbers) > 1:
         return POINTS, numbers

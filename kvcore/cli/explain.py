@@ -209,6 +209,7 @@ def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explan
     workload = part_of(found, given["limit"], given["window"])
     if given["blocks"] is None:
         msg = f"{source} is a workload: say how large the pool is, such as --blocks 1000"
+        msg += ", or what an API charges, such as --price openai"
         raise InputError(msg)
     with TemporaryDirectory(prefix="kvcore-") as folder:
         trace = Path(folder) / "trace.jsonl"

@@ -146,11 +146,13 @@ def tokens_of(source: Workload, given: dict[str, Any]) -> int:
     return source.key_tokens if size is None else size
 
 
-policy_options = all_of(
+poolwide_options = all_of(
     *map(shared, ("eviction", "scheduler", "prefix")),
     shared("retention", text=f"{option_help('retention')}  [default: none]"),
-    *map(shared, ("latency", "tier")),
+    shared("latency"),
 )
+
+policy_options = all_of(poolwide_options, shared("tier"))
 
 batching_options = all_of(
     shared("block_size", default=BLOCK_SIZE),

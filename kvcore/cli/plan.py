@@ -17,7 +17,7 @@ from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
     batching_options,
     part_options,
-    policy_options,
+    poolwide_options,
     shared,
     traffic_options,
     workload_argument,
@@ -56,7 +56,12 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int
 )
 @workload_argument
 @part_options
-@policy_options
+@poolwide_options
+@shared(
+    "tier",
+    text="Tier below the pool: the memory of `host` is the most a replica may have; others are "
+    f"as they are given; `none` leaves it out.  [default: {HOST}]",
+)
 @shared("model")
 @shared("device")
 @shared("codec")

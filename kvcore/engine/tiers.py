@@ -11,9 +11,9 @@
 The order is what makes slots safe: what is read from a slot was asked for before the slot was
 given to another block, and what is read after that waits for the write.
 
-Slots that lie in memory of the host need neither thread nor buffer: the backend copies between
-the pool and the slots, a write when it is asked for, a load when it is due. Who loads from a slot
-pins it until then. What goes on to another tier is copied out of the slot before it is free.
+Slots that lie in memory of the host need no thread: the backend copies between the pool and the
+slots, a write when it is asked for, a load when it is due. Who loads from a slot pins it until
+then. What goes on to another tier is copied out of the slot before it is free.
 
 No call may take longer than `call_timeout`. The loop, which is the one to wait, gives up a tier
 that does: what is queued there has failed, and nothing is asked of it until the call has come
@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import blake2b
+from itertools import pairwise
 from logging import getLogger
 from secrets import token_bytes
 from threading import Condition, Thread
@@ -50,6 +51,10 @@ SCHEMA = 1
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a call of a store, unless a block has more: the loop copies one while it runs."""
+
+LONG_RUN = 1 << 20
+"""Bytes of slots in a row that pay for a call of the backend; of shorter ones it makes one for
+a chunk, by way of a buffer."""
 
 QUEUED_BYTES = 64 << 20
 """Bytes of writes that a tier may lag behind. The loop waits for it beyond that."""
@@ -160,6 +165,11 @@ class _Channel:
             if at == len(slots) or slots[at] != slots[at - 1] + 1:
                 yield first, self.memory[slots[first] : slots[first] + at - first]
                 first = at
+
+    def has_long_runs(self, slots: Ids) -> bool:
+        """Return True if it pays to copy each run of slots by itself."""
+        runs = 1 + sum(slot != before + 1 for before, slot in pairwise(slots))
+        return runs == 1 or runs * LONG_RUN <= len(slots) * self.level.slot_bytes
 
     def abandon(self) -> None:
         """Give up the call that has taken too long, and all that waits behind it."""
@@ -295,7 +305,7 @@ class TensorMover:
         except BaseException:
             self.close(whole=False)
             raise
-        tiers.mover = self
+        tiers.move_with(self)
         tiers.describe()
 
     def _check(self) -> None:
@@ -329,8 +339,7 @@ class TensorMover:
         assert slots is not None
         above = None if source is None else self._channels[source]
         if channel.memory is not None:
-            for at, run in channel.runs(slots):
-                self._copy(above, ids[at : at + len(run)], run)
+            self._put(channel, slots, above, ids)
         else:
             blocks = self._name(channel, holder, holder.hit_blocks, slots)
             for first in range(0, len(blocks), self._chunk):
@@ -345,6 +354,34 @@ class TensorMover:
                     read = above.submit(_Task("read", named, buffer))
                 self._write(channel, _Task("write", part, buffer, read, holder))
         self.spent_ns += perf_counter_ns() - began
+
+    def _put(self, channel: _Channel, slots: Ids, above: _Channel | None, ids: Ids) -> None:
+        """Copy blocks of the pool (None), or slots of `above`, into slots in memory."""
+        if above is not None or channel.has_long_runs(slots):
+            for at, run in channel.runs(slots):
+                self._copy(above, ids[at : at + len(run)], run)
+            return
+        size, buffer = channel.level.slot_bytes, self._buffer()
+        for first in range(0, len(slots), self._chunk):
+            part = slots[first : first + self._chunk]
+            self._copy(None, ids[first : first + len(part)], buffer[: len(part)])
+            rows = buffer.cast("B")
+            for at, run in channel.runs(part):
+                run.cast("B")[:] = rows[at * size : (at + len(run)) * size]
+        self._free.append(buffer)
+
+    def _take(self, channel: _Channel, slots: Ids, ids: Ids) -> None:
+        """Copy slots in memory into the blocks `ids` of the pool."""
+        if channel.has_long_runs(slots):
+            for at, run in channel.runs(slots):
+                self._backend.write_blocks(ids[at : at + len(run)], run)
+            return
+        buffer = self._buffer()
+        for first in range(0, len(slots), self._chunk):
+            part = slots[first : first + self._chunk]
+            self._copy(channel, part, buffer[: len(part)])
+            self._backend.write_blocks(ids[first : first + len(part)], buffer[: len(part)])
+        self._free.append(buffer)
 
     def _copy(self, above: _Channel | None, ids: Ids, into: memoryview) -> None:
         """Copy blocks of the pool (None), or slots in memory, into memory of the host."""
@@ -370,8 +407,7 @@ class TensorMover:
             full -= 1
             channel.tails[slots[full]] = self._backend.swap_out(ids[full:])
         if channel.memory is not None:
-            for at, run in channel.runs(slots[:full]):
-                self._copy(None, ids[at : at + len(run)], run)
+            self._put(channel, slots[:full], None, ids[:full])
         else:
             first = holder.blocks - len(ids)
             blocks = [
@@ -407,10 +443,8 @@ class TensorMover:
         assert slots is not None
         right = 0
         if channel.memory is not None:
-            full = len(ids) - (slots[-1] in channel.tails)
-            for right, run in channel.runs(slots[:full]):
-                self._backend.write_blocks(ids[right : right + len(run)], run)
-            right = full
+            right = len(ids) - any(slot in channel.tails for slot in slots[-1:])
+            self._take(channel, slots[:right], ids)
         # For all at once: threads that copy in turn spend more time on the lock between them.
         self._wait(lambda: all(task.done for task in part.data))
         for task in part.data:

@@ -155,8 +155,9 @@ def find_price(text: str) -> PriceModel:
             raise InputError(msg)
         try:
             given[key] = KEYS[key](value)
-        except ValueError:
-            msg = f"price: {piece!r}: give a number, such as 3.00"
+        except (ValueError, InputError) as error:
+            why = str(error) if isinstance(error, InputError) else "give a number, such as 3.00"
+            msg = f"price: {piece!r}: {why}"
             raise InputError(msg) from None
     if not known and "input" not in given:
         msg = f"price {text!r} lacks input=, the USD per million tokens of prompts"

@@ -158,7 +158,9 @@ class RequestReport:
             return f"In lower tier {tier}, from which nothing is loaded (load=never)."
         took = format_seconds(loss.load_ns / NS_PER_S)
         if loss.category == "loaded":
-            return f"Lower tier {tier}: loaded in {took} instead of {prefill} of prefill."
+            return (
+                f"Lower tier {tier}: loaded in {took} instead of at least {prefill} of prefill."
+            )
         return (
             f"In lower tier {tier}, but recomputing was cheaper: to load them would have "
             f"taken {took}."
@@ -295,7 +297,7 @@ class SummaryReport:
             took = format_seconds(summary.load_s)
             yield (
                 f"Lower tiers: {loaded:,} tokens were loaded in {took} in all, queues "
-                f"included, instead of {saved} of prefill."
+                f"included, instead of at least {saved} of prefill."
             )
         if any(summary.categories[cause].tokens for cause in CAUSES):
             yield from _bound(self.explanation)

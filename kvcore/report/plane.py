@@ -50,9 +50,14 @@ class PlaneReport:
         return looked_up(plane.workload, plane.lookup_blocks, plane.block_size, "keys")
 
     @property
+    def below(self) -> str:
+        """What the tier is called: memory of the host, or its name."""
+        return "host RAM" if self.plane.tier.name == "host" else self.plane.tier.name
+
+    @property
     def headers(self) -> list[str]:
         """The headers of both tables: the sizes of the pool."""
-        return [f"{self.plane.tier.name} RAM / pool", *map(self.size, self.plane.pools)]
+        return [f"{self.below} / pool", *map(self.size, self.plane.pools)]
 
     def rows(self, value: Callable[[PlanePoint], float]) -> list[list[str]]:
         """Return a row for each size of the tier, with a share for each pool."""
@@ -143,7 +148,7 @@ class PlaneReport:
         plane = self.plane
         self._contours(left, plane.ratio, "blocks that hit, in the pool or loaded")
         self._contours(right, plane.saved, "prefill time saved, less the time to load")
-        left.set_ylabel(f"{plane.tier.name} RAM, GiB")
+        left.set_ylabel(f"{self.below}, GiB")
         title = f"{plane.workload.name}, {plane.workload.requests:,} requests"
         figure.suptitle(f"{title}; {self.layout.model.name}, {self.layout.codec}", fontsize=10)
 

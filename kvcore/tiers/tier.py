@@ -23,7 +23,8 @@ def _bytes(value: int | str) -> int:
 
 def _positive(_: object, option: attrs.Attribute[Any], value: object) -> None:
     if type(value) is not int or value < 1:
-        msg = f"{option.name}={value!r}: give bytes, 1 or more, such as 64GiB"
+        what = "bytes a second" if option.name.endswith("bandwidth") else "bytes"
+        msg = f"{option.name}={value!r}: give {what}, 1 or more, such as 64GiB"
         raise InputError(msg)
 
 
@@ -111,6 +112,21 @@ class Tier(Plugin):
         elif isinstance(self.eviction, type):
             options["eviction"] = self.eviction.name
         return options
+
+    def slots(self, slot_bytes: int) -> int:
+        """Return how many slots of `slot_bytes` bytes it has.
+
+        Raises:
+            InputError: not even one.
+        """
+        slots = int(self.memory) // slot_bytes
+        if slots < 1:
+            msg = (
+                f"tier {self.name!r} has memory={self.memory}, less than a block, which takes "
+                f"{slot_bytes} bytes in all layers: give it more"
+            )
+            raise InputError(msg)
+        return slots
 
     def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
         """Return what keeps the bytes of `slots` slots in a run on tensors.

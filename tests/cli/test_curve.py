@@ -206,6 +206,16 @@ def test_a_plane_is_written_as_rows(run, tmp_path):
     assert all(int(row["pool_bytes"]) == int(row["pool_blocks"]) * 2**21 for row in rows)
 
 
+def test_a_tier_that_is_no_ram_is_named_so(run):
+    """The head of its column is its name."""
+    assert "disk / pool" in run(SMALL, "--tier", "disk:memory=256MiB", "--sizes", "3")
+
+
+def test_the_tier_none_is_no_plane(run):
+    """As in other commands, `none` is a pool without a tier."""
+    assert run(SMALL, "--tier", "none") == run(SMALL)
+
+
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
@@ -214,6 +224,8 @@ def test_a_plane_is_written_as_rows(run, tmp_path):
         ((*TIER, "--eviction", "lfu"), "add --exact"),
         ((SMALL, "--tier", "host"), "memory"),
         ((SMALL, "--tier", "nothing:memory=1GiB"), "nothing"),
+        ((*TIER, "--tier", "disk:memory=1TiB"), "2 were given, and a plane has one"),
+        ((SMALL, "--tier", "host:memory=1KiB"), "less than a block"),
     ],
 )
 def test_what_a_plane_cannot_be_is_refused(refused, words, fault):

@@ -353,6 +353,7 @@ curve W --model no-model | no-model
 curve nowhere | 'nowhere'
 explain none.jsonl 3 | none.jsonl
 explain W 3 | zipf:requests=20 is a workload: say how large the pool is
+explain W 3 | such as --price openai
 explain zpif 3 | there is no such file, and no workload plugin is named 'zpif'
 explain W 3 --blocks 30 --eviction lru,lfu | policies given: 2
 explain W 999 --blocks 30 | request '999' is not in zipf

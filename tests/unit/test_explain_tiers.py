@@ -44,7 +44,7 @@ def test_what_is_loaded_is_told_with_its_times(tmp_path):
     ]
     prefill = format_seconds(explanation.cost(4, 12))
     text = told(explanation, "again")
-    assert f"Lower tier disk: loaded in 26 ns instead of {prefill} of prefill." in text
+    assert f"Lower tier disk: loaded in 26 ns instead of at least {prefill} of prefill." in text
     assert "Of 20 tokens, 0 hit and 20 missed, of which 16 came from lower tiers:" in text
 
 

@@ -57,6 +57,7 @@ def test_missing_rates_are_those_of_input():
         ("anthropic,tll=3", "did you mean 'ttl'"),
         ("input", "is not known"),
         ("input=3,input=4", "given twice"),
+        ("input=1,min_tokens=1.5", "'min_tokens=1.5': expected a whole number"),
         ("input=cheap", "as a number|give a number"),
         ("cached=1", "lacks input="),
         ("input=-1", "input=-1"),

@@ -87,6 +87,7 @@ def test_the_eviction_policy_of_a_tier_may_have_an_option():
         ("host:memory=1GiB,keep=all", "option 'keep' of tier plugin 'host' takes inclusive or"),
         ("host:memory=1GiB,write=0", "write=0: give evict, through, or a number of uses"),
         ("host:memory=0", "memory=0: give bytes, 1 or more, such as 64GiB"),
+        ("host:memory=1GiB,read_bandwidth=0", "read_bandwidth=0: give bytes a second, 1 or"),
         (Host, "tier plugin 'host' needs a value for option 'memory'"),
     ],
 )

@@ -232,7 +232,7 @@ def test_a_server_that_never_answers(greets, clock):
     with answering(None, greets=greets) as (url, _):
         if not greets:
             with pytest.raises(InputError, match="does not answer as it should: Timeout"):
-                opened(url, timeout=0.02)
+                opened(url, timeout=0.2)
             return
         with opened(url) as store:
             hurry(store, 0.02)

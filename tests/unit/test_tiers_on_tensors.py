@@ -82,6 +82,59 @@ def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
     assert moved(run, "errors") == [0, 0]
 
 
+class Buffered(Slots):
+    """Has buffers of its own to copy to and from."""
+
+    name = "buffered"
+
+    def host_buffer(self, blocks):
+        """Return one."""
+        return super().host_buffer(blocks)
+
+
+MEMORY = {
+    "memory": (["host"], Slots, {"host"}),
+    "short runs": (["host"], Slots, {"host"}),
+    "above a disk": (["host", "disk"], Slots, {"host"}),
+    "above memory": (["host", "host"], Slots, {"host-1", "host-2"}),
+    "below a disk": (["disk", "host"], Slots, set()),
+    "of a backend with buffers": (["host"], Buffered, set()),
+}
+
+
+@pytest.mark.parametrize("write", ["evict", "through"])
+@pytest.mark.parametrize("how", MEMORY)
+def test_slots_in_memory_are_copied_without_a_thread(how, write, tmp_path, monkeypatch):
+    """Nearest the pool they are, scattered or not, also while loads and swaps take long."""
+    names, backend, direct = MEMORY[how]
+    called = set()
+    serve = engine_tiers._Channel._serve
+
+    def served(self):
+        if self._queue[0].what != "close":
+            called.add(self.level.name)
+        serve(self)
+
+    def has_long_runs(*_):
+        return how != "short runs"
+
+    monkeypatch.setattr(engine_tiers._Channel, "_serve", served)
+    monkeypatch.setattr(engine_tiers._Channel, "has_long_runs", has_long_runs)
+    monkeypatch.setattr(engine_tiers, "CHUNK_BYTES", 3 * slot_bytes_of(SPEC, 4))
+    tiers = [
+        tier(name, 45 + 30 * at, write=write, latency=2e-6)
+        + (f",path={tmp_path}" if name == "disk" else "")
+        for at, name in enumerate(names)
+    ]
+    requests, options = sessions(output=20, gap=100), {"blocks": 45, "max_seqs": 3}
+    run = compute(requests, tiers=tiers, backend=backend(), **options)
+    assert run.result.outputs == compute(requests, **options).result.outputs
+    assert all(moved(run))
+    assert called == {level.name for level in run.result.cache.tiers.levels} - direct
+    # What a disk has next to the pool evicted, the memory below it may not have.
+    assert sum(run.result.log.swaps) or how == "below a disk"
+
+
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Faulty(Tier):
     """Keeps blocks in a dict, and does what a test wants to its calls."""
