@@ -183,6 +183,7 @@ def test_no_transfer_can_stand_elsewhere(trace, event):
         (32, {"blocks": 2}, "LOAD_START: 1 blocks of request 'again' are in tier 'host'"),
         (32, {"seq": 3}, "LOAD_START: no sequence 3 is open"),
         (33, {"done": 325}, "LOAD_START: by the link of tier 'disk' it is done at 326 ns"),
+        (33, {"tier": "host"}, "LOAD_START: tier 'host' is not asked after 'host'"),
         (33, {"first": 2}, "LOAD_START: sequence 4 has 5 blocks, 1 of them already"),
         (34, {"t": 325}, "LOAD: what sequence 4 loads is there at 326 ns"),
         (34, {"blocks": 0}, "LOAD: 1 blocks are loaded, not 0"),
