@@ -172,8 +172,9 @@ class Hints:
             ever: that has no room although no other one is open.
         demote: whether its blocks, up to where they are shared, are evicted before all
             others once it has ended, unless they are used again meanwhile.
-        prefetch: nanoseconds before its arrival at which its prefix may be loaded from
-            lower tiers. It is read and recorded; no tier acts on it as yet.
+        prefetch: nanoseconds before its arrival at which what lower tiers have of its prefix
+            is loaded ahead of it, into blocks that are free or can be evicted, if a server
+            knows by then that it will come.
 
     Raises:
         InputError: a number is out of range, or both `pin` and `demote` are given.

@@ -145,7 +145,7 @@ class _Search:
             cache = contiguous_cache(cache)
             allocator = partial(ContiguousAllocator, max_output=self.result.max_output or 0)
         loop = _QueueLoop(
-            Arrivals(self.requests, config.rate_scale),
+            Arrivals(self.requests, config.rate_scale, prefetches=cache.tiers is not None),
             cache,
             again.scheduler(),
             SimulatedExecutor(latency),

@@ -273,7 +273,7 @@ def _served(
         replay((attrs.evolve(each, arrival=begin) for each in requests), cache)
     latency.bind()
     loop = _JudgedLoop(
-        Arrivals(requests, config.rate_scale),
+        Arrivals(requests, config.rate_scale, prefetches=cache.tiers is not None),
         cache,
         parts.scheduler(),
         SimulatedExecutor(latency),

@@ -292,9 +292,10 @@ class MissClassifier:
 
     def _load_start(self, event: events.LoadStart) -> None:
         """Record that blocks of a first admission are loaded; the rest of the tier's is not."""
-        reasons, tiers, size = self.requests[event.request], self.state.tiers, self._size
-        if reasons.seq != event.seq or tiers is None:
+        reasons, tiers = self.requests.get(event.request), self.state.tiers
+        if reasons is None or reasons.seq != event.seq or tiers is None:
             return
+        size = self._size
         first, end = event.first * size, (event.first + event.blocks) * size
         losses: list[MissSegment] = []
         for loss in reasons.losses:
@@ -317,8 +318,8 @@ class MissClassifier:
 
     def _load(self, event: events.Load) -> None:
         """Record what a load has brought, and by the wall clock how long it took."""
-        reasons, size = self.requests[event.request], self._size
-        if reasons.seq != event.seq:
+        reasons, size = self.requests.get(event.request), self._size
+        if reasons is None or reasons.seq != event.seq:
             return
         end, losses = (event.first + event.blocks) * size, []
         for loss in reasons.losses:

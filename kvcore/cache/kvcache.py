@@ -318,6 +318,55 @@ class KVCache:
             self._trace_open(trace, seq, prompt_blocks, limit, match, now, resumed=resumed)
         return seq
 
+    def plan_ahead(self, request: Request, now: int) -> Sequence:
+        """Return a sequence, not open, of what `request` would hit. Changes nothing."""
+        size = self.geometry.block_size
+        keys, tokens, _, cacheable, lookup, limit = self.geometry.lay_out(request)
+        match = self.tree.match(keys, limit, now)
+        hit, share = match.blocks, request.hints.share
+        if share is not None:
+            limit = min(limit, share // size)
+        return Sequence(
+            0, 0, request, keys, min(cacheable, limit), lookup, hit, hit * size, hit * size,
+            limit, tokens, match.span,
+        )  # fmt: skip
+
+    def open_ahead(self, planned: Sequence, blocks: int, now: int, reserve: int) -> Sequence:
+        """Open what `plan_ahead` has planned, for blocks to be loaded before it arrives.
+
+        It pins what it hits, which counts as used and not as hit, and has private blocks up to
+        position `blocks`, or as many as there is room for: `reserve` blocks stay free or
+        evictable. If there is none, it is returned as it is, and nothing is open.
+        """
+        tree, trace, request = self.tree, self.trace, planned.request
+        now = self._at(now)
+        match = tree.match(planned.keys, planned.cacheable, now)
+        if match.expired is not None:
+            tree.drop_expired(match.expired, match.expired.last_request, now)
+            match = tree.match(planned.keys, planned.cacheable, now)
+        hit = match.blocks
+        blocks = min(blocks, hit + self.available_blocks - match.unpinned_blocks - reserve)
+        if blocks <= hit:
+            return planned
+        self._last_id += 1
+        self._admissions += 1
+        tokens = hit * self.geometry.block_size
+        seq = attrs.evolve(
+            planned, id=self._last_id, admission=self._admissions, hit_blocks=hit,
+            tokens=tokens, computed=tokens, blocks=hit, span=match.span,
+        )  # fmt: skip
+        tree.open(seq, match, 0, now, missed=False, resumed=True)
+        self.sequences[seq.id] = seq
+        if trace is not None:
+            self._set_key_tokens(request, trace)
+            keys = seq.keys[: -(-blocks // self.geometry.ratio)]
+            span = seq.span.id if hit else None
+            trace.prefetch(
+                now, request=request.id, seq=seq.id, keys=keys, blocks=hit, span=span
+            )
+        self.extend(seq, (blocks - hit) * self.geometry.block_size, now)
+        return seq
+
     def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Allocate private blocks for `tokens` more tokens, evicting if need be.
 

@@ -77,6 +77,28 @@ class Recorder(ABC):
             line["again"] = True
         self.write(line)
 
+    def prefetch(
+        self,
+        now: int,
+        *,
+        request: Id,
+        seq: int,
+        keys: Iterable[Key],
+        blocks: int,
+        span: int | None = None,
+    ) -> None:
+        """Write PREFETCH: `seq` loads blocks of the path of `keys` before `request` arrives.
+
+        The first `blocks` of them are cached, up to the end of `span`.
+        """
+        line = {
+            "n": 0, "t": now, "event": "PREFETCH",
+            "request": request, "seq": seq, "keys": keys, "blocks": blocks,
+        }  # fmt: skip
+        if span is not None:
+            line["span"] = span
+        self.write(line)
+
     def split(self, now: int, *, span: int, upper: int, at: int) -> None:
         """Write SPLIT: `span` lost the blocks before position `at` to the new span `upper`."""
         self.write({

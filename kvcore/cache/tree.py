@@ -212,7 +212,7 @@ class SpanTree:
         self._now = now
         span, hit, _, expired = match
         if expired is not None:
-            self._drop_expired(expired, seq.request.id, now)
+            self.drop_expired(expired, seq.request.id, now)
         if hit < span.end:
             # The upper half is pinned by the split.
             seq.span = upper = self.split(span, hit)
@@ -373,7 +373,7 @@ class SpanTree:
             # A pinned span does not expire.
             expires = None if child.ref_count else child.expires
             if self._expires and expires is not None and expires <= now:
-                self._drop_expired(child, seq.request.id, now)
+                self.drop_expired(child, seq.request.id, now)
                 break
             self._switch(seq, child, min(child.end, end), now)
 
@@ -743,7 +743,7 @@ class SpanTree:
         if self._on_trim is not None:
             self._call(self.eviction, "on_trim", self._on_trim, span, blocks)
 
-    def _drop_expired(self, top: Span, requester: int | str, now: int) -> None:
+    def drop_expired(self, top: Span, requester: int | str, now: int) -> None:
         """Free `top`, which has expired, and all below it, leaves first."""
         self.eviction.requester = requester
         self.discard(top, now, "expired")

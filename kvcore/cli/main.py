@@ -162,14 +162,14 @@ def kvcore(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit: what the program `kvcore` calls.
 
-    Once the verb is loaded, Ctrl-C raises; before and afterwards it does what it did before.
+    Once the verb is loaded, Ctrl-C and SIGTERM raise; an exception may get lost before.
     """
     _prepare_streams()
     warnings.showwarning = _tell  # type: ignore[assignment]
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
     for verb in VERBS.keys() & sys.argv[1:2]:
         import_module(VERBS[verb])
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     before = signal.getsignal(signal.SIGINT)
     if callable(before):  # not ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)

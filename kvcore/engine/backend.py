@@ -292,7 +292,8 @@ class Backend(Plugin):
         """Return memory of the host for the bytes of so many blocks, `[blocks, bytes]`.
 
         `bytes` is `layout.bytes_per_block`. A backend whose memory is not the host's returns
-        what it copies to and from at its best, such as pinned memory.
+        what it copies to and from at its best, such as pinned memory: if this is overridden,
+        blocks are never copied straight into the memory of a tier, nor out of it.
         """
         size = self.layout.bytes_per_block
         return memoryview(bytearray(blocks * size)).cast("B", (blocks, size))

@@ -11,6 +11,10 @@
 The order is what makes slots safe: what is read from a slot was asked for before the slot was
 given to another block, and what is read after that waits for the write.
 
+Slots that lie in memory of the host need no thread: the backend copies between the pool and the
+slots, a write when it is asked for, a load when it is due. Who loads from a slot pins it until
+then. What goes on to another tier is copied out of the slot before it is free.
+
 No call may take longer than `call_timeout`. The loop, which is the one to wait, gives up a tier
 that does: what is queued there has failed, and nothing is asked of it until the call has come
 back and a pause is over. So a tier that hangs costs time once, and never a wrong text.
@@ -23,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import blake2b
+from itertools import pairwise
 from logging import getLogger
 from secrets import token_bytes
 from threading import Condition, Thread
@@ -46,6 +51,10 @@ SCHEMA = 1
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a call of a store, unless a block has more: the loop copies one while it runs."""
+
+LONG_RUN = 1 << 20
+"""Bytes of slots in a row that pay for a call of the backend; of shorter ones it makes one for
+a chunk, by way of a buffer."""
 
 QUEUED_BYTES = 64 << 20
 """Bytes of writes that a tier may lag behind. The loop waits for it beyond that."""
@@ -92,7 +101,8 @@ class _Channel:
     """The store of a level, and the thread that alone calls it.
 
     Attributes:
-        table: what is in each slot in use.
+        memory: its slots, if the loop itself reads and writes them: nothing is queued then.
+        table: what is in each slot in use; of slots in memory nobody asks.
         tails: by slot, the partial blocks of preempted sequences, as `swap_out` has them.
         queued_blocks: blocks of writes that are not done.
         lost: writes that have failed, which the directory is yet to hear of.
@@ -100,6 +110,7 @@ class _Channel:
 
     def __init__(self, level: Level, store: TierStore, changed: Condition) -> None:
         self.level, self.store = level, store
+        self.memory: memoryview | None = None
         self.table: dict[int, StoredBlock] = {}
         self.tails: dict[int, Any] = {}
         self.queued_blocks = 0
@@ -113,8 +124,7 @@ class _Channel:
         self._again = 0.0
         self._pause = FIRST_PAUSE
         self._bad: set[int] = set()
-        name = f"kvcore tier {level.name}"
-        Thread(target=self._serve, name=name, daemon=True).start()
+        self._is_served = False
 
     @property
     def is_ready(self) -> bool:
@@ -141,7 +151,25 @@ class _Channel:
             if not self._stuck or task.what == "close":
                 self._queue.append(task)
                 self._changed.notify_all()
+            if not self._is_served:
+                self._is_served = True
+                name = f"kvcore tier {self.level.name}"
+                Thread(target=self._serve, name=name, daemon=True).start()
         return task
+
+    def runs(self, slots: Ids) -> Iterator[tuple[int, memoryview]]:
+        """Yield the memory of each run of slots in a row, and which of `slots` begins it."""
+        assert self.memory is not None
+        first = 0
+        for at in range(1, len(slots) + 1):
+            if at == len(slots) or slots[at] != slots[at - 1] + 1:
+                yield first, self.memory[slots[first] : slots[first] + at - first]
+                first = at
+
+    def has_long_runs(self, slots: Ids) -> bool:
+        """Return True if it pays to copy each run of slots by itself."""
+        runs = 1 + sum(slot != before + 1 for before, slot in pairwise(slots))
+        return runs == 1 or runs * LONG_RUN <= len(slots) * self.level.slot_bytes
 
     def abandon(self) -> None:
         """Give up the call that has taken too long, and all that waits behind it."""
@@ -240,7 +268,8 @@ class _Channel:
 class TensorMover:
     """Moves the bytes of a run on tensors between its pool and its tiers.
 
-    Costs two copies of what moves: one here, one in the store.
+    Costs two copies of what moves, one here and one in the store; one where the store's slots
+    are in memory that the backend can use, and no level above has a queue.
 
     Attributes:
         spent_ns: time in which the loop has copied and waited here, since it was last set to 0.
@@ -262,15 +291,21 @@ class TensorMover:
         self._channels: dict[Level, _Channel] = {}
         self._check()
         self._chunk = max(1, CHUNK_BYTES // backend.layout.bytes_per_block)
+        # A backend with buffers of its own, such as pinned ones, copies best to and from these.
+        direct = find_override(backend, "host_buffer") is None
         try:
             for level in tiers.levels:
                 store = level.tier.open(level.pool.blocks, level.slot_bytes, identity)
                 channel = self._channels[level] = _Channel(level, store, self._changed)
-                channel.table.update(_recover(level, store))
+                direct = direct and store.memory is not None
+                if direct:
+                    channel.memory = store.memory
+                else:
+                    channel.table.update(_recover(level, store))
         except BaseException:
             self.close(whole=False)
             raise
-        tiers.mover = self
+        tiers.move_with(self)
         tiers.describe()
 
     def _check(self) -> None:
@@ -300,22 +335,63 @@ class TensorMover:
     def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
         """Copy blocks of the pool, or ask for those of `source`, and queue their write."""
         began = perf_counter_ns()
-        channel = self._channels[level]
-        assert holder.private is not None
-        blocks = self._name(channel, holder, holder.hit_blocks, holder.private)
+        channel, slots = self._channels[level], holder.private
+        assert slots is not None
         above = None if source is None else self._channels[source]
-        for first in range(0, len(blocks), self._chunk):
-            part = blocks[first : first + self._chunk]
-            moved = ids[first : first + self._chunk]
-            read = None
-            buffer = self._room(channel, len(part))
-            if above is None:
-                self._backend.read_blocks(moved, buffer[: len(part)])
-            else:
-                named = [above.table[slot] for slot in moved]
-                read = above.submit(_Task("read", named, buffer))
-            self._write(channel, _Task("write", part, buffer, read, holder))
+        if channel.memory is not None:
+            self._put(channel, slots, above, ids)
+        else:
+            blocks = self._name(channel, holder, holder.hit_blocks, slots)
+            for first in range(0, len(blocks), self._chunk):
+                part = blocks[first : first + self._chunk]
+                moved = ids[first : first + self._chunk]
+                read = None
+                buffer = self._room(channel, len(part))
+                if above is None or above.memory is not None:
+                    self._copy(above, moved, buffer[: len(part)])
+                else:
+                    named = [above.table[slot] for slot in moved]
+                    read = above.submit(_Task("read", named, buffer))
+                self._write(channel, _Task("write", part, buffer, read, holder))
         self.spent_ns += perf_counter_ns() - began
+
+    def _put(self, channel: _Channel, slots: Ids, above: _Channel | None, ids: Ids) -> None:
+        """Copy blocks of the pool (None), or slots of `above`, into slots in memory."""
+        if above is not None or channel.has_long_runs(slots):
+            for at, run in channel.runs(slots):
+                self._copy(above, ids[at : at + len(run)], run)
+            return
+        size, buffer = channel.level.slot_bytes, self._buffer()
+        for first in range(0, len(slots), self._chunk):
+            part = slots[first : first + self._chunk]
+            self._copy(None, ids[first : first + len(part)], buffer[: len(part)])
+            rows = buffer.cast("B")
+            for at, run in channel.runs(part):
+                run.cast("B")[:] = rows[at * size : (at + len(run)) * size]
+        self._free.append(buffer)
+
+    def _take(self, channel: _Channel, slots: Ids, ids: Ids) -> None:
+        """Copy slots in memory into the blocks `ids` of the pool."""
+        if channel.has_long_runs(slots):
+            for at, run in channel.runs(slots):
+                self._backend.write_blocks(ids[at : at + len(run)], run)
+            return
+        buffer = self._buffer()
+        for first in range(0, len(slots), self._chunk):
+            part = slots[first : first + self._chunk]
+            self._copy(channel, part, buffer[: len(part)])
+            self._backend.write_blocks(ids[first : first + len(part)], buffer[: len(part)])
+        self._free.append(buffer)
+
+    def _copy(self, above: _Channel | None, ids: Ids, into: memoryview) -> None:
+        """Copy blocks of the pool (None), or slots in memory, into memory of the host."""
+        if above is None:
+            self._backend.read_blocks(ids, into)
+            return
+        rows, at = into.cast("B"), 0
+        for _, run in above.runs(ids):
+            rows[at : at + run.nbytes] = run.cast("B")
+            at += run.nbytes
 
     def park(self, level: Level, ids: Ids, holder: Holder) -> None:
         """Copy the private blocks of a preempted sequence, and queue their write.
@@ -330,27 +406,32 @@ class TensorMover:
         if holder.tokens % self._backend.layout.block_size:
             full -= 1
             channel.tails[slots[full]] = self._backend.swap_out(ids[full:])
-        first = holder.blocks - len(ids)
-        blocks = [
-            StoredBlock(slot, first + at, None, token_bytes(16), token_bytes(16))
-            for at, slot in enumerate(slots[:full])
-        ]
-        channel.table.update((block.slot, block) for block in blocks)
-        for at in range(0, full, self._chunk):
-            part = blocks[at : at + self._chunk]
-            buffer = self._room(channel, len(part))
-            self._backend.read_blocks(ids[at : at + len(part)], buffer[: len(part)])
-            self._write(channel, _Task("write", part, buffer))
+        if channel.memory is not None:
+            self._put(channel, slots[:full], None, ids[:full])
+        else:
+            first = holder.blocks - len(ids)
+            blocks = [
+                StoredBlock(slot, first + at, None, token_bytes(16), token_bytes(16))
+                for at, slot in enumerate(slots[:full])
+            ]
+            channel.table.update((block.slot, block) for block in blocks)
+            for at in range(0, full, self._chunk):
+                part = blocks[at : at + self._chunk]
+                buffer = self._room(channel, len(part))
+                self._copy(None, ids[at : at + len(part)], buffer[: len(part)])
+                self._write(channel, _Task("write", part, buffer))
         self.spent_ns += perf_counter_ns() - began
 
     def load(self, part: Part) -> None:
-        """Queue the reads of a load."""
+        """Queue the reads of a load; there are none of slots in memory."""
         channel, slots = self._channels[part.level], part.slots
+        part.data = []
+        if channel.memory is not None:
+            return
         assert slots is not None
         if slots and slots[-1] in channel.tails:
             slots = slots[:-1]
         blocks = [channel.table[slot] for slot in slots]
-        part.data = []
         for first in range(0, len(blocks), self._chunk):
             chunk = blocks[first : first + self._chunk]
             part.data.append(channel.submit(_Task("read", chunk, self._buffer())))
@@ -358,7 +439,12 @@ class TensorMover:
     def finish(self, part: Part, ids: Ids) -> int:
         """Wait for the reads of a load, and put what is right into the blocks `ids`."""
         began = perf_counter_ns()
+        channel, slots = self._channels[part.level], part.slots
+        assert slots is not None
         right = 0
+        if channel.memory is not None:
+            right = len(ids) - any(slot in channel.tails for slot in slots[-1:])
+            self._take(channel, slots[:right], ids)
         # For all at once: threads that copy in turn spend more time on the lock between them.
         self._wait(lambda: all(task.done for task in part.data))
         for task in part.data:
@@ -373,10 +459,7 @@ class TensorMover:
                 break
         else:
             if right < len(ids):
-                slots = part.slots
-                assert slots is not None
-                tail = self._channels[part.level].tails[slots[-1]]
-                self._backend.swap_in(tail, ids[right:])
+                self._backend.swap_in(channel.tails[slots[-1]], ids[right:])
                 right += 1
         self.spent_ns += perf_counter_ns() - began
         return right
@@ -396,7 +479,7 @@ class TensorMover:
         Only stores from which blocks go by themselves are asked; the loop waits for the answer.
         """
         channel = self._channels[level]
-        if not channel.asks_present:
+        if channel.memory is not None or not channel.asks_present:
             return len(slots)
         began = perf_counter_ns()
         task = channel.submit(_Task("present", [channel.table[slot] for slot in slots]))
@@ -424,6 +507,7 @@ class TensorMover:
             self._wait(lambda: all(channel.is_idle for channel in channels))
         for channel in channels:
             channel.flush()
+            channel.memory = None
         tasks = [channel.submit(_Task("close")) for channel in channels]
         self._wait(lambda: all(task.done for task in tasks))
 

@@ -156,7 +156,7 @@ def find_price(text: str) -> PriceModel:
         try:
             given[key] = KEYS[key](value)
         except (ValueError, InputError) as error:
-            why = str(error) if isinstance(error, InputError) else "give a number, as 3.00"
+            why = str(error) if isinstance(error, InputError) else "give a number, such as 3.00"
             msg = f"price: {piece!r}: {why}"
             raise InputError(msg) from None
     if not known and "input" not in given:

@@ -418,9 +418,13 @@ def tier_cells(tier: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str,
         "hits": f"{share(ratio['token'])} of tokens, {share(ratio['request'])} a request",
         "found": counted(tier["found_blocks"], "block"),
         "loaded": f"{tier['loaded_blocks']:,} in {counted(loads, 'load')}",
-        "computed again": f"{tier['recomputed_blocks']:,}, the faster way",
-        "stored": f"{tier['stored_blocks']:,}",
     }
+    if tier["prefetched_blocks"]:
+        cells["of this, ahead of requests"] = (
+            f"{tier['prefetched_blocks']:,}, {tier['prefetch_hit_blocks']:,} of them hit"
+        )
+    cells["computed again"] = f"{tier['recomputed_blocks']:,}, the faster way"
+    cells["stored"] = f"{tier['stored_blocks']:,}"
     if tier["parked_blocks"]:
         cells["of this, swapped out"] = f"{tier['parked_blocks']:,}"
     busy = "link busy or tier left alone" if tier["errors"] else "link busy"

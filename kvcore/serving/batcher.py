@@ -16,6 +16,7 @@ from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.plugins.base import raise_policy_error
+from kvcore.request import Request
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.scheduler import (
     DECODE,
@@ -186,7 +187,8 @@ class Batcher:
         chunks: what the next step prefills: jobs and tokens.
         changed: whether anything has happened since the last plan.
         timers: when (ns) priorities of waiting jobs change by themselves, a heap.
-        loads: when (ns) loads from tiers are done, and of which jobs, a heap.
+        loads: when (ns) loads from tiers are done, and of which jobs, a heap; None: of a
+            request that is yet to come, before those of jobs.
         blocked_job: the job that found no blocks last, if nothing has happened since.
         without_progress: preemptions since the last new token: many are a livelock.
     """
@@ -218,7 +220,7 @@ class Batcher:
         self.chunks: list[tuple[Job, int]] = []
         self.changed = True
         self.timers: list[tuple[int, int, Job]] = []
-        self.loads: list[tuple[int, int, Job, Load]] = []
+        self.loads: list[tuple[int, int, Job | None, Load]] = []
         self.blocked_job: Job | None = None
         self.without_progress = 0
         self._cache = cache
@@ -250,6 +252,18 @@ class Batcher:
         if self._queued is not None:
             self._call("queued", self._queued, job, now)
         self.changed = True
+
+    def prefetch(self, request: Request, now: int, arrival: int) -> None:
+        """Begin to load what tiers have of `request`, which arrives at `arrival` (ns).
+
+        Blocks for which running jobs have the watermark are left to them.
+        """
+        if self._tiers is not None:
+            load = self._tiers.prefetch(
+                request, now, arrival, self._server.prefill_ns, self._reserve
+            )
+            if load is not None:
+                heappush(self.loads, (load.ready, -load.seq.id, None, load))
 
     def plan(self, now: int) -> bool:
         """Allocate what the next decode step needs, and fill `chunks` with its prefill.
@@ -389,6 +403,8 @@ class Batcher:
     def _checked(self, plan: StepPlan) -> Iterator[Job]:
         """Yield the jobs that `plan` admits, which must be waiting."""
         for job in self._each(plan.admit):
+            if job.stage == LOADING:
+                continue  # it was admitted, and waits for its blocks
             if job not in self.waiting:
                 self._refuse_plan(job, "admitted", "is not waiting")
             yield job
@@ -482,9 +498,13 @@ class Batcher:
         self._prefilling[job] = None
         return True
 
-    def _loaded(self, job: Job, load: Load, now: int) -> None:
+    def _loaded(self, job: Job | None, load: Load, now: int) -> None:
         """LOADED: continue with what the load has left to be computed."""
         assert self._tiers is not None
+        if job is None:
+            self._tiers.finish(load, now)
+            self.computed()
+            return
         before = job.computed
         job.computed = self._tiers.finish(load, now)
         self._allocator.loaded(job.computed - before)

@@ -1,8 +1,8 @@
 """The serving loop: a discrete-event simulation of continuous batching.
 
-The events are ARRIVAL, LOADED, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and TIMER. Between
-two of them the same jobs decode, so that all the steps in between are one jump (see
-`decode_batch`).
+The events are ARRIVAL, PREFETCH, LOADED, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and
+TIMER. Between two of them the same jobs decode, so that all the steps in between are one jump
+(see `decode_batch`).
 One turn of the loop:
 
     arrivals up to now -> plan (admit, pause, preempt) -> one step or one jump -> the clock
@@ -52,14 +52,19 @@ class Arrivals:
     Open-loop requests are read as their time comes: memory holds one. A request that comes
     `after` another is sent `think` after that one's end, whatever time was recorded for it;
     from the first request of a session on, the rest of the workload is read at once, since
-    a session may run ahead of its recording.
+    since a session may run ahead of its recording.
+
+    With `prefetches` more open-loop requests are read: all that come within the longest
+    `prefetch` hint so far after the next one, so that it is known in time whom to load for.
 
     Args:
         requests: the workload.
         rate_scale: how many times as fast open-loop requests arrive.
+        prefetches: whether hints for prefetches are collected.
 
     Attributes:
         next_at: when (ns) the next request arrives that is known of, or NEVER.
+        prefetch_at: when (ns) the next prefetch is due that is known of, or NEVER.
         following: requests that wait for the end of another one, with their place in the
             workload, by the id of the other one.
 
@@ -68,7 +73,9 @@ class Arrivals:
             before it or before 0, an id for the second time.
     """
 
-    def __init__(self, requests: Iterable[Request], rate_scale: float = 1.0) -> None:
+    def __init__(
+        self, requests: Iterable[Request], rate_scale: float = 1.0, *, prefetches: bool = False
+    ) -> None:
         if not 0 < rate_scale < float("inf"):
             msg = (
                 f"rate_scale={rate_scale}: give how many times as fast requests arrive, above 0"
@@ -81,6 +88,11 @@ class Arrivals:
         self._last = 0
         self._closed = False
         self._due: list[tuple[int, int, Request]] = []
+        # When a prefetch is due, place, arrival, request; and the longest hint so far.
+        self._ahead: list[tuple[int, int, int, Request]] = []
+        self._longest = 0 if prefetches else -1
+        self._newest = 0
+        self.prefetch_at = NEVER
         self.following: dict[int | str, list[tuple[int, Request]]] = {}
         self._read()
         self.next_at = self._due[0][0] if self._due else NEVER
@@ -89,9 +101,15 @@ class Arrivals:
         """Remove and return the next request, with its time of arrival (ns)."""
         due = self._due
         at, _, request = heappop(due)
-        if request.after is None:
+        if request.after is None and (not due or self._newest < due[0][0] + self._longest):
             self._read()
         self.next_at = due[0][0] if due else NEVER
+        return at, request
+
+    def take_prefetch(self) -> tuple[int, Request]:
+        """Remove the next prefetch; return when (ns) its request arrives, and the request."""
+        _, _, at, request = heappop(self._ahead)
+        self.prefetch_at = self._ahead[0][0] if self._ahead else NEVER
         return at, request
 
     def ended(self, request: Request, now: int) -> None:
@@ -141,7 +159,8 @@ class Arrivals:
             if self._scaled:
                 at = int(at / self._scale)
             self._enter(at, place, request)
-            if not self._closed:
+            self._newest = at
+            if not self._closed and at >= self._due[0][0] + self._longest:
                 return
 
     def _enter(self, at: int, place: int, request: Request) -> None:
@@ -149,6 +168,11 @@ class Arrivals:
             msg = f"request {request.id!r} arrives 2^63 ns (292 years) or more from the start"
             raise InputError(msg)
         heappush(self._due, (at, place, request))
+        early = request.hints.prefetch
+        if early is not None and self._longest >= 0:
+            self._longest = max(self._longest, early)
+            heappush(self._ahead, (at - early, place, at, request))
+            self.prefetch_at = self._ahead[0][0]
 
 
 UNJUDGED, MISSED, MET = -1, 0, 1
@@ -379,6 +403,8 @@ class ServingLoop:
                 self._take_arrivals(now)
             if batcher.plan(now):
                 self._planned(now)
+            if arrivals.prefetch_at <= now:
+                self._prefetch(now)
             if batcher.chunks:
                 self._prefill_step()
             elif batch.size:
@@ -424,6 +450,15 @@ class ServingLoop:
             else:
                 self.batcher.queue(job, at)
 
+    def _prefetch(self, now: int) -> None:
+        """PREFETCH: load for each request that announced it, unless it is here already."""
+        arrivals = self._arrivals
+        while arrivals.prefetch_at <= now:
+            at, request = arrivals.take_prefetch()
+            if at > now:
+                self.batcher.prefetch(request, now, at)
+        self._planned(now)
+
     def _reject(self, job: Job, why: str, now: int) -> None:
         """Reject a request that can never be served."""
         job.stage = DONE
@@ -436,7 +471,7 @@ class ServingLoop:
     def _wait(self) -> bool:
         """Move the clock to the next arrival or timer; return False if there is none."""
         batcher = self.batcher
-        wake = self._arrivals.next_at
+        wake = min(self._arrivals.next_at, self._arrivals.prefetch_at)
         if batcher.timers and batcher.waiting:
             wake = min(wake, batcher.timers[0][0])
         if batcher.loads:
@@ -487,7 +522,7 @@ class ServingLoop:
             if lines is None:
                 lines = decode_lines(self._executor.latency, batch.size)
                 self._lines[batch.size] = lines
-            event = self._arrivals.next_at
+            event = min(self._arrivals.next_at, self._arrivals.prefetch_at)
             if self.batcher.timers:
                 event = min(event, self.batcher.timers[0][0])
             if self.batcher.loads:

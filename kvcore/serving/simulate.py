@@ -176,7 +176,7 @@ def serve(
     if allocator is not None or fragmentation:
         loop_type, allocator = MeasuredLoop, allocator or MeasuredAllocator
     loop = loop_type(
-        Arrivals(check_keys(workload), rate_scale),
+        Arrivals(check_keys(workload), rate_scale, prefetches=cache.tiers is not None),
         cache,
         scheduler,
         executor,

@@ -68,6 +68,21 @@ class TierStoreTests:
             assert store.read(blocks, into) == 4  # noqa: PLR2004 - all of them
             assert into.tobytes() == _data(blocks)
 
+    def test_memory_is_that_of_the_slots(self) -> None:
+        """If a store offers its memory, rows there are slots, and can be written."""
+        blocks = _path(4)
+        with self.open() as store:
+            memory = store.memory
+            if memory is None:
+                pytest.skip("its slots are not in memory that a run can use")
+            assert memory.shape == (_SLOTS, _BYTES)
+            assert not memory.readonly
+            _write(store, blocks)
+            rows = [memory[block.slot : block.slot + 1].tobytes() for block in blocks]
+            assert b"".join(rows) == _data(blocks)
+            memory[blocks[1].slot : blocks[1].slot + 1].cast("B")[:] = rows[0]
+            assert _read(store, blocks) == b"".join([rows[0], rows[0], *rows[2:]])
+
     def test_nothing_is_nothing(self) -> None:
         """Calls with no blocks do nothing; slots never written hold none."""
         empty = memoryview(bytearray())

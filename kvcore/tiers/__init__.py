@@ -1,6 +1,7 @@
 """Tiers: where K/V rests outside the pool, and how it moves."""
 
-from kvcore.tiers.hierarchy import Level, Load, Mover, Part, Tiers, TierStats, path_ids
+from kvcore.tiers.hierarchy import Load, Tiers
+from kvcore.tiers.level import Level, Mover, Part, TierStats, path_ids
 from kvcore.tiers.tier import (
     InstantLink,
     Link,

@@ -14,132 +14,23 @@ and any eviction policy serves as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import attrs
 
-from kvcore.cache.hints import PriorityStep
-from kvcore.cache.integrity import check_blocks, check_tree
 from kvcore.cache.kvcache import KVCache
-from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
 from kvcore.cache.span import Span
-from kvcore.cache.tree import SpanTree
-from kvcore.plugins import describe, policy_error, resolve
-from kvcore.plugins.base import FAILURES
-from kvcore.request import DEFAULT_PRIORITY, Key, Request
-from kvcore.tiers.tier import Link, Tier
+from kvcore.plugins import describe, resolve
+from kvcore.request import Request
+from kvcore.tiers.level import Level, Mover, Part
+from kvcore.tiers.tier import Tier
 from kvcore.units import NS_PER_S
 
 PrefillTime = Callable[[int, int], int]
 """Returns the ns to prefill n tokens after a context of c tokens."""
-
-
-@attrs.define
-class TierStats:
-    """What moved in and out of a tier, in blocks unless it says otherwise.
-
-    Attributes:
-        stored: written into it; `parked`, those of preempted sequences among them.
-        loads, loaded: loads, and their blocks; `returned`, those for requests that came back
-            from a preemption, which is no reuse, among them.
-        hits: of these blocks, those that were right, at first admissions; `ratio_sum`: their
-            shares in what these requests looked up, summed.
-        found: found at first admissions, beyond what nearer levels held; `recomputed`: of
-            these found, those that were computed again, since that was faster.
-        skipped: not written, since the link was busy for too long, or the store left alone
-            after a failure; `refused`: since what is in use left no room.
-        wait_ns, load_ns: time that loads waited for the link, and took in all.
-        dropped: blocks that left, by reason: `capacity`, `expired`, `moved`, `corrupt`,
-            `gone`, `parked`, `failed`.
-        recovered: blocks that an earlier run on tensors had left here.
-        errors: calls of the store that failed, or took too long.
-    """
-
-    stored: int = 0
-    parked: int = 0
-    loads: int = 0
-    loaded: int = 0
-    returned: int = 0
-    hits: int = 0
-    ratio_sum: float = 0.0
-    found: int = 0
-    recomputed: int = 0
-    skipped: int = 0
-    refused: int = 0
-    wait_ns: int = 0
-    load_ns: int = 0
-    recovered: int = 0
-    errors: int = 0
-    dropped: dict[str, int] = attrs.field(factory=dict)
-
-
-class Mover(Protocol):
-    """Moves the bytes: in a run on tensors. A simulation has none."""
-
-    def is_ready(self, level: Level) -> bool:
-        """Return False while the store of `level` is left alone, since it has failed."""
-
-    def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
-        """Called when blocks are written: of `source` (None: of the pool) with these `ids`.
-
-        They go into the slots `holder.private`, which end the path of `holder.keys` at
-        `holder.blocks`.
-        """
-
-    def park(self, level: Level, ids: Ids, holder: Holder) -> None:
-        """Called when private blocks of a preempted sequence are written, likewise."""
-
-    def load(self, part: Part) -> None:
-        """Called when a load has begun."""
-
-    def finish(self, part: Part, ids: Ids) -> int:
-        """Put what was loaded into the blocks `ids` of the pool; return how many are right.
-
-        If not all are, `part.reason` says why.
-        """
-
-    def dropped(self, level: Level, slots: Ids) -> None:
-        """Called when slots are free again."""
-
-    def present(self, level: Level, slots: Ids) -> int:
-        """Return how many of the first `slots` still have their blocks."""
-
-    def lost(self) -> Iterable[tuple[Level, Holder, int]]:
-        """Yield once what could not be written: blocks of a path, from a position on."""
-
-
-@attrs.define(eq=False)
-class Part:
-    """The blocks `[first, end)` of a prompt, which one level holds, on their way up.
-
-    Attributes:
-        level: where they come from.
-        holder: what pins them there.
-        parked: whether they were a preempted sequence's own.
-        reason: why they are dropped if they are not as they should be.
-        data: the mover's own.
-    """
-
-    level: Level
-    holder: Holder
-    first: int
-    end: int
-    parked: bool = False
-    reason: str = "corrupt"
-    data: Any = None
-
-    @property
-    def slots(self) -> Ids | None:
-        """The slots of the blocks, in the order of the prompt; None: they have no ids."""
-        span, private = self.holder.span, self.holder.private
-        shared = path_ids(span, self.first, self.end) if self.first < span.end else None
-        if private is None or self.end <= span.end:
-            return shared
-        own = private[max(self.first - span.end, 0) : self.end - span.end]
-        return own if shared is None else shared + own
 
 
 @attrs.define(eq=False)
@@ -152,6 +43,8 @@ class Load:
         ready: when (ns) all of them can be used.
         tokens: tokens that `seq` has computed then.
         resumed: whether it is of a preempted request that returns.
+        ahead: whether it is of a request that is yet to come.
+        awaited: the load ahead of its request that `seq` waits for; it has no parts then.
     """
 
     seq: Holder
@@ -159,307 +52,8 @@ class Load:
     ready: int
     tokens: int
     resumed: bool
-
-
-class _Requester(NamedTuple):
-    id: int | str
-    tenant: str | None
-
-
-class Level:
-    """A tier in one run: its slots, what is in them, and its link.
-
-    Attributes:
-        tier, link, pool, tree, stats: as their types say.
-        below: the next farther level, or None.
-        parked: what preempted sequences have left here, by request.
-    """
-
-    def __init__(self, tiers: Tiers, tier: Tier, slot_bytes: int, devices: int) -> None:
-        cache = tiers.cache
-        slots = tier.slots(slot_bytes)
-        links = devices if tier.per_device else 1
-        self.tier = tier
-        self.link = Link(
-            int(tier.read_bandwidth) * links, int(tier.write_bandwidth) * links, tier.latency
-        )
-        self.below: Level | None = None
-        self.parked: dict[int | str, Holder] = {}
-        self.stats = TierStats()
-        self.slot_bytes = slot_bytes
-        self._tiers = tiers
-        self._max_wait = round(tier.max_wait * 10**9)
-        self._serial = 0
-        # What the last store was asked for; None when anything has left since.
-        self._held: tuple[Span, int] | None = None
-        self.pool: CountingPool = (BlockPool if tiers.keeps_ids else CountingPool)(slots)
-        eviction = resolve("eviction", tier.eviction)
-        index = resolve("prefix", None, "radix")
-        tier.bind()
-        eviction.bind()
-        try:
-            eviction.attach(slots, cache.geometry.block_size)
-        except FAILURES as error:
-            raise policy_error(eviction, "attach", error) from error
-        self.tree = SpanTree(self.pool, index, eviction, cache.geometry, None)
-        self.tree.watcher = self
-        self.tree.upper = cache.tree
-
-    @property
-    def name(self) -> str:
-        """The name of the tier, which traces and reports use; unique among the levels."""
-        return self._tiers.names[self]
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its store can be asked: False for a while after it has failed."""
-        mover = self._tiers.mover
-        return mover is None or mover.is_ready(self)
-
-    # What it hears of its own directory, as the watcher of its tree.
-
-    def stored(self, span: Span, now: int) -> None:
-        """Called when blocks were stored here: the level below may want them too."""
-        if self.below is not None and self.below.tier.write == "through":
-            self.below.store(span, span.end, now, self)
-
-    def hit(self, span: Span, now: int) -> None:
-        """Called when a load uses `span`: the level below may want it now."""
-        if self.below is not None:
-            self.below.store_used(span, now, self)
-
-    def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
-        """Called when blocks leave: they go to the level below, or are gone."""
-        self._held = None
-        if self.below is not None and reason == "capacity" and self.below.tier.write == "evict":
-            self.below.store(span, span.end, now, self)
-        first = span.end - blocks
-        self._drop(span.last_request, first, blocks, now, reason)
-        if self._tiers.mover is not None and span.ids is not None:
-            self._tiers.mover.dropped(self, span.ids[len(span.ids) - blocks :])
-
-    # Down.
-
-    def store_used(self, span: Span, now: int, source: Level | None) -> None:
-        """Store the path to `span` as far as it has been used as often as asked for."""
-        uses = self.tier.write
-        if type(uses) is int:
-            while span.parent is not None and span.hit_count < uses:
-                span = span.parent
-            if span.parent is not None:
-                self.store(span, span.end, now, source)
-
-    def store(self, span: Span, end: int, now: int, source: Level | None) -> bool:
-        """Write the path down to `span`, up to position `end`, as far as it is missing here.
-
-        Returns whether all of it is here then. O(spans on the path + victims); O(1) where the
-        blocks of one span leave one by one.
-        """
-        tree = self.tree
-        if self._held is not None and self._held[0] is span and end <= self._held[1]:
-            return True
-        match = tree.match(span.path_keys, end, now)
-        need = end - match.blocks
-        if not need:
-            self._remember(span, end)
-            return True
-        if self.link.wait(now) > self._max_wait or not self.is_ready:
-            self.stats.skipped += need
-            return False
-        room = self.pool.free_blocks + tree.unpinned_blocks - match.unpinned_blocks
-        if need > room:
-            self.stats.refused += need - room
-            end -= need - room
-            if end <= match.blocks:
-                return False
-        holder = self._holder(span.last_request, span.tenant, span.path_keys, end)
-        holder.hit_blocks = match.blocks
-        holder.priorities = _priorities(span, match.blocks, now)
-        tree.open(holder, match, end - match.blocks, now, missed=False, resumed=True)
-        if self._tiers.mover is not None:
-            ids = path_ids(span, match.blocks, end)
-            if ids is not None:
-                self._tiers.mover.store(self, source, ids, holder)
-        self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
-        tree.commit(holder, end, now)
-        tree.close(holder.span, now)
-        if need > room:
-            return False
-        self._remember(span, end)
-        return True
-
-    def _remember(self, span: Span, end: int) -> None:
-        """Store that the path down to `span`, up to `end`, is here until anything leaves."""
-        if not self.tree.eviction.expires_spans:
-            self._held = span, end
-
-    def to_park(self, seq: Holder, tokens: int, now: int) -> int | None:
-        """Return how many blocks of `seq` must be written to park it here. Changes nothing.
-
-        None: there is no room for them, or the link is too busy.
-        """
-        blocks = -(-tokens // seq.span.geometry.block_size)
-        match = self.tree.match(seq.keys, seq.span.end, now)
-        room = self.pool.free_blocks + self.tree.unpinned_blocks - match.unpinned_blocks
-        need = blocks - match.blocks
-        fits = need <= room and self.link.wait(now) <= self._max_wait and self.is_ready
-        return need if fits else None
-
-    def park(self, seq: Holder, tokens: int, now: int) -> None:
-        """Keep the first `tokens` tokens of `seq`: pin what it shares, park its own blocks."""
-        shared, tree = seq.span, self.tree
-        blocks = -(-tokens // shared.geometry.block_size)
-        if shared.parent is not None:
-            self.store(shared, shared.end, now, None)
-        match = tree.match(seq.keys, shared.end, now)
-        holder = self._holder(seq.request.id, seq.request.tenant, seq.keys, blocks)
-        holder.hit_blocks, holder.tokens = match.blocks, tokens
-        own = blocks - match.blocks
-        tree.open(holder, match, own, now, missed=False, resumed=True)
-        self.parked[seq.request.id] = holder
-        if self._tiers.mover is not None and seq.private is not None:
-            self._tiers.mover.park(self, seq.table()[match.blocks : blocks], holder)
-        self.stats.parked += own
-        self._wrote(seq.request.id, match.blocks, own, now, None, parked=True)
-
-    def unpark(self, request: int | str, now: int) -> None:
-        """Give up what a preempted sequence has left here."""
-        holder = self.parked.pop(request)
-        shared, count = holder.span.end, holder.blocks - holder.span.end
-        if self._tiers.mover is not None and holder.private is not None:
-            self._tiers.mover.dropped(self, holder.private)
-        self.pool.free(None if holder.private is None else holder.private[::-1], count)
-        self.tree.close(holder.span, now)
-        self._drop(request, shared, count, now, "parked")
-
-    def _wrote(
-        self,
-        request: int | str,
-        first: int,
-        blocks: int,
-        now: int,
-        source: Level | None,
-        *,
-        parked: bool = False,
-    ) -> None:
-        self.stats.stored += blocks
-        done = self.link.store(blocks * self.slot_bytes, now)
-        trace = self._tiers.cache.trace
-        if trace is not None:
-            trace.offload(
-                now, tier=self.name, request=request, first=first, blocks=blocks, done=done,
-                source=None if source is None else source.name, parked=parked,
-            )  # fmt: skip
-
-    def _drop(self, request: int | str, first: int, blocks: int, now: int, reason: str) -> None:
-        dropped = self.stats.dropped
-        dropped[reason] = dropped.get(reason, 0) + blocks
-        trace = self._tiers.cache.trace
-        if trace is not None:
-            trace.drop_from_tier(
-                now, tier=self.name, request=request, first=first, blocks=blocks, reason=reason
-            )
-
-    # Up.
-
-    def find(self, keys: Sequence[Key], limit: int, now: int) -> int:
-        """Return up to which position, at most `limit`, a prompt is here. Changes nothing."""
-        return self.tree.match(keys, limit, now).blocks if self.is_ready else 0
-
-    def confirm(self, seq: Holder, first: int, end: int, now: int) -> int:
-        """Return up to which position the blocks `[first, end)` of `seq` are in the store.
-
-        The directory has them; what has gone from the store by itself is dropped from it.
-        """
-        mover, span = self._tiers.mover, self.tree.match(seq.keys, end, now).span
-        slots = None if mover is None else path_ids(span, first, end)
-        if mover is None or slots is None:
-            return end
-        there = first + mover.present(self, slots)
-        if there < end and self.is_ready:
-            self.discard(seq, there, now, "gone")
-        return there
-
-    def take(
-        self, request: Request, keys: Sequence[Key], first: int, end: int, now: int,
-        *, resumed: bool = False,
-    ) -> Part:  # fmt: skip
-        """Pin the blocks of a prompt up to `end`, to load those from `first` on.
-
-        For a `resumed` request that is no reuse.
-        """
-        tree = self.tree
-        holder = self._holder(request.id, request.tenant, keys, end)
-        holder.hit_blocks = end
-        match = tree.match(keys, end, now)
-        tree.open(holder, match, 0, now, missed=False, resumed=resumed)
-        return Part(self, holder, first, end)
-
-    def give_back(self, part: Part, right: int | None, now: int) -> None:
-        """Unpin what was loaded, of which the first `right` blocks were as they should be.
-
-        None: nobody has looked, since blocks before them were not.
-        """
-        holder, tree = part.holder, self.tree
-        if part.parked:
-            self.unpark(holder.request.id, now)
-            return
-        span = holder.span
-        tree.close(holder.span, now)
-        if right is None:
-            return
-        if right < part.end - part.first:
-            self.discard(holder, part.first + right, now, part.reason)
-        elif self.tier.keep == "exclusive":
-            tree.vacate(span, now)
-
-    def discard(self, wrong: Holder, first: int, now: int, reason: str) -> None:
-        """Drop the path of `wrong` from position `first` on, and all that continues it."""
-        tree = self.tree
-        holder = self._holder(wrong.request.id, wrong.request.tenant, wrong.keys, first)
-        match = tree.match(wrong.keys, first, now)
-        tree.open(holder, match, 0, now, missed=False, resumed=True)
-        key = wrong.keys[holder.span.end // tree.geometry.ratio]
-        top = (holder.span.children or {}).get(key)
-        if top is not None:
-            tree.discard(top, now, reason)
-        tree.close(holder.span, now)
-
-    def restore(self, keys: Sequence[Key], slots: Ids) -> None:
-        """Put back a path that an earlier run has left: `slots` have its blocks, all of them.
-
-        Their slots must be allocated. The path is the latest to be used, of all put back.
-        """
-        tree, end, trace = self.tree, len(slots), self._tiers.cache.trace
-        name = f"{self.name}:{self._serial + 1}"
-        holder = self._holder(name, None, keys, end)
-        match = tree.match(keys, end, 0)
-        if trace is not None:
-            first, blocks = match.blocks, end - match.blocks
-            trace.recover(
-                0, tier=self.name, request=name, keys=keys, first=first, blocks=blocks
-            )
-        tree.open(holder, match, 0, 0, missed=False, resumed=True)
-        holder.private = slots[match.blocks :]
-        tree.commit(holder, end, 0)
-        tree.close(holder.span, 0)
-
-    def _holder(
-        self, request: int | str, tenant: str | None, keys: Sequence[Key], blocks: int
-    ) -> Holder:
-        """Return who pins a path while it is moved, up to position `blocks`."""
-        self._serial += 1
-        root = self.tree.root
-        # What a tree reads of a request; a whole one takes as long to make as all the rest.
-        who = cast("Request", _Requester(request, tenant))
-        return Holder(
-            self._serial, self._serial, who, keys, blocks, 0, 0, 0, 0, blocks, 0, root
-        )
-
-    def check_integrity(self, moving: Iterable[Holder] = ()) -> None:
-        """Check the invariants of the directory. Raises AssertionError."""
-        check_tree(self.tree)
-        check_blocks(self.pool, self.tree, [*self.parked.values(), *moving])
+    ahead: bool = False
+    awaited: Load | None = None
 
 
 class Tiers:
@@ -474,9 +68,8 @@ class Tiers:
 
     Attributes:
         cache: as given.
-        mover: what moves bytes, set by a run on tensors; None: nothing does.
+        mover: what moves bytes, which `move_with` sets in a run on tensors; None: nothing does.
         levels: the tiers in use, nearest first.
-        names: what each is called: its plugin's name, with a number if there are several.
         keeps_ids: whether slots have ids.
 
     Raises:
@@ -496,15 +89,17 @@ class Tiers:
         self.mover: Mover | None = None
         self.keeps_ids = ids
         built = [resolve("tier", tier) for tier in tiers]
-        self.levels = [Level(self, tier, slot_bytes, devices) for tier in built]
         called = [tier.name for tier in built]
-        self.names = {
-            level: name if called.count(name) == 1 else f"{name}-{called[:at].count(name) + 1}"
-            for at, (level, name) in enumerate(zip(self.levels, called, strict=True))
-        }
+        self.levels = [
+            Level(cache, tier, _numbered(called, at), slot_bytes, devices, ids=ids)
+            for at, tier in enumerate(built)
+        ]
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below
         self._loading: list[Load] = []
+        # By request, what is on its way ahead of it, and what has come and awaits it.
+        self._ahead: dict[int | str, Load] = {}
+        self._brought: dict[int | str, list[tuple[Level, int, int]]] = {}
         if self.levels and self.levels[0].tier.load != "never":
             many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
             cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
@@ -512,6 +107,12 @@ class Tiers:
         cache.tiers = self
         self._devices = devices
         self.describe()
+
+    def move_with(self, mover: Mover) -> None:
+        """Let `mover` move the bytes of all levels."""
+        self.mover = mover
+        for level in self.levels:
+            level.mover = mover
 
     def describe(self) -> None:
         """Write the tiers into the header of the trace, with what was found in them."""
@@ -567,6 +168,10 @@ class Tiers:
         to compute the rest. Returns None if that is none. `resumed`: as for `KVCache.open`.
         """
         self.drop_lost(now)
+        if seq.request.hints.prefetch is not None:
+            load = self._await(seq, now, prefill_ns, resumed=resumed)
+            if load is not None:
+                return load
         parked = self._parked(seq)
         if parked is not None:
             load = self._load_parked(seq, *parked, now, prefill_ns)
@@ -618,9 +223,11 @@ class Tiers:
         found: list[tuple[Level, int, int]],
         now: int,
         prefill_ns: PrefillTime,
+        lead: int = 0,
     ) -> int:
         """Return up to which position to load: where loading and computing take least time.
 
+        The first `lead` ns of loading cost nothing: the request is yet to come.
         The more is loaded, the longer that takes, and the less the rest does. So no prefix
         that ends between two positions takes less than to load up to the first of them and to
         compute from the last one on: ranges for which that is too much are left out, and others
@@ -637,7 +244,7 @@ class Tiers:
         for level, first, upto in found:
             link, slot = level.link, level.slot_bytes
             loading = ready
-            ready = max(loading, link.load_ns((upto - first) * slot, now))
+            ready = max(loading, link.load_ns((upto - first) * slot, now) - lead)
             computing = rest(upto)
             if ready + computing <= least or level.tier.load == "always":
                 best, least = upto, ready + computing
@@ -646,19 +253,28 @@ class Tiers:
             ranges = [(first, upto, computing)]
             while ranges:
                 low, high, fewest = ranges.pop()
-                bound = max(loading, link.load_ns((low + 1 - first) * slot, now)) + fewest
+                bound = link.load_ns((low + 1 - first) * slot, now) - lead
+                bound = max(loading, bound) + fewest
                 if high - low < 2 or bound >= least:  # noqa: PLR2004 - nothing in between
                     continue
                 middle = (low + high) // 2
                 between = rest(middle)
-                took = max(loading, link.load_ns((middle - first) * slot, now)) + between
+                took = link.load_ns((middle - first) * slot, now) - lead
+                took = max(loading, took) + between
                 if took < least:
                     best, least = middle, took
                 ranges += [(low, middle, between), (middle, high, fewest)]
         return best
 
     def _begin(
-        self, seq: Holder, parts: list[Part], tokens: int, now: int, *, resumed: bool
+        self,
+        seq: Holder,
+        parts: list[Part],
+        tokens: int,
+        now: int,
+        *,
+        resumed: bool,
+        ahead: bool = False,
     ) -> Load:
         """Queue the parts of a load on their links."""
         trace, ready = self.cache.trace, now
@@ -668,6 +284,7 @@ class Tiers:
             stats.loads += 1
             stats.loaded += blocks
             stats.returned += blocks if resumed else 0
+            stats.prefetched += blocks if ahead else 0
             stats.wait_ns += level.link.wait(now)
             done = level.link.load(blocks * level.slot_bytes, now)
             stats.load_ns += done - now
@@ -679,7 +296,7 @@ class Tiers:
                     now, tier=level.name, request=seq.request.id, seq=seq.id,
                     first=part.first, blocks=blocks, done=done,
                 )  # fmt: skip
-        load = Load(seq, parts, ready, tokens, resumed)
+        load = Load(seq, parts, ready, tokens, resumed, ahead)
         self._loading.append(load)
         return load
 
@@ -688,6 +305,8 @@ class Tiers:
 
         Blocks that were not as they should be, and those after them, are left to be computed.
         """
+        if load.awaited is not None:
+            return self._take_over(load, load.awaited, now)
         self._loading.remove(load)
         seq, trace = load.seq, self.cache.trace
         size = self.cache.geometry.block_size
@@ -700,7 +319,7 @@ class Tiers:
                 right = self.mover.finish(part, seq.private[at : at + blocks])
             end += right or 0
             whole = whole and right == blocks
-            if right and not load.resumed:
+            if right and not (load.resumed or load.ahead):
                 part.level.stats.hits += right
                 part.level.stats.ratio_sum += right / seq.lookup_blocks
             if trace is not None:
@@ -709,10 +328,101 @@ class Tiers:
                     first=part.first, blocks=right or 0,
                 )  # fmt: skip
             part.level.give_back(part, right, now)
+        if load.ahead:
+            self._came(seq, end, now)
+            del self._ahead[seq.request.id]
+            self._brought[seq.request.id] = [
+                (part.level, part.first, part.end) for part in load.parts
+            ]
+            return 0
         tokens = load.tokens if whole else end * size
         if tokens > seq.computed:
             self.cache.commit(seq, tokens - seq.computed, now)
         return max(tokens, seq.hit_blocks * size)
+
+    # Ahead of a request.
+
+    def prefetch(
+        self, request: Request, now: int, arrival: int, prefill_ns: PrefillTime, reserve: int
+    ) -> Load | None:
+        """Begin to load what the pool lacks of the prompt of a request that is yet to come.
+
+        What is loaded is decided as for a load, but that the time up to `arrival` (ns) costs
+        nothing. It goes into blocks that are free or can be evicted, of which `reserve` must
+        stay, and over links that are not too busy for a write. When it has come, it is cached,
+        and no request holds it. Returns None if nothing is loaded.
+        """
+        cache = self.cache
+        if not cache.prefix.shares:
+            return None
+        self.drop_lost(now)
+        planned = cache.plan_ahead(request, now)
+        found = self._find(planned, now, resumed=True)
+        busy = (at for at, (level, *_) in enumerate(found) if level.is_busy(now))
+        found = found[: next(busy, None)]
+        end = self._cheapest(planned, found, now, prefill_ns, arrival - now)
+        if end <= planned.hit_blocks:
+            return None
+        seq = cache.open_ahead(planned, end, now, reserve)
+        if seq is planned:
+            return None
+        # To make room for them in the pool, blocks may have left the tiers.
+        parts = [
+            level.take(request, seq.keys, first, min(upto, seq.blocks), now)
+            for level, first, upto in self._find(seq, now, resumed=True)
+            if first < seq.blocks
+        ]
+        if not parts:
+            cache.close(seq, now, preempted=True)
+            return None
+        load = self._begin(seq, parts, 0, now, resumed=False, ahead=True)
+        self._ahead[request.id] = load
+        return load
+
+    def _came(self, seq: Holder, end: int, now: int) -> None:
+        """Leave what has come ahead of a request, up to position `end`, in the pool."""
+        # Not `KVCache.commit`: what the request itself may forget is decided when it is here.
+        if end > seq.span.end:
+            self.cache.tree.commit(seq, end, now)
+        seq.computed = end * self.cache.geometry.block_size
+        self.cache.close(seq, now, preempted=True)
+
+    def _await(
+        self, seq: Holder, now: int, prefill_ns: PrefillTime, *, resumed: bool
+    ) -> Load | None:
+        """Return a wait for what is on its way ahead of `seq`, unless computing is faster.
+
+        No load of its own could bring the same blocks sooner, since a link takes its turns.
+        """
+        hit, size = seq.hit_blocks, self.cache.geometry.block_size
+        if not resumed:
+            for level, first, end in self._brought.pop(seq.request.id, ()):
+                level.stats.prefetch_hits += max(0, min(hit, end) - first)
+        ahead = self._ahead.get(seq.request.id)
+        if ahead is None or ahead.parts[-1].end <= hit:
+            return None
+        end = ahead.parts[-1].end
+        took = ahead.ready - now + prefill_ns(seq.target - end * size, end * size)
+        always = any(part.level.tier.load == "always" for part in ahead.parts)
+        if took > prefill_ns(seq.target - hit * size, hit * size) and not always:
+            return None
+        return Load(seq, [], ahead.ready, end * size, resumed, awaited=ahead)
+
+    def _take_over(self, load: Load, awaited: Load, now: int) -> int:
+        """Make a sequence use what has come ahead of it; return how many tokens it has then."""
+        seq, size = load.seq, self.cache.geometry.block_size
+        end = self.cache.tree.match(seq.keys, load.tokens // size, now).blocks
+        for part in awaited.parts:
+            right = min(end, part.end) - max(seq.hit_blocks, part.first)
+            if right > 0 and not load.resumed:
+                stats = part.level.stats
+                stats.prefetch_hits += right
+                stats.hits += right
+                stats.ratio_sum += right / seq.lookup_blocks
+        self._brought.pop(seq.request.id, None)
+        if end * size > seq.computed:
+            self.cache.commit(seq, end * size - seq.computed, now)
+        return max(end, seq.hit_blocks) * size
 
     # Preemption by swap.
 
@@ -816,10 +526,11 @@ class Tiers:
                 **{
                     f"{name}_blocks": getattr(level.stats, name)
                     for name in (
-                        "stored", "parked", "found", "loaded", "returned", "recomputed",
-                        "skipped", "refused",
+                        "stored", "parked", "found", "loaded", "returned", "prefetched",
+                        "recomputed", "skipped", "refused",
                     )
                 },
+                "prefetch_hit_blocks": level.stats.prefetch_hits,
                 "recovered_blocks": level.stats.recovered,
                 "errors": level.stats.errors,
                 "loads": level.stats.loads,
@@ -834,35 +545,7 @@ class Tiers:
         ]  # fmt: skip
 
 
-def _priorities(span: Span, first: int, now: int) -> list[PriorityStep] | None:
-    """Return the retention priorities from position `first` of the path down to `span` on."""
-    steps: list[PriorityStep] = []
-    if span.start <= first and span.priority == DEFAULT_PRIORITY:
-        return None
-    while span.parent is not None and span.end > first:
-        until = span.priority_until
-        priority = span.priority_at(now)
-        if priority == DEFAULT_PRIORITY:
-            until = None
-        steps.append((span.end, priority, None if until is None else until - now))
-        span = span.parent
-    if all(priority == DEFAULT_PRIORITY for _, priority, _ in steps):
-        return None
-    return steps[::-1]
-
-
-def path_ids(span: Span, first: int, end: int) -> Ids | None:
-    """Return the ids of the blocks `[first, end)` of the path down to `span`; None: no ids."""
-    parts: list[Ids] = []
-    while span.parent is not None and span.end > first:
-        if span.ids is None:
-            return None
-        low = max(first - span.start, 0)
-        parts.append(span.ids[low : max(end - span.start, 0)])
-        span = span.parent
-    if not parts:
-        return None
-    ids = parts.pop()
-    for part in reversed(parts):
-        ids = ids + part
-    return ids
+def _numbered(names: list[str], at: int) -> str:
+    """Return the name at a place, with a number if it is there several times."""
+    name = names[at]
+    return name if names.count(name) == 1 else f"{name}-{names[:at].count(name) + 1}"

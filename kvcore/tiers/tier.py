@@ -172,7 +172,14 @@ class TierStore(ABC):
 
     A store answers for what it returns: blocks whose bytes or whose `chain` are not those that
     were written are reported as wrong, never returned as right.
+
+    Attributes:
+        memory: the slots, `[slots, slot_bytes]`, if they lie in memory of this process and stay
+            where they are until `close`; None: they do not. A run that can copy between them
+            and its pool does so, and calls `close` alone: no thread, no time-out, no checks.
     """
+
+    memory: memoryview | None = None
 
     @abstractmethod
     def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:

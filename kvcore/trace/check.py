@@ -263,9 +263,29 @@ class TraceChecker:
         )
 
     def _request(self, event: events.Request) -> None:
-        if event.id in self.state.requests:
-            violated(f"request {event.id!r} has a REQUEST line already")
+        known = self.state.requests.get(event.id)
+        if known is not None:
+            if self._tiers is None or not self.lifecycles.is_announced(event.id):
+                violated(f"request {event.id!r} has a REQUEST line already")
+            self._tiers.arrive(event, known)
         self.lifecycles.arrive(event.id, event.output)
+
+    def _prefetch(self, event: events.Prefetch) -> None:
+        if self._tiers is None:
+            violated("HEADER has no tiers")
+        if event.request in self.state.requests:
+            violated(f"request {event.request!r} is known already")
+        cached = self._cached_keys.match(event.keys)
+        if event.blocks != cached or cached >= len(event.keys) * self._ratio:
+            violated(f"{cached} blocks are cached of {len(event.keys)} keys")
+        if bool(event.blocks) is not isinstance(event.span, int):
+            violated(f"a span is what holds {event.blocks} blocks that are cached")
+        self.lifecycles.announce(event.request)
+        self._must_open(event.seq)
+        if event.blocks:
+            span, last = self.state.span(event.span), (event.blocks - 1) // self._ratio  # type: ignore[arg-type]
+            if span.end != event.blocks or span.keys[last] != event.keys[last]:
+                violated(f"span {span.id} is not what these keys have up to {event.blocks}")
 
     def _hit(self, event: events.Hit) -> None:
         prompt = self._admit(event, event.blocks)
@@ -511,6 +531,8 @@ class TraceChecker:
             violated(f"compactions of sequence {seq.id} removed {seq.compacted} tokens")
         if self._due is None:
             self.lifecycles.close(seq.prompt.id, seq.id)
+        if self._tiers is not None and self._tiers.close(seq.id):
+            return
         prompt, end = seq.prompt, seq.span.end
         least, most = self._limits(prompt, resumed=True)
         # What it does not share itself, others may have cached meanwhile.

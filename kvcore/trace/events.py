@@ -208,6 +208,16 @@ class Miss(Event, tag="MISS"):
     again: Again | UnsetType = UNSET
 
 
+class Prefetch(Event, tag="PREFETCH"):
+    """A sequence opened to load blocks of a prompt before its request arrives."""
+
+    request: RequestId
+    seq: Count
+    keys: BlockKeys
+    blocks: Count
+    span: Count | UnsetType = UNSET
+
+
 class Split(Event, tag="SPLIT"):
     """A span was cut in two; the lower half keeps the id."""
 
@@ -412,9 +422,9 @@ class End(Event, tag="END"):
 
 
 _TAGGED = (
-    Header | Request | Hit | Miss | Split | Alloc | Commit | Evict | Compact | Free | Fork
-    | Copy | FirstToken | Preempt | Resume | Recover | Offload | LoadStart | Load | Discard
-    | Keys | Finish | Reject | End
+    Header | Request | Prefetch | Hit | Miss | Split | Alloc | Commit | Evict | Compact | Free
+    | Fork | Copy | FirstToken | Preempt | Resume | Recover | Offload | LoadStart | Load
+    | Discard | Keys | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {

@@ -17,6 +17,8 @@ PREEMPTIONS = ("pause", "recompute", "swap")
 
 WAITING, RUNNING, PAUSED, PREEMPTED = "waiting", "running", "paused", "preempted"
 
+ANNOUNCED = "announced"
+
 FINISHED, REJECTED = "finished", "rejected"
 
 
@@ -27,8 +29,9 @@ class Lifecycle:
     Attributes:
         id: of the request.
         output: tokens it asks for.
-        stage: `waiting` for its first admission, `running`, `paused`, `preempted` (waiting
-            for another admission), `finished` or `rejected`.
+        stage: `announced` by a prefetch, before it arrives; `waiting` for its first admission,
+            `running`, `paused`, `preempted` (waiting for another admission), `finished` or
+            `rejected`.
         seq: the sequence of its last admission; None before the first.
         answered: whether its first token has come.
     """
@@ -74,6 +77,10 @@ class Lifecycles:
         """Record a request that asks for `output` tokens."""
         self._requests[request] = Lifecycle(request, output)
 
+    def announce(self, request: int | str) -> None:
+        """Record that blocks are loaded for `request`, which is yet to arrive."""
+        self._requests[request] = Lifecycle(request, 0, ANNOUNCED)
+
     def admit(self, request: int | str, seq: int, *, resumed: bool) -> None:
         """Record that `request` runs as the new sequence `seq`.
 
@@ -103,6 +110,8 @@ class Lifecycles:
         Raises:
             ViolationError: it is over, or paused.
         """
+        if self.is_announced(request):
+            return
         life = self._running(request)
         if life.stage == PAUSED:
             violated(f"request {request!r} is paused, and needs no blocks")
@@ -125,6 +134,11 @@ class Lifecycles:
         """
         self._apply[event.event](event)
         return event.event == "FINISH" or getattr(event, "how", None) in ("recompute", "swap")
+
+    def is_announced(self, request: int | str) -> bool:
+        """Return True if blocks were loaded for `request`, which is yet to arrive."""
+        life = self._requests.get(request)
+        return life is not None and life.stage == ANNOUNCED
 
     def waits(self, request: int | str) -> bool:
         """Return True if `request` was preempted, and waits for another admission."""
@@ -149,7 +163,10 @@ class Lifecycles:
         Raises:
             ViolationError: the trace has a clock, and something in it has not ended.
         """
-        left = [life for life in self._requests.values() if not life.over]
+        left = [
+            life for life in self._requests.values()
+            if not (life.over or life.stage == ANNOUNCED)
+        ]  # fmt: skip
         if self._complete and left:
             first = f"the first, {left[0].id!r}, is {left[0].stage}"
             violated(f"requests without FINISH or REJECT: {len(left)}; {first}")
@@ -211,7 +228,7 @@ class Lifecycles:
     def _running(self, request: int | str) -> Lifecycle:
         """Return the life cycle of `request`, which must have begun and not be over."""
         life = self._requests.get(request)
-        if life is None:
+        if life is None or self.is_announced(request):
             violated(f"request {request!r} has no REQUEST line before this")
         if life.over:
             violated(f"request {request!r} is {life.stage}: nothing of it follows")

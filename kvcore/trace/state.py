@@ -35,7 +35,7 @@ WORK, WORK_OF_LINE = 1 << 25, 1 << 10
 
 
 APPLIED = (
-    *("REQUEST", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
+    *("REQUEST", "PREFETCH", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
     *("COMPACT", "FREE", "FORK", "KEYS"),
 )
 """Events that change the cache; each is applied by the method of its name."""
@@ -446,14 +446,30 @@ class CacheState:
         self.requests[event.id] = self.layout.prompt(event)
 
     def _hit(self, event: events.Hit) -> None:
-        seq = self._admit(event, event.blocks)
-        seq.span = self.span(event.span)
+        self._pin(self._admit(event, event.blocks), event.span, event.t)
+
+    def _pin(self, seq: TracedSequence, span_id: int, now: int) -> None:
+        """Make `seq` hold the path down to a span: a hit of a first admission alone."""
+        seq.span = self.span(span_id)
         for span in path(seq.span):
             self._work += 1
             span.pins += 1
             span.creator = None
-            span.last_access = event.t
+            span.last_access = now
             span.hits += not seq.resumed
+
+    def _prefetch(self, event: events.Prefetch) -> None:
+        # Its path has the name of the request, which has no other one yet.
+        end = len(event.keys) * self.layout.ratio
+        prompt = self.requests[event.request] = TracedPrompt(
+            event.request, 0, event.keys, end, end, 0, end, unkeyed=False, share=None
+        )
+        seq = TracedSequence(
+            event.seq, prompt, self._root, array("i"), event.blocks, resumed=True
+        )
+        self.sequences[seq.id] = seq
+        if event.blocks:
+            self._pin(seq, event.span, event.t)  # type: ignore[arg-type]  # the check saw to it
 
     def _miss(self, event: events.Miss) -> None:
         # After a HIT of the same admission the sequence is open already.

@@ -88,6 +88,10 @@ class TierChecker:
         self._loaded: tuple[TracedTier, list[Any], int] | None = None
         # The sequence that must commit what it has loaded, and up to which block.
         self._owed: tuple[int, int] | None = None
+        # Sequences that load ahead of a request, and up to which block they have loaded; when
+        # each request was announced so.
+        self._ahead: dict[int, int] = {}
+        self._announced: dict[int | str, int] = {}
         # Tiers that dropped blocks to make room which nothing has taken yet.
         self._short: set[str] = set()
         # Tiers that evict blocks which were written farther down just before; tiers in which
@@ -143,7 +147,11 @@ class TierChecker:
 
     # The lines of the pool.
 
-    def _between(self, event: Any, begins: bool) -> None:  # noqa: C901, FBT001 - as above
+    def _between(  # noqa: C901, PLR0912 - one line of the pool, told from top to bottom
+        self,
+        event: Any,
+        begins: bool,  # noqa: FBT001 - as above
+    ) -> None:
         """Check that a line of the pool may stand here, and record what it leads to."""
         name, seq = event.event, getattr(event, "seq", -1)
         self._must_be_settled(event, begins)
@@ -154,23 +162,58 @@ class TierChecker:
         # Blocks of a commit may have other owners, since a fork: these come before it is told.
         if name not in ("COMMIT", "SPLIT", "FREE"):
             self._kept = None
-        if name in ("HIT", "MISS"):
+        if name in ("HIT", "MISS", "PREFETCH"):
             self._admitted = seq
-        elif name != "ALLOC":
+        elif name != "ALLOC" and not (name == "EVICT" and self._admitted in self._ahead):
             self._admitted = -1
+        if name == "PREFETCH":
+            self._ahead[seq] = event.blocks
+            self._announced[event.request] = event.t
+        elif seq in self._ahead:
+            self._must_be_ahead(event)
         if name == "EVICT":
             if event.scope == "cache" and event.reason == "capacity":
                 span = self._state.span(event.span)
                 self._leaving = span.keys, span.end
         elif name == "COMMIT":
             prompt = self._state.sequence(seq).prompt
-            self._must_not_rest(prompt.id)
+            if seq not in self._ahead:
+                self._must_not_rest(prompt.id)
             if event.how in ("new", "grown"):
                 self._kept = prompt.keys, event.first + event.blocks
         elif name == "FINISH":
             self._must_not_rest(event.request)
         elif name == "PREEMPT" and event.how == "swap":
             self._swapped, self._parked, self._rests = event, False, None
+
+    def _must_be_ahead(self, event: Any) -> None:
+        """Check that a sequence ahead of its request loads, commits that, and closes."""
+        allowed = event.event in ("ALLOC", "COMMIT", "FREE")
+        if event.event == "ALLOC":
+            seq = self._state.sequence(event.seq)
+            allowed = self._admitted == seq.id and not seq.private
+        elif event.event == "COMMIT":
+            allowed = event.first + event.blocks <= self._ahead[event.seq]
+        if not allowed:
+            violated(f"sequence {event.seq} is there to load blocks before a request arrives")
+
+    def arrive(self, event: events.Request, known: TracedPrompt) -> None:
+        """Check that a request which arrives has asked for what was loaded ahead of it.
+
+        Raises:
+            ViolationError: it has not, or not so early, or it has another prompt.
+        """
+        early = event.hints.get("prefetch") if event.hints else None
+        at = self._announced.get(event.id)
+        if at is None or type(early) is not int or at < event.t - early:
+            violated(f"request {event.id!r} has not asked for a prefetch at {at} ns")
+        keys = self._state.layout.prompt(event).keys
+        if keys[: len(known.keys)] != known.keys:
+            violated(f"request {event.id!r} has other keys than its PREFETCH")
+
+    def close(self, seq: int) -> bool:
+        """Record that `seq` closes; return True if it was ahead of its request."""
+        return self._ahead.pop(seq, None) is not None
 
     def _must_be_settled(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
         """Check that what lines of tiers led to has come before this line of the pool."""
@@ -382,6 +425,8 @@ class TierChecker:
         upto = min(self._come - parked, seq.prompt.cacheable)
         if seq.prompt.share is not None:
             upto = min(upto, seq.prompt.share)
+        if self._arriving == -1 and seq.id in self._ahead:
+            self._ahead[seq.id] = upto
         if self._arriving == -1 and self._shares and upto > seq.span.end:
             self._owed = seq.id, upto
 
@@ -424,13 +469,16 @@ class TierChecker:
             violated(f"block {end - 1} is not of what was loaded")
 
     def _must_be_free(self, tier: TracedTier, prompt: TracedPrompt, first: int) -> None:
-        """Check that no transfer and no parked sequence needs a block of a prompt."""
+        """Check that no transfer and no parked sequence needs a block of a prompt.
+
+        Of what is parked that is what the sequence shares: the rest has slots of its own.
+        """
         at = first // self._ratio
         needed = [
             (start.request, start.first + start.blocks)
             for loads in self._tiers.loads.values()
             for start in loads
-            if start.tier == tier.name
+            if start.tier == tier.name and start.request not in tier.parked
         ]
         needed += [(request, parked) for request, (parked, _) in tier.parked.items()]
         self._state.count_work(len(needed))

@@ -186,6 +186,24 @@ class Trace(SealedWriter, Recorder):
             "keys": key_fields(keys, request), "first": first, "blocks": blocks,
         })  # fmt: skip
 
+    def prefetch(
+        self,
+        now: int,
+        *,
+        request: int | str,
+        seq: int,
+        keys: Iterable[Key],
+        blocks: int,
+        span: int | None = None,
+    ) -> None:
+        """Write PREFETCH, the keys as JSON has them.
+
+        Raises:
+            InputError: a key that a trace cannot hold.
+        """
+        named = key_fields(keys, request)
+        super().prefetch(now, request=request, seq=seq, keys=named, blocks=blocks, span=span)
+
     def compact(self, now: int, *, new: Ids | None = None, **fields: Any) -> None:
         """Write COMPACT, the new blocks as runs."""
         runs: Any = encode_runs(new) if new else None

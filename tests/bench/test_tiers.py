@@ -140,9 +140,14 @@ def test_host(block):
     assert min(written, loaded) >= LEAST
 
 
-@pytest.mark.parametrize(("codec", "least"), [("fp16", 0.25), ("int8", 0.15)])
-def test_a_run_on_tensors(codec, least):
-    """Out of the pool into a host tier and back are two copies each way: 0.5 at best."""
+@pytest.mark.parametrize("how", ["in a row", "scattered"])
+@pytest.mark.parametrize(("codec", "least"), [("fp16", LEAST), ("int8", 0.4)])
+def test_a_run_on_tensors(codec, least, how):
+    """Out of the pool into a host tier and back, K/V has 0.7 of the speed of memcpy.
+
+    Codes lie in shorter rows, with their scales beside them. `scattered`: no two slots in a
+    row, as in a tier that has long been full.
+    """
     pytest.importorskip("torch", reason="K/V lies in tensors")
     blocks, size = 64, 16
     backend = resolve("backend", "torch-cpu")
@@ -154,6 +159,8 @@ def test_a_run_on_tensors(codec, least):
     cache = KVCache(blocks, size, accounting="tokens", key_tokens=size, ids=True)
     tiers = Tiers(cache, [Host(memory=blocks * slot)], slot, ids=True)
     (level,) = tiers.levels
+    slots = level.pool.allocate(blocks)
+    level.pool.free(slots[::-1] if how == "in a row" else slots[::2] + slots[1::2], blocks)
     mover = TensorMover(tiers, backend, b"bench")
     data, into = (memoryview(bytearray(b"x") * (blocks * slot)) for _ in range(2))
     prompts = iter(
@@ -188,5 +195,5 @@ def test_a_run_on_tensors(codec, least):
 
     found = share(copy, there_and_back, compute)
     mover.close(whole=True)
-    print(f"\na run, blocks in {codec}: {found:.2f} of memcpy, out and in")
+    print(f"\na run, blocks in {codec}, slots {how}: {found:.2f} of memcpy, out and in")
     assert found >= least

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -171,6 +172,20 @@ def test_ctrl_c_while_modules_load_exits_130(tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert (done.returncode, done.stderr) == (130, "kvcore: interrupted\n")
+
+
+def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
+    """As it does any process: an exception might get lost in the modules."""
+    (tmp_path / "talk.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    program = "from kvcore.cli import main; main.VERBS['talk'] = 'talk'; main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "talk"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
 
 
 def test_no_verb_prints_help(verb, capsys):

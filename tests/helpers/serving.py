@@ -332,6 +332,11 @@ def random_tiers(draw):
     )
 
 
+def early(request, prefetch):
+    """Return `request` with another hint for a prefetch."""
+    return attrs.evolve(request, hints=attrs.evolve(request.hints, prefetch=prefetch))
+
+
 def random_tiered_server(draw):
     """Make a server as `random_server` does, with tiers, and with prompts that share more."""
     server = random_server(draw)
@@ -342,8 +347,40 @@ def random_tiered_server(draw):
             1000 * branch + place if place < shared else (request.id + 1) * 10_000 + place
             for place in range(len(request.keys))
         ]
-        requests.append(attrs.evolve(request, keys=keys))
+        prefetch = draw(1, 300) if draw(0, 2) == 2 else None
+        requests.append(early(attrs.evolve(request, keys=keys), prefetch))
     return attrs.evolve(server, requests=requests, tiers=random_tiers(draw))
+
+
+def random_talks(draw):
+    """Make a server with tiers for conversations that come back, most of them announced."""
+    server = random_tiered_server(draw)
+    size, unit = server.options["block_size"], server.options["key_tokens"]
+    requests: list[Request] = []
+    for user in range(draw(2, 5)):
+        length, last = unit * draw(1, 6), None
+        for _ in range(draw(1, 5)):
+            length += unit * draw(0, 2)
+            prefetch = draw(1, 2000) if draw(0, 3) else None
+            share = draw(0, length) if draw(0, 4) == 0 else None
+            requests.append(
+                ask(
+                    len(requests),
+                    0,
+                    length + draw(0, 1),
+                    draw(0, 6),
+                    keys=[1000 * user + place for place in range(length // unit)],
+                    key_tokens=unit,
+                    session=f"user {user}",
+                    after=last,
+                    think_time=draw(0, 3000),
+                    hints=Hints(prefetch=prefetch, share=share, demote=draw(0, 5) == 0),
+                )
+            )
+            last = requests[-1].id
+    longest = max(-(-(request.prompt_tokens + 6) // size) for request in requests)
+    options = server.options | {"blocks": longest * draw(10, 25) // 10}
+    return attrs.evolve(server, requests=requests, options=options)
 
 
 @st.composite
@@ -356,6 +393,14 @@ def tiered_servers():
     seeds = st.integers(0, 2**32)
     return _drawn(random_tiered_server) | seeds.map(
         lambda seed: random_tiered_server(Random(seed).randint)  # noqa: S311
+    )
+
+
+def talks():
+    """Draw a server of conversations, likewise."""
+    seeds = st.integers(0, 2**32)
+    return _drawn(random_talks) | seeds.map(
+        lambda seed: random_talks(Random(seed).randint)  # noqa: S311
     )
 
 

@@ -11,6 +11,7 @@ from helpers.serving import (
     SLOT,
     Bent,
     ask,
+    early,
     random_tiered_server,
     random_tiers,
     serve,
@@ -156,6 +157,7 @@ def test_a_tier_too_slow_to_use_changes_nothing(server):
 @given(server=tiered_servers(), write=st.sampled_from(("evict", "through")))
 def test_every_level_is_asked_at_every_admission(server, write):
     """Each admission asks each level, the nearest first, while there is more to hit."""
+    server = attrs.evolve(server, requests=[early(each, None) for each in server.requests])
     tiers = tuple(f"disk:memory={slots * SLOT},write={write}" for slots in (3, 1000))
     opened, admissions = [], []
     opens, find_all, find_in = KVCache.open, Tiers._find, Level.find

@@ -7,7 +7,7 @@ import pytest
 from helpers.engine import SPEC, compute, decided, digest, slot_bytes_of
 from helpers.policies import POLICIES
 from helpers.schedulers import SCHEDULERS
-from helpers.serving import EVICTIONS, Bent, Server, ask, servers
+from helpers.serving import EVICTIONS, Bent, Server, ask, servers, talks
 from hypothesis import given, settings
 
 from kvcore.engine.tokens import TokenStream
@@ -87,7 +87,7 @@ def tiers_of(name, server):
     ("name", "scheduler"), [*zip(TIERS, cycle(["fcfs", "urgent", "planning"]), strict=False)]
 )
 @few
-@given(server=servers())
+@given(server=servers() | talks())
 def test_same_moves_between_tiers(name, scheduler, server):
     """Offloads, loads, drops and swaps too are decided alike, and bring the right K/V back."""
     tiers = tiers_of(name, server)

@@ -141,6 +141,27 @@ def test_pins_yield_to_a_request_that_waits_for_nobody():
     assert {"|ab", "|mnopqr"} == set(spans(cache))
 
 
+def test_a_split_pin_ends_as_a_whole():
+    """Where another prompt splits a pinned span, both halves are held, and let go."""
+    cache = make(8)
+    serve(cache, "abc", **PIN)
+    serve(cache, "axy", now=10)
+    assert len(cache.tree.pins.held) == 2
+    cache.tree.pins.end(50)
+    assert (cache.tree.pins.blocks, cache.tree.pins.held) == (0, {})
+    assert not any(span.ref_count for span in cache.tree.spans())
+    cache.check_integrity()
+
+
+def test_pins_of_what_a_request_uses_make_no_room():
+    """A sequence that grows alone gets nothing from the pins of its own prefix: they hold."""
+    cache = make(4)
+    serve(cache, "ab", **PIN)
+    start(cache, "abcd", now=1)
+    assert not cache.make_room(1, 2)
+    assert len(cache.tree.pins) == 1
+
+
 def test_pins_hold_while_others_are_open():
     """These will give room when they end, so a request without room is refused."""
     cache = make(8)

@@ -216,6 +216,34 @@ def test_swap_or_recompute_by_what_takes_less_time():
         assert (sum(run.result.log.swaps), run.sum("recomputes")) == (swaps, 1 - swaps)
 
 
+def test_a_swap_waits_for_a_busy_link_once():
+    """What comes up goes behind what went down, which went behind all else."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, [f"host:memory=1MB,{FAST}"], SLOT)
+    (level,) = tiers.levels
+    seq = cache.open(ask("a", prompt=3 * BLOCK))
+    cache.commit(seq, 3 * BLOCK)
+    level.link.store(50 * SLOT, 0)
+    for again, where in ((50 + 3 + 3, level), (50 + 3 + 2, None)):
+        assert tiers.can_swap(seq, 3 * BLOCK, 0, lambda *_, ns=again: ns) is where
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_what_could_not_be_restored_is_not_swapped(forks):
+    """Forks share private blocks, and a retention policy has seen what it could not again."""
+    retention = None if forks else kvcore.Plugins().build("retention", "window:tokens=99")
+    cache = KVCache(
+        100, BLOCK, accounting="tokens", key_tokens=BLOCK, retention=retention, ids=True
+    )
+    tiers = Tiers(cache, [ALWAYS], SLOT)
+    seq = cache.open(ask("a", prompt=3 * BLOCK))
+    cache.commit(seq, 3 * BLOCK)
+    if forks:
+        assert tiers.can_swap(seq, 3 * BLOCK, 0, lambda *_: 0) is tiers.levels[0]
+        cache.fork(seq)
+    assert tiers.can_swap(seq, 3 * BLOCK, 0, lambda *_: 0) is None
+
+
 def test_no_swap_without_room():
     """A level with too few slots for a sequence takes none of it."""
     tier = f"host:memory={2 * SLOT},load=always,{FAST}"

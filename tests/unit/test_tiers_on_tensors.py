@@ -82,6 +82,59 @@ def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
     assert moved(run, "errors") == [0, 0]
 
 
+class Buffered(Slots):
+    """Has buffers of its own to copy to and from."""
+
+    name = "buffered"
+
+    def host_buffer(self, blocks):
+        """Return one."""
+        return super().host_buffer(blocks)
+
+
+MEMORY = {
+    "memory": (["host"], Slots, {"host"}),
+    "short runs": (["host"], Slots, {"host"}),
+    "above a disk": (["host", "disk"], Slots, {"host"}),
+    "above memory": (["host", "host"], Slots, {"host-1", "host-2"}),
+    "below a disk": (["disk", "host"], Slots, set()),
+    "of a backend with buffers": (["host"], Buffered, set()),
+}
+
+
+@pytest.mark.parametrize("write", ["evict", "through"])
+@pytest.mark.parametrize("how", MEMORY)
+def test_slots_in_memory_are_copied_without_a_thread(how, write, tmp_path, monkeypatch):
+    """Nearest the pool they are, scattered or not, also while loads and swaps take long."""
+    names, backend, direct = MEMORY[how]
+    called = set()
+    serve = engine_tiers._Channel._serve
+
+    def served(self):
+        if self._queue[0].what != "close":
+            called.add(self.level.name)
+        serve(self)
+
+    def has_long_runs(*_):
+        return how != "short runs"
+
+    monkeypatch.setattr(engine_tiers._Channel, "_serve", served)
+    monkeypatch.setattr(engine_tiers._Channel, "has_long_runs", has_long_runs)
+    monkeypatch.setattr(engine_tiers, "CHUNK_BYTES", 3 * slot_bytes_of(SPEC, 4))
+    tiers = [
+        tier(name, 45 + 30 * at, write=write, latency=2e-6)
+        + (f",path={tmp_path}" if name == "disk" else "")
+        for at, name in enumerate(names)
+    ]
+    requests, options = sessions(output=20, gap=100), {"blocks": 45, "max_seqs": 3}
+    run = compute(requests, tiers=tiers, backend=backend(), **options)
+    assert run.result.outputs == compute(requests, **options).result.outputs
+    assert all(moved(run))
+    assert called == {level.name for level in run.result.cache.tiers.levels} - direct
+    # What a disk has next to the pool evicted, the memory below it may not have.
+    assert sum(run.result.log.swaps) or how == "below a disk"
+
+
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Faulty(Tier):
     """Keeps blocks in a dict, and does what a test wants to its calls."""
@@ -146,6 +199,8 @@ class FaultyStore(TierStore):
 
     def present(self, blocks):
         """Say that half is gone."""
+        if self._meet("fails to look"):
+            raise OSError
         if self._meet("gone"):
             return len(blocks) // 2
         return len(blocks)
@@ -257,6 +312,15 @@ def test_a_tier_that_failed_is_left_alone(monkeypatch):
     assert run.result.outputs == compute(sessions(), blocks=40, max_seqs=2).result.outputs
 
 
+def test_what_a_tier_cannot_say_is_not_gone(monkeypatch):
+    """While it is left alone its blocks stay in the directory, and are computed again."""
+    monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
+    faulty = Faulty(fault="fails to look", after=20)
+    run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
+    (stats,) = (level.stats for level in run.result.cache.tiers.levels)
+    assert (stats.errors, stats.dropped) == (1, {})
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
 def test_threads_end_and_stores_close_when_a_run_fails(error):
     """Also after Ctrl-C no thread is left, and the store is closed."""
@@ -315,6 +379,38 @@ def test_another_model_finds_nothing(other, tmp_path):
     compute(sessions(), tiers=tiers)
     run = compute(sessions(), tiers=tiers, **other)
     assert not run.result.cache.tiers.levels[0].stats.recovered
+
+
+def test_identity_tells_apart_what_keys_stand_for():
+    """The tokens of equal keys differ where a key covers more of them, or is of a text."""
+    backend = Slots()
+    backend.allocate(tensor_layout(SPEC, 8, 4, "fp32", None))
+    found = {
+        engine_tiers.identity(KVCache(8, 4, key_tokens=size), Exact(), backend, 0, texts=texts)
+        for size in (4, 8)
+        for texts in (False, True)
+    }
+    assert len(found) == 4
+    assert engine_tiers.chained(b"", 0, 1) != engine_tiers.chained(b"", 0, "1")
+
+
+def test_pauses_grow_up_to_a_limit(caplog):
+    """A tier that goes on failing is asked less and less often; one call that works ends it."""
+    faulty = Faulty()
+    cache = KVCache(8, 4, accounting="tokens", key_tokens=4, ids=True)
+    tiers = Tiers(cache, [faulty], faulty.memory // 400, ids=True)
+    backend = Slots()
+    backend.allocate(tensor_layout(SPEC, 8, 4, "fp32", None))
+    mover = engine_tiers.TensorMover(tiers, backend, b"")
+    (channel,) = mover._channels.values()
+    for _ in range(8):
+        channel._fail("test")
+    task = channel.submit(engine_tiers._Task("drop"))
+    mover._wait(lambda: task.done and channel._running is None)
+    channel._fail("test")
+    mover.close(whole=True)
+    told = [float(each.getMessage().split(" for ")[1].split()[0]) for each in caplog.records]
+    assert told == [1, 2, 4, 8, 16, 32, 60, 60, 1]
 
 
 def test_orphans_are_dropped():

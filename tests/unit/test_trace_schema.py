@@ -194,6 +194,7 @@ def test_a_line_read_is_the_line_written(tmp_path):
 
 
 CALLS = {
+    "prefetch": {"request": "r", "seq": 1, "keys": [1, 2], "blocks": 1, "span": 2},
     "hit": {"request": "r", "seq": 1, "blocks": 2, "span": 3, "again": True},
     "miss": {"request": 1, "seq": 1, "block": 2, "why": "no keys", "again": True},
     "split": {"span": 1, "upper": 2, "at": 3},

@@ -6,6 +6,8 @@ from random import Random
 import orjson
 import pytest
 from helpers.serving import Even
+from helpers.serving import ask as arrive
+from helpers.serving import serve as simulate_server
 from helpers.traces import BLOCK, TIERS, ask, lines, rest, seal, serve
 
 from kvcore import KVCache, Request, Trace, TraceError
@@ -423,6 +425,21 @@ def test_what_is_needed_is_not_dropped(trace):
     late = gone | {"t": 550, "tier": "host", "request": "r", "first": 3}
     reason = told(trace, [*events[:71], late, *events[71:]])
     assert reason == "DROP: request 'r' needs block 3 in tier 'host'"
+
+
+def test_what_was_parked_needs_no_block_that_others_share(tmp_path):
+    """While a sequence comes back with blocks of its own, those of equal keys may leave."""
+    shapes = [(0, 8, 7, 1), (1, 4, 9, 1), (2, 4, 11, 2)]
+    requests = [
+        arrive(at, time, prompt, output, keys=[key], key_tokens=8)
+        for at, (time, prompt, output, key) in enumerate(shapes)
+    ]
+    tier = "host:memory=320,write=through,load=always,latency=1e-7"
+    shape = {"blocks": 7, "block_size": 2, "key_tokens": 8, "max_seqs": 3}
+    run = simulate_server(requests, tiers=(tier,), **shape)
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(run.trace)
+    assert check_trace(path).preemptions["swap"]
 
 
 def test_by_the_wall_clock_a_transfer_takes_as_long_as_it_takes(trace):

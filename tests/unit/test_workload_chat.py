@@ -217,6 +217,19 @@ def test_bad_rows_are_named(read, row, complaint):
         read(row)
 
 
+@pytest.mark.parametrize("place", ["content", "tool_calls", "tools"])
+def test_values_far_within_one_another_are_refused(read, place):
+    """What cannot be written as JSON again could not be hashed."""
+    deep = []
+    for _ in range(300):
+        deep = [deep]
+    message = {"role": "user", "content": "hi"}
+    row = {"messages": [message], "usage": {"prompt_tokens": 1}}
+    (row if place == "tools" else message)[place] = deep
+    with pytest.raises(InputError, match=r"chats\.jsonl:1: .* up to 250 deep"):
+        read(row)
+
+
 @pytest.mark.parametrize(
     ("times", "options", "complaint"),
     [

@@ -23,7 +23,8 @@ class Host(Tier):
     pinned memory reach it, 50 of 63 GB/s, one link for each GPU.
 
     In a run on tensors its memory is taken as it is first used, in huge pages where there are
-    such; what moves to a GPU goes through pinned buffers of the backend. Blocks carry no
+    such. A backend on the host copies between its pool and the slots; what moves to a GPU goes
+    through pinned buffers of the backend. Blocks carry no
     checksum: memory has its own against flipped bits, and nobody else writes there. A block is
     right if its slot holds the one that was asked for.
     """
@@ -66,6 +67,7 @@ class HostStore(TierStore):
             raise InputError(msg) from error
         with suppress(AttributeError, OSError):  # a system or a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(memory).cast("B", (slots, slot_bytes))
         self._memory = memoryview(memory)
         self._size = slot_bytes
         self._held: dict[int, tuple[int, bytes]] = {}
@@ -97,4 +99,4 @@ class HostStore(TierStore):
     def close(self) -> None:
         """Give the memory back."""
         self._held.clear()
-        self._memory = memoryview(b"")
+        self.memory, self._memory = None, memoryview(b"")

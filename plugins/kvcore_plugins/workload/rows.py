@@ -27,6 +27,9 @@ from kvcore_plugins.workload.poisson import poisson_arrivals
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
+MOST_NESTED = 250
+"""Values in one another that a line may have: what is read can be written again."""
+
 _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
@@ -265,8 +268,13 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
     """
     try:
         fields = orjson.loads(line)
+        if line.count(b"[") + line.count(b"{") > MOST_NESTED:
+            orjson.dumps(fields)
     except orjson.JSONDecodeError as error:
         msg = f"{path}:{number}: not JSON: {error.msg} (column {error.colno})"
+        raise InputError(msg) from error
+    except orjson.JSONEncodeError as error:
+        msg = f"{path}:{number}: expected values in one another up to {MOST_NESTED} deep"
         raise InputError(msg) from error
     if type(fields) is not dict:
         msg = f"{path}:{number}: expected a JSON object, got {as_json(fields)}"

@@ -1,0 +1,468 @@
+"""One tier in a run: its slots, what is in them, its link, and what moves through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import attrs
+
+from kvcore.cache.hints import PriorityStep
+from kvcore.cache.integrity import check_blocks, check_tree
+from kvcore.cache.kvcache import KVCache
+from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.sequence import Sequence as Holder
+from kvcore.cache.span import Span
+from kvcore.cache.tree import SpanTree
+from kvcore.plugins import policy_error, resolve
+from kvcore.plugins.base import FAILURES
+from kvcore.request import DEFAULT_PRIORITY, Key, Request
+from kvcore.tiers.tier import Link, Tier
+
+
+@attrs.define
+class TierStats:
+    """What moved in and out of a tier, in blocks unless it says otherwise.
+
+    Attributes:
+        stored: written into it; `parked`, those of preempted sequences among them.
+        loads, loaded: loads, and their blocks; `returned`, those for requests that came back
+            from a preemption, which is no reuse, among them.
+        prefetched: blocks loaded ahead of a request, among `loaded` too; `prefetch_hits`, those
+            of them that this request then found in the pool, or waited for.
+        hits: of these blocks, those that were right and that first admissions waited for;
+            `ratio_sum`: their shares in what these requests looked up, summed.
+        found: found at first admissions, beyond what nearer levels held; `recomputed`: of
+            these found, those that were computed again, since that was faster.
+        skipped: not written, since the link was busy for too long, or the store left alone
+            after a failure; `refused`: since what is in use left no room.
+        wait_ns, load_ns: time that loads waited for the link, and took in all.
+        dropped: blocks that left, by reason: `capacity`, `expired`, `moved`, `corrupt`,
+            `gone`, `parked`, `failed`.
+        recovered: blocks that an earlier run on tensors had left here.
+        errors: calls of the store that failed, or took too long.
+    """
+
+    stored: int = 0
+    parked: int = 0
+    loads: int = 0
+    loaded: int = 0
+    returned: int = 0
+    prefetched: int = 0
+    prefetch_hits: int = 0
+    hits: int = 0
+    ratio_sum: float = 0.0
+    found: int = 0
+    recomputed: int = 0
+    skipped: int = 0
+    refused: int = 0
+    wait_ns: int = 0
+    load_ns: int = 0
+    recovered: int = 0
+    errors: int = 0
+    dropped: dict[str, int] = attrs.field(factory=dict)
+
+
+class Mover(Protocol):
+    """Moves the bytes: in a run on tensors. A simulation has none."""
+
+    def is_ready(self, level: Level) -> bool:
+        """Return False while the store of `level` is left alone, since it has failed."""
+
+    def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
+        """Called when blocks are written: of `source` (None: of the pool) with these `ids`.
+
+        They go into the slots `holder.private`, which end the path of `holder.keys` at
+        `holder.blocks`.
+        """
+
+    def park(self, level: Level, ids: Ids, holder: Holder) -> None:
+        """Called when private blocks of a preempted sequence are written, likewise."""
+
+    def load(self, part: Part) -> None:
+        """Called when a load has begun."""
+
+    def finish(self, part: Part, ids: Ids) -> int:
+        """Put what was loaded into the blocks `ids` of the pool; return how many are right.
+
+        If not all are, `part.reason` says why.
+        """
+
+    def dropped(self, level: Level, slots: Ids) -> None:
+        """Called when slots are free again."""
+
+    def present(self, level: Level, slots: Ids) -> int:
+        """Return how many of the first `slots` still have their blocks."""
+
+    def lost(self) -> Iterable[tuple[Level, Holder, int]]:
+        """Yield once what could not be written: blocks of a path, from a position on."""
+
+
+@attrs.define(eq=False)
+class Part:
+    """The blocks `[first, end)` of a prompt, which one level holds, on their way up.
+
+    Attributes:
+        level: where they come from.
+        holder: what pins them there.
+        parked: whether they were a preempted sequence's own.
+        reason: why they are dropped if they are not as they should be.
+        data: the mover's own.
+    """
+
+    level: Level
+    holder: Holder
+    first: int
+    end: int
+    parked: bool = False
+    reason: str = "corrupt"
+    data: Any = None
+
+    @property
+    def slots(self) -> Ids | None:
+        """The slots of the blocks, in the order of the prompt; None: they have no ids."""
+        span, private = self.holder.span, self.holder.private
+        shared = path_ids(span, self.first, self.end) if self.first < span.end else None
+        if private is None or self.end <= span.end:
+            return shared
+        own = private[max(self.first - span.end, 0) : self.end - span.end]
+        return own if shared is None else shared + own
+
+
+class _Requester(NamedTuple):
+    id: int | str
+    tenant: str | None
+
+
+class Level:
+    """A tier in one run: its slots, what is in them, and its link.
+
+    Attributes:
+        name: what traces and reports call it; unique among the levels of a cache.
+        tier, link, pool, tree, stats: as their types say.
+        mover: what moves bytes; None: nothing does, as in a simulation.
+        below: the next farther level, or None.
+        parked: what preempted sequences have left here, by request.
+    """
+
+    def __init__(
+        self, cache: KVCache, tier: Tier, name: str, slot_bytes: int, devices: int, *, ids: bool
+    ) -> None:
+        self.name = name
+        self.mover: Mover | None = None
+        slots = tier.slots(slot_bytes)
+        links = devices if tier.per_device else 1
+        self.tier = tier
+        self.link = Link(
+            int(tier.read_bandwidth) * links, int(tier.write_bandwidth) * links, tier.latency
+        )
+        self.below: Level | None = None
+        self.parked: dict[int | str, Holder] = {}
+        self.stats = TierStats()
+        self.slot_bytes = slot_bytes
+        self._cache = cache
+        self._max_wait = round(tier.max_wait * 10**9)
+        self._serial = 0
+        # What the last store was asked for; None when anything has left since.
+        self._held: tuple[Span, int] | None = None
+        self.pool: CountingPool = (BlockPool if ids else CountingPool)(slots)
+        eviction = resolve("eviction", tier.eviction)
+        index = resolve("prefix", None, "radix")
+        tier.bind()
+        eviction.bind()
+        try:
+            eviction.attach(slots, cache.geometry.block_size)
+        except FAILURES as error:
+            raise policy_error(eviction, "attach", error) from error
+        self.tree = SpanTree(self.pool, index, eviction, cache.geometry, None)
+        self.tree.watcher = self
+        self.tree.upper = cache.tree
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its store can be asked: False for a while after it has failed."""
+        mover = self.mover
+        return mover is None or mover.is_ready(self)
+
+    # What it hears of its own directory, as the watcher of its tree.
+
+    def stored(self, span: Span, now: int) -> None:
+        """Called when blocks were stored here: the level below may want them too."""
+        if self.below is not None and self.below.tier.write == "through":
+            self.below.store(span, span.end, now, self)
+
+    def hit(self, span: Span, now: int) -> None:
+        """Called when a load uses `span`: the level below may want it now."""
+        if self.below is not None:
+            self.below.store_used(span, now, self)
+
+    def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
+        """Called when blocks leave: they go to the level below, or are gone."""
+        self._held = None
+        if self.below is not None and reason == "capacity" and self.below.tier.write == "evict":
+            self.below.store(span, span.end, now, self)
+        first = span.end - blocks
+        self._drop(span.last_request, first, blocks, now, reason)
+        if self.mover is not None and span.ids is not None:
+            self.mover.dropped(self, span.ids[len(span.ids) - blocks :])
+
+    # Down.
+
+    def store_used(self, span: Span, now: int, source: Level | None) -> None:
+        """Store the path to `span` as far as it has been used as often as asked for."""
+        uses = self.tier.write
+        if type(uses) is int:
+            while span.parent is not None and span.hit_count < uses:
+                span = span.parent
+            if span.parent is not None:
+                self.store(span, span.end, now, source)
+
+    def store(self, span: Span, end: int, now: int, source: Level | None) -> bool:
+        """Write the path down to `span`, up to position `end`, as far as it is missing here.
+
+        Returns whether all of it is here then. O(spans on the path + victims); O(1) where the
+        blocks of one span leave one by one.
+        """
+        tree = self.tree
+        if self._held is not None and self._held[0] is span and end <= self._held[1]:
+            return True
+        match = tree.match(span.path_keys, end, now)
+        need = end - match.blocks
+        if not need:
+            self._remember(span, end)
+            return True
+        if self.link.wait(now) > self._max_wait or not self.is_ready:
+            self.stats.skipped += need
+            return False
+        room = self.pool.free_blocks + tree.unpinned_blocks - match.unpinned_blocks
+        if need > room:
+            self.stats.refused += need - room
+            end -= need - room
+            if end <= match.blocks:
+                return False
+        holder = self._holder(span.last_request, span.tenant, span.path_keys, end)
+        holder.hit_blocks = match.blocks
+        holder.priorities = _priorities(span, match.blocks, now)
+        tree.open(holder, match, end - match.blocks, now, missed=False, resumed=True)
+        if self.mover is not None:
+            ids = path_ids(span, match.blocks, end)
+            if ids is not None:
+                self.mover.store(self, source, ids, holder)
+        self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
+        tree.commit(holder, end, now)
+        tree.close(holder.span, now)
+        if need > room:
+            return False
+        self._remember(span, end)
+        return True
+
+    def _remember(self, span: Span, end: int) -> None:
+        """Store that the path down to `span`, up to `end`, is here until anything leaves."""
+        if not self.tree.eviction.expires_spans:
+            self._held = span, end
+
+    def to_park(self, seq: Holder, tokens: int, now: int) -> int | None:
+        """Return how many blocks of `seq` must be written to park it here. Changes nothing.
+
+        None: there is no room for them, or the link is too busy.
+        """
+        blocks = -(-tokens // seq.span.geometry.block_size)
+        match = self.tree.match(seq.keys, seq.span.end, now)
+        room = self.pool.free_blocks + self.tree.unpinned_blocks - match.unpinned_blocks
+        need = blocks - match.blocks
+        fits = need <= room and self.link.wait(now) <= self._max_wait and self.is_ready
+        return need if fits else None
+
+    def is_busy(self, now: int) -> bool:
+        """Return True if a transfer that nobody waits for would wait too long itself."""
+        return self.link.wait(now) > self._max_wait
+
+    def park(self, seq: Holder, tokens: int, now: int) -> None:
+        """Keep the first `tokens` tokens of `seq`: pin what it shares, park its own blocks."""
+        shared, tree = seq.span, self.tree
+        blocks = -(-tokens // shared.geometry.block_size)
+        if shared.parent is not None:
+            self.store(shared, shared.end, now, None)
+        match = tree.match(seq.keys, shared.end, now)
+        holder = self._holder(seq.request.id, seq.request.tenant, seq.keys, blocks)
+        holder.hit_blocks, holder.tokens = match.blocks, tokens
+        own = blocks - match.blocks
+        tree.open(holder, match, own, now, missed=False, resumed=True)
+        self.parked[seq.request.id] = holder
+        if self.mover is not None and seq.private is not None:
+            self.mover.park(self, seq.table()[match.blocks : blocks], holder)
+        self.stats.parked += own
+        self._wrote(seq.request.id, match.blocks, own, now, None, parked=True)
+
+    def unpark(self, request: int | str, now: int) -> None:
+        """Give up what a preempted sequence has left here."""
+        holder = self.parked.pop(request)
+        shared, count = holder.span.end, holder.blocks - holder.span.end
+        if self.mover is not None and holder.private is not None:
+            self.mover.dropped(self, holder.private)
+        self.pool.free(None if holder.private is None else holder.private[::-1], count)
+        self.tree.close(holder.span, now)
+        self._drop(request, shared, count, now, "parked")
+
+    def _wrote(
+        self,
+        request: int | str,
+        first: int,
+        blocks: int,
+        now: int,
+        source: Level | None,
+        *,
+        parked: bool = False,
+    ) -> None:
+        self.stats.stored += blocks
+        done = self.link.store(blocks * self.slot_bytes, now)
+        trace = self._cache.trace
+        if trace is not None:
+            trace.offload(
+                now, tier=self.name, request=request, first=first, blocks=blocks, done=done,
+                source=None if source is None else source.name, parked=parked,
+            )  # fmt: skip
+
+    def _drop(self, request: int | str, first: int, blocks: int, now: int, reason: str) -> None:
+        dropped = self.stats.dropped
+        dropped[reason] = dropped.get(reason, 0) + blocks
+        trace = self._cache.trace
+        if trace is not None:
+            trace.drop_from_tier(
+                now, tier=self.name, request=request, first=first, blocks=blocks, reason=reason
+            )
+
+    # Up.
+
+    def find(self, keys: Sequence[Key], limit: int, now: int) -> int:
+        """Return up to which position, at most `limit`, a prompt is here. Changes nothing."""
+        return self.tree.match(keys, limit, now).blocks if self.is_ready else 0
+
+    def confirm(self, seq: Holder, first: int, end: int, now: int) -> int:
+        """Return up to which position the blocks `[first, end)` of `seq` are in the store.
+
+        The directory has them; what has gone from the store by itself is dropped from it.
+        """
+        mover, span = self.mover, self.tree.match(seq.keys, end, now).span
+        slots = None if mover is None else path_ids(span, first, end)
+        if mover is None or slots is None:
+            return end
+        there = first + mover.present(self, slots)
+        if there < end and self.is_ready:
+            self.discard(seq, there, now, "gone")
+        return there
+
+    def take(
+        self, request: Request, keys: Sequence[Key], first: int, end: int, now: int,
+        *, resumed: bool = False,
+    ) -> Part:  # fmt: skip
+        """Pin the blocks of a prompt up to `end`, to load those from `first` on.
+
+        For a `resumed` request that is no reuse.
+        """
+        tree = self.tree
+        holder = self._holder(request.id, request.tenant, keys, end)
+        holder.hit_blocks = end
+        match = tree.match(keys, end, now)
+        tree.open(holder, match, 0, now, missed=False, resumed=resumed)
+        return Part(self, holder, first, end)
+
+    def give_back(self, part: Part, right: int | None, now: int) -> None:
+        """Unpin what was loaded, of which the first `right` blocks were as they should be.
+
+        None: nobody has looked, since blocks before them were not.
+        """
+        holder, tree = part.holder, self.tree
+        if part.parked:
+            self.unpark(holder.request.id, now)
+            return
+        span = holder.span
+        tree.close(holder.span, now)
+        if right is None:
+            return
+        if right < part.end - part.first:
+            self.discard(holder, part.first + right, now, part.reason)
+        elif self.tier.keep == "exclusive":
+            tree.vacate(span, now)
+
+    def discard(self, wrong: Holder, first: int, now: int, reason: str) -> None:
+        """Drop the path of `wrong` from position `first` on, and all that continues it."""
+        tree = self.tree
+        holder = self._holder(wrong.request.id, wrong.request.tenant, wrong.keys, first)
+        match = tree.match(wrong.keys, first, now)
+        tree.open(holder, match, 0, now, missed=False, resumed=True)
+        key = wrong.keys[holder.span.end // tree.geometry.ratio]
+        top = (holder.span.children or {}).get(key)
+        if top is not None:
+            tree.discard(top, now, reason)
+        tree.close(holder.span, now)
+
+    def restore(self, keys: Sequence[Key], slots: Ids) -> None:
+        """Put back a path that an earlier run has left: `slots` have its blocks, all of them.
+
+        Their slots must be allocated. The path is the latest to be used, of all put back.
+        """
+        tree, end, trace = self.tree, len(slots), self._cache.trace
+        name = f"{self.name}:{self._serial + 1}"
+        holder = self._holder(name, None, keys, end)
+        match = tree.match(keys, end, 0)
+        if trace is not None:
+            first, blocks = match.blocks, end - match.blocks
+            trace.recover(
+                0, tier=self.name, request=name, keys=keys, first=first, blocks=blocks
+            )
+        tree.open(holder, match, 0, 0, missed=False, resumed=True)
+        holder.private = slots[match.blocks :]
+        tree.commit(holder, end, 0)
+        tree.close(holder.span, 0)
+
+    def _holder(
+        self, request: int | str, tenant: str | None, keys: Sequence[Key], blocks: int
+    ) -> Holder:
+        """Return who pins a path while it is moved, up to position `blocks`."""
+        self._serial += 1
+        root = self.tree.root
+        # What a tree reads of a request; a whole one takes as long to make as all the rest.
+        who = cast("Request", _Requester(request, tenant))
+        return Holder(
+            self._serial, self._serial, who, keys, blocks, 0, 0, 0, 0, blocks, 0, root
+        )
+
+    def check_integrity(self, moving: Iterable[Holder] = ()) -> None:
+        """Check the invariants of the directory. Raises AssertionError."""
+        check_tree(self.tree)
+        check_blocks(self.pool, self.tree, [*self.parked.values(), *moving])
+
+
+def _priorities(span: Span, first: int, now: int) -> list[PriorityStep] | None:
+    """Return the retention priorities from position `first` of the path down to `span` on."""
+    steps: list[PriorityStep] = []
+    if span.start <= first and span.priority == DEFAULT_PRIORITY:
+        return None
+    while span.parent is not None and span.end > first:
+        until = span.priority_until
+        priority = span.priority_at(now)
+        if priority == DEFAULT_PRIORITY:
+            until = None
+        steps.append((span.end, priority, None if until is None else until - now))
+        span = span.parent
+    if all(priority == DEFAULT_PRIORITY for _, priority, _ in steps):
+        return None
+    return steps[::-1]
+
+
+def path_ids(span: Span, first: int, end: int) -> Ids | None:
+    """Return the ids of the blocks `[first, end)` of the path down to `span`; None: no ids."""
+    parts: list[Ids] = []
+    while span.parent is not None and span.end > first:
+        if span.ids is None:
+            return None
+        low = max(first - span.start, 0)
+        parts.append(span.ids[low : max(end - span.start, 0)])
+        span = span.parent
+    if not parts:
+        return None
+    ids = parts.pop()
+    for part in reversed(parts):
+        ids = ids + part
+    return ids

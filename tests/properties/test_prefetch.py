@@ -1,0 +1,57 @@
+"""Whatever comes ahead of its request: nothing is lost, and all is decided alike."""
+
+from random import Random
+
+import attrs
+import pytest
+from helpers.serving import random_talks, talks
+from hypothesis import given, settings
+
+from kvcore.analysis import explain
+from kvcore.trace import check_trace
+from kvcore.trace.state import rebuild_residency
+
+few = settings(max_examples=max(settings.default.max_examples // 2, 1))
+schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning", "fickle"])
+
+
+@schedulers
+@few
+@given(server=talks())
+def test_replay(tmp_path_factory, scheduler, server):
+    """A prefetch comes when a single step would have come to it, and its trace can be."""
+    run = server.run(scheduler)
+    assert run.trace == server.run(scheduler, jumps=False).trace
+    path = tmp_path_factory.mktemp("ahead") / "trace.jsonl"
+    path.write_bytes(run.trace)
+    assert check_trace(path).pool["private"] == 0
+    explain(path)
+    rests = run.result.cache.tree.residency
+    assert rebuild_residency(path).as_dict() == rests.as_dict()
+    for level in run.result.cache.tiers.levels:
+        assert level.stats.prefetch_hits <= level.stats.prefetched
+        assert not any(span.ref_count for span in level.tree.spans())
+
+
+@schedulers
+@few
+@given(server=talks())
+def test_untraced(scheduler, server):
+    """Where blocks are only counted, the same comes ahead."""
+    traced, counted = server.run(scheduler), server.run(scheduler, trace=False)
+    assert traced.rows == counted.rows
+    for one, other in zip(
+        traced.result.cache.tiers.levels, counted.result.cache.tiers.levels, strict=True
+    ):
+        assert attrs.asdict(one.stats) == attrs.asdict(other.stats)
+
+
+def test_random_talks_prefetch():
+    """The servers above load ahead, in time and too late."""
+    counts = dict.fromkeys(("prefetched", "prefetch_hits"), 0)
+    for seed in range(40):
+        run = random_talks(Random(seed).randint).run("fcfs", trace=False)  # noqa: S311
+        for level in run.result.cache.tiers.levels:
+            for name in counts:
+                counts[name] += getattr(level.stats, name)
+    assert counts["prefetched"] > counts["prefetch_hits"] > 0
