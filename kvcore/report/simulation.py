@@ -427,9 +427,12 @@ def tier_cells(tier: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str,
     cells["stored"] = f"{tier['stored_blocks']:,}"
     if tier["parked_blocks"]:
         cells["of this, swapped out"] = f"{tier['parked_blocks']:,}"
+    busy = "link busy or tier left alone" if tier["errors"] else "link busy"
     cells["not stored"] = (
-        f"{tier['skipped_blocks']:,} link busy, {tier['refused_blocks']:,} no room"
+        f"{tier['skipped_blocks']:,} {busy}, {tier['refused_blocks']:,} no room"
     )
+    if tier["errors"]:
+        cells["failed"] = counted(tier["errors"], "call")
     gone = dropped.pop("capacity", 0)
     others = "".join(f", {count:,} {reason}" for reason, count in dropped.items())
     cells["dropped"] = f"{gone:,} for room{others}"

@@ -150,7 +150,8 @@ class Arrivals:
                 if request.session is None or session != request.session:
                     msg = (
                         f"request {request.id!r} of session {request.session!r} comes after "
-                        f"request {request.after!r} of session {session!r}: give both the same"
+                        f"request {request.after!r} of session {session!r}: give both the same "
+                        "session"
                     )
                     raise InputError(msg)
                 self.following.setdefault(request.after, []).append((place, request))

@@ -34,8 +34,8 @@ class TierStats:
             `ratio_sum`: their shares in what these requests looked up, summed.
         found: found at first admissions, beyond what nearer levels held; `recomputed`: of
             these found, those that were computed again, since that was faster.
-        skipped: not written, since the link was busy for too long; `refused`: since what is
-            in use left no room.
+        skipped: not written, since the link was busy for too long, or the store left alone
+            after a failure; `refused`: since what is in use left no room.
         wait_ns, load_ns: time that loads waited for the link, and took in all.
         dropped: blocks that left, by reason: `capacity`, `expired`, `moved`, `corrupt`,
             `gone`, `parked`, `failed`.

@@ -84,6 +84,15 @@ def test_the_report_has_a_column_for_each_tier():
     assert dict(report.amounts)["preemptions"] == "0 paused, 0 recomputed, 0 swapped"
 
 
+def test_a_tier_whose_store_failed_says_so():
+    """Else its link would be called busy for what was not even tried."""
+    summary = served(HOST).summary()
+    summary["tiers"][0] |= {"errors": 2, "skipped_blocks": 7}
+    rows = {name: cells for name, *cells in SimulationReport(summary, CONFIG).tiers}
+    assert rows["not stored"] == ["7 link busy or tier left alone, 0 no room"]
+    assert rows["failed"] == ["2 calls"]
+
+
 def test_blocks_at_rest_are_told_by_level():
     """What is loaded hits in the tier it comes from."""
     summary = served(HOST).summary()

@@ -490,7 +490,7 @@ def test_the_wall_clock_waits_for_what_is_late():
 def test_a_tier_that_cannot_be_had_leaves_the_others_closed(tmp_path):
     """Where the second tier is refused, the first gives its directory back."""
     one = tier("disk", 40, path=tmp_path)
-    with pytest.raises(InputError, match="is in use by"):
+    with pytest.raises(InputError, match="is in use by this process: each tier needs its own"):
         compute(sessions(), tiers=[one, one])
     assert not [each for each in threads() if each.name.startswith("kvcore tier")]
     assert compute(sessions(), tiers=[one]).result.outputs

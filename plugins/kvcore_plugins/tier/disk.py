@@ -120,9 +120,11 @@ class DiskStore(TierStore):
         except BlockingIOError:
             owner = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
             msg = f"tier disk: {path} is in use by {owner}: wait for its end, or name another"
+            if owner == _process():
+                msg = f"tier disk: {path} is in use by this process: each tier needs its own"
             raise InputError(msg) from None
         os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(file, f"{_process()}\n".encode(), 0)
 
     def _file(self, path: Path) -> int:
         try:
@@ -277,6 +279,11 @@ def _read(file: int, into: memoryview, at: int) -> None:
 
 def _sync(file: int) -> None:
     (os.fdatasync if sys.platform == "linux" else os.fsync)(file)
+
+
+def _process() -> str:
+    """Return what names this process in the lock of its directory."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _warn(text: str, *about: object) -> None:

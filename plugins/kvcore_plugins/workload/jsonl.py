@@ -134,8 +134,8 @@ def _hints(row: Row, name: str) -> Hints:
     hints = row.fields[name]
     with suppress(InputError, TypeError):
         return Hints(**hints)
-    expected = "an object of share (true, false or tokens), pin, prefetch (ns), demote"
-    raise row.error(field=name, expected=expected)
+    expected = "an object of share (true, false or tokens), pin, prefetch (ns from 1 on)"
+    raise row.error(field=name, expected=f"{expected}, demote (true or false)")
 
 
 def _retention(row: Row, name: str) -> tuple[Retention, ...]:
