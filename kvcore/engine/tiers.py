@@ -25,6 +25,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
@@ -295,13 +296,13 @@ class TensorMover:
         direct = find_override(backend, "host_buffer") is None
         try:
             for level in tiers.levels:
-                store = level.tier.open(level.pool.blocks, level.slot_bytes, identity)
+                store, found = _opened(level, identity)
                 channel = self._channels[level] = _Channel(level, store, self._changed)
                 direct = direct and store.memory is not None
                 if direct:
                     channel.memory = store.memory
                 else:
-                    channel.table.update(_recover(level, store))
+                    channel.table.update(_recover(level, store, found))
         except BaseException:
             self.close(whole=False)
             raise
@@ -596,33 +597,69 @@ def identity(
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
-def _recover(level: Level, store: TierStore) -> dict[int, StoredBlock]:
-    """Put what an earlier run has left in `store` into the directory of `level`.
+def _opened(level: Level, identity: bytes) -> tuple[TierStore, list[StoredBlock]]:
+    """Open the store of a tier; return it with the blocks that an earlier run has left in it.
+
+    Raises:
+        InputError: it cannot be had, or gives nothing for longer than a call may take.
+        StorageError: there is too little room for it.
+    """
+    tier, pool = level.tier, level.pool
+    found: list[StoredBlock] = []
+    opened: list[TierStore] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            opened.append(tier.open(pool.blocks, level.slot_bytes, identity))
+            for block in opened[0].recover():
+                if block.slot < pool.blocks and block.key is not None:
+                    found.append(block)  # noqa: PERF401 - it is looked at meanwhile
+        except BaseException as error:  # noqa: BLE001 - it is raised again, or reported
+            failed.append(error)
+
+    thread = Thread(target=work, name=f"kvcore-open-{level.name}", daemon=True)
+    thread.start()
+    seen = -1
+    while thread.is_alive() and seen < len(found):
+        seen = len(found)
+        thread.join(tier.call_timeout)
+    if thread.is_alive():
+        msg = (
+            f"tier {level.name!r} has not answered for {tier.call_timeout:g} s while it was "
+            "opened: see that it is there, give it more time with call_timeout, or leave it out"
+        )
+        raise InputError(msg)
+    if failed and not (opened and isinstance(failed[0], FAILURES)):
+        raise failed[0]
+    if failed:
+        level.stats.errors += 1
+        text = "kvcore: tier %s: what it holds cannot be found: %s"
+        getLogger("kvcore").warning(text, level.name, failed[0])
+        found.clear()
+    return opened[0], found
+
+
+def _recover(
+    level: Level, store: TierStore, found: list[StoredBlock]
+) -> dict[int, StoredBlock]:
+    """Put what was `found` in `store` into the directory of `level`.
 
     What does not follow from the first block of a prompt on, by names that are right, is
     dropped. Later paths count as used later. O(blocks x paths that share them).
     """
     pool, ratio = level.pool, level.tree.geometry.ratio
-    try:
-        found = [
-            block for block in store.recover()
-            if block.slot < pool.blocks and block.key is not None
-        ]  # fmt: skip
-        right: dict[bytes, StoredBlock] = {}
-        for block in sorted(found, key=lambda block: block.position):
-            above = right.get(block.parent)
-            follows = above.position + 1 if above else 0 if block.parent == b"" else -1
-            named = chained(block.parent, block.position, block.key) == block.chain
-            if named and follows == block.position:
-                right.setdefault(block.chain, block)
-        wrong = [block.slot for block in found if right.get(block.chain) is not block]
-        if wrong:
+    right: dict[bytes, StoredBlock] = {}
+    for block in sorted(found, key=lambda block: block.position):
+        above = right.get(block.parent)
+        follows = above.position + 1 if above else 0 if block.parent == b"" else -1
+        named = chained(block.parent, block.position, block.key) == block.chain
+        if named and follows == block.position:
+            right.setdefault(block.chain, block)
+    wrong = [block.slot for block in found if right.get(block.chain) is not block]
+    if wrong:
+        with suppress(*FAILURES):  # they are not in the directory, so nothing asks for them
             store.drop(wrong)
-    except FAILURES as error:
-        level.stats.errors += 1
-        text = "kvcore: tier %s: what it holds cannot be found: %s"
-        getLogger("kvcore").warning(text, level.name, error)
-        return {}
     table = {block.slot: block for block in right.values()}
     if table:
         taken = pool.allocate(max(table) + 1)

@@ -445,6 +445,32 @@ def test_orphans_are_dropped():
     level.check_integrity()
 
 
+@pytest.mark.parametrize("where", ["open", "recover"])
+def test_a_tier_that_hangs_when_it_is_opened_is_refused(where):
+    """What gives nothing for longer than a call may take is named, and not waited for."""
+    go_on = Event()
+
+    class Hangs(FaultyStore):
+        def recover(self):
+            yield StoredBlock(0, 0, 7, engine_tiers.chained(b"", 0, 7), b"")
+            go_on.wait(20)
+
+    def made(size):
+        if where == "open":
+            go_on.wait(20)
+        return Hangs(slow, size)
+
+    slow = Faulty(call_timeout=0.05)
+    slow.made = made
+    try:
+        with pytest.raises(
+            InputError, match=r"has not answered for 0\.05 s while it was opened"
+        ):
+            compute([], tiers=[slow])
+    finally:
+        go_on.set()
+
+
 def test_a_backend_without_bytes_is_refused():
     """A backend of others, which gives no bytes, is told to be used without tiers."""
 
