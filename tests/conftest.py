@@ -63,6 +63,17 @@ def pytest_runtest_protocol(item):
         measured.start()
 
 
+@pytest.fixture
+def unmeasured_processes(monkeypatch):
+    """Measure no coverage in processes, which are to be interrupted.
+
+    A KeyboardInterrupt that comes while coverage holds its lock leaves the lock held, and the
+    process waits for it for ever.
+    """
+    for name in PROCESSES:
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def redis_server():
     """Run a server of Redis or Valkey for all tests that want one."""

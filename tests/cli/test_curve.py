@@ -133,6 +133,7 @@ def test_the_workload_is_not_overwritten(refused, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unmeasured_processes")
 def test_ctrl_c_ends_it_at_once(tmp_path):
     """Exit code 130, one word though every process of the terminal is told, and no file."""
     out = tmp_path / "c.csv"

@@ -134,6 +134,7 @@ def test_a_restart_is_recorded(engine, tmp_path):
     assert [item.seq for item in items if isinstance(item, Received)] == [0, 0, 1]
 
 
+@pytest.mark.usefixtures("unmeasured_processes")
 def test_ctrl_c_ends_with_a_complete_file(engine, tmp_path):
     """Ctrl-C ends the recording: all that was heard is there, and the exit code is 0."""
     out = tmp_path / "live.jsonl.zst"

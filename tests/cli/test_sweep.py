@@ -221,6 +221,7 @@ jobs = 1
     assert finished(journal) == 3
 
 
+@pytest.mark.usefixtures("unmeasured_processes")
 def test_ctrl_c_keeps_what_is_finished(tmp_path):
     """Exit code 130, two sentences, no traceback of any process, and no process left."""
     (tmp_path / "s.toml").write_text(LONG)
