@@ -28,6 +28,19 @@ VOCABULARY = 10_007
 ENDS = (7, 11)
 
 
+CODECS = (
+    "fp32",
+    "bf16",
+    "fp8-e4m3",
+    "fp8-e5m2:scale=head",
+    "int8",
+    "int4",
+    "kivi",
+    "int4:keys=channel",
+)
+"""A codec of each family, as texts."""
+
+
 def digest(tokens):
     """Return the token that follows `tokens`."""
     state = blake2b(",".join(map(str, tokens)).encode(), digest_size=8)

@@ -4,7 +4,7 @@ from itertools import cycle, islice
 
 import attrs
 import pytest
-from helpers.engine import SPEC, compute, decided, digest, slot_bytes_of
+from helpers.engine import CODECS, SPEC, compute, decided, digest, slot_bytes_of
 from helpers.policies import POLICIES
 from helpers.schedulers import SCHEDULERS
 from helpers.serving import EVICTIONS, Bent, Server, ask, servers, talks
@@ -112,16 +112,6 @@ RETENTIONS = {
     "expected": "expected:budget=0.25,sinks=1,queries=4,ahead=4",
     "random": "random:budget=1",
 }
-CODECS = (
-    "fp32",
-    "bf16",
-    "fp8-e4m3",
-    "fp8-e5m2:scale=head",
-    "int8",
-    "int4",
-    "kivi",
-    "int4:keys=channel",
-)
 MODEL = "transformer:layers=2,hidden=8,heads=2,kv_heads=1,head_dim=4,mlp=8,vocab_size=64"
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from helpers.engine import SPEC, Exact, Slots, compute, slot_bytes_of
+from helpers.engine import CODECS, SPEC, Exact, Slots, compute, slot_bytes_of
 from helpers.serving import ask
 
 from kvcore import InputError, KVCache, run
@@ -17,16 +17,6 @@ from kvcore.tiers import StoredBlock, Tier, Tiers, TierStore
 from kvcore.trace import check_trace
 
 MODEL = "transformer:layers=2,hidden=16,heads=2,kv_heads=1,head_dim=8,mlp=16,vocab_size=64"
-CODECS = (
-    "fp32",
-    "bf16",
-    "fp8-e4m3",
-    "fp8-e5m2:scale=head",
-    "int8",
-    "int4",
-    "kivi",
-    "int4:keys=channel",
-)
 
 
 def sessions(turns=3, users=4, prompt=40, output=9, gap=400):
