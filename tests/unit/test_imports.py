@@ -40,6 +40,7 @@ LAYERS = [
     {"report"},
     {"demo"},
     {"api"},
+    {"pages"},
     {"cli", "testing"},
     {"__init__", "__main__"},
 ]
