@@ -23,7 +23,7 @@ KINDS: tuple[PlotKind, ...] = ("occupancy", "hits", "ages", "timeline", "latency
 
 @verb(
     "kvcore plot run.jsonl.gz --kind occupancy -o pool.png",
-    "kvcore simulate --out results && kvcore plot results --kind latency -o latency.svg",
+    "kvcore plot results --kind latency -o latency.svg",
 )
 @click.argument("source", metavar="TRACE|RESULT")
 @click.option(
