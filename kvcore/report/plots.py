@@ -22,9 +22,10 @@ from kvcore.analysis.timeline import Kind, Series, Timeline
 from kvcore.cache import Residency
 from kvcore.errors import InputError, shorten
 from kvcore.histogram import Histogram, borders
+from kvcore.report.charts import end_labels
 from kvcore.report.mrc import COLOURS, GREY, INK, PALE, picture
 from kvcore.report.simulation import SimulationReport
-from kvcore.report.tables import counted, setup
+from kvcore.report.tables import counted, printable, setup
 from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.units import NS_PER_S, format_seconds
 
@@ -123,7 +124,7 @@ def hits(timeline: Timeline, form: str) -> bytes:
         if window < span / 2:
             name = f"in the last {_time(window)}"
             lines.insert(0, (series.hit_ratio(window), name, SKY, 1.0))
-        ends: list[tuple[float, str, str]] = []
+        ends: list[tuple[float, float, str, str]] = []
         highest = 0.0
         for ratios, name, colour, width in lines:
             rows = _even(series, timeline.begin, span)
@@ -131,9 +132,9 @@ def hits(timeline: Timeline, form: str) -> bytes:
             axes.plot([times[row] for row in rows], shares, color=colour, linewidth=width)
             known = [share for share in shares if not isnan(share)]
             highest = max(highest, *known)
-            ends.append((known[-1], f"{name}: {known[-1]:.1f}%", colour))
+            ends.append((times[-1], known[-1], f"{name}: {known[-1]:.1f}%", colour))
         axes.set_ylim(0, 1.08 * highest or 1)
-        _ends(axes, times[-1], ends)
+        end_labels(axes, ends)
         axes.yaxis.set_major_formatter("{x:g}%")
         axes.set_ylabel(f"of {looked_up:,} blocks looked up that hit")
         axes.set_xlabel(f"time, {unit}")
@@ -242,7 +243,7 @@ def _rows(figure: Figure, timeline: Timeline) -> None:
         axes.plot(at, refused, "D", color=GREY, markersize=4)
         marks.append(Line2D([], [], color=GREY, marker="D", linestyle="", label="rejected"))
     if len(requests) <= NAMED:
-        names = [_printable(shorten(str(name))) for name in requests.ids]
+        names = [printable(shorten(str(name))) for name in requests.ids]
         axes.set_yticks(range(len(requests)), names, fontsize=7)
     axes.set_ylim(len(requests) - 0.4, -0.6)
     axes.set_ylabel("request")
@@ -379,7 +380,7 @@ class Latencies:
         if summary["rejected"]:
             told += f", {summary['rejected']:,} rejected"
         title = told if config is None else f"{config['workload']['name']}, {told}"
-        return cls(samples, gaps, expected, _printable(title), caption)
+        return cls(samples, gaps, expected, printable(title), caption)
 
 
 def latency(found: Latencies, form: str) -> bytes:
@@ -489,7 +490,7 @@ def _framed(
     def fill_in(figure: Figure) -> None:
         draw(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-        told = "\n".join(fill(_printable(line), CAPTION) for line in caption.splitlines())
+        told = "\n".join(fill(printable(line), CAPTION) for line in caption.splitlines())
         figure.supxlabel(told, x=0.01, ha="left", fontsize=5.5, color=GREY)
 
     return picture(form, fill_in, inches)
@@ -501,18 +502,13 @@ def _requests(timeline: Timeline) -> str:
     rejected = len(timeline.requests.rejected)
     told = f", {rejected:,} rejected" if rejected else ""
     name = f"{workload['name']}, " if workload else ""
-    return _printable(f"{name}{counted(len(timeline.requests), 'request')}{told}")
+    return printable(f"{name}{counted(len(timeline.requests), 'request')}{told}")
 
 
 def _caption(timeline: Timeline) -> str:
     """Say what was run, and whether the trace is cut."""
     cut = "" if timeline.complete else f"Incomplete: {timeline.cut_reason}.\n"
     return f"{cut}{setup(timeline.header)}"
-
-
-def _printable(text: str) -> str:
-    """Return text of a trace without characters that have no picture."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def _unit(span: int) -> tuple[str, int]:
@@ -609,19 +605,6 @@ def _widest(times: Sequence[float], layer: Sequence[float]) -> tuple[float, floa
 
 def _row_at(times: Sequence[float], time: float) -> int:
     return max(bisect_right(times, time) - 1, 0)
-
-
-def _ends(axes: Axes, at: float, ends: Iterable[tuple[float, str, str]]) -> None:
-    """Label lines at their ends, those that end near one another one below the other."""
-    height = axes.get_ylim()[1]
-    last = None
-    for value, text, colour in sorted(ends):
-        y = value if last is None else max(value, last + 0.06 * height)
-        axes.annotate(
-            text.replace(": ", ":\n"), (at, y), (4, 0), textcoords="offset points",
-            color=colour, fontsize=8, va="center", annotation_clip=False,
-        )  # fmt: skip
-        last = y + 0.04 * height
 
 
 def _shares(axes: Axes) -> None:
