@@ -437,6 +437,14 @@ def part_path(path: Path) -> Path:
     return path if special else path.with_name(f"{path.name}.part")
 
 
+def file_bytes(path: Path) -> int | None:
+    """Return the size of the file at `path`; None if there is none, or it has no size."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
+
+
 def refuse_overwrite(path: str | os.PathLike[str], sources: Iterable[object]) -> None:
     """Refuse to write `path` if that would overwrite one of the files the requests come from.
 
