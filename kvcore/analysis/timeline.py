@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.state import ViolationError, run_blocks
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 NEVER = -1
 """The time of what did not happen, and the index of no request."""
-
-STRIDE = 1024
-"""Lines between two ticks."""
-
 
 UNSTEPPED = frozenset({"REQUEST", "REJECT", "PREFETCH", "OFFLOAD", "LOAD", "DROP", "END"})
 """Lines that can come while a step runs."""
@@ -272,9 +269,7 @@ class Timeline:
     series: Series
 
     @classmethod
-    def read(
-        cls, file: str | os.PathLike[str], *, tick: Callable[[int], object] | None = None
-    ) -> Timeline:
+    def read(cls, file: str | os.PathLike[str], *, tick: Tick = unseen) -> Timeline:
         """Return the timeline of a trace of any mode, which may be cut.
 
         A file is trusted if its digest is right: `kvcore.trace.check_trace` says whether what
@@ -283,7 +278,7 @@ class Timeline:
 
         Args:
             file: the trace.
-            tick: is told now and then how many more lines were read; None: nobody is.
+            tick: called with the bytes of the file that are done.
 
         Raises:
             InputError: the file cannot be opened.
@@ -292,7 +287,7 @@ class Timeline:
         reader = read_events(file)
         builder: TimelineBuilder | None = None
         header: dict[str, Any] = {}
-        for event in reader:
+        for event in ticked(reader, tick):
             try:
                 if builder is None:
                     header = event.as_dict()
@@ -301,8 +296,6 @@ class Timeline:
                     builder.take(event)
             except ValueError as error:
                 reader.fail(f"{event.event}: {error}")
-            if tick is not None and not reader.line % STRIDE:
-                tick(STRIDE)
         if builder is None:
             reader.fail("there is no HEADER, so nothing can be told of what follows")
         builder.end()

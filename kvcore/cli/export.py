@@ -90,16 +90,28 @@ def _requests(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
     return found | {"key_tokens": rows.key_tokens, "left_out": dict(rows.left_out)}
 
 
+def _tracks(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
+    from kvcore.kv_events import write_lines  # noqa: PLC0415 - as above
+    from kvcore.report.perfetto import PerfettoTrace  # noqa: PLC0415 - for this format alone
+
+    document = PerfettoTrace(trace, tick)
+    write_lines(out, document)
+    counts = ("events", "requests", "tracks", "evictions")
+    return {name: getattr(document, name) for name in counts}
+
+
 FORMATS: dict[str, Callable[[Path, Path, Tick], dict[str, Any]]] = {
     "vllm": _events,
     "dynamo": _router_events,
     "mooncake": _requests,
+    "perfetto": _tracks,
 }
 """By format: the function that writes a trace in it, and returns the counts to report."""
 
 
 @verb(
     "kvcore export run.jsonl.gz --to mooncake --out requests.jsonl",
+    "kvcore export run.jsonl.gz --to perfetto --out run.json.gz",
     "kvcore export run.jsonl.gz --to vllm --zmq tcp://127.0.0.1:5557",
     renamed={"--format": "--to"},
 )
@@ -109,7 +121,8 @@ FORMATS: dict[str, Callable[[Path, Path, Tick], dict[str, Any]]] = {
     "kind",
     type=click.Choice(list(FORMATS)),
     required=True,
-    help="Format: KV events of vLLM, router events of Dynamo, or requests of Mooncake.",
+    help="Format: KV events of vLLM, router events of Dynamo, requests of Mooncake, or tracks "
+    "for Perfetto and chrome://tracing.",
 )
 @click.option(
     "--out",
@@ -141,7 +154,7 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Export the TRACE of a run as KV events or as requests, for other tools.
+    """Export the TRACE of a run as KV events, requests or tracks, for other tools.
 
     Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
     ZMQ, from the first subscriber's connection until the last subscriber leaves.

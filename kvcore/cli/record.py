@@ -220,8 +220,8 @@ def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]
         if (now := monotonic()) - shown > every:
             shown = now
             line = (
-                f"batches: {done_so_far(tally.batches, None, now - begun)}, "
-                f"{tally.stored:,} blocks stored, {tally.removed:,} removed, {tally.gaps:,} gaps"
+                f"batches: {done_so_far(tally.batches, None, now - begun)}, {tally.stored:,} "
+                f"blocks stored, {tally.removed:,} removed, {tally.gaps:,} gaps"
             )
             line = f"{ERASE}{line}" if terminal else f"kvcore: {line}"
             click.echo(line, nl=not terminal, err=True)

@@ -357,7 +357,8 @@ def check_recording(
     """Read a recording, and report which blocks are resident and what cannot be true.
 
     `full` says that the engine was in full-report mode: what is stored again was reused.
-    `tick` is called with the bytes of the file that are done. Also reads files of TensorRT-LLM's events and Dynamo's router events, one a line.
+    `tick` is called with the bytes of the file that are done. Also reads files of
+    TensorRT-LLM's events and Dynamo's router events, one a line.
 
     Raises:
         InputError: the file cannot be opened.

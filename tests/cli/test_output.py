@@ -150,7 +150,7 @@ def clock(monkeypatch):
 
 
 def test_progress_in_a_pipe_is_a_line_now_and_then(clock, capsys, monkeypatch):
-    """Ten seconds apart, with the time that is left; without colour, even where it is forced."""
+    """Ten seconds apart, with the time that is left; without colour, even where forced."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with progress("replaying", total=2000) as advance:
         for moment, done in [(109, 400), (110, 100), (119, 400), (121, 100), (130, 1000)]:
@@ -173,7 +173,8 @@ def test_how_often_lines_of_progress_come_can_be_said(clock, capsys, monkeypatch
     assert len(capsys.readouterr().err.splitlines()) == lines
 
 
-def test_a_wrong_time_between_lines_is_refused(clock, monkeypatch):
+@pytest.mark.usefixtures("clock")
+def test_a_wrong_time_between_lines_is_refused(monkeypatch):
     """With the name of the variable."""
     monkeypatch.setenv(output.PROGRESS_SECONDS, "often")
     with pytest.raises(InputError, match="KVCORE_PROGRESS_SECONDS: time 'often'"):
