@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -78,9 +79,9 @@ class PerfettoTrace:
         yield before + b"\n],\n"
         header = self._builder.state.header.as_dict()
         other = {
-            "trace": os.path.basename(self.trace),
+            "trace": Path(self.trace).name,
             "run": setup(header).removeprefix("Setup: "),
-        }  # noqa: PTH119
+        }
         document = {"displayTimeUnit": "ms", "otherData": other}
         yield orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)[1:]
 
