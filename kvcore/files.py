@@ -378,6 +378,21 @@ def _lock(file: int) -> None:
             raise BlockingIOError from None
 
 
+def is_being_written(file: int) -> bool:
+    """Return True if a living process writes the open file, as an `AtomicFile`.
+
+    False where files cannot be locked.
+    """
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
 def _keep_aside(part: Path) -> None:
     """Rename a `.part` that a killed process has left, and log where it is."""
     import logging  # noqa: PLC0415 - rarely needed

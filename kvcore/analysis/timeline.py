@@ -319,11 +319,13 @@ class TimelineBuilder:
 
     Attributes:
         state: the cache, rebuilt.
+        waiting, running, evicted_blocks: as the last row of the series will have them.
         requests, phases, chunks, series: the columns so far.
     """
 
     def __init__(self, header: events.Header) -> None:
         self.state = CacheState(header)
+        self.waiting = self.running = self.evicted_blocks = 0
         self.requests = Requests()
         self.phases = Phases()
         self.chunks = Chunks()
@@ -342,7 +344,6 @@ class TimelineBuilder:
         # Requests that returned and hit all that they can share: no COMMIT will tell when
         # the rest is computed, which mostly is at the end of the next step.
         self._returned: list[int] = []
-        self._waiting = self._running = self._evicted = 0
         self._take: dict[str, Callable[[Any], None]] = {
             name: getattr(self, f"_{name.lower()}")
             for name in (
@@ -387,11 +388,11 @@ class TimelineBuilder:
         series.free.append(state.free)
         series.cached.append(state.cached)
         series.private.append(state.private)
-        series.waiting.append(self._waiting)
-        series.running.append(self._running)
+        series.waiting.append(self.waiting)
+        series.running.append(self.running)
         series.lookup_blocks.append(state.hits.lookup_blocks)
         series.hit_blocks.append(state.hits.hit_blocks)
-        series.evicted_blocks.append(self._evicted)
+        series.evicted_blocks.append(self.evicted_blocks)
         for name, used in series.tiers.items():
             used.append(state.tiers.levels[name].used)
 
@@ -417,9 +418,9 @@ class TimelineBuilder:
 
     def _count(self, kind: Kind, change: int) -> None:
         if kind.waits:
-            self._waiting += change
+            self.waiting += change
         else:
-            self._running += change
+            self.running += change
 
     def _request(self, event: events.Request) -> None:
         row = self._rows[event.id] = self.requests.add(event)
@@ -496,7 +497,7 @@ class TimelineBuilder:
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "cache":
-            self._evicted += run_blocks(event.runs)
+            self.evicted_blocks += run_blocks(event.runs)
 
     def _first_token(self, event: events.FirstToken) -> None:
         row = self._rows[event.request]

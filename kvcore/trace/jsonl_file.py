@@ -334,7 +334,7 @@ class SealedReader(ABC, Generic[_Item]):
     def __iter__(self) -> Iterator[_Item]:
         """Yield the items."""
         try:
-            with self.file.open("rb") as file:
+            with self._open() as file:
                 yield from self._items(self._pieces(file))
         except OSError as error:
             reason = unreadable_reason(self.file, error)
@@ -362,6 +362,10 @@ class SealedReader(ABC, Generic[_Item]):
     def _expect_end(self, fields: Mapping[str, Any]) -> None:
         """Note that the line just parsed is END, and its fields before the digest."""
         self._end = fields
+
+    def _open(self) -> BinaryIO:
+        """Open the file for reading."""
+        return self.file.open("rb")
 
     def _pieces(self, file: BinaryIO) -> Iterator[bytes]:
         """Yield the content of `file`, and keep count of how far it is read."""
