@@ -43,6 +43,7 @@ VERBS = {
     "size": "kvcore.cli.size",
     "sweep": "kvcore.cli.sweep",
     "view": "kvcore.cli.view",
+    "watch": "kvcore.cli.watch",
 }
 """Where each verb is: a module with a click command of the verb's name."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from math import inf
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
+from time import monotonic
 from typing import Any, TypeAlias
 
 import click
@@ -18,18 +21,26 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, results, results_alone
 from kvcore.errors import InputError
-from kvcore.files import STDIN, atomic_file, input_path, refuse_overwrite
-from kvcore.progress import unseen
+from kvcore.files import STDIN, atomic_file, file_bytes, input_path, refuse_overwrite
+from kvcore.progress import Tick, unseen
+from kvcore.units import NS_PER_S, format_number, parse_seconds
 from kvcore.workloads import Workload
+
+PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
+"""Environment variable: seconds between two lines of progress in a pipe; 0: none is printed."""
+
+FEW = 1000
+"""Things to do from which on a share is told of them, not a number."""
 
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
@@ -172,58 +183,23 @@ def print_sections(*sections: Section) -> None:
 
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr while the body runs, if that is a terminal.
+    """Show on stderr how far the body is: a bar on a terminal, else a line now and then.
 
     Yields a function to call with how many more of `total` are done (None: unknown).
     """
     if not sys.stderr.isatty():
-        yield unseen
+        yield _lines_of(description, total)
         return
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    left, console = TimeRemainingColumn(), Console(stderr=True)
-    with Progress(*columns, left, console=console, transient=True) as bar:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), _Done()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escaped(description), total=total)
         yield lambda done: bar.advance(task, done)
 
 
-def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Return the path of a plot, which can be drawn here as its name says."""
-    path = file_path(ctx, param, value)
-    if path is not None and not ctx.resilient_parsing:
-        from kvcore.report.mrc import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
-
-        if path.suffix[1:].lower() not in FORMS:
-            flag, forms = param.opts[-1], " or .".join(FORMS)
-            msg = f"{flag} {path}: a name says what is drawn; end it with .{forms}"
-            raise InputError(msg)
-        matplotlib()
-    return path
-
-
-picture_option = partial(click.option, callback=_picture, metavar="FILE")
-"""Return the option of a file for a plot, by its flags and more settings."""
-
-plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
-
-
-@contextmanager
-def plot_file(
-    path: Path | None, inputs: Iterable[object] = ()
-) -> Iterator[Callable[[Callable[[str], bytes]], object]]:
-    """Open the file of a plot before there is one; yield what writes it, as `png` or `svg`.
-
-    If the body raises, no file is left. Without a path nothing is drawn.
-
-    Raises:
-        InputError: one of the `inputs`, or a file that cannot be written.
-    """
-    if path is None:
-        yield lambda _: None
-        return
-    refuse_overwrite(path, inputs)
-    with atomic_file(path) as file:
-        yield lambda draw: file.buffer.write(draw(path.suffix[1:].lower()))
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from math import inf
 
 
 STDOUT = Path("-")
