@@ -189,6 +189,13 @@ class Playback {
     return ids;
   }
 
+  /** Return how many blocks the runs of a row have. */
+  blocksOf(row) {
+    let blocks = 0;
+    for (let run = this.runs[row]; run < this.runs[row + 1]; run++) blocks += Math.abs(this.columns.run_count[run]);
+    return blocks;
+  }
+
   /** Make the state that is after `row`. O(rows since the nearest state that was kept). */
   seek(row) {
     const target = Math.max(-1, Math.min(row, this.length - 1));
