@@ -15,6 +15,11 @@ class Side {
   get row() {
     return this.playback.row;
   }
+
+  /** Return how many blocks of the eviction at `row` the other trace did not evict for the same request. */
+  differs(row) {
+    return this.playback.columns.differs?.[row] ?? 0;
+  }
 }
 
 /** The clock, what is chosen, and the panels that are drawn anew when either changes. */
