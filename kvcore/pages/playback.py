@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 NONE = -1
 """In a column: no request, span or tier."""
 
+PARKED = -2
+"""In place of the tier that blocks come from: they are of a preempted sequence, for itself."""
+
 KINDS = (
     *("REQUEST", "PREFETCH", "HIT", "MISS", "SPLIT", "ALLOC", "COMMIT", "EVICT", "FORGET"),
     *("COMPACT", "FREE", "FORK", "COPY", "FIRST_TOKEN", "PREEMPT", "RESUME", "RECOVER"),
@@ -84,7 +87,7 @@ COLUMNS = ("kind", "request", "a", "b", "c", "d", "e", "runs")
 | FIRST_TOKEN, RESUME | sequence | | | | | |
 | PREEMPT | sequence | how | for whom or -1 | | | |
 | FINISH | sequence | output | | | | |
-| OFFLOAD | tier | first | blocks | tier it comes from or -1 | | |
+| OFFLOAD | tier | first | blocks | tier it comes from, -1, or -2: parked | | |
 | LOAD_START, LOAD | tier | first | blocks | sequence | | |
 | DROP | tier | first | blocks | reason | | |
 | RECOVER | tier | first | blocks | | | |
@@ -373,7 +376,7 @@ class Playback:
         self._row(event, number, self._tiers[event.tier], event.first, event.blocks)
 
     def _offload(self, event: events.Offload) -> None:
-        source = self._tiers[event.source] if event.source else NONE
+        source = self._tiers[event.source] if event.source else PARKED if event.parked else NONE
         values = self._tiers[event.tier], event.first, event.blocks, source
         age = event.done - event.t
         self._row(event, self._numbers[event.request], *values, age=age)

@@ -38,17 +38,7 @@ class Contents {
 
   /** Return a piece of a prompt as pieces `[owner, first, end)`, in order. */
   pieces(request, first, end) {
-    const { leader, shared } = this.requests;
-    const found = [];
-    let high = end;
-    for (let at = request; high > first; at = leader[at]) {
-      if (high > shared[at]) {
-        found.push([at, Math.max(first, shared[at]), high]);
-        high = shared[at];
-      }
-      if (leader[at] < 0) break;
-    }
-    return found.reverse();
+    return contentPieces(this.requests, request, first, end);
   }
 
   /** Record the row of each first admission, requests in that order, and what they looked up and hit in all. */
