@@ -87,15 +87,34 @@ class Contents {
   /** Return the request that is admitted next after `row` and looks this content up; -1: none. O(log). */
   nextUser(owner, position, row) {
     const part = this.parts?.[owner].find((each) => position < each.end);
-    if (!part) return -1;
+    return part ? this._after(part.users, row) : -1;
+  }
+
+  /** Return pieces `[end, next]` of a prompt: where each ends, and who asks for it next; -1: none. */
+  futures(request, first, end, row) {
+    const found = [];
+    for (const [owner, low, high] of this.pieces(request, first, end)) {
+      let at = low;
+      for (const part of this.parts[owner]) {
+        if (at >= high) break;
+        if (part.end <= at) continue;
+        at = Math.min(part.end, high);
+        found.push([at, this._after(part.users, row)]);
+      }
+      if (at < high) found.push([high, -1]);
+    }
+    return found;
+  }
+
+  _after(users, row) {
     let low = 0;
-    let high = part.users.length;
+    let high = users.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.admitted[part.users[middle]] <= row) low = middle + 1;
+      if (this.admitted[users[middle]] <= row) low = middle + 1;
       else high = middle;
     }
-    return part.users[low] ?? -1;
+    return users[low] ?? -1;
   }
 
   /** Return whether the optimum holds this content at `row`: it hits when it is asked for next. */
