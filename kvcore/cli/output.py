@@ -197,9 +197,110 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
         yield lambda done: bar.advance(task, done)
 
 
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from math import inf
+def line_seconds() -> float:
+    """Return the seconds between two lines of progress where stderr is no terminal.
+
+    Raises:
+        InputError: the environment variable is no time.
+    """
+    text = os.environ.get(PROGRESS_SECONDS, "10")
+    try:
+        return parse_seconds(text) / NS_PER_S or inf
+    except InputError as error:
+        msg = f"{PROGRESS_SECONDS}: {error}"
+        raise InputError(msg) from error
+
+
+def reading(description: str, path: Path) -> AbstractContextManager[Tick]:
+    """Show how much of a file is read, to be called with bytes: a `progress` of a reader."""
+    return progress(description, file_bytes(path))
+
+
+def done_so_far(done: float, total: float | None, seconds: float) -> str:
+    """Return how much is done after so many seconds, and how many are left if it goes on so.
+
+    `3 of 12, 40 s left`; `45%, 12 s left` of a thousand or more; `2,300 (120/s)` of a number
+    that is not known.
+    """
+    if total is None or not 0 < done <= total:
+        return f"{done:,.0f} ({format_number(done / seconds)}/s)" if done and seconds else ""
+    part = f"{done:.0f} of {total:.0f}" if total < FEW else f"{done / total:.0%}"
+    return f"{part}, {duration(seconds * (total - done) / done)} left"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in whole seconds: `12 s`, `3 min 20 s`, `2 h 5 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:  # noqa: PLR2004
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+class _Done(ProgressColumn):
+    """The column of a progress bar that says how much is done, and how long the rest takes."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text."""
+        return Text(done_so_far(task.completed, task.total, task.elapsed or 0))
+
+
+def _lines_of(description: str, total: int | None) -> Tick:
+    """Return a tick that prints a line from time to time."""
+    every = line_seconds()
+    if every == inf:
+        return unseen
+    begun = told = monotonic()
+    done = 0
+
+    def tick(more: int) -> None:
+        nonlocal done, told
+        done += more
+        now = monotonic()
+        if now - told >= every:
+            told = now
+            far = done_so_far(done, total, now - begun)
+            echo(f"kvcore: {description}: {far}", err=True)
+
+    return tick
+
+
+def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """Return the path of a plot, which can be drawn here as its name says."""
+    path = file_path(ctx, param, value)
+    if path is not None and not ctx.resilient_parsing:
+        from kvcore.report.mrc import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
+
+        if path.suffix[1:].lower() not in FORMS:
+            flag, forms = param.opts[-1], " or .".join(FORMS)
+            msg = f"{flag} {path}: a name says what is drawn; end it with .{forms}"
+            raise InputError(msg)
+        matplotlib()
+    return path
+
+
+picture_option = partial(click.option, callback=_picture, metavar="FILE")
+"""Return the option of a file for a plot, by its flags and more settings."""
+
+plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
+
+
+@contextmanager
+def plot_file(
+    path: Path | None, inputs: Iterable[object] = ()
+) -> Iterator[Callable[[Callable[[str], bytes]], object]]:
+    """Open the file of a plot before there is one; yield what writes it, as `png` or `svg`.
+
+    If the body raises, no file is left. Without a path nothing is drawn.
+
+    Raises:
+        InputError: one of the `inputs`, or a file that cannot be written.
+    """
+    if path is None:
+        yield lambda _: None
+        return
+    refuse_overwrite(path, inputs)
+    with atomic_file(path) as file:
+        yield lambda draw: file.buffer.write(draw(path.suffix[1:].lower()))
 
 
 STDOUT = Path("-")

@@ -12,8 +12,8 @@ from kvcore.pages.shell import Page
 from kvcore.progress import Progress, silent
 
 SCRIPTS = (
-    *("playback.js", "content.js", "differences.js", "story.js", "pool.js", "tree.js"),
-    *("timeline.js", "curves.js", "log.js", "request.js", "view.js"),
+    *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),
+    *("tree.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
 )
 """Of the page, in the order in which one needs another."""
 
