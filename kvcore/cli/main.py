@@ -44,6 +44,7 @@ VERBS = {
     "sweep": "kvcore.cli.sweep",
     "view": "kvcore.cli.view",
     "watch": "kvcore.cli.watch",
+    "tour": "kvcore.cli.tour",
 }
 """Where each verb is: a module with a click command of the verb's name."""
 
