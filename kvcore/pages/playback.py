@@ -93,15 +93,15 @@ COLUMNS = ("kind", "request", "a", "b", "c", "d", "e", "runs")
 | RECOVER | tier | first | blocks | | | |
 
 The request of an EVICT is the one that needed the room; `whose` is a request whose prompt has
-the blocks, and `end` the position there after the last of them. `time` holds how much later (ns) a
-row is than the one before; `age` (ns) is of EVICT, and for OFFLOAD and LOAD_START how long it
+the blocks, and `end` the position there after the last of them. `time` holds how much later (ns)
+a row is than the one before; `age` (ns) is of EVICT, and for OFFLOAD and LOAD_START how long it
 takes.
 """
 
 
 @attrs.define
 class Prompts:
-    """The prompts of a trace, by request number: how long they are, and whose content they have.
+    """The prompts of a trace, by request number: lengths, and whose content they have.
 
     Attributes:
         ids: of the requests.
