@@ -18,6 +18,7 @@ from kvcore.config.recorded import RecordedParts
 from kvcore.config.run_config import PluginChoice, TierChoices
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes, refuse_overwrite
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import SLO, Key, Request, TextRequest
@@ -403,7 +404,7 @@ SCHEMA = 1
 
 
 @attrs.frozen(kw_only=True)
-class WhatIf:
+class WhatIf(Shown):
     """The result of `whatif`: a recorded run, and the same requests run again.
 
     Attributes:
@@ -426,6 +427,20 @@ class WhatIf:
     recorded: RunSummary
     rerun: RunSummary
     changes: list[Change]
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the requests that fared differently.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = [
+            {"request": str(change.request), "prompt": change.prompt}
+            | {f"recorded_{name}": value for name, value in change.recorded.as_dict().items()}
+            | {f"rerun_{name}": value for name, value in change.rerun.as_dict().items()}
+            for change in self.changes
+        ]
+        return data_frame(rows, "`whatif.changes`")
 
     def gained(self, most: int = 5) -> list[Change]:
         """Return the requests that gained most hit tokens, largest gain first."""

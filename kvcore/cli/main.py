@@ -42,6 +42,7 @@ VERBS = {
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
     "sweep": "kvcore.cli.sweep",
+    "tour": "kvcore.cli.tour",
     "view": "kvcore.cli.view",
     "watch": "kvcore.cli.watch",
 }
