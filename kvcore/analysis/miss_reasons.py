@@ -238,6 +238,7 @@ class RequestMisses:
         arrived, admitted: in ns; admitted is None if it never was.
         seq: the sequence of its first admission.
         hit: prompt tokens that hit.
+        optimum: prompt tokens that hit in the optimum of these admissions, one by one.
         losses: the tokens that did not.
         again: how often it was admitted again, after preemptions. That is no reuse, and
             counts nowhere else.
@@ -252,6 +253,7 @@ class RequestMisses:
     admitted: int | None = None
     seq: int | None = None
     hit: int = 0
+    optimum: int = 0
     losses: list[MissSegment] = attrs.field(factory=list)
     again: int = 0
     rejected: str | None = None

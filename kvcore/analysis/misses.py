@@ -168,8 +168,8 @@ class MissClassifier:
         belady(lengths, needs, starts, wanted, ends, self._pool, False, hits)  # noqa: FBT003
         for prompt, cached in zip(admissions, hits, strict=True):
             reasons = self.requests[prompt.id]
+            reasons.optimum = upto = min(cached, prompt.limit) * self._size
             if any(loss.category == EVICTED for loss in reasons.losses):
-                upto = min(cached, prompt.limit) * self._size
                 reasons.losses = [
                     part for loss in reasons.losses for part in loss.split_at(upto)
                 ]

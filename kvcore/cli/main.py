@@ -41,6 +41,7 @@ VERBS = {
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
     "sweep": "kvcore.cli.sweep",
+    "view": "kvcore.cli.view",
 }
 """Where each verb is: a module with a click command of the verb's name."""
 
