@@ -566,6 +566,23 @@ def bill_trace(file: str | os.PathLike[str], price: PriceModel | str) -> Bills:
     return found
 
 
+def recorded_run(file: str | os.PathLike[str]) -> RunSummary:
+    """Return the summary of a recorded run, whose trace is checked line by line.
+
+    Its configuration is that of the header, and it is judged by the SLO there.
+
+    Raises:
+        InputError: the file cannot be opened, or is a trace of calls that were made by hand.
+        TraceError: the trace is damaged, or cut.
+    """
+    workload = TraceWorkload(file)
+    header = workload.header.as_dict()
+    slo = slo_of(header["slo"]) if header.get("slo") else None
+    recorded = _verified(workload.file, workload.header, slo)
+    timed = header["mode"] != "untimed"
+    return RunSummary.of(header, recorded.log, recorded.stats, recorded.evicted, timed=timed)
+
+
 def _bills(
     workload: TraceWorkload, price: PriceModel | str | None, *logs: RunLog
 ) -> list[Bills | None]:

@@ -1,0 +1,208 @@
+"""What a report consists of, as its script draws it: headings, sentences, tables, charts."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from kvcore.units import format_number, format_seconds
+
+Part: TypeAlias = dict[str, Any]
+"""A part of a page as JSON: `kind` says which, and report.js what else it has."""
+
+COLOURS = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
+"""Names in shell.css, in the order in which lines take them."""
+
+MOST_ROWS = 24
+"""Rows of the table that says in numbers what a chart shows."""
+
+QUANTILES = 200
+"""Steps of the line of a distribution."""
+
+PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
+"""Rows of its table."""
+
+WRITERS: Mapping[str, Callable[[float], str]] = {
+    "s": format_seconds,
+    "%": lambda share: f"{share:.1f}%",
+    "": lambda number: f"{number:,}" if type(number) is int else format_number(number),
+}
+"""How a value is written, by its unit."""
+
+
+@attrs.frozen
+class Axis:
+    """An axis of a chart.
+
+    Attributes:
+        title: what it shows; its unit too, where that is none of `WRITERS`.
+        unit: one of `WRITERS`.
+        log: whether it is logarithmic.
+    """
+
+    title: str
+    unit: str = ""
+    log: bool = False
+
+
+@attrs.frozen
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        name: its label.
+        x, y: its points, by ascending `x`.
+        colour: one of `COLOURS`, `ink` or `soft`.
+        dash: `solid`, `dash` or `dot`.
+        step: whether a value holds until the next point.
+        points: whether the points are marked.
+        area: whether it is the upper edge of an area, on the one before.
+        label_at: the point that its name stands at.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: str
+    dash: str = "solid"
+    step: bool = False
+    points: bool = False
+    area: bool = False
+    label_at: int = -1
+
+
+def heading(text: str) -> Part:
+    """Return a heading below that of the section."""
+    return {"kind": "heading", "text": text}
+
+
+def sentences(text: str, kind: str = "text") -> list[Part]:
+    """Return a paragraph for each line: of `text`, a `warning`, or a `command`."""
+    return [{"kind": kind, "text": line} for line in text.splitlines() if line]
+
+
+def table(
+    caption: str,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Iterable[str] | None = None,
+) -> list[Part]:
+    """Return a table, or nothing where there are no rows.
+
+    `right` are the headers of columns that are flush right; None: all but the first.
+    """
+    cells = [list(map(str, row)) for row in rows]
+    flush = set(headers[1:] if right is None else right)
+    columns = [place for place, header in enumerate(headers) if header in flush]
+    part = {"kind": "table", "caption": caption, "headers": [*headers], "rows": cells}
+    return [{**part, "right": columns}] if cells else []
+
+
+def chart(
+    title: str,
+    about: str,
+    x: Axis,
+    y: Axis,
+    lines: Sequence[Line],
+    *,
+    top: float | None = None,
+    marks: Iterable[tuple[float, str]] = (),
+    numbers: Part | None = None,
+) -> list[Part]:
+    """Return a chart with its numbers as a table, or nothing where there is no point.
+
+    Args:
+        title: its heading.
+        about: a sentence on what it shows, for who does not see it too.
+        x, y: the axes.
+        lines: what is drawn.
+        top: where the vertical axis ends; None: a little above the highest point.
+        marks: values of `x` that get a vertical line, with its label.
+        numbers: the table; None: the values of the lines at up to `MOST_ROWS` of their points.
+    """
+    drawn = [attrs.asdict(line) for line in lines if len(line.x)]
+    if not drawn:
+        return []
+    if numbers is None:
+        numbers = _numbers(x, y, lines)
+    return [
+        {
+            "kind": "chart",
+            "title": title,
+            "about": about,
+            "x": attrs.asdict(x),
+            "y": attrs.asdict(y),
+            "lines": drawn,
+            "top": top,
+            "marks": [{"at": at, "text": text} for at, text in marks],
+            "numbers": numbers,
+        }
+    ]
+
+
+def bars(
+    title: str,
+    about: str,
+    names: Sequence[str],
+    groups: Mapping[str, Sequence[float]],
+    written: Callable[[float], str],
+) -> list[Part]:
+    """Return a chart of a bar for each name and group; `written` labels it."""
+    texts = {group: list(map(written, values)) for group, values in groups.items()}
+    headers = ["", *groups]
+    rows = [[name, *(texts[group][at] for group in groups)] for at, name in enumerate(names)]
+    series = [
+        {"name": group, "values": [*values], "texts": texts[group], "colour": colour}
+        for (group, values), colour in zip(groups.items(), COLOURS, strict=False)
+    ]
+    (numbers,) = table("", headers, rows) or [None]
+    shown = {"kind": "bars", "title": title, "about": about, "names": [*names]}
+    return [{**shown, "series": series, "numbers": numbers}] if rows else []
+
+
+def distributions(
+    title: str, about: str, x: Axis, samples: Mapping[str, Iterable[float]], **more: Any
+) -> list[Part]:
+    """Return a chart of cumulative distributions: the share of samples at or below a value."""
+    ordered = {name: sorted(values) for name, values in samples.items()}
+    ordered = {name: values for name, values in ordered.items() if values}
+    lines = []
+    for place, (name, values) in enumerate(ordered.items()):
+        steps = min(len(values), QUANTILES)
+        ranks = [-(-step * len(values) // steps) for step in range(1, steps + 1)]
+        shares = [100 * rank / len(values) for rank in ranks]
+        # Names at different heights, where lines that are alike do not hide them.
+        height = (place + 1) / (len(ordered) + 1)
+        colour = COLOURS[place % len(COLOURS)]
+        at = min(int(height * steps), steps - 1)
+        xs = [values[rank - 1] for rank in ranks]
+        lines.append(Line(name, xs, shares, colour, step=True, label_at=at))
+    write = WRITERS[x.unit]
+    rows = [
+        [f"{percent}%", *(write(v[-(-percent * len(v) // 100) - 1]) for v in ordered.values())]
+        for percent in PERCENTS
+    ]
+    found = table("", ["requests at or below", *ordered], rows)
+    y = Axis("requests at or below", "%")
+    return chart(title, about, x, y, lines, top=100, numbers=found[0], **more)
+
+
+def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
+    """Return the table of a chart; of a step the value that holds, else that of the point."""
+    places = sorted({value for line in lines for value in line.x})
+    if len(places) > MOST_ROWS:
+        last = len(places) - 1
+        places = [places[last * row // (MOST_ROWS - 1)] for row in range(MOST_ROWS)]
+
+    def cell(line: Line, place: float) -> str:
+        at = bisect_right(line.x, place) - 1
+        if at < 0 or (line.x[at] != place and not line.step) or line.y[at] is None:
+            return ""
+        return WRITERS[y.unit](line.y[at])  # type: ignore[arg-type]  # as above
+
+    rows = [[WRITERS[x.unit](at), *(cell(line, at) for line in lines)] for at in places]
+    (found,) = table("", [x.title, *(line.name for line in lines)], rows) or [None]
+    return found
