@@ -28,7 +28,7 @@ from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.simulate import serve
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import TraceChecker, check_event
-from kvcore.trace.fields import read_request, version
+from kvcore.trace.fields import read_request, slo_of, version
 from kvcore.trace.reader import TraceReader
 from kvcore.units import NS_PER_S
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from kvcore.units import format_number, format_seconds
+from kvcore.plugins.options import as_text
+from kvcore.report.tables import plugin_text
+from kvcore.report.whatif import config_text
+from kvcore.units import NS_PER_S, format_number, format_seconds
+
+Document: TypeAlias = Mapping[str, Any]
+Section: TypeAlias = str | tuple[Sequence[str], Iterable[Sequence[object]], Iterable[str]]
+"""Sentences, or the headers of a table, its rows, and the headers that are flush right."""
 
 Part: TypeAlias = dict[str, Any]
 """A part of a page as JSON: `kind` says which, and report.js what else it has."""
+
+DASHES = ("solid", "dash", "dot")
 
 COLOURS = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
 """Names in shell.css, in the order in which lines take them."""
@@ -123,7 +134,7 @@ def chart(
         marks: values of `x` that get a vertical line, with its label.
         numbers: the table; None: the values of the lines at up to `MOST_ROWS` of their points.
     """
-    drawn = [attrs.asdict(line) for line in lines if len(line.x)]
+    drawn = [attrs.asdict(line) | {"x": [*line.x], "y": [*line.y]} for line in lines if line.x]
     if not drawn:
         return []
     if numbers is None:
@@ -206,3 +217,117 @@ def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
     rows = [[WRITERS[x.unit](at), *(cell(line, at) for line in lines)] for at in places]
     (found,) = table("", [x.title, *(line.name for line in lines)], rows) or [None]
     return found
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Result(ABC):
+    """A result that a report tells of.
+
+    Attributes:
+        name: the file or folder, as given.
+        kind, plural: what it is.
+    """
+
+    kind: ClassVar[str]
+    plural: ClassVar[str]
+
+    name: str
+
+    @property
+    def warning(self) -> str:
+        """What is to be known first; nothing if all is well."""
+        return ""
+
+    @abstractmethod
+    def parts(self) -> Iterator[Part]:
+        """Yield what is told of one result."""
+
+    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+        """Return the headers and rows that stand side by side with those of others, if any."""
+        return None
+
+    @classmethod
+    def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
+        """Yield what is told of several results of this kind side by side."""
+        tables = [each.rows() for each in results]
+        known = [each for each in tables if each is not None]
+        if len(known) < len(tables) or len({tuple(headers) for headers, _ in known}) > 1:
+            return
+        rows = [
+            [label, *row]
+            for label, (_, found) in zip(labels, known, strict=True)
+            for row in found
+        ]
+        headers = known[0][0]
+        yield from table("All results", ["result", *headers], rows, headers[1:])
+
+
+def sections(*given: Section) -> Iterator[Part]:
+    """Yield the parts of sentences and tables, as reports for terminals have them."""
+    for each in given:
+        if isinstance(each, str):
+            yield from sentences(each)
+        else:
+            headers, rows, right = each
+            yield from table("", headers, rows, right)
+
+
+def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of all settings of a run, its plugins with every option."""
+    for name, value in fields.items():
+        if name in NO_SETTINGS or value in (None, [], {}):
+            continue
+        if name == "plugins":
+            yield from ((kind, config_text(plugin)) for kind, plugin in value.items())
+        elif name == "workload" and isinstance(value, Mapping):
+            yield name, plugin_text(value["name"], value["options"])
+            yield "workload digest", str(value["digest"])
+        elif name == "slo" and isinstance(value, Mapping):
+            times = {each: time / NS_PER_S for each, time in value.items() if time}
+            yield name, ", ".join(f"{each}={time:g} s" for each, time in times.items())
+        else:
+            yield name.replace("_", " "), config_text(value)
+
+
+NO_SETTINGS = ("n", "t", "event", "schema", "latency")
+"""Fields of a header that are none: the coefficients are those of the latency plugin."""
+
+
+def command(verb: str, *subjects: Any, **options: Any) -> str:
+    """Return a command line: a verb, what it is about, and options that are not None.
+
+    Plugins, and a workload with its part, are what a trace's header has.
+    """
+    words = ["kvcore", verb]
+    for subject in subjects:
+        if not isinstance(subject, Mapping):
+            words.append(str(subject))
+            continue
+        part = {name: subject["options"].get(name) for name in ("limit", "window")}
+        left_out = (*part, "shrink")
+        given = {name: each for name, each in subject["options"].items() if name not in left_out}
+        words.append(plugin_text(subject["name"], given))
+        options = part | options
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [flag] if value else [] if name in FLAGS else [f"--no-{flag[2:]}"]
+        elif name == "tier" and isinstance(value, list):
+            words += [word for each in value for word in (flag, config_text(each))]
+        elif value is not None:
+            words += [flag, _option(name, value)]
+    return shlex.join(words)
+
+
+def _option(name: str, value: Any) -> str:
+    """Return the value of an option as commands take it."""
+    if name == "slo" and isinstance(value, Mapping):
+        times = (f"{each}={ns / NS_PER_S:g}" for each, ns in value.items() if ns)
+        return ",".join(times) or "none"
+    if isinstance(value, Mapping):
+        return plugin_text(value["name"], value["options"])
+    return ",".join(map(as_text, value)) if isinstance(value, list) else as_text(value)
+
+
+FLAGS = ("json", "summary", "exact")
+"""Options without a value that are left out where they are false."""

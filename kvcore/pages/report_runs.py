@@ -21,14 +21,17 @@ from kvcore.pages.report_parts import (
     Axis,
     Line,
     Part,
+    Result,
     bars,
     chart,
+    command,
     distributions,
     heading,
+    sections,
     sentences,
+    settings,
     table,
 )
-from kvcore.pages.report_results import Result, command, sections, settings
 from kvcore.progress import Progress, silent
 from kvcore.report import PagingReport, SimulationReport, setup
 from kvcore.report.billing import bill_sections
@@ -348,9 +351,7 @@ class Run(Result):
             {"tokens": values},
             lambda tokens: f"{tokens:,.0f} ({share(tokens / (summary.prompt_tokens or 1))})",
         )
-        ranked = sorted(
-            explanation.requests.values(), key=lambda each: each.hit - each.optimum
-        )
+        ranked = sorted(explanation.requests.values(), key=lambda each: each.hit - each.optimum)
         yield from table(
             "Requests that lost most against the optimum",
             ["request", "prompt tokens", "hit", "of the optimum", "less"],
@@ -570,7 +571,9 @@ def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
         if any(each.categories[name].tokens for each in found.values())
     ]
     tokens = {
-        label: [100 * n / (each.prompt_tokens or 1) for n in (each.hit_tokens, *_lost(each, names))]
+        label: [
+            100 * n / (each.prompt_tokens or 1) for n in (each.hit_tokens, *_lost(each, names))
+        ]
         for label, each in found.items()
     }
     yield from bars(
@@ -585,7 +588,9 @@ def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
         [spaced(name), *(f"{each.categories[name].tokens:,}" for each in found.values())]
         for name in names
     ]
-    yield from table("Prompt tokens that hit, and that missed by the reason", ["", *found], rows)
+    yield from table(
+        "Prompt tokens that hit, and that missed by the reason", ["", *found], rows
+    )
 
 
 def _lost(summary: Summary, names: Sequence[str]) -> list[int]:
