@@ -206,7 +206,7 @@ def _parsed(file: Path, first: Any) -> Document:
         document = orjson.loads(_whole(file))
     except ValueError as error:
         if isinstance(first, dict):
-            msg = f"{file}: {_told(first)}; {NEEDED}"
+            msg = f"{file}: {_told(first)}"
         else:
             msg = f"{file}: no whole JSON document ({error}): write it again"
         raise InputError(msg) from error
@@ -224,12 +224,12 @@ def _read(name: str, document: Document) -> Result:
     """
     form = next((read for keys, read in FORMS.items() if keys <= document.keys()), None)
     if form is None:
-        msg = f"{name}: {_told(document)}; {NEEDED}"
+        msg = f"{name}: {_told(document)}"
         raise InputError(msg)
     if document.get("schema") != SCHEMA:
         msg = (
-            f"{name}: schema {document.get('schema')!r:.40}, and {SCHEMA} is read here: write it "
-            "again with this release"
+            f"{name}: schema {document.get('schema')!r:.40}, and {SCHEMA} is read here: write "
+            "it again with this release"
         )
         raise InputError(msg)
     with _naming(name):
@@ -259,12 +259,12 @@ class _naming:  # noqa: N801 - used as a statement
 
 
 def _told(document: Document) -> str:
-    """Return what a JSON object seems to be."""
+    """Return what a JSON object that is no result seems to be, and what to do."""
     for keys, told in OTHERS.items():
         if keys <= document.keys():
             return f"it seems to be {told}"
     names = ", ".join(map(repr, [*document][:5])) or "nothing"
-    return f"JSON that is no result known here (with {names:.120})"
+    return f"JSON that is no result known here (with {names:.120}); {NEEDED}"
 
 
 def _seems(head: bytes, columns: Sequence[str]) -> str:

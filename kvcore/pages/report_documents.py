@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -12,13 +11,10 @@ import attrs
 from kvcore.analysis import Change, Explanation, RequestOutcome, RunSummary, WhatIf
 from kvcore.analysis.fleet import Fleet, Served
 from kvcore.analysis.miss_reasons import (
+    CATEGORIES,
     DivergencePoint,
-    Eviction,
     MissedTokens,
-    MissSegment,
-    RequestMisses,
     Summary,
-    TierDrop,
 )
 from kvcore.analysis.planning import FleetPlan, Limit, Option
 from kvcore.analysis.quality import FULL, Quality, QualityRow
@@ -43,15 +39,15 @@ from kvcore.pages.report_parts import (
 from kvcore.plugins.options import as_text
 from kvcore.report import WhatIfReport
 from kvcore.report.billing import bill_sections
-from kvcore.report.misses import RequestReport, SummaryReport
+from kvcore.report.misses import SummaryReport, spaced
 from kvcore.report.plan import HEADERS as PLAN_HEADERS
 from kvcore.report.plan import PlanReport
 from kvcore.report.quality import PANELS, QualityReport
 from kvcore.report.size import HEADERS as SIZE_HEADERS
 from kvcore.report.size import size_rows, size_title
 from kvcore.report.sweep import MEASURES, POLICIES, SweepReport
-from kvcore.report.tables import NONE
-from kvcore.units import NS_PER_S
+from kvcore.report.tables import NONE, counted
+from kvcore.units import NS_PER_S, format_seconds
 
 
 @attrs.frozen
@@ -75,9 +71,9 @@ class SeenGrid:
             if rows and name in rows[0] and any(row[name] is not None for row in rows)
         }
         others = [name for name, values in seen.items() if len(values) > 1 and name != "blocks"]
-        if len({tuple(row[name] for name in others) for row in rows}) == len(rows):
-            if len(seen.get("blocks", ())) > 1:
-                del seen["blocks"]
+        told_apart = len({tuple(row[name] for name in others) for row in rows}) == len(rows)
+        if told_apart and len(seen.get("blocks", ())) > 1:
+            del seen["blocks"]
         return cls(mode, seen)
 
     @property
@@ -161,7 +157,7 @@ class Swept(Result):
             unit, factor = {"ttft_s_mean": ("s", 1)}.get(measure.column, ("%", 100))
             if measure.column == "goodput":
                 unit, factor = "", 1
-            title = f"{measure.title.split()[-1]}, {measure.unit}"
+            title = f"{measure.title.partition(' ')[2]}, {measure.unit}"
             lines = [
                 Line(
                     name,
@@ -174,8 +170,11 @@ class Swept(Result):
                 for place, (name, found) in enumerate(points.items())
             ]
             x = Axis(across.replace("_", " "), log=_spread(grid.axes[across]))
-            about = f"{title[0].upper()}{title[1:]}, by {x.title}."
-            yield from chart(title, about, x, Axis(title, unit), lines)
+            by = f"; a line for each {' and '.join(others)}" if others else ""
+            about = f"Of each cell, by {x.title}{by}."
+            yield from chart(
+                f"{title[0].upper()}{title[1:]}", about, x, Axis(title, unit), lines
+            )
 
 
 def _told(column: str, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -383,9 +382,9 @@ class Explained(Result):
     kind: ClassVar[str] = "Miss reasons"
     plural: ClassVar[str] = "Miss reasons"
 
+    document: Document
     explanation: Explanation
-    summary: Summary | None = None
-    reasons: RequestMisses | None = None
+    summary: Summary | None
 
     @classmethod
     def of(cls, name: str, document: Document) -> Explained:
@@ -400,9 +399,8 @@ class Explained(Result):
             cut_reason=document["cut_reason"],
             requests={},
         )
-        if "lost" in document:
-            return cls(name=name, explanation=explanation, summary=_summary(document))
-        return cls(name=name, explanation=explanation, reasons=_misses(document))
+        summary = _summary(document) if "lost" in document else None
+        return cls(name=name, document=document, explanation=explanation, summary=summary)
 
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
         """Return the missed tokens by reason."""
@@ -412,30 +410,14 @@ class Explained(Result):
 
     def parts(self) -> Iterator[Part]:
         """Yield what is told of one explanation."""
-        source = self.explanation.source
-        if self.reasons is not None:
-            yield from sentences(str(RequestReport(self.explanation, self.reasons)))
-            asked: dict[str, Any] = {}
-            again = (
-                f"{command('explain', source)} {shlex.quote(str(self.reasons.request))} --json"
-            )
+        source, asked = self.explanation.source, (self.document.get("request"),)
+        if self.summary is None:
+            yield from self._request()
+            again = command("explain", source, *asked, json=True)
         else:
-            assert self.summary is not None
             report = SummaryReport(self.explanation, self.summary)
             yield from sentences(report.headline)
-            yield from table(
-                "Missed tokens by reason", report.headers, report.rows, report.headers[1:5]
-            )
-            yield from table(
-                "Where prompts part from earlier ones", report.place_headers, report.place_rows
-            )
-            yield from table(
-                "Requests that lost most to evictions, and for which most was evicted",
-                report.request_headers,
-                report.request_rows,
-                report.request_headers[1::2],
-            )
-            yield from sentences(report.notes)
+            yield from reason_tables(report)
             again = command("explain", source, summary=True, json=True)
         yield heading("How to make it again")
         yield from sentences(again, "command")
@@ -445,6 +427,43 @@ class Explained(Result):
             "missing",
         )
 
+    def _request(self) -> Iterator[Part]:
+        """Yield why one request missed."""
+        found = self.document
+        yield from sentences(
+            f"Request {found['request']} of {found['source']}: {found['state']}. Of "
+            f"{counted(found['prompt_tokens'], 'token')}, {found['hit_tokens']:,} hit and "
+            f"{found['missed_tokens']:,} missed."
+        )
+        rows = []
+        for each in found["losses"]:
+            first, tokens, gone = each["first_token"], each["tokens"], each["eviction"]
+            why = CATEGORIES[each["category"]]
+            if gone is not None:
+                why += f" (at {gone['t_s']:.12g} s by {gone['by']} for request {gone['for']})"
+            cells = [f"{first:,}", f"{tokens:,}", format_seconds(each["prefill_s"])]
+            rows.append([*cells, spaced(each["category"]), why])
+        headers = ["from token", "tokens", "prefill", "lost", "because"]
+        yield from table(
+            "Missed tokens, in the order of the prompt", headers, rows, headers[:3]
+        )
+
+
+def reason_tables(report: SummaryReport) -> Iterator[Part]:
+    """Yield the tables of miss reasons, and what is to be known of them."""
+    headers = report.headers
+    yield from table("Missed tokens by reason", headers, report.rows, headers[1:5])
+    places = report.place_headers
+    yield from table("Where prompts part from earlier ones", places, report.place_rows)
+    headers = report.request_headers
+    yield from table(
+        "Requests that lost most to evictions, and for which most was evicted",
+        headers,
+        report.request_rows,
+        headers[1::2],
+    )
+    yield from sentences(report.notes)
+
 
 def _lost(document: Document) -> dict[str, MissedTokens]:
     return {
@@ -453,8 +472,8 @@ def _lost(document: Document) -> dict[str, MissedTokens]:
     }
 
 
-def _place(document: Document | None) -> DivergencePoint | None:
-    return document and DivergencePoint(  # type: ignore[return-value]  # None stays None
+def _place(document: Document) -> DivergencePoint:
+    return DivergencePoint(
         first=document["first_token"],
         width=document["key_tokens"],
         example=document["example"],
@@ -476,61 +495,10 @@ def _summary(document: Document) -> Summary:
         categories=_lost(document["lost"]),
         ways=_lost(document["compulsory"]),
         salted=_lost({"": document["other_salts"]})[""],
-        places=[place for each in document["places"] if (place := _place(each))],
+        places=[*map(_place, document["places"])],
         victims=ranked("victims"),
         beneficiaries=ranked("beneficiaries"),
         load_s=document["load_s"],
-    )
-
-
-def _ns(seconds: float | None) -> int:
-    return 0 if seconds is None else round(seconds * NS_PER_S)
-
-
-def _misses(document: Document) -> RequestMisses:
-    admitted = document["admitted_s"]
-    return RequestMisses(
-        request=document["request"],
-        tokens=document["prompt_tokens"],
-        salt=document["salt"],
-        tenant=document["tenant"],
-        arrived=_ns(document["arrived_s"]),
-        admitted=None if admitted is None else _ns(admitted),
-        seq=document["seq"],
-        hit=document["hit_tokens"],
-        losses=[_segment(each) for each in document["losses"]],
-        again=document["readmitted"],
-        rejected=document["rejected"],
-    )
-
-
-def _segment(document: Document) -> MissSegment:
-    gone, left = document["eviction"], document["drop"]
-    return MissSegment(
-        category=document["category"],
-        first=document["first_token"],
-        tokens=document["tokens"],
-        other=document["other"],
-        way=document["way"],
-        place=_place(document["place"]),
-        other_salts=document["other_salts"],
-        tier=document["tier"],
-        load_ns=None if document["load_s"] is None else _ns(document["load_s"]),
-        eviction=gone
-        and Eviction(
-            line=gone["line"],
-            time=_ns(gone["t_s"]),
-            span=gone["span"],
-            blocks=gone["blocks"],
-            by=gone["by"],
-            beneficiary=gone["for"],
-            user=gone["user"],
-            age=_ns(gone["age_s"]),
-            hits=gone["hits"],
-            expired=document["category"] == "expired",
-        ),
-        drop=left
-        and TierDrop(left["line"], _ns(left["t_s"]), left["tier"], left["reason"], left["for"]),
     )
 
 
@@ -584,8 +552,9 @@ class Measured(Result):
                 )
                 for (policy, codec), found in groups.items()
             ]
-            about = f"{label[0].upper()}{label[1:]}, by the bytes held a token of context."
-            unit = "%" if factor == 100 else ""
+            label = f"{label[0].upper()}{label[1:]}"  # noqa: PLW2901 - as a title
+            about = "By the bytes held a token of context, on a logarithmic scale."
+            unit = "" if factor == 1 else "%"
             x = Axis("bytes a token of context", log=True)
             yield from chart(label, about, x, Axis(label, unit), lines)
 

@@ -230,13 +230,13 @@ class Compared(HitResult):
             yield from sentences(bill.reading)
         yield heading("How to make it again")
         yield from sentences(self._command(), "command")
-        one = comparison.rows[0]
-        policy = plugin_text(one.eviction, one.options)
-        source = attrs.asdict(comparison.workload)
-        yield from _needs_trace(source, policy, one.blocks)
+        one = next((row for row in comparison.rows if row.eviction != Belady.name), None)
+        if one is not None:
+            policy = plugin_text(one.eviction, one.options)
+            yield from _needs_trace(attrs.asdict(comparison.workload), policy, one.blocks)
 
     def _regret(self) -> Iterator[Part]:
-        """Yield how far each policy is from the optimum, and that from a pool without bounds."""
+        """Yield how far each policy is from the optimum, and that from an endless pool."""
         comparison = self.report.comparison
         infinite = comparison.infinite
         best = {
@@ -353,7 +353,7 @@ class Curved(HitResult):
             return
         yield heading("Hits")
         about = (
-            f"The share of looked-up blocks that hit, by the size of the pool, on a logarithmic "
+            "The share of looked-up blocks that hit, by the size of the pool, on a logarithmic "
             f"scale up to all {counted(curves.distinct_blocks, 'distinct block')}."
         )
         yield from chart("Hits by pool size", about, POOL, HITS, self.lines())
@@ -375,9 +375,10 @@ class Curved(HitResult):
             json=True,
         )
         yield from sentences(line, "command")
-        source = attrs.asdict(curves.workload)
-        policy = plugin_text(curves.curves[0].eviction, curves.curves[0].options)
-        yield from _needs_trace(source, policy, curves.curves[0].blocks[-1])
+        one = next((each for each in curves.curves if each.eviction != Belady.name), None)
+        if one is not None:
+            policy = plugin_text(one.eviction, one.options)
+            yield from _needs_trace(attrs.asdict(curves.workload), policy, one.blocks[-1])
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -426,20 +427,13 @@ class Planed(Result):
         yield heading("What was run")
         yield from sentences(report.setup)
         yield heading("Hits, and the prefill that they save")
-        for title, about, value in (
-            (
-                "Hits",
-                "The share of looked-up blocks that hit in the pool, or are loaded",
-                plane.ratio,
-            ),
-            (
-                "Prefill saved",
-                "The share of prefill time saved, less the time to load",
-                plane.saved,
-            ),
+        hits = "The share of looked-up blocks that hit in the pool, or are loaded"
+        saved = "The share of prefill time saved, less the time to load"
+        for title, told, value in (
+            ("Hits", hits, plane.ratio),
+            ("Prefill saved", saved, plane.saved),
         ):
-            rows = report.rows(value)
-            yield from table(f"{about}.", report.headers, rows)
+            yield from table(told, report.headers, report.rows(value))
             lines = [
                 Line(
                     report.size(size),
@@ -453,7 +447,7 @@ class Planed(Result):
                     zip(plane.tiers, plane.points, strict=True)
                 )
             ]
-            about = f"{about}, by the size of the pool; a line for each size of {report.below}."
+            about = f"{told}, by the size of the pool; a line for each size of {report.below}."
             yield from chart(title, about, POOL, Axis("share", "%"), lines)
         yield from sentences(report.reading)
         yield heading("How to make it again")

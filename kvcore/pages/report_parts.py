@@ -128,7 +128,8 @@ def chart(
     Args:
         title: its heading.
         about: a sentence on what it shows, for who does not see it too.
-        x, y: the axes.
+        x: the horizontal axis.
+        y: the vertical axis.
         lines: what is drawn.
         top: where the vertical axis ends; None: a little above the highest point.
         marks: values of `x` that get a vertical line, with its label.
@@ -305,7 +306,9 @@ def command(verb: str, *subjects: Any, **options: Any) -> str:
             continue
         part = {name: subject["options"].get(name) for name in ("limit", "window")}
         left_out = (*part, "shrink")
-        given = {name: each for name, each in subject["options"].items() if name not in left_out}
+        given = {
+            name: each for name, each in subject["options"].items() if name not in left_out
+        }
         words.append(plugin_text(subject["name"], given))
         options = part | options
     for name, value in options.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from kvcore.analysis.miss_reasons import CATEGORIES, Summary
 from kvcore.analysis.timeline import NEVER, Timeline
 from kvcore.analysis.what_if import recorded_run
 from kvcore.errors import InputError, TraceError
+from kvcore.pages.report_documents import reason_tables
 from kvcore.pages.report_parts import (
     COLOURS,
     Axis,
@@ -96,7 +98,7 @@ class RecordedTrace:
         return bool(self.timeline.header["mode"] != "untimed")
 
     def samples(self) -> dict[str, list[float]]:
-        """Return times of requests in seconds, by the names of `TIMES`; empty without a clock."""
+        """Return times in seconds, by the names of `TIMES`; none without a clock."""
         if not self.timed:
             return {}
         found = self.timeline.requests
@@ -367,19 +369,7 @@ class Run(Result):
         )
         yield heading("Why prompts missed")
         yield from sentences(report.headline.splitlines()[-1])
-        yield from table(
-            "Missed tokens by reason", report.headers, report.rows, report.headers[1:5]
-        )
-        yield from table(
-            "Where prompts part from earlier ones", report.place_headers, report.place_rows
-        )
-        yield from table(
-            "Requests that lost most to evictions, and for which most was evicted",
-            report.request_headers,
-            report.request_rows,
-            report.request_headers[1::2],
-        )
-        yield from sentences(report.notes)
+        yield from reason_tables(report)
 
     def _commands(self) -> Iterator[Part]:
         lines = [_simulation(self.header)] if self._simulated else []
@@ -406,7 +396,7 @@ class Run(Result):
 
     @classmethod
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
-        """Yield what is told of several runs side by side; the first is what others differ from."""
+        """Yield several runs side by side, and how others differ from the first."""
         runs = [run for run in results if isinstance(run, Run)]
         settled = [dict(settings(run.header)) for run in runs]
         names = dict.fromkeys(name for each in settled for name in each)
@@ -485,10 +475,7 @@ def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
         timeline.series.evicted_blocks[max(0, bisect_right(timeline.series.time, edge) - 1)]
         for edge in edges
     ]
-    rates = [
-        (after - before) * NS_PER_S / window
-        for before, after in zip(counts, counts[1:], strict=False)
-    ]
+    rates = [(after - before) * NS_PER_S / window for before, after in pairwise(counts)]
     yield from chart(
         "Evictions",
         "Blocks evicted a second, over windows of equal length.",

@@ -16,6 +16,9 @@ from kvcore.units import NS_PER_S, format_number, format_seconds
 
 SAME, ABOUT = "=", "≈"
 
+MANY = 10
+"""Times as much, from which a change is told as a factor."""
+
 TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
 
 Row = list[str]
@@ -178,6 +181,8 @@ def _change(before: float | None, after: float | None, write: Callable[[Any], st
         return f"{after - before:+,}"
     if write is share:
         change = f"{100 * (after - before):+.1f} points"
+    elif before and after > MANY * before:
+        return f"{format_number(after / before)} times"
     elif before:
         change = f"{after / before - 1:+.1%}"
     else:

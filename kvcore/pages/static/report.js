@@ -126,7 +126,7 @@ function linesOf(part, width) {
 function barsOf(part, width) {
   const names = part.names.map(escapeText);
   const most = Math.max(...part.series.flatMap((series) => series.values)) || 1;
-  const room = 1 + (6.5 * Math.max(...part.series.flatMap((series) => series.texts.map((text) => text.length)))) / (width - 130);
+  const room = 1 + (12 + 7.2 * Math.max(...part.series.flatMap((series) => series.texts.map((text) => text.length)))) / (width - 160);
   return {
     traces: part.series.map((series) => ({
       type: "bar", orientation: "h", name: escapeText(series.name), y: names, x: series.values, text: series.texts.map(escapeText),
@@ -163,6 +163,12 @@ function chartOf(part, make) {
   return figure;
 }
 
+/** Return a command, or lines of a file; words of a command are not broken at their hyphens. */
+function commandOf(text) {
+  const words = text.split(" ").flatMap((word) => [element("span", { class: "word" }, word), " "]);
+  return element("pre", {}, element("code", {}, text.includes("\n") ? text : words.slice(0, -1)));
+}
+
 /** Return the element of a part. */
 function partOf(part) {
   switch (part.kind) {
@@ -170,7 +176,7 @@ function partOf(part) {
     case "table": return tableOf(part);
     case "chart": return chartOf(part, linesOf);
     case "bars": return chartOf(part, barsOf);
-    case "command": return element("pre", {}, element("code", {}, part.text));
+    case "command": return commandOf(part.text);
     default: return element("p", { class: { warning: "warning", missing: "notice" }[part.kind] }, part.text);
   }
 }
@@ -218,7 +224,7 @@ async function showReport() {
     element("p", { class: "soft" }, about),
     element("nav", { "aria-label": "Contents" }, element("h2", {}, "Contents"), contents),
     ...made,
-    element("footer", {}, element("p", { class: "soft" }, "This page holds everything it shows, and fetches nothing. It was made by:"), element("pre", {}, element("code", {}, command))),
+    element("footer", {}, element("p", { class: "soft" }, "This page holds everything it shows, and fetches nothing. It was made by:"), commandOf(command)),
   );
   const first = warningsOf(sections);
   if (first) main.querySelector("nav").before(first);
