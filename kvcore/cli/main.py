@@ -33,6 +33,7 @@ VERBS = {
     "explain": "kvcore.cli.explain",
     "export": "kvcore.cli.export",
     "plan": "kvcore.cli.plan",
+    "plot": "kvcore.cli.plot",
     "plugins": "kvcore.cli.plugins",
     "quality": "kvcore.cli.quality",
     "record": "kvcore.cli.record",

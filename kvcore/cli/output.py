@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -184,6 +185,45 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     with Progress(*columns, left, console=console, transient=True) as bar:
         task = bar.add_task(escaped(description), total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """Return the path of a plot, which can be drawn here as its name says."""
+    path = file_path(ctx, param, value)
+    if path is not None and not ctx.resilient_parsing:
+        from kvcore.report.mrc import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
+
+        if path.suffix[1:].lower() not in FORMS:
+            flag, forms = param.opts[-1], " or .".join(FORMS)
+            msg = f"{flag} {path}: a name says what is drawn; end it with .{forms}"
+            raise InputError(msg)
+        matplotlib()
+    return path
+
+
+picture_option = partial(click.option, callback=_picture, metavar="FILE")
+"""Return the option of a file for a plot, by its flags and more settings."""
+
+plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
+
+
+@contextmanager
+def plot_file(
+    path: Path | None, inputs: Iterable[object] = ()
+) -> Iterator[Callable[[Callable[[str], bytes]], object]]:
+    """Open the file of a plot before there is one; yield what writes it, as `png` or `svg`.
+
+    If the body raises, no file is left. Without a path nothing is drawn.
+
+    Raises:
+        InputError: one of the `inputs`, or a file that cannot be written.
+    """
+    if path is None:
+        yield lambda _: None
+        return
+    refuse_overwrite(path, inputs)
+    with atomic_file(path) as file:
+        yield lambda draw: file.buffer.write(draw(path.suffix[1:].lower()))
 
 
 STDOUT = Path("-")
