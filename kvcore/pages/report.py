@@ -24,15 +24,12 @@ from kvcore.files import (
 )
 from kvcore.pages.report_documents import Explained, Measured, Planned, Rerun, Sized, Swept
 from kvcore.pages.report_hits import Compared, Curved, Planed
-from kvcore.pages.report_parts import Document, Result, command
-from kvcore.pages.report_runs import RecordedTrace, Run, read_requests
+from kvcore.pages.report_parts import Document, Part, Result, command
+from kvcore.pages.report_runs import Run
 from kvcore.pages.shell import Page
 from kvcore.progress import Progress, silent
 from kvcore.report.tables import counted
 from kvcore.serving.result import REQUESTS, SUMMARY
-
-TRACE = "trace.jsonl.gz"
-"""The name of the trace in a folder of a run."""
 
 IN_FOLDERS = (SUMMARY, "plan.json", "results.json", "results.csv")
 """What makes a folder a result, in the order in which it is looked for."""
@@ -58,7 +55,7 @@ FORMS: Mapping[frozenset[str], Callable[[str, Document], Result]] = {
         "losses request optimum": Explained.of,
         "generator full_codec rows": Measured.of,
         "kv tokens batch model": Sized.of,
-        "ttft_s pool config": lambda name, summary: Run.of(name, summary, {}, None),
+        "ttft_s pool config": lambda name, summary: Run(name=name, summary=summary),
     }.items()
 }
 """How documents are read back, by the keys by which each is recognised."""
@@ -124,11 +121,11 @@ def read_result(path: str | os.PathLike[str], progress: Progress = silent) -> Re
     """
     file, name = as_path(path), str(path)
     if file.is_dir():
-        return _folder(file, name, progress)
+        return _folder(file, progress)
     head = _head(file)
     first = _json(head.split(b"\n", 1)[0])
     if isinstance(first, dict) and first.get("event") == "HEADER":
-        return Run(name=name, trace=RecordedTrace.read(file, progress))
+        return Run.of_trace(file, progress)
     if head.startswith(b"PAR1"):
         polars = import_extra("polars", "a table in Parquet needs polars", "lab")
         try:
@@ -147,7 +144,7 @@ def read_result(path: str | os.PathLike[str], progress: Progress = silent) -> Re
     raise InputError(msg)
 
 
-def _folder(folder: Path, name: str, progress: Progress) -> Result:
+def _folder(folder: Path, progress: Progress) -> Result:
     """Read the result in a folder."""
     known = next((folder / each for each in IN_FOLDERS if (folder / each).is_file()), None)
     if known is None:
@@ -155,12 +152,8 @@ def _folder(folder: Path, name: str, progress: Progress) -> Result:
         raise InputError(msg)
     if known.name != SUMMARY:
         return read_result(known, progress)
-    requests, trace = folder / REQUESTS, folder / TRACE
-    columns = read_requests(requests) if requests.is_file() else {}
-    recorded = RecordedTrace.read(trace, progress) if trace.is_file() else None
-    document = _parsed(known, None)
     with _naming(str(known)):
-        return Run.of(name, document, columns, recorded)
+        return Run.read(folder, _parsed(known, None), progress)
 
 
 def _head(file: Path) -> bytes:
@@ -233,11 +226,7 @@ def _read(name: str, document: Document) -> Result:
         )
         raise InputError(msg)
     with _naming(name):
-        result = form(name, document)
-        # What is told of it needs all its fields: found out before anything is written.
-        for _ in result.parts():
-            pass
-    return result
+        return form(name, document)
 
 
 class _naming:  # noqa: N801 - used as a statement
@@ -251,7 +240,8 @@ class _naming:  # noqa: N801 - used as a statement
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Say what the document lacks."""
-        wrong = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+        wrong = (LookupError, TypeError, ValueError, AttributeError)
+        wrong = (*wrong, ArithmeticError, AssertionError)
         if isinstance(error, wrong) and not isinstance(error, InputError):
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             msg = f"{self._name}: a damaged result, or one of another release ({why:.200})"
@@ -309,19 +299,25 @@ def _swept(rows: list[dict[str, Any]]) -> Document:
 def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) -> Document:
     """Return the page as its script draws it."""
     labels = _labels(paths)
+    parts = []
+    for result, path in zip(found, paths, strict=True):
+        with _naming(path):
+            parts.append([*result.parts()])
     kinds: dict[type[Result], list[int]] = {}
     for place, result in enumerate(found):
         kinds.setdefault(type(result), []).append(place)
-    parts: list[dict[str, Any]] = []
+    told: list[dict[str, Any]] = []
     for kind, places in kinds.items():
-        several = len(places) > 1
-        if several:
-            together = [found[place] for place in places], [labels[place] for place in places]
-            side = [*kind.together(*together)]
-            if side:
-                parts.append({"title": f"{kind.plural} side by side", "parts": side})
-        parts += [
-            {"title": f"{kind.kind}: {labels[place]}", "parts": [*found[place].parts()]}
+        side: list[Part] = []
+        if len(places) > 1:
+            with _naming(", ".join(paths[place] for place in places)):
+                side += kind.together(
+                    [found[place] for place in places], [labels[place] for place in places]
+                )
+        if side:
+            told.append({"title": f"{kind.plural} side by side", "parts": side})
+        told += [
+            {"title": f"{kind.kind}: {labels[place]}", "parts": parts[place]}
             for place in places
         ]
     if title is None:
@@ -330,7 +326,7 @@ def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) 
     return {
         "title": title,
         "about": f"Of {counted(len(found), 'result')}: {', '.join(labels)}.",
-        "sections": [{"id": f"result-{n}", **each} for n, each in enumerate(parts, 1)],
+        "sections": [{"id": f"result-{n}", **each} for n, each in enumerate(told, 1)],
         "command": command("report", *paths),
     }
 

@@ -292,7 +292,7 @@ def _option(document: Document) -> Option:
     served = Served(
         requests=document["judged"], whole=True, **{name: document[name] for name in names}
     )
-    return Option(_fleet(document), document["pool_bytes"], served)
+    return Option(fleet=_fleet(document), pool_bytes=document["pool_bytes"], served=served)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -143,11 +143,10 @@ class HitResult(Result):
             first, *others = [each.get(key) for each in hits]
             cells = [key[0], f"{key[1]:,}", share(first)]
             for other in others:
-                known = first is not None and other is not None
-                cells += [
-                    share(other),
-                    f"{100 * (other - first):+.1f} points" if known else NONE,
-                ]
+                change = NONE
+                if first is not None and other is not None:
+                    change = f"{100 * (other - first):+.1f} points"
+                cells += [share(other), change]
             rows.append(cells)
         yield from table("Hits by policy and pool size", headers, rows)
 

@@ -170,7 +170,7 @@ def bars(
         {"name": group, "values": [*values], "texts": texts[group], "colour": colour}
         for (group, values), colour in zip(groups.items(), COLOURS, strict=False)
     ]
-    (numbers,) = table("", headers, rows) or [None]
+    numbers = next(iter(table("", headers, rows)), None)
     shown = {"kind": "bars", "title": title, "about": about, "names": [*names]}
     return [{**shown, "series": series, "numbers": numbers}] if rows else []
 
@@ -216,8 +216,7 @@ def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
         return WRITERS[y.unit](line.y[at])  # type: ignore[arg-type]  # as above
 
     rows = [[WRITERS[x.unit](at), *(cell(line, at) for line in lines)] for at in places]
-    (found,) = table("", [x.title, *(line.name for line in lines)], rows) or [None]
-    return found
+    return next(iter(table("", [x.title, *(line.name for line in lines)], rows)), None)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -14,7 +14,7 @@ import orjson
 
 from kvcore.analysis import Explanation, RunSummary, explain
 from kvcore.analysis.miss_reasons import CATEGORIES, Summary
-from kvcore.analysis.timeline import NEVER, Timeline
+from kvcore.analysis.timeline import Timeline
 from kvcore.analysis.what_if import recorded_run
 from kvcore.errors import InputError, TraceError
 from kvcore.pages.report_documents import reason_tables
@@ -38,8 +38,10 @@ from kvcore.progress import Progress, silent
 from kvcore.report import PagingReport, SimulationReport, setup
 from kvcore.report.billing import bill_sections
 from kvcore.report.misses import SummaryReport, spaced
+from kvcore.report.plots import Latencies
 from kvcore.report.tables import counted, share
 from kvcore.report.whatif import run_rows
+from kvcore.serving.result import REQUESTS
 from kvcore.trace import check_trace
 from kvcore.units import NS_PER_S, format_seconds
 
@@ -49,7 +51,8 @@ POINTS = 960
 WINDOWS = 40
 """Windows of time in a trace, of hits and evictions."""
 
-TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "queue_s": "queueing"}
+TRACE = "trace.jsonl.gz"
+"""The name of the trace in a folder of a run."""
 
 SECONDS, OF_LOOKUPS = Axis("time", "s"), Axis("blocks looked up that hit", "%")
 
@@ -61,12 +64,14 @@ class RecordedTrace:
     Attributes:
         file: its path, as given.
         run: what can be summed up of its requests; None where its calls were made by hand.
-        explanation, timeline: what it tells.
+        explanation, misses: why its prompts missed, one by one and in sum.
+        timeline: what happened when.
     """
 
     file: str
     run: RunSummary | None
     explanation: Explanation
+    misses: Summary
     timeline: Timeline
 
     @classmethod
@@ -90,32 +95,12 @@ class RecordedTrace:
             explanation = explain(file, tick=tick)
         with progress(f"reading {name}", None) as tick:
             timeline = Timeline.read(file, tick=tick)
-        return cls(str(file), run, explanation, timeline)
+        return cls(str(file), run, explanation, explanation.summary(), timeline)
 
     @property
     def timed(self) -> bool:
         """Whether a clock ran."""
         return bool(self.timeline.header["mode"] != "untimed")
-
-    def samples(self) -> dict[str, list[float]]:
-        """Return times in seconds, by the names of `TIMES`; none without a clock."""
-        if not self.timed:
-            return {}
-        found = self.timeline.requests
-        arrival, admitted, first, finish = (
-            getattr(found, name) for name in ("arrival", "admitted", "first_token", "finish")
-        )
-        spans: dict[str, Iterator[float]] = {
-            "TTFT": _between(arrival, first),
-            "TPOT": (
-                span / (output - 1)
-                for span, output in zip(_spans(first, finish), found.output, strict=True)
-                if span is not None and output > 1
-            ),
-            "E2E": _between(arrival, finish),
-            "queueing": _between(arrival, admitted),
-        }
-        return {name: [ns / NS_PER_S for ns in times] for name, times in spans.items()}
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -124,7 +109,8 @@ class Run(Result):
 
     Attributes:
         summary: of `summary.json`, or of `--json`; None: there is a trace alone.
-        requests: columns of `requests.jsonl`.
+        refusal: why the first request that was rejected was; None if none was.
+        latencies: of its requests; None: they are not known.
         trace: what it recorded; None: there is none.
     """
 
@@ -132,22 +118,34 @@ class Run(Result):
     plural: ClassVar[str] = "Runs"
 
     summary: Mapping[str, Any] | None = None
-    requests: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
+    refusal: str | None = None
+    latencies: Latencies | None = None
     trace: RecordedTrace | None = None
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        summary: Mapping[str, Any],
-        requests: Mapping[str, Sequence[Any]],
-        trace: RecordedTrace | None,
-    ) -> Run:
-        """Return the run of a summary, after a look at what is told of it first."""
-        run = cls(name=name, summary=summary, requests=requests, trace=trace)
-        assert run.report is not None
-        _ = run.report.headline, run.outcome
-        return run
+    def read(cls, folder: Path, summary: Mapping[str, Any], progress: Progress = silent) -> Run:
+        """Read what `simulate` or `run` wrote to a folder, beside its summary.
+
+        Raises:
+            InputError: a file is damaged.
+            TraceError: the trace is damaged, or cut.
+        """
+        requests, trace = folder / REQUESTS, folder / TRACE
+        found = Latencies.read(folder) if requests.is_file() else None
+        refusal = None
+        if summary["rejected"] and found is not None:
+            rows = map(orjson.loads, requests.read_bytes().splitlines())
+            refusal = next((row["reason"] for row in rows if row["reason"]), None)
+        recorded = RecordedTrace.read(trace, progress) if trace.is_file() else None
+        name = str(folder)
+        return cls(name=name, summary=summary, refusal=refusal, latencies=found, trace=recorded)
+
+    @classmethod
+    def of_trace(cls, file: Path, progress: Progress = silent) -> Run:
+        """Read a trace. Raises InputError and TraceError as `RecordedTrace.read` does."""
+        trace = RecordedTrace.read(file, progress)
+        latencies = Latencies.of(trace.timeline) if trace.timed else None
+        return cls(name=str(file), latencies=latencies, trace=trace)
 
     @property
     def report(self) -> SimulationReport | None:
@@ -155,12 +153,11 @@ class Run(Result):
         if self.summary is None:
             return None
         config = self.summary["config"]
-        refusals = filter(None, self.requests.get("reason", ()))
         measured = config.get("clock") == "wall"
         return SimulationReport(
             self.summary,
             config,
-            refusal=next(refusals, None),
+            refusal=self.refusal,
             clock="measured" if measured else "simulated",
             done="computed" if "clock" in config else "simulated",
         )
@@ -201,13 +198,9 @@ class Run(Result):
 
     @property
     def samples(self) -> dict[str, list[float]]:
-        """Times of requests in seconds, by the names of `TIMES`."""
-        if not self.requests:
-            return {} if self.trace is None else self.trace.samples()
-        return {
-            name: [time for time in self.requests[key] if time is not None]
-            for key, name in TIMES.items()
-        }
+        """Seconds above 0 of requests, by the name of the measure; those of 0 have no place."""
+        found = {} if self.latencies is None else self.latencies.samples
+        return {name: [time for time in times if time > 0] for name, times in found.items()}
 
     @property
     def warning(self) -> str:
@@ -226,7 +219,7 @@ class Run(Result):
         if report is not None:
             yield from sentences(report.headline)
         elif trace is not None:
-            yield from sentences(SummaryReport(trace.explanation, self._misses).headline)
+            yield from sentences(SummaryReport(trace.explanation, trace.misses).headline)
         yield heading("What was run")
         yield from sentences(report.setup if report is not None else setup(self.header))
         yield from table("All settings", ["setting", "value"], settings(self.header), ())
@@ -237,40 +230,27 @@ class Run(Result):
         yield heading("How to make it again")
         yield from self._commands()
 
-    @property
-    def _misses(self) -> Summary:
-        assert self.trace is not None
-        return self.trace.explanation.summary()
-
     def _times(self) -> Iterator[Part]:
-        report, samples = self.report, self.samples
-        if report is None and not any(samples.values()):
+        report, latencies = self.report, self.latencies
+        if report is None and latencies is None:
             return
         yield heading("Latency")
         if report is not None:
             columns = ["time", *report.columns]
             yield from table("Times by mean and percentile", columns, report.times)
+        expected = {} if latencies is None else latencies.expected
         yield from distributions(
             "Latency of requests",
-            "The share of requests whose time is at most that. Times are on a logarithmic "
-            "scale.",
+            "The share of requests whose time is at most that, on a logarithmic scale.",
             Axis("time", "s", log=True),
-            {name: [time for time in times if time > 0] for name, times in samples.items()},
-            marks=self._slo(),
+            self.samples,
+            marks=[
+                (time, f"SLO: {name} {format_seconds(time)}") for name, time in expected.items()
+            ],
         )
-        if report is not None and not self.requests:
+        if latencies is None:
             told = "Give the folder that `--out` wrote for the distribution of these times."
             yield from sentences(told, "missing")
-
-    def _slo(self) -> list[tuple[float, str]]:
-        """Return the times of the SLO, with their labels."""
-        names = {"ttft": "TTFT", "tpot": "TPOT", "deadline": "E2E"}
-        slo = self.header.get("slo") or {}
-        return [
-            (time / NS_PER_S, f"SLO: {names[name]} {format_seconds(time / NS_PER_S)}")
-            for name, time in slo.items()
-            if time and name in names
-        ]
 
     def _amounts(self) -> Iterator[Part]:
         report, summary = self.report, self.summary
@@ -341,7 +321,7 @@ class Run(Result):
                 "missing",
             )
             return
-        summary, explanation = self._misses, trace.explanation
+        summary, explanation = trace.misses, trace.explanation
         report = SummaryReport(explanation, summary)
         yield heading("Regret")
         yield from sentences(_regret(explanation, summary))
@@ -417,7 +397,7 @@ class Run(Result):
             yield from table("Figures", ["", *headers], rows)
         for name in ("TTFT", "TPOT"):
             samples = {
-                label: [time for time in run.samples.get(name, ()) if time > 0]
+                label: run.samples.get(name, [])
                 for label, run in zip(labels, runs, strict=True)
             }
             yield from distributions(
@@ -429,16 +409,6 @@ class Run(Result):
         yield from _pools(runs, labels)
         yield from _hits(runs, labels)
         yield from _reasons(runs, labels)
-
-
-def _between(begin: Sequence[int], end: Sequence[int]) -> Iterator[int]:
-    return (span for span in _spans(begin, end) if span is not None)
-
-
-def _spans(begin: Sequence[int], end: Sequence[int]) -> Iterator[int | None]:
-    """Yield the ns from `begin` to `end`; None where there is no end."""
-    for one, other in zip(begin, end, strict=True):
-        yield None if NEVER in (one, other) else other - one
 
 
 def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
@@ -546,7 +516,7 @@ def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
 def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
     """Yield where the prompt tokens of traces went, side by side."""
     found = {
-        label: run._misses  # noqa: SLF001 - of this class
+        label: run.trace.misses
         for label, run in zip(labels, runs, strict=True)
         if run.trace is not None
     }
@@ -605,22 +575,3 @@ def _simulation(header: Mapping[str, Any]) -> str:
         **{name: header.get(name) for name in ("allocation", "rate_scale", "slo", "seed")},
         out="results",
     )
-
-
-def read_requests(file: Path) -> dict[str, list[Any]]:
-    """Return the columns of `requests.jsonl` that a report shows.
-
-    Raises:
-        InputError: a line that is none of a request; names it.
-    """
-    columns: dict[str, list[Any]] = {name: [] for name in (*TIMES, "reason")}
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = orjson.loads(line)
-                for name, column in columns.items():
-                    column.append(row[name])
-            except (ValueError, LookupError, TypeError) as error:
-                msg = f"{file}:{number}: no request of a run ({error}): write the folder again"
-                raise InputError(msg) from error
-    return columns
