@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ EXPANSION = 64
 """Bytes that a compressed byte of a document may expand to, past the first 16 MiB."""
 
 SCHEMA = 1
+
+FAULTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
+"""What reading a document raises that lacks a field, or has another type there."""
 
 FEW = 2
 """Results that are named in the title."""
@@ -229,23 +232,17 @@ def _read(name: str, document: Document) -> Result:
         return form(name, document)
 
 
-class _naming:  # noqa: N801 - used as a statement
-    """Turns what goes wrong with a document's fields into an InputError that names the file."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        """Begin to read."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Say what the document lacks."""
-        wrong = (LookupError, TypeError, ValueError, AttributeError)
-        wrong = (*wrong, ArithmeticError, AssertionError)
-        if isinstance(error, wrong) and not isinstance(error, InputError):
-            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            msg = f"{self._name}: a damaged result, or one of another release ({why:.200})"
-            raise InputError(f"{msg}: write it again") from error  # noqa: EM102, TRY003
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Turn what goes wrong with the fields of a document into an InputError that names it."""
+    try:
+        yield
+    except FAULTS as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        msg = (
+            f"{name}: a damaged result, or one of another release ({why:.200}): write it again"
+        )
+        raise InputError(msg) from error
 
 
 def _told(document: Document) -> str:

@@ -594,7 +594,7 @@ class Sized(Result):
             block_size=found["block_size"],
             window=found["kv"].get("window"),
             device=device and device["name"],
-            reserve=device and found["fit"]["reserve_bytes"],
+            reserve=device and f"{found['fit']['reserve_bytes']}B",
             json=True,
         )
         yield from sentences(line, "command")

@@ -282,7 +282,7 @@ class Compared(HitResult):
         policies = dict.fromkeys(plugin_text(row.eviction, row.options) for row in rows)
         pool: dict[str, Any] = {"blocks": [*dict.fromkeys(row.blocks for row in rows)]}
         if memory:
-            budgets = [each["bytes"] for each in memory["budgets"]]
+            budgets = [f"{each['bytes']}B" for each in memory["budgets"]]
             pool = {"memory": budgets, "model": memory["model"], "codec": memory["codec"]}
         return command(
             "compare",

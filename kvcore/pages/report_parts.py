@@ -135,6 +135,8 @@ def chart(
         marks: values of `x` that get a vertical line, with its label.
         numbers: the table; None: the values of the lines at up to `MOST_ROWS` of their points.
     """
+    if x.log:
+        lines = [_positive(line) for line in lines]
     drawn = [attrs.asdict(line) | {"x": [*line.x], "y": [*line.y]} for line in lines if line.x]
     if not drawn:
         return []
@@ -200,6 +202,15 @@ def distributions(
     found = table("", ["requests at or below", *ordered], rows)
     y = Axis("requests at or below", "%")
     return chart(title, about, x, y, lines, top=100, numbers=found[0], **more)
+
+
+def _positive(line: Line) -> Line:
+    """Return the points of a line that have a place on a logarithmic axis."""
+    points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if x > 0]
+    at = line.label_at
+    if at >= 0:
+        at = max(at - len(line.x) + len(points), 0)
+    return attrs.evolve(line, x=[x for x, _ in points], y=[y for _, y in points], label_at=at)
 
 
 def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:

@@ -198,9 +198,8 @@ class Run(Result):
 
     @property
     def samples(self) -> dict[str, list[float]]:
-        """Seconds above 0 of requests, by the name of the measure; those of 0 have no place."""
-        found = {} if self.latencies is None else self.latencies.samples
-        return {name: [time for time in times if time > 0] for name, times in found.items()}
+        """Seconds of requests, by the name of the measure."""
+        return {} if self.latencies is None else self.latencies.samples
 
     @property
     def warning(self) -> str:

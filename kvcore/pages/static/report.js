@@ -86,7 +86,7 @@ function linesOf(part, width) {
   const margin = { l: 56, r: 16, t: part.marks.length ? 22 : 8, b: 44 };
   const values = part.lines.flatMap((line) => line.x);
   const highest = part.top ?? 1.08 * Math.max(...part.lines.flatMap((line) => line.y.filter((value) => value != null)));
-  const top = highest || 1;
+  const top = highest > 0 && highest < Infinity ? highest : 1;
   const annotations = part.marks.map((mark, place) => ({
     x: part.x.log ? Math.log10(mark.at) : mark.at, y: 1, xref: "x", yref: "paper", yanchor: "bottom", yshift: 0,
     xanchor: place ? "left" : "right", showarrow: false, text: escapeText(mark.text), font: { color: theme.colour("soft"), size: 11 },
