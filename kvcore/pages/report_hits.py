@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -30,7 +30,8 @@ from kvcore.pages.report_parts import (
 from kvcore.report import ComparisonReport, CurvesReport, ResidencyReport
 from kvcore.report.billing import ComparisonBill
 from kvcore.report.plane import PlaneReport
-from kvcore.report.tables import NONE, block_bytes, counted, named, plugin_text, share
+from kvcore.report.tables import block_bytes, counted, named, plugin_text, share
+from kvcore.report.whatif import change_text
 from kvcore.units import format_bytes
 
 HITS = Axis("blocks looked up that hit", "%")
@@ -66,26 +67,6 @@ def _bill(document: Document | None) -> Bill | None:
     return None if document is None else Bill(**document)
 
 
-def _hit_lines(
-    rows: Iterable[tuple[str, bool, Sequence[int], Sequence[float]]],
-    after: str = "",
-    dash: str = "solid",
-) -> list[Line]:
-    """Return lines of hits by pool size: the policies coloured, the optimum in ink."""
-    colours = iter(COLOURS * 9)
-    return [
-        Line(
-            f"{name}{after}",
-            blocks,
-            [100 * ratio for ratio in ratios],
-            "ink" if optimum else next(colours),
-            dash,
-            points=True,
-        )
-        for name, optimum, blocks, ratios in rows
-    ]
-
-
 def _infinite(sizes: Sequence[int], ratio: float, after: str = "") -> Line:
     """Return the line of the cache that never evicts."""
     ends = [min(sizes), max(sizes)]
@@ -106,28 +87,40 @@ class HitResult(Result):
     def infinite(self) -> float:
         """The share that a cache hits that never evicts."""
 
-    def lines(self, after: str = "", dash: str = "solid") -> list[Line]:
-        """Return the lines of a chart: one a policy, and the cache that never evicts."""
-        points: dict[str, dict[int, float]] = {}
-        for (name, blocks), ratio in sorted(self.hits().items(), key=lambda item: item[0][1]):
-            points.setdefault(name, {})[blocks] = ratio
-        order = dict.fromkeys(name for name, _ in self.hits())
-        found = [
-            (name, _is_bound(name), [*points[name]], [*points[name].values()]) for name in order
-        ]
-        if not found:
-            return []
-        sizes = [blocks for _, blocks in self.hits()]
-        return [*_hit_lines(found, after, dash), _infinite(sizes, self.infinite, after)]
+    def lines(
+        self, colours: dict[str, str] | None = None, after: str = "", dash: str = "solid"
+    ) -> list[Line]:
+        """Return the lines of a chart: one a policy, and the cache that never evicts.
+
+        Args:
+            colours: of policies that have one already; others are added. The optimum is ink.
+            after: what follows the names.
+            dash: of the lines.
+        """
+        colours = {} if colours is None else colours
+        points: dict[str, list[tuple[int, float]]] = {}
+        for (name, blocks), ratio in self.hits().items():
+            points.setdefault(name, []).append((blocks, 100 * ratio))
+        lines = []
+        for name, found in points.items():
+            if name.partition(":")[0] == Belady.name:
+                colour = "ink"
+            else:
+                colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+            sizes, shares = zip(*sorted(found), strict=True)
+            lines.append(Line(f"{name}{after}", sizes, shares, colour, dash, points=True))
+        pools = [blocks for _, blocks in self.hits()]
+        return [*lines, *([_infinite(pools, self.infinite, after)] if lines else [])]
 
     @classmethod
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
         """Yield one chart of all lines, and a table of hits by result, policy and size."""
         found = [each for each in results if isinstance(each, HitResult)]
+        colours: dict[str, str] = {}
         lines = [
             line
             for number, (each, label) in enumerate(zip(found, labels, strict=True))
-            for line in each.lines(f", {label}", DASHES[number % len(DASHES)])
+            for line in each.lines(colours, f", {label}", DASHES[number % len(DASHES)])
         ]
         about = (
             "The share of looked-up blocks that hit, by the size of the pool, in all results."
@@ -143,16 +136,9 @@ class HitResult(Result):
             first, *others = [each.get(key) for each in hits]
             cells = [key[0], f"{key[1]:,}", share(first)]
             for other in others:
-                change = NONE
-                if first is not None and other is not None:
-                    change = f"{100 * (other - first):+.1f} points"
-                cells += [share(other), change]
+                cells += [share(other), change_text(first, other, share)]
             rows.append(cells)
         yield from table("Hits by policy and pool size", headers, rows)
-
-
-def _is_bound(name: str) -> bool:
-    return name.partition(":")[0] == Belady.name
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -292,6 +278,7 @@ class Compared(HitResult):
             block_size=rows[0].block_size,
             accounting=comparison.accounting,
             prefix=self.document.get("prefix"),
+            price=None if comparison.bills is None else comparison.bills.price.name or None,
             json=True,
         )
 

@@ -286,7 +286,8 @@ def sections(*given: Section) -> Iterator[Part]:
 def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names and texts of all settings of a run, its plugins with every option."""
     for name, value in fields.items():
-        if name in NO_SETTINGS or value in (None, [], {}):
+        coefficients = name == "latency" and "options" not in value
+        if name in NO_SETTINGS or coefficients or value in (None, [], {}):
             continue
         if name == "plugins":
             yield from ((kind, config_text(plugin)) for kind, plugin in value.items())
@@ -300,8 +301,8 @@ def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " "), config_text(value)
 
 
-NO_SETTINGS = ("n", "t", "event", "schema", "latency")
-"""Fields of a header that are none: the coefficients are those of the latency plugin."""
+NO_SETTINGS = ("n", "t", "event", "schema")
+"""Fields of a header that are none, besides the coefficients of the latency plugin."""
 
 
 def command(verb: str, *subjects: Any, **options: Any) -> str:

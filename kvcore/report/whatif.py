@@ -164,12 +164,12 @@ def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[Row]:  # no
 def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> Row:
     before = values[0]
     cells = [NONE if value is None else write(value) for value in values]
-    changes = [_change(before, after, write) for after in values[1:]]
+    changes = [change_text(before, after, write) for after in values[1:]]
     return [name, cells[0], *chain(*zip(cells[1:], changes, strict=True))]
 
 
-def _change(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
-    """Format a change: shares in points, counts as they are, other values in percent.
+def change_text(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
+    """Return a change in words: shares in points, counts as they are, other values in percent.
 
     `=` is the same, `≈` next to it.
     """
