@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.state import ViolationError, run_blocks
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 NEVER = -1
 """The time of what did not happen, and the index of no request."""
-
-STRIDE = 1024
-"""Lines between two ticks."""
-
 
 UNSTEPPED = frozenset({"REQUEST", "REJECT", "PREFETCH", "OFFLOAD", "LOAD", "DROP", "END"})
 """Lines that can come while a step runs."""
@@ -272,9 +269,7 @@ class Timeline:
     series: Series
 
     @classmethod
-    def read(
-        cls, file: str | os.PathLike[str], *, tick: Callable[[int], object] | None = None
-    ) -> Timeline:
+    def read(cls, file: str | os.PathLike[str], *, tick: Tick = unseen) -> Timeline:
         """Return the timeline of a trace of any mode, which may be cut.
 
         A file is trusted if its digest is right: `kvcore.trace.check_trace` says whether what
@@ -283,7 +278,7 @@ class Timeline:
 
         Args:
             file: the trace.
-            tick: is told now and then how many more lines were read; None: nobody is.
+            tick: called with the bytes of the file that are done.
 
         Raises:
             InputError: the file cannot be opened.
@@ -292,7 +287,7 @@ class Timeline:
         reader = read_events(file)
         builder: TimelineBuilder | None = None
         header: dict[str, Any] = {}
-        for event in reader:
+        for event in ticked(reader, tick):
             try:
                 if builder is None:
                     header = event.as_dict()
@@ -301,8 +296,6 @@ class Timeline:
                     builder.take(event)
             except ValueError as error:
                 reader.fail(f"{event.event}: {error}")
-            if tick is not None and not reader.line % STRIDE:
-                tick(STRIDE)
         if builder is None:
             reader.fail("there is no HEADER, so nothing can be told of what follows")
         builder.end()
@@ -326,11 +319,13 @@ class TimelineBuilder:
 
     Attributes:
         state: the cache, rebuilt.
+        waiting, running, evicted_blocks: as the last row of the series will have them.
         requests, phases, chunks, series: the columns so far.
     """
 
     def __init__(self, header: events.Header) -> None:
         self.state = CacheState(header)
+        self.waiting = self.running = self.evicted_blocks = 0
         self.requests = Requests()
         self.phases = Phases()
         self.chunks = Chunks()
@@ -349,7 +344,6 @@ class TimelineBuilder:
         # Requests that returned and hit all that they can share: no COMMIT will tell when
         # the rest is computed, which mostly is at the end of the next step.
         self._returned: list[int] = []
-        self._waiting = self._running = self._evicted = 0
         self._take: dict[str, Callable[[Any], None]] = {
             name: getattr(self, f"_{name.lower()}")
             for name in (
@@ -394,11 +388,11 @@ class TimelineBuilder:
         series.free.append(state.free)
         series.cached.append(state.cached)
         series.private.append(state.private)
-        series.waiting.append(self._waiting)
-        series.running.append(self._running)
+        series.waiting.append(self.waiting)
+        series.running.append(self.running)
         series.lookup_blocks.append(state.hits.lookup_blocks)
         series.hit_blocks.append(state.hits.hit_blocks)
-        series.evicted_blocks.append(self._evicted)
+        series.evicted_blocks.append(self.evicted_blocks)
         for name, used in series.tiers.items():
             used.append(state.tiers.levels[name].used)
 
@@ -424,9 +418,9 @@ class TimelineBuilder:
 
     def _count(self, kind: Kind, change: int) -> None:
         if kind.waits:
-            self._waiting += change
+            self.waiting += change
         else:
-            self._running += change
+            self.running += change
 
     def _request(self, event: events.Request) -> None:
         row = self._rows[event.id] = self.requests.add(event)
@@ -503,7 +497,7 @@ class TimelineBuilder:
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "cache":
-            self._evicted += run_blocks(event.runs)
+            self.evicted_blocks += run_blocks(event.runs)
 
     def _first_token(self, event: events.FirstToken) -> None:
         row = self._rows[event.request]

@@ -43,7 +43,9 @@ VERBS = {
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
     "sweep": "kvcore.cli.sweep",
+    "tour": "kvcore.cli.tour",
     "view": "kvcore.cli.view",
+    "watch": "kvcore.cli.watch",
 }
 """Where each verb is: a module with a click command of the verb's name."""
 

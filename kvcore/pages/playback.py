@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 NONE = -1
 """In a column: no request, span or tier."""
 
+PARKED = -2
+"""In place of the tier that blocks come from: they are of a preempted sequence, for itself."""
+
 KINDS = (
     *("REQUEST", "PREFETCH", "HIT", "MISS", "SPLIT", "ALLOC", "COMMIT", "EVICT", "FORGET"),
     *("COMPACT", "FREE", "FORK", "COPY", "FIRST_TOKEN", "PREEMPT", "RESUME", "RECOVER"),
@@ -64,40 +67,41 @@ WORDS = {
 }
 """What numbers in columns stand for."""
 
-COLUMNS = ("kind", "request", "a", "b", "c", "d", "runs")
-"""Of each row: its event, its request (by number), four values, and how many runs of blocks.
+COLUMNS = ("kind", "request", "a", "b", "c", "d", "e", "runs")
+"""Of each row: its event, its request (by number), five values, and how many runs of blocks.
 
-| kind | a | b | c | d | runs |
-|---|---|---|---|---|---|
-| HIT | sequence | blocks | span | again | |
-| MISS | sequence | block | why | again | |
-| PREFETCH | sequence | blocks | span or -1 | | |
-| SPLIT | span | upper half | at | | |
-| ALLOC | sequence | first | | | blocks |
-| COMMIT | sequence | span | blocks | how | |
-| EVICT | span | hits | expired | | blocks |
-| FORGET | sequence | first | blocks | | freed |
-| COMPACT | sequence | tokens | held | runs freed | freed, then all it has now |
-| FREE | sequence | reason | | runs freed | freed; of a rollback also all it has now |
-| FORK | sequence | child | | | |
-| COPY | sequence | block | from | to | |
-| FIRST_TOKEN, RESUME | sequence | | | | |
-| PREEMPT | sequence | how | for whom or -1 | | |
-| FINISH | sequence | output | | | |
-| OFFLOAD | tier | first | blocks | tier it comes from or -1 | |
-| LOAD_START, LOAD | tier | first | blocks | sequence | |
-| DROP | tier | first | blocks | reason | |
-| RECOVER | tier | first | blocks | | |
+| kind | a | b | c | d | e | runs |
+|---|---|---|---|---|---|---|
+| HIT | sequence | blocks | span | again | | |
+| MISS | sequence | block | why | again | | |
+| PREFETCH | sequence | blocks | span or -1 | | | |
+| SPLIT | span | upper half | at | | | |
+| ALLOC | sequence | first | | | | blocks |
+| COMMIT | sequence | span | blocks | how | | |
+| EVICT | span | hits | expired | whose | end | blocks |
+| FORGET | sequence | first | blocks | | | freed |
+| COMPACT | sequence | tokens | held | runs freed | | freed, then all it has now |
+| FREE | sequence | reason | | runs freed | | freed; of a rollback also all it has now |
+| FORK | sequence | child | | | | |
+| COPY | sequence | block | from | to | | |
+| FIRST_TOKEN, RESUME | sequence | | | | | |
+| PREEMPT | sequence | how | for whom or -1 | | | |
+| FINISH | sequence | output | | | | |
+| OFFLOAD | tier | first | blocks | tier it comes from, -1, or -2: parked | | |
+| LOAD_START, LOAD | tier | first | blocks | sequence | | |
+| DROP | tier | first | blocks | reason | | |
+| RECOVER | tier | first | blocks | | | |
 
-The request of an EVICT is the one that needed the room. `time` holds how much later (ns) a
-row is than the one before; `age` (ns) is of EVICT, and for OFFLOAD and LOAD_START how long it
+The request of an EVICT is the one that needed the room; `whose` is a request whose prompt has
+the blocks, and `end` the position there after the last of them. `time` holds how much later (ns)
+a row is than the one before; `age` (ns) is of EVICT, and for OFFLOAD and LOAD_START how long it
 takes.
 """
 
 
 @attrs.define
 class Prompts:
-    """The prompts of a trace, by request number: how long they are, and whose content they have.
+    """The prompts of a trace, by request number: lengths, and whose content they have.
 
     Attributes:
         ids: of the requests.
@@ -106,6 +110,7 @@ class Prompts:
         lookup: how many of them are looked up.
         leader, shared: the request that first had the block before `shared`, and how many
             blocks from the first on are the same; -1 and 0 if no earlier prompt begins alike.
+        last_key: the last of the prompt's keys, None if it has none.
     """
 
     ids: list[int | str] = attrs.field(factory=list)
@@ -115,6 +120,7 @@ class Prompts:
     lookup: array[int] = attrs.field(factory=lambda: array("q"))
     leader: array[int] = attrs.field(factory=lambda: array("q"))
     shared: array[int] = attrs.field(factory=lambda: array("q"))
+    last_key: list[Any] = attrs.field(factory=list)
     _first: dict[Any, int] = attrs.field(factory=dict, init=False)
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
@@ -129,12 +135,17 @@ class Prompts:
         self.lookup.append(prompt.lookup)
         self.leader.append(first[keys[known - 1]] if known else NONE)
         self.shared.append(known * ratio)
+        self.last_key.append(keys[-1] if keys else None)
         first.update(dict.fromkeys(keys[known:], number))
 
     def arrive(self, number: int, prompt: TracedPrompt, output: int) -> None:
         """Record the lengths of a request that was announced before, with the same keys."""
         self.tokens[number], self.output[number] = prompt.tokens, output
         self.lookup[number] = prompt.lookup
+
+    def of_key(self, key: Any) -> int:
+        """Return the request that first had the block of a key."""
+        return self._first[key]
 
     def extend(self, number: int, keys: Iterable[Any], blocks: int) -> None:
         """Record keys of blocks that a request generated, and how many blocks have one now."""
@@ -222,6 +233,11 @@ class Playback:
             raise TraceError(msg)
         self.explanation: Explanation = explain(file)
 
+    @property
+    def ratio(self) -> int:
+        """How many blocks a key covers."""
+        return self._state.layout.ratio
+
     def _row(
         self,
         event: events.Event,
@@ -233,13 +249,14 @@ class Playback:
     ) -> None:
         """Append a row; values that are not given are 0."""
         rows = self.rows
-        a, b, c, d, *_ = (*values, 0, 0, 0, 0)
+        a, b, c, d, e, *_ = (*values, 0, 0, 0, 0, 0)
         rows["kind"].append(KIND[kind or event.event])
         rows["request"].append(request)
         rows["a"].append(a)
         rows["b"].append(b)
         rows["c"].append(c)
         rows["d"].append(d)
+        rows["e"].append(e)
         rows["runs"].append(len(runs))
         rows["age"].append(age)
         rows["time"].append(event.t - self._now)
@@ -258,7 +275,7 @@ class Playback:
         prompt = self._state.requests[event.id]
         if number is None:
             number = self._numbers[event.id] = len(self._numbers)
-            self.prompts.add(prompt, event.output, self._state.layout.ratio)
+            self.prompts.add(prompt, event.output, self.ratio)
         else:  # announced by a PREFETCH
             self.prompts.arrive(number, prompt, event.output)
         self._row(event, number)
@@ -266,7 +283,7 @@ class Playback:
     def _prefetch(self, event: events.Prefetch) -> None:
         number = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
-        self.prompts.add(prompt, 0, self._state.layout.ratio)
+        self.prompts.add(prompt, 0, self.ratio)
         self._of_sequence[event.seq] = number
         span = event.span if isinstance(event.span, int) else NONE
         self._row(event, number, event.seq, event.blocks, span)
@@ -296,7 +313,8 @@ class Playback:
         self.evicted.append(EvictedContent(len(self.rows["kind"]), event.requester, *place))
         requester = self._numbers[event.requester]
         expired = event.reason == "expired"
-        values = event.span, event.hits, expired
+        whose = self.prompts.of_key(victim.keys[(self._victim_end - 1) // self.ratio])
+        values = event.span, event.hits, expired, whose, self._victim_end
         self._row(event, requester, *values, runs=event.runs, age=event.age)
 
     def _forget(self, event: events.Drop) -> None:
@@ -344,7 +362,7 @@ class Playback:
 
     def _keys(self, event: events.Keys) -> None:
         number, prompt = self._numbers[event.request], self._state.requests[event.request]
-        blocks = prompt.cacheable * self._state.layout.ratio
+        blocks = prompt.cacheable * self.ratio
         self.prompts.extend(number, event.keys, blocks)
         self._row(event, number)
 
@@ -354,11 +372,11 @@ class Playback:
     def _recover(self, event: events.Recover) -> None:
         number = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
-        self.prompts.add(prompt, 0, self._state.layout.ratio)
+        self.prompts.add(prompt, 0, self.ratio)
         self._row(event, number, self._tiers[event.tier], event.first, event.blocks)
 
     def _offload(self, event: events.Offload) -> None:
-        source = self._tiers[event.source] if event.source else NONE
+        source = self._tiers[event.source] if event.source else PARKED if event.parked else NONE
         values = self._tiers[event.tier], event.first, event.blocks, source
         age = event.done - event.t
         self._row(event, self._numbers[event.request], *values, age=age)
@@ -392,6 +410,11 @@ class Playback:
             "header": self.header,
             "setup": setup(self.header),
             "words": WORDS,
+            "prefill": {
+                "token": explanation.cost.token_seconds,
+                "pairs": explanation.cost.pair_seconds,
+                **{name: getattr(explanation.cost, name) for name in ("model", "device")},
+            },
             "requests": {
                 "id": list(map(str, prompts.ids)),
                 **{name: getattr(prompts, name).tolist() for name in PROMPT_COLUMNS},

@@ -6,13 +6,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvcore.pages.differences import find_differences
 from kvcore.pages.playback import Playback
 from kvcore.pages.shell import Page
 from kvcore.progress import Progress, silent
 
 SCRIPTS = (
-    *("playback.js", "content.js", "pool.js", "tree.js", "timeline.js", "curves.js"),
-    *("log.js", "request.js", "view.js"),
+    *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),
+    *("tree.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
 )
 """Of the page, in the order in which one needs another."""
 
@@ -33,7 +34,13 @@ def view_page(files: Sequence[str | os.PathLike[str]], *, progress: Progress = s
         with progress(f"reading {Path(file).name}", None) as tick:
             sides.append(Playback(file, tick))
     title = " and ".join(names)
-    data: dict[str, object] = {"view": {"title": title, "names": names}}
+    note = ""
+    if len(sides) > 1:
+        differences = find_differences(*sides)
+        note = differences.note
+        for side, blocks in zip(sides, differences.blocks, strict=False):
+            side.rows["differs"] = blocks
+    data: dict[str, object] = {"view": {"title": title, "names": names, "note": note}}
     for number, side in enumerate(sides):
         data[f"side{number}-about"] = side.document()
         data[f"side{number}-rows"] = side.columns()

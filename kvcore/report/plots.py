@@ -22,10 +22,12 @@ from kvcore.analysis.timeline import Kind, Series, Timeline
 from kvcore.cache import Residency
 from kvcore.errors import InputError, shorten
 from kvcore.histogram import Histogram, borders
+from kvcore.report.charts import end_labels
 from kvcore.report.mrc import COLOURS, GREY, INK, PALE, picture
 from kvcore.report.simulation import SimulationReport
-from kvcore.report.tables import counted, setup
-from kvcore.serving.result import REQUESTS, SUMMARY
+from kvcore.report.tables import counted, printable, setup
+from kvcore.request import SLO
+from kvcore.serving.result import REQUESTS, SUMMARY, Result
 from kvcore.units import NS_PER_S, format_seconds
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ PLACES = 100
 
 FEW = 4
 """Ticks of a small logarithmic axis, at most."""
+
+COLUMNS = {"queue": "queue_s", "TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s"}
+"""The columns of a result that have latencies, by their names."""
 
 UNITS = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 
@@ -123,7 +128,7 @@ def hits(timeline: Timeline, form: str) -> bytes:
         if window < span / 2:
             name = f"in the last {_time(window)}"
             lines.insert(0, (series.hit_ratio(window), name, SKY, 1.0))
-        ends: list[tuple[float, str, str]] = []
+        ends: list[tuple[float, float, str, str]] = []
         highest = 0.0
         for ratios, name, colour, width in lines:
             rows = _even(series, timeline.begin, span)
@@ -131,9 +136,9 @@ def hits(timeline: Timeline, form: str) -> bytes:
             axes.plot([times[row] for row in rows], shares, color=colour, linewidth=width)
             known = [share for share in shares if not isnan(share)]
             highest = max(highest, *known)
-            ends.append((known[-1], f"{name}: {known[-1]:.1f}%", colour))
+            ends.append((times[-1], known[-1], f"{name}: {known[-1]:.1f}%", colour))
         axes.set_ylim(0, 1.08 * highest or 1)
-        _ends(axes, times[-1], ends)
+        end_labels(axes, ends)
         axes.yaxis.set_major_formatter("{x:g}%")
         axes.set_ylabel(f"of {looked_up:,} blocks looked up that hit")
         axes.set_xlabel(f"time, {unit}")
@@ -160,7 +165,7 @@ def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
             times, shares = _distribution(histogram)
             told = ", ".join(f"{p} {_time(found[p])}" for p in ("p50", "p99"))
             label = f"{name}: {told} ({counted(histogram.weight, 'block')})"
-            line = {"color": colour, "linestyle": dashes, "drawstyle": "steps-post"}
+            line: Any = {"color": colour, "linestyle": dashes, "drawstyle": "steps-post"}
             axes.plot(times, shares, label=label, linewidth=1.6, **line)
             drawn += times[0], times[-1]
         if not drawn:
@@ -203,52 +208,41 @@ def timeline(timeline: Timeline, form: str) -> bytes:
 
 def _rows(figure: Figure, timeline: Timeline) -> None:
     """Draw a row for each request."""
-    from matplotlib.lines import Line2D  # noqa: PLC0415 - as in `picture`
-    from matplotlib.patches import Patch  # noqa: PLC0415 - as above
-
     axes, requests, phases = figure.add_subplot(), timeline.requests, timeline.phases
     if not len(requests):
         _empty(axes, "There are no requests.")
         return
     unit, factor = _unit(timeline.end - timeline.begin)
-    marks: list[Any] = []
-    drawn = sorted(set(phases.kind))
-    for kind in map(Kind, drawn):
+    for kind in map(Kind, sorted(set(phases.kind))):
         bars = [(row, begin, end) for row, of, begin, end, _ in phases if of is kind]
         rows, starts, ends = zip(*bars, strict=True)
         widths = [(end - begin) / factor for begin, end in zip(starts, ends, strict=True)]
         left = [begin / factor for begin in starts]
-        thin = 0.3 if kind.waits else 0.8
-        axes.barh(rows, widths, left=left, height=thin, color=PHASES[kind], linewidth=0)
-        marks.append(Patch(color=PHASES[kind], label=kind.name.lower()))
+        height = 0.3 if kind.waits else 0.8
+        label, colour = kind.name.lower(), PHASES[kind]
+        axes.barh(rows, widths, height, left, color=colour, linewidth=0, label=label)
         if kind is Kind.PREEMPTED:
-            axes.plot(left, rows, "x", color=INK, markersize=4)
-            marks.append(
-                Line2D([], [], color=INK, marker="x", linestyle="", label="preemption")
-            )
+            axes.plot(left, rows, "x", color=INK, markersize=4, label="preemption")
     chunks = timeline.chunks
     ended = [time / factor for time in chunks.time]
     axes.plot(ended, chunks.request, "|", color="white", markersize=4, markeredgewidth=0.6)
-    first = [(time / factor, row) for row, time in enumerate(requests.first_token) if time >= 0]
-    if first:
-        axes.plot(
-            *zip(*first, strict=True), "o", color="white", markeredgecolor=INK, markersize=3.5
-        )
-        marker = {"color": "white", "marker": "o", "markeredgecolor": INK, "linestyle": ""}
-        marks.append(Line2D([], [], **marker, label="first token"))
+    first = [row for row, time in enumerate(requests.first_token) if time >= 0]
     refused = list(requests.rejected)
-    if refused:
-        at = [requests.arrival[row] / factor for row in refused]
-        axes.plot(at, refused, "D", color=GREY, markersize=4)
-        marks.append(Line2D([], [], color=GREY, marker="D", linestyle="", label="rejected"))
+    for label, marked, times, marker, colour in (
+        ("first token", first, requests.first_token, "o", "white"),
+        ("rejected", refused, requests.arrival, "D", GREY),
+    ):
+        if marked:
+            at = [times[row] / factor for row in marked]
+            look: Any = {"marker": marker, "color": colour, "markersize": 3.5}
+            axes.plot(at, marked, label=label, linestyle="", markeredgecolor=INK, **look)
     if len(requests) <= NAMED:
-        names = [_printable(shorten(str(name))) for name in requests.ids]
+        names = [printable(shorten(str(name))) for name in requests.ids]
         axes.set_yticks(range(len(requests)), names, fontsize=7)
     axes.set_ylim(len(requests) - 0.4, -0.6)
     axes.set_ylabel("request")
     axes.set_xlabel(f"time, {unit}")
-    above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(marks)}
-    axes.legend(handles=marks, frameon=False, fontsize=8, handlelength=1, **above)
+    _legend(axes, axes.get_legend_handles_labels()[0], "lower left")
     _plain(axes)
 
 
@@ -354,6 +348,20 @@ class Latencies:
         return cls(samples, {}, expected, _requests(timeline), _caption(timeline))
 
     @classmethod
+    def of_result(cls, result: Result) -> Latencies:
+        """Return the latencies of a result."""
+        log, rows = result.log, result.requests
+        samples = {
+            name: [time for time in rows[column] if time is not None]
+            for name, column in COLUMNS.items()
+        }
+        gaps = {} if result.itl is None else result.itl.as_dict()
+        slo = log.slo or SLO()
+        times = {"TTFT": slo.ttft_ns, "TPOT": slo.tpot_ns, "E2E": slo.deadline_ns}
+        expected = {name: time / NS_PER_S for name, time in times.items() if time is not None}
+        return cls(samples, gaps, expected, counted(len(log.ids), "request"), "")
+
+    @classmethod
     def read(cls, folder: Path) -> Latencies:
         """Return the latencies of a result that was written to a folder.
 
@@ -361,11 +369,10 @@ class Latencies:
             InputError: it has no result, or a file of it is damaged.
         """
         summary, rows = _document(folder / SUMMARY), _lines(folder / REQUESTS)
-        columns = {"queue": "queue_s", "TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s"}
         try:
             samples = {
                 name: [float(row[column]) for row in rows if row[column] is not None]
-                for name, column in columns.items()
+                for name, column in COLUMNS.items()
             }
             slo = summary["slo"]
             names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "deadline_s": "E2E"}
@@ -379,7 +386,7 @@ class Latencies:
         if summary["rejected"]:
             told += f", {summary['rejected']:,} rejected"
         title = told if config is None else f"{config['workload']['name']}, {told}"
-        return cls(samples, gaps, expected, _printable(title), caption)
+        return cls(samples, gaps, expected, printable(title), caption)
 
 
 def latency(found: Latencies, form: str) -> bytes:
@@ -416,9 +423,11 @@ def latency(found: Latencies, form: str) -> bytes:
 def _sampled(axes: Axes, times: Sequence[float]) -> None:
     """Draw the distribution of sorted seconds, its median and its 99th percentile."""
     size = len(times)
-    shares = [100 * (rank + 1) / size for rank in range(size)]
+    ranks = sorted({0, size - 1, *range(0, size, ceil(size / BINS))})
+    shares = [100 * (rank + 1) / size for rank in ranks]
     low = _lowest(times)
-    axes.plot([max(time, low) for time in times], shares, color=BLUE, drawstyle="steps-post")
+    drawn = [max(times[rank], low) for rank in ranks]
+    axes.plot(drawn, shares, color=BLUE, drawstyle="steps-post")
     _time_axis(axes.xaxis, low, max(times[-1], low), "", FEW)
     for percent in (50, 99):
         _percentile(axes, percent, times[max(0, ceil(percent * size / 100) - 1)], low)
@@ -489,7 +498,7 @@ def _framed(
     def fill_in(figure: Figure) -> None:
         draw(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-        told = "\n".join(fill(_printable(line), CAPTION) for line in caption.splitlines())
+        told = "\n".join(fill(printable(line), CAPTION) for line in caption.splitlines())
         figure.supxlabel(told, x=0.01, ha="left", fontsize=5.5, color=GREY)
 
     return picture(form, fill_in, inches)
@@ -501,18 +510,13 @@ def _requests(timeline: Timeline) -> str:
     rejected = len(timeline.requests.rejected)
     told = f", {rejected:,} rejected" if rejected else ""
     name = f"{workload['name']}, " if workload else ""
-    return _printable(f"{name}{counted(len(timeline.requests), 'request')}{told}")
+    return printable(f"{name}{counted(len(timeline.requests), 'request')}{told}")
 
 
 def _caption(timeline: Timeline) -> str:
     """Say what was run, and whether the trace is cut."""
     cut = "" if timeline.complete else f"Incomplete: {timeline.cut_reason}.\n"
     return f"{cut}{setup(timeline.header)}"
-
-
-def _printable(text: str) -> str:
-    """Return text of a trace without characters that have no picture."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def _unit(span: int) -> tuple[str, int]:
@@ -535,8 +539,8 @@ def _time(time: int) -> str:
 
 def _round_time(time: int) -> int:
     """Return the least of 1, 2 and 5 times a power of ten that is not below `time` ns."""
-    power = 10 ** floor(log10(time))
-    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= time)
+    power: int = 10 ** floor(log10(time))
+    return next(size for size in (power, 2 * power, 5 * power, 10 * power) if size >= time)
 
 
 def _even(series: Series, begin: int, span: int) -> list[int]:
@@ -571,8 +575,6 @@ def _bands(
     colours: Sequence[str],
 ) -> None:
     """Draw layers on top of one another; a name is in its layer, or above if that is thin."""
-    from matplotlib.patches import Patch  # noqa: PLC0415 - as in `picture`
-
     if times[-1] == times[0]:
         times, layers = [times[0], times[0] + 1], [[layer[-1]] * 2 for layer in layers]
     bottom = [0.0] * len(times)
@@ -580,10 +582,11 @@ def _bands(
     thin = []
     for layer, name, colour in zip(layers, names, colours, strict=True):
         top = [low + part for low, part in zip(bottom, layer, strict=True)]
-        axes.fill_between(times, bottom, top, step="post", color=colour, linewidth=0)
+        band = axes.fill_between(times, bottom, top, step="post", color=colour, linewidth=0)
+        band.set_label(f"{name} (at most {max(layer):,.0f})")
         at, thick = _widest(times, layer)
         if thick < THIN * height and any(layer):
-            thin.append(Patch(color=colour, label=f"{name} (at most {max(layer):,.0f})"))
+            thin.append(band)
         elif any(layer):
             dark = colour in (BLUE, RED)
             where = at, bottom[_row_at(times, at)] + thick / 2
@@ -591,8 +594,13 @@ def _bands(
         bottom = top
     axes.set_xlim(times[0], times[-1])
     if thin:
-        above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(thin)}
-        axes.legend(handles=thin, frameon=False, fontsize=8, handlelength=1, **above)
+        _legend(axes, thin, "lower right")
+
+
+def _legend(axes: Axes, handles: Sequence[Any], loc: Any) -> None:
+    """Draw a legend in one row above the axes."""
+    place: Any = {"bbox_to_anchor": (float("right" in loc), 1), "ncols": len(handles)}
+    axes.legend(handles=handles, loc=loc, frameon=False, fontsize=8, handlelength=1, **place)
 
 
 def _widest(times: Sequence[float], layer: Sequence[float]) -> tuple[float, float]:
@@ -611,19 +619,6 @@ def _row_at(times: Sequence[float], time: float) -> int:
     return max(bisect_right(times, time) - 1, 0)
 
 
-def _ends(axes: Axes, at: float, ends: Iterable[tuple[float, str, str]]) -> None:
-    """Label lines at their ends, those that end near one another one below the other."""
-    height = axes.get_ylim()[1]
-    last = None
-    for value, text, colour in sorted(ends):
-        y = value if last is None else max(value, last + 0.06 * height)
-        axes.annotate(
-            text.replace(": ", ":\n"), (at, y), (4, 0), textcoords="offset points",
-            color=colour, fontsize=8, va="center", annotation_clip=False,
-        )  # fmt: skip
-        last = y + 0.04 * height
-
-
 def _shares(axes: Axes) -> None:
     axes.set_ylim(0, 104)
     axes.set_yticks([0, 25, 50, 75, 99], ["0", "25%", "50%", "75%", "99%"])
@@ -638,8 +633,8 @@ def _time_axis(axis: Axis, low: float, high: float, label: str, most: int = 8) -
     if len(inside) > most:
         powers = [tick for tick in ticks[::2] if low <= tick <= high]
         inside = powers[:: ceil(len(powers) / most)]
-    axes: Any = axis.axes
-    across = axis.axis_name == "x"
+    axes = axis.axes
+    across = axis is axes.xaxis
     (axes.set_xscale if across else axes.set_yscale)("log")
     (axes.set_xlim if across else axes.set_ylim)(low, high)
     axis.set_ticks(inside, [format_seconds(tick) for tick in inside])

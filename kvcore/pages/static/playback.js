@@ -51,10 +51,42 @@ class Sequence {
   constructor(id, request, span, opened) {
     Object.assign(this, { id, request, span, opened });
     this.ids = [];
+    this.forgot = false; // whether it has dropped blocks, or was compacted
   }
 }
 
+/** What lies in a tier: no block without those before it, so of each owner's own the first ones. */
+class Tier {
+  constructor() {
+    this.used = 0;
+    this.ends = new Map(); // by owner of the content: the position after the last block that is here
+    this.parked = new Map(); // blocks of preempted sequences, by request
+  }
+
+  clone() {
+    const copy = Object.assign(new Tier(), this);
+    copy.ends = new Map(this.ends);
+    copy.parked = new Map(this.parked);
+    return copy;
+  }
+}
+
+/** Return a piece of a prompt as pieces `[owner, first, end)` of contents, in order. */
+function contentPieces({ leader, shared }, request, first, end) {
+  const found = [];
+  let high = end;
+  for (let at = request; high > first; at = leader[at]) {
+    if (high > shared[at]) {
+      found.push([at, Math.max(first, shared[at]), high]);
+      high = shared[at];
+    }
+    if (leader[at] < 0) break;
+  }
+  return found.reverse();
+}
+
 const HITTERS = 8;
+const PARKED = -2;
 
 /** What is in the pool, as of a row. Times are ns, blocks ids, requests numbers. */
 class Cache {
@@ -66,7 +98,7 @@ class Cache {
     this.taken = new Int32Array(blocks).fill(-1); // the row that gave each block to its owner
     this.cached = 0;
     this.private = 0;
-    this.tiers = tiers.map(() => ({ stored: 0, loaded: 0 }));
+    this.tiers = tiers.map(() => new Tier());
     this.lookups = 0;
     this.hits = 0;
   }
@@ -110,7 +142,7 @@ class Cache {
       copy.sequences.set(id, made);
     }
     copy.taken = this.taken.slice();
-    copy.tiers = this.tiers.map((tier) => ({ ...tier }));
+    copy.tiers = this.tiers.map((tier) => tier.clone());
     return copy;
   }
 }
@@ -189,6 +221,13 @@ class Playback {
     return ids;
   }
 
+  /** Return how many blocks the runs of a row have. */
+  blocksOf(row) {
+    let blocks = 0;
+    for (let run = this.runs[row]; run < this.runs[row + 1]; run++) blocks += Math.abs(this.columns.run_count[run]);
+    return blocks;
+  }
+
   /** Make the state that is after `row`. O(rows since the nearest state that was kept). */
   seek(row) {
     const target = Math.max(-1, Math.min(row, this.length - 1));
@@ -244,6 +283,15 @@ class Playback {
     for (const id of ids) this.cache.taken[id] = row;
     seq.ids.push(...ids);
     this.cache.private += ids.length;
+  }
+
+  _store(row) {
+    const { request, a, b, c } = this.columns;
+    const tier = this.cache.tiers[a[row]];
+    tier.used += c[row];
+    for (const [owner, , end] of contentPieces(this.requests, request[row], b[row], b[row] + c[row])) {
+      tier.ends.set(owner, end);
+    }
   }
 
   _give(row, runs = Infinity) {
@@ -323,6 +371,7 @@ Playback.appliers = {
     const gone = new Set(this._give(row));
     this.cache.private -= gone.size;
     seq.ids = seq.ids.filter((id) => !gone.has(id));
+    seq.forgot = true;
   },
   COMPACT(row) {
     const seq = this.cache.sequences.get(this.columns.a[row]);
@@ -332,6 +381,7 @@ Playback.appliers = {
     const fresh = seq.ids.filter((id) => !before.has(id));
     for (const id of fresh) this.cache.taken[id] = row;
     this.cache.private += fresh.length - freed.length;
+    seq.forgot = true;
     this._unpin(seq);
   },
   FREE(row) {
@@ -349,6 +399,7 @@ Playback.appliers = {
     const seq = this.cache.sequences.get(a[row]);
     const child = new Sequence(b[row], seq.request, seq.span, this.times[row]);
     child.ids = seq.ids.slice();
+    child.forgot = seq.forgot;
     for (const span of Cache.path(seq.span)) span.pins += 1;
     this.cache.sequences.set(child.id, child);
   },
@@ -358,5 +409,31 @@ Playback.appliers = {
     seq.ids[seq.ids.length - 1] = d[row];
     this.cache.taken[d[row]] = row;
     this.cache.private += 1;
+  },
+  RECOVER(row) {
+    this._store(row);
+  },
+  OFFLOAD(row) {
+    const { request, a, c, d } = this.columns;
+    if (d[row] !== PARKED) {
+      this._store(row);
+      return;
+    }
+    const tier = this.cache.tiers[a[row]];
+    tier.used += c[row];
+    tier.parked.set(request[row], c[row]);
+  },
+  DROP(row) {
+    const { request, a, b, c, d } = this.columns;
+    const tier = this.cache.tiers[a[row]];
+    tier.used -= c[row];
+    if (this.words.dropped[d[row]] === "parked") {
+      tier.parked.delete(request[row]);
+      return;
+    }
+    for (const [owner, first] of contentPieces(this.requests, request[row], b[row], b[row] + c[row])) {
+      if (first > this.requests.shared[owner]) tier.ends.set(owner, first);
+      else tier.ends.delete(owner);
+    }
   },
 };
