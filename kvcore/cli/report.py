@@ -33,7 +33,7 @@ def report(*, results: tuple[str, ...], out: Path, title: str | None) -> None:
 
     Regret and miss reasons are told where there is a trace.
     """
-    from kvcore.pages.report import report_page  # noqa: PLC0415 - `--help` does without
+    from kvcore.pages import report_page  # noqa: PLC0415 - `--help` does without
 
     paths = [input_path(result) for result in results]
     read = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]

@@ -58,7 +58,7 @@ FORMS: Mapping[frozenset[str], Callable[[str, Document], Result]] = {
         "losses request optimum": Explained.of,
         "generator full_codec rows": Measured.of,
         "kv tokens batch model": Sized.of,
-        "ttft_s pool config": lambda name, summary: Run(name=name, summary=summary),
+        "ttft_s pool hit": lambda name, summary: Run(name=name, summary=summary),
     }.items()
 }
 """How documents are read back, by the keys by which each is recognised."""

@@ -149,10 +149,10 @@ class Run(Result):
 
     @property
     def report(self) -> SimulationReport | None:
-        """The report of the summary."""
-        if self.summary is None:
+        """The report of the summary; None where it does not say what was run."""
+        config = None if self.summary is None else self.summary.get("config")
+        if self.summary is None or config is None:
             return None
-        config = self.summary["config"]
         measured = config.get("clock") == "wall"
         return SimulationReport(
             self.summary,
@@ -172,7 +172,7 @@ class Run(Result):
         figures = {name: found[name] for name in names if name not in ("config", "bill")}
         return RunSummary(
             **figures,
-            config=found["config"] | {"tiers": found["tiers"]},
+            config=found.get("config", {}) | {"tiers": found["tiers"]},
             slo_met=found["slo"]["met"],
         )
 
@@ -194,7 +194,7 @@ class Run(Result):
             if (time := found["slo"][f"{name}_s"]) is not None
         }
         pool = {"blocks": found["pool"]["blocks"], "block_size": found["pool"]["block_size"]}
-        return {**found["config"], "count": found["count"], **pool, "slo": slo}
+        return {**found.get("config", {}), "count": found["count"], **pool, "slo": slo}
 
     @property
     def samples(self) -> dict[str, list[float]]:
@@ -220,7 +220,11 @@ class Run(Result):
         elif trace is not None:
             yield from sentences(SummaryReport(trace.explanation, trace.misses).headline)
         yield heading("What was run")
-        yield from sentences(report.setup if report is not None else setup(self.header))
+        if report is None and self.summary is not None:
+            told = "The summary does not say: `kvcore simulate --out` writes what was run too."
+            yield from sentences(told, "missing")
+        if report is not None or self.summary is None:
+            yield from sentences(report.setup if report is not None else setup(self.header))
         yield from table("All settings", ["setting", "value"], settings(self.header), ())
         yield from self._times()
         yield from self._amounts()
@@ -360,7 +364,7 @@ class Run(Result):
                 command("view", file, out="view.html"),
             ]
         yield from sentences("\n".join(lines), "command")
-        if self.summary is not None and not self._simulated:
+        if "clock" in self.header:
             yield from sentences(
                 "It was run on a model that computes, by `kvcore run`: the settings above say "
                 "how.",

@@ -9,7 +9,8 @@ from helpers.commands import run_here
 from helpers.pages import data_of
 from helpers.traces import record
 
-from kvcore.pages.report import report_page
+import kvcore
+from kvcore.pages import report_page
 
 MARKUP = "</script><script>alert('x')</script><b>\"&amp;"
 
@@ -391,6 +392,16 @@ def test_the_grid_of_a_sweep_makes_it_again(results, tmp_path):
     run = run_here(*shlex.split(line)[1:], "--jobs", 1, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "results.csv").read_bytes() == (results / "sweep.csv").read_bytes()
+
+
+def test_a_result_that_python_wrote_is_reported(tmp_path):
+    """Its summary does not say what was run, which the page says; all else is there."""
+    kvcore.simulate("zipf:requests=30").write(tmp_path / "mine")
+    found = reported(tmp_path, "mine")
+    assert "TTFT, mean" in [row[0] for row in tables(found)["Figures of the run"]]
+    assert "Latency of requests" in charts(found)
+    _, text = told(report_page([tmp_path / "mine"]))
+    assert "The summary does not say" in text
 
 
 def test_a_run_that_is_too_much_says_so_first(tmp_path):
