@@ -1,5 +1,6 @@
 """Pages: a trace, results, and what a KV cache is, as one HTML file each that opens offline."""
 
 from kvcore.pages.shell import Page
+from kvcore.pages.view import view_page
 
-__all__ = ["Page"]
+__all__ = ["Page", "view_page"]

@@ -630,9 +630,7 @@ def _attention() -> dict[str, Any]:
     }
 
 
-def _attended(
-    generator: str, prompt: Sequence[int], output: int
-) -> tuple[Any, RecordingCache]:
+def _attended(generator: str, prompt: Sequence[int], output: int) -> tuple[Any, RecordingCache]:
     """Generate with a model, and return it with the queries, keys and values of all tokens."""
     built, backend = resolve("generator", generator), resolve("backend", "torch-cpu")
     cache = RecordingCache(len(prompt) + output - 1)

@@ -1,0 +1,279 @@
+// The page of a trace, or of two: one clock, and panels that show the state at its time.
+
+/** A trace on the page: its playback, and what is derived from it. */
+class Side {
+  constructor(number, name, playback) {
+    Object.assign(this, { number, name, playback });
+    this.contents = new Contents(playback);
+    this.byId = new Map(playback.requests.id.map((id, request) => [id, request]));
+    if (this.contents.complete) this.costs = new Costs(this);
+  }
+
+  get cache() {
+    return this.playback.cache;
+  }
+
+  get row() {
+    return this.playback.row;
+  }
+
+  /** Return the EVICT rows that made room for a request. */
+  evictionsFor(request) {
+    const { columns } = this.playback;
+    return this.costs.rows.filter((row) => columns.request[row] === request);
+  }
+
+  /** Return how many blocks of the eviction at `row` the other trace did not evict for the same request. */
+  differs(row) {
+    return this.playback.columns.differs?.[row] ?? 0;
+  }
+}
+
+/** The clock, what is chosen, and the panels that are drawn anew when either changes. */
+class App {
+  constructor(sides) {
+    this.sides = sides;
+    this.begin = Math.min(...sides.map((side) => side.playback.begin));
+    this.end = Math.max(...sides.map((side) => side.playback.end));
+    this.time = this.begin;
+    this.playing = false;
+    this.speed = 1; // ns of the trace in a ns
+    this.chosen = null; // { side, request }: a click; the id of its request is looked up elsewhere
+    this.pointed = null; // { side, request, block }: what is under the pointer, or has the focus
+    this.panels = [];
+    this.due = false;
+  }
+
+  /** Add a panel: it has `root`, an element, and `draw()`, which is called on each change. */
+  add(panel) {
+    this.panels.push(panel);
+    return panel.root;
+  }
+
+  /** Draw all panels, once, before the next frame. */
+  changed() {
+    if (this.due) return;
+    this.due = true;
+    requestAnimationFrame(() => {
+      this.due = false;
+      for (const panel of this.panels) panel.draw();
+    });
+  }
+
+  /** Go to a time (ns): each side to its last row that is not later. */
+  seek(time) {
+    this.time = Math.max(this.begin, Math.min(this.end, time));
+    for (const { playback } of this.sides) playback.seek(playback.rowAt(this.time));
+    this.changed();
+  }
+
+  /** Go to a row of a side, and the others to the same time. */
+  seekRow(side, row) {
+    this.time = side.playback.times[Math.max(0, row)];
+    for (const other of this.sides) {
+      other.playback.seek(other === side ? row : other.playback.rowAt(this.time));
+    }
+    this.changed();
+  }
+
+  /** Go one row on: of two sides, the one whose next row is earlier. */
+  stepForward() {
+    const next = (side) => side.playback.times[side.row + 1] ?? Infinity;
+    const side = this.sides.reduce((best, each) => (next(each) < next(best) ? each : best));
+    if (next(side) === Infinity) return;
+    side.playback.seek(side.row + 1);
+    this.time = side.playback.now;
+    this.changed();
+  }
+
+  /** Go one row back: of two sides, the one whose row is later. */
+  stepBack() {
+    const at = (side) => (side.row < 0 ? -Infinity : side.playback.times[side.row]);
+    const side = this.sides.reduceRight((best, each) => (at(each) > at(best) ? each : best));
+    if (at(side) === -Infinity) return;
+    side.playback.seek(side.row - 1);
+    this.time = side.row < 0 ? this.begin : side.playback.now;
+    this.changed();
+  }
+
+  play(on) {
+    if (on === this.playing) return;
+    this.playing = on;
+    this.changed();
+    if (!on) return;
+    if (this.time >= this.end) this.seek(this.begin);
+    let before = performance.now();
+    const frame = (now) => {
+      if (!this.playing) return;
+      this.seek(this.time + (now - before) * NS.ms * this.speed);
+      before = now;
+      if (this.time >= this.end) this.play(false);
+      else requestAnimationFrame(frame);
+    };
+    requestAnimationFrame(frame);
+  }
+
+  /** Choose a request, or nothing. */
+  choose(chosen) {
+    this.chosen = chosen;
+    this.changed();
+  }
+
+  /** Light up what belongs to a request or block, or nothing. */
+  point(pointed) {
+    this.pointed = pointed;
+    this.changed();
+  }
+
+  /** Return the number that the request of `what` has on `side`; -1: it is not there. */
+  requestOn(side, what) {
+    if (!what || what.request < 0) return -1;
+    if (what.side === side) return what.request;
+    return side.byId.get(what.side.playback.requests.id[what.request]) ?? -1;
+  }
+
+  /** Return the request to light up on `side`: that under the pointer, else the chosen one; -1: none. */
+  lit(side) {
+    return this.requestOn(side, this.pointed ?? this.chosen);
+  }
+}
+
+const SPEEDS = [0.1, 1, 10, 60, 300, 1800, 10800];
+
+/** The clock's controls: play, step, speed, and the scrubber. */
+class Controls {
+  constructor(app) {
+    this.app = app;
+    const button = (label, title, press) =>
+      element("button", { type: "button", title, "aria-label": title, onclick: press }, label);
+    this.toggle = button("Play", "Play or pause (space)", () => app.play(!app.playing));
+    this.toggle.id = "play";
+    this.scrubber = element("input", {
+      type: "range", id: "scrubber", min: 0, max: Controls.STEPS, step: 1, value: 0, "aria-label": "Time",
+      oninput: () => {
+        app.play(false);
+        app.seek(app.begin + ((app.end - app.begin) * this.scrubber.value) / Controls.STEPS);
+      },
+    });
+    this.speed = element("select", {
+      id: "speed", "aria-label": "Speed",
+      onchange: () => { app.speed = Number(this.speed.value); },
+    });
+    const whole = (app.end - app.begin) / NS.s / 60; // that shows all in a minute
+    const usual = SPEEDS.find((speed) => speed >= whole) ?? SPEEDS.at(-1);
+    for (const speed of SPEEDS) {
+      this.speed.append(element("option", { value: speed, selected: speed === usual }, `${speed.toLocaleString("en-US")}×`));
+    }
+    app.speed = usual;
+    this.when = element("input", {
+      id: "when", inputmode: "decimal", autocomplete: "off", size: 9, "aria-label": "Time in seconds",
+      onchange: () => {
+        const seconds = Number(this.when.value.replaceAll(",", ""));
+        if (Number.isFinite(seconds)) app.seek(Math.round(seconds * NS.s));
+        this.when.blur();
+      },
+    });
+    this.row = element("output", { id: "row", class: "soft" });
+    this.root = element(
+      "div", { class: "controls", role: "group", "aria-label": "Clock" },
+      this.toggle,
+      button("◂", "One event back (left arrow)", () => { app.play(false); app.stepBack(); }),
+      button("▸", "One event on (right arrow)", () => { app.play(false); app.stepForward(); }),
+      element("label", {}, this.when, " s"), this.speed, this.scrubber, this.row,
+    );
+    document.addEventListener("keydown", (event) => this._key(event));
+  }
+
+  _key(event) {
+    if (event.target.closest("input, select, textarea, button") || event.ctrlKey || event.metaKey || event.altKey) {
+      return;
+    }
+    const { app } = this;
+    const part = (app.end - app.begin) / 100;
+    const does = {
+      " ": () => app.play(!app.playing),
+      ArrowLeft: () => app.stepBack(),
+      ArrowRight: () => app.stepForward(),
+      PageDown: () => app.seek(app.time + part),
+      PageUp: () => app.seek(app.time - part),
+      Home: () => app.seek(app.begin),
+      End: () => app.seek(app.end),
+    }[event.key];
+    if (!does) return;
+    event.preventDefault();
+    if (event.key !== " ") app.play(false);
+    does();
+  }
+
+  draw() {
+    const { app } = this;
+    this.toggle.textContent = app.playing ? "Pause" : "Play";
+    const part = (app.time - app.begin) / Math.max(1, app.end - app.begin);
+    if (document.activeElement !== this.scrubber || app.playing) this.scrubber.value = Math.round(Controls.STEPS * part);
+    this.scrubber.setAttribute("aria-valuetext", format.moment(app.time));
+    if (document.activeElement !== this.when) this.when.value = (app.time / NS.s).toFixed(3);
+    this.row.textContent = app.sides
+      .map((side) => `line ${format.count(side.row + 1)} of ${format.count(side.playback.length)}`)
+      .join(" · ");
+  }
+}
+Controls.STEPS = 2000;
+
+/** The pool in numbers: a row a side, as `kvcore replay --at` has them. */
+class Counts {
+  constructor(app) {
+    this.app = app;
+    const names = ["free", "cached", "private", "spans", "hit ratio so far"];
+    this.cells = app.sides.map((side) =>
+      names.map((name) => element("td", { class: "number", id: `count-${side.number}-${name.replaceAll(" ", "-")}` })));
+    const titles = ["", "free blocks", "cached", "private", "spans", "hit ratio so far"];
+    this.root = element("div", { class: "scroll" }, element("table", { id: "counts" },
+      element("caption", { class: "hidden" }, "The pool at this time"),
+      element("thead", {}, element("tr", {}, titles.map((title) =>
+        element("th", { scope: "col", class: title && "number" }, title)))),
+      element("tbody", {}, app.sides.map((side, number) =>
+        element("tr", {}, element("th", { scope: "row" }, side.name), this.cells[number])))));
+  }
+
+  draw() {
+    this.app.sides.forEach(({ cache }, number) => {
+      const ratio = cache.lookups ? cache.hits / cache.lookups : null;
+      const values = [cache.free, cache.cached, cache.private, cache.spans.size].map(format.count);
+      [...values, format.share(ratio)].forEach((value, column) => {
+        this.cells[number][column].textContent = value;
+      });
+    });
+  }
+}
+
+/** Make the page. */
+async function main() {
+  const about = await readJson("view");
+  const sides = [];
+  for (const [number, name] of about.names.entries()) {
+    sides.push(new Side(number, name, await Playback.read(`side${number}`)));
+  }
+  const app = new App(sides);
+  window.kvcore = app; // for the console, and for tests
+  const root = document.querySelector("main");
+  root.append(element("header", { class: "top" }, element("h1", {}, about.title), theme.button()));
+  root.append(app.add(new Controls(app)), app.add(new Counts(app)));
+  for (const make of PANELS) {
+    root.append(element("div", { class: "sides" }, make.shared
+      ? app.add(new make(app))
+      : sides.map((side) => app.add(new make(app, side)))));
+  }
+  for (const side of sides) {
+    root.append(element("p", { class: "soft setup" }, sides.length > 1 ? `${side.name}: ` : "", side.playback.about.setup));
+  }
+  theme.onChange(() => app.changed());
+  addEventListener("resize", () => app.changed());
+  app.seek(app.begin);
+  for (const panel of app.panels) panel.draw();
+  document.body.dataset.ready = "";
+}
+
+/** The panels below the clock, from above. One that is `shared` is for all sides. */
+const PANELS = [StoryPanel, PoolPanel, TreePanel, TimelinePanel, CurvesPanel, LogPanel, RequestPanel];
+
+await main();
