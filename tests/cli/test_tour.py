@@ -114,8 +114,8 @@ def test_sharing_has_a_frame_a_line_and_a_copy(data):
     (copy,) = events(part["lines"], "COPY")
     frame = part["frames"][copy["n"] - 1]
     tables = {table["name"]: table["blocks"] for table in frame["tables"]}
-    assert tables["A"][:2] == tables["A′"][:2] == tables["B"][:2]
-    assert (tables["A"][2], tables["A′"][2]) == (copy["from"], copy["to"])
+    assert tables["A"][:2] == tables["A2"][:2] == tables["B"][:2]
+    assert (tables["A"][2], tables["A2"][2]) == (copy["from"], copy["to"])
     assert frame["pool"][copy["to"]]["words"] == ["Name", "a", "fruit", "Pear"]
 
 
@@ -129,7 +129,7 @@ def test_each_policy_wins_once(data, case, blocks):
 
 
 def test_evictions_and_their_price_are_those_of_the_trace(data):
-    """Part 4: as many blocks leave as EVICT lines say; a price is a later miss of that block."""
+    """Part 4: as many blocks leave as EVICT lines say; a price is a later miss of one."""
     for case in data["eviction"]["cases"]:
         for each in case["runs"]:
             out = [gone for frame in each["frames"] for gone in frame["evicted"]]

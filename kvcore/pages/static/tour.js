@@ -1,6 +1,6 @@
 // The tour: six pictures, each stepped through by the same player, and a calculator.
 
-const HUES = { A: "blue", "A′": "sky", B: "orange", C: "pink", P: "blue", D: "orange", E: "green", F: "pink", G: "yellow" };
+const HUES = { A: "blue", "A2": "sky", B: "orange", C: "pink", P: "blue", D: "orange", E: "green", F: "pink", G: "yellow" };
 const SPEEDS = [["slow", 3000], ["normal", 1600], ["fast", 700]];
 const GIB = 2 ** 30;
 
