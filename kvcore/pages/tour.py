@@ -22,6 +22,7 @@ from kvcore.demo import (
     with_and_without_cache,
 )
 from kvcore.demo.caching import DTYPE
+from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.engine.engine import run
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS
@@ -98,7 +99,7 @@ def _caching() -> dict[str, Any]:
         "layers": spec.layers,
         "kv_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
-        "number_bytes": 8,
+        "number_bytes": BYTES_PER_NUMBER[DTYPE],
         "caches": [
             {
                 "cache": each.cache,

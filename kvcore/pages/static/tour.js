@@ -527,7 +527,7 @@ function evictionPicture(data) {
     const out = Object.values(Object.groupBy(frame.evicted, ({ block }) => block[0])).map((group) => {
       const [{ block, missed }] = group;
       const blocks = `${listed(group.map((each) => each.block))} ${group.length > 1 ? "leave" : "leaves"} for ${name}: `;
-      return element("li", {}, badge(block[0]), ` ${blocks}`, missed ? element("b", {}, `computed again for request ${missed}`) : "never needed again");
+      return element("li", {}, badge(block[0]), ` ${blocks}`, missed ? element("b", {}, `computed again for request ${missed}`) : "not needed again");
     });
     const full = summary(run, step);
     return element(
