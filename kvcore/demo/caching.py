@@ -508,7 +508,7 @@ class CachingReport:
             Panel("time of a step, median", times, format_seconds),
             Panel("K/V held", sizes, lambda held: format_bytes(int(held))),
         ]
-        title, across = self.headline.partition("\n")[0], "generated token"
+        title, across = self.headline.partition(".\n")[0], "generated token"
         return Chart(title, self.headline, across, panels, logarithmic=False).plot(form)
 
     @property

@@ -118,7 +118,7 @@ class Chart:
         figure.suptitle(printable(self.title), x=0.01, ha="left", fontsize=10)
         if panels is self.panels:
             width = int(CAPTION * figure.get_figwidth())
-            text = fill(printable(self.caption), width)
+            text = fill(printable(" ".join(self.caption.splitlines())), width)
             figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color=GREY)
 
 
