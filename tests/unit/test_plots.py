@@ -6,6 +6,7 @@ import re
 import sys
 from xml.dom.minidom import parseString
 
+import attrs
 import pytest
 from helpers import traces
 
@@ -187,6 +188,14 @@ def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
     found = drawn(plots.latency, read)
     assert {"SLO 500 ms", "ITL, percentiles as recorded"} <= found
     assert "SLO 500 ms" in drawn(plots.latency, traced)
+
+
+def test_an_slo_that_is_far_off_is_said(served):
+    """It has no room on the axis, and no line."""
+    found = plots.Latencies.of(served)
+    for limit, told in ((1.0, "SLO 1 s, beyond this axis"), (1e-12, "before this axis")):
+        texts = drawn(plots.latency, attrs.evolve(found, expected={"E2E": limit}))
+        assert any(told in text for text in texts)
 
 
 def test_latency_of_what_was_never_admitted(tmp_path):
