@@ -185,9 +185,7 @@ def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
         assert sorted(traced.samples[name]) == pytest.approx(sorted(times))
     assert traced.expected == kept.expected == read.expected == {"TTFT": 0.5}
     assert read.gaps == kept.gaps == result.itl.as_dict()
-    found = drawn(plots.latency, read)
-    assert {"SLO 500 ms", "ITL, percentiles as recorded"} <= found
-    assert "SLO 500 ms" in drawn(plots.latency, traced)
+    assert "ITL, percentiles as recorded" in drawn(plots.latency, read)
 
 
 def test_an_slo_that_is_far_off_is_said(served):
