@@ -2,6 +2,7 @@
 
 const GIB = 2 ** 30;
 
+/** Part 2: K/V by layer and head, a token a step. */
 function growthPicture(data) {
   const [, dense, paged] = data.caches;
   const capacity = data.prompt + data.output - 1;

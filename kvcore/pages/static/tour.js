@@ -100,10 +100,12 @@ class Player {
     if (this.step === last) this.pause();
   }
 
+  /** Show a later step, or an earlier one. */
   move(by) {
     this.show(this.step + by);
   }
 
+  /** Play, or pause. */
   toggle() {
     if (this.timer === null) this.play();
     else this.pause();
@@ -117,6 +119,7 @@ class Player {
     this.playButton.textContent = "Pause";
   }
 
+  /** Stop playing, if it plays. */
   pause() {
     clearInterval(this.timer);
     this.timer = null;
@@ -124,6 +127,7 @@ class Player {
     this.playButton.textContent = "Play";
   }
 
+  /** Go on at another pace, if it plays. */
   restart() {
     if (this.timer === null) return;
     this.pause();
@@ -210,6 +214,7 @@ function workGrid(title, run, data) {
   return { block: element("div", {}, element("h3", {}, title), table, facts.list), draw, sum: (now) => run.projections.slice(0, now + 1).reduce((a, b) => a + b, 0) };
 }
 
+/** Part 1: what each step computes, reuses, and computes in vain. */
 function cachingPicture(data) {
   const [none, , paged] = data.caches;
   const naive = workGrid("Without a cache", none, data);
@@ -238,6 +243,7 @@ function cachingPicture(data) {
 
 // 3. Sharing.
 
+/** Part 3: the pool and the block tables, a line of the trace a step. */
 function sharingPicture(data) {
   const pool = element("ul", { class: "blocks", "aria-label": "Blocks of the pool" });
   const tables = element("ul", { class: "tables" });
@@ -287,6 +293,7 @@ function sharingPicture(data) {
 
 // 4. Eviction.
 
+/** Part 4: the same requests under two policies, a request a step. */
 function evictionPicture(data) {
   let chosen = data.cases[0];
   const about = element("p", { style: "margin: 0" });
@@ -365,6 +372,7 @@ function evictionPicture(data) {
 
 // 5. Forgetting.
 
+/** Part 5: what is kept and where attention goes, a step of the model a step. */
 function windowPicture(data) {
   let chosen = data.variants[0];
   const blocks = element("ul", { class: "blocks", "aria-label": "Blocks of the text" });
@@ -450,6 +458,7 @@ function windowPicture(data) {
 
 // 6. One attention step.
 
+/** Part 6: one head, a column of numbers a step. */
 function attentionPicture(data) {
   const rounded = (number, digits) => {
     const text = Math.abs(number).toFixed(digits);
