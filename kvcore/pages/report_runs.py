@@ -473,11 +473,12 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
     lost = summary.categories["policy"]
     room = summary.categories["capacity"]
     whose = f"{explanation.cost.model} on one {explanation.cost.device}"
-    lines = [
-        f"With the same pool, perfect foresight, and one request after another, "
-        f"{counted(best, 'token')} would have hit ({share(best / tokens if tokens else None)}), "
-        f"in place of {hit:,} ({share(hit / tokens if tokens else None)})."
-    ]
+    ideal, real = (share(each / tokens if tokens else None) for each in (best, hit))
+    told = (
+        "With the same pool, perfect foresight, and one request after another, "
+        f"{counted(best, 'token')} would have hit ({ideal}), in place of {hit:,} ({real})."
+    )
+    lines = [told]
     if loaded := summary.categories["loaded"].tokens:
         lines.append(f"Besides, {counted(loaded, 'token')} came from lower tiers.")
     if not lost.tokens and not room.tokens:

@@ -121,6 +121,18 @@ def test_it_can_be_walked_through(light):
     assert shown.locator("figure details").first.locator("table").is_visible()
 
 
+def test_charts_follow_the_window(dark):
+    """They are drawn again when it gets wider or narrower, within it."""
+    shown = dark.page
+    widest = """Math.max(...[...document.querySelectorAll(".chart svg.main-svg")].map(
+        (each) => +each.getAttribute("width")))"""
+    before = shown.evaluate(widest)
+    shown.set_viewport_size({"width": 700, "height": 800})
+    shown.wait_for_function(f"{widest} > {before} && {widest} < 700")
+    shown.set_viewport_size({"width": NARROW[0], "height": NARROW[1]})
+    shown.wait_for_function(f"{widest} === {before}")
+
+
 def test_it_prints_in_light_colours_as_wide_as_paper(dark):
     """Charts of a dark page are drawn again for paper, and afterwards for the screen."""
     shown = dark.page
