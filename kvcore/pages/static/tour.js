@@ -1,6 +1,6 @@
 // The tour: six pictures, each stepped through by the same player, and a calculator.
 
-const HUES = { A: "blue", "A′": "sky", B: "orange", C: "pink", P: "blue", D: "orange", E: "green", F: "pink", G: "yellow" };
+const HUES = { A: "blue", "A2": "sky", B: "orange", C: "pink", P: "blue", D: "orange", E: "green", F: "pink", G: "yellow" };
 const SPEEDS = [["slow", 3000], ["normal", 1600], ["fast", 700]];
 const GIB = 2 ** 30;
 
@@ -319,6 +319,7 @@ class Sizes {
   }
 }
 
+/** Tell how K/V grows with the text: in a table, and in a chart once that comes near. */
 function growthChart(sizes, holder, table) {
   const points = Array.from({ length: 65 }, (_, index) => index * 2048);
   const curves = sizes.data.curves.map((name) => ({ name, model: sizes.data.models[name], bytes: points.map((tokens) => (tokens ? sizes.of(name, "fp16", tokens).request : 0)) }));
@@ -339,7 +340,7 @@ function growthChart(sizes, holder, table) {
   );
   const colours = ["orange", "blue", "pink", "green"];
   const dashes = ["solid", "dash", "dot", "dashdot"];
-  return drawChart(holder, () => ({
+  const draw = () => drawChart(holder, () => ({
     traces: curves.map(({ name, bytes }, index) => ({
       x: points, y: bytes.map((size) => size / GIB), name, mode: "lines", hovertemplate: `${name}: %{y:.3g} GiB<extra></extra>`,
       line: { color: theme.colour(colours[index]), dash: dashes[index], width: 3 },
@@ -350,10 +351,17 @@ function growthChart(sizes, holder, table) {
       margin: { l: 52, r: 14, t: 12, b: 44 },
       annotations: curves.map(({ name, model, bytes }, index) => ({
         x: points[index ? 64 : 51], y: bytes[index ? 64 : 51] / GIB, text: `${name} (${short(model)})`, showarrow: false, xanchor: "right", yanchor: "bottom",
-        yshift: 2, xshift: index ? 0 : -14, font: { color: theme.colour(colours[index]), size: 12 },
+        yshift: 2, xshift: index ? 0 : -14, bgcolor: theme.colour("ground"), borderpad: 0, font: { color: theme.colour(colours[index]), size: 12 },
       })),
     },
   }));
+  // The library is compiled when its only chart comes near, and not before the page can be used.
+  const watcher = new IntersectionObserver((seen) => {
+    if (!seen.some((each) => each.isIntersecting)) return;
+    watcher.disconnect();
+    draw();
+  }, { rootMargin: "400px" });
+  watcher.observe(holder);
 }
 
 /** Draw the calculator: what fits for a model, codec, GPU, length and batch. */
@@ -519,7 +527,7 @@ function evictionPicture(data) {
     const out = Object.values(Object.groupBy(frame.evicted, ({ block }) => block[0])).map((group) => {
       const [{ block, missed }] = group;
       const blocks = `${listed(group.map((each) => each.block))} ${group.length > 1 ? "leave" : "leaves"} for ${name}: `;
-      return element("li", {}, badge(block[0]), ` ${blocks}`, missed ? element("b", {}, `computed again for request ${missed}`) : "never needed again");
+      return element("li", {}, badge(block[0]), ` ${blocks}`, missed ? element("b", {}, `computed again for request ${missed}`) : "not needed again");
     });
     const full = summary(run, step);
     return element(
@@ -648,8 +656,12 @@ function windowPicture(data) {
 // 6. One attention step.
 
 function attentionPicture(data) {
-  const short = (number) => number.toFixed(2).replace("-", "−");
-  const exact = (number) => number.toFixed(3).replace("-", "−");
+  const rounded = (number, digits) => {
+    const text = Math.abs(number).toFixed(digits);
+    return number < 0 && Number(text) !== 0 ? `−${text}` : text;
+  };
+  const short = (number) => rounded(number, 2);
+  const exact = (number) => rounded(number, 3);
   const vector = (numbers) => element("span", { class: "vector" }, numbers.map((number) => {
     const strength = Math.min(60, Math.round(22 * Math.abs(number)));
     return element("span", { style: `background: color-mix(in srgb, var(--${number < 0 ? "orange" : "blue"}) ${strength}%, transparent)` }, short(number));
@@ -736,5 +748,5 @@ for (const [name, label, picture] of [
 }
 calculator(sizes, document.getElementById("calculator"));
 document.getElementById("theme-place").append(theme.button());
-await growthChart(sizes, document.getElementById("growth-chart"), document.getElementById("growth-table"));
+growthChart(sizes, document.getElementById("growth-chart"), document.getElementById("growth-table"));
 document.body.dataset.ready = "";
