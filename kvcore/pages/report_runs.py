@@ -339,7 +339,7 @@ class Run(Result):
         ranked = sorted(explanation.requests.values(), key=lambda each: each.hit - each.optimum)
         yield from table(
             "Requests that lost most against the optimum",
-            ["request", "prompt tokens", "hit", "of the optimum", "less"],
+            ["request", "prompt tokens", "hit", "in the optimum", "less"],
             [
                 (
                     each.request,
@@ -357,9 +357,10 @@ class Run(Result):
     def _commands(self) -> Iterator[Part]:
         lines = [_simulation(self.header)] if self._simulated else []
         if self.trace is not None:
-            file = self.trace.file
+            file, again = self.trace.file, "again.jsonl.gz"
+            fixed = self.trace.run is None or self.trace.timeline.header["mode"] == "wall"
             lines += [
-                command("replay", file),
+                command("replay", file, export=None if fixed else again),
                 command("explain", file, summary=True),
                 command("view", file, out="view.html"),
             ]
@@ -472,15 +473,23 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
     lost = summary.categories["policy"]
     room = summary.categories["capacity"]
     whose = f"{explanation.cost.model} on one {explanation.cost.device}"
-    return (
-        f"With the same pool and perfect foresight {counted(best, 'token')} would have hit "
-        f"({share(best / tokens if tokens else None)}), in place of {hit:,} "
-        f"({share(hit / tokens if tokens else None)}).\n"
+    ideal, real = (share(each / tokens if tokens else None) for each in (best, hit))
+    told = (
+        "With the same pool, perfect foresight, and one request after another, "
+        f"{counted(best, 'token')} would have hit ({ideal}), in place of {hit:,} ({real})."
+    )
+    lines = [told]
+    if loaded := summary.categories["loaded"].tokens:
+        lines.append(f"Besides, {counted(loaded, 'token')} came from lower tiers.")
+    if not lost.tokens and not room.tokens:
+        return "\n".join([*lines, "Nothing that missed had been evicted."])
+    lines.append(
         f"What {explanation.plugin('eviction')} evicted and the optimum would have kept: "
         f"{counted(lost.tokens, 'token')}, at least {format_seconds(lost.seconds)} of prefill "
         f"of {whose}. What the optimum would have lost as well, for lack of memory: "
         f"{counted(room.tokens, 'token')}, {format_seconds(room.seconds)}."
     )
+    return "\n".join(lines)
 
 
 def _shares(summary: Summary) -> tuple[list[str], list[float]]:

@@ -272,6 +272,21 @@ def test_the_regret_of_a_trace_is_that_of_explain(results):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--tier", "host:memory=4GiB"), "tokens came from lower tiers."),
+        (("--prefix", "none"), "Nothing that missed had been evicted."),
+    ],
+)
+def test_regret_is_of_the_pool_alone(tmp_path, options, says):
+    """What tiers gave back is told beside it; without evictions there is nothing to divide."""
+    work = ("zipf:requests=60,rate=40", "--blocks", 300, "--no-search")
+    run_here("simulate", *work, *options, "--out", "run", cwd=tmp_path)
+    _, text = told(report_page([tmp_path / "run"]))
+    assert says in text
+
+
 def test_the_regret_of_a_comparison_is_the_distance_from_the_optimum(results):
     """In blocks and in tokens; the optimum's own rows are left out."""
     document = json.loads((results / "compare.json").read_bytes())

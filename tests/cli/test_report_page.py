@@ -121,17 +121,33 @@ def test_it_can_be_walked_through(light):
     assert shown.locator("figure details").first.locator("table").is_visible()
 
 
+WIDTHS = """[...document.querySelectorAll(".chart svg.main-svg")].map(
+    (each) => +each.getAttribute("width"))"""
+
+
+def test_charts_follow_the_window(dark):
+    """They are drawn again when it gets wider or narrower, within it."""
+    shown, expect = dark.page, pytest.importorskip("playwright.sync_api").expect
+    before = shown.evaluate(WIDTHS)
+    last = shown.locator(".chart svg.main-svg").last
+    shown.set_viewport_size({"width": 700, "height": 800})
+    expect(last).not_to_have_attribute("width", str(before[-1]))
+    assert before[-1] < shown.evaluate(WIDTHS)[-1] < 700
+    shown.set_viewport_size({"width": NARROW[0], "height": NARROW[1]})
+    expect(last).to_have_attribute("width", str(before[-1]))
+
+
 def test_it_prints_in_light_colours_as_wide_as_paper(dark):
     """Charts of a dark page are drawn again for paper, and afterwards for the screen."""
-    shown = dark.page
+    shown, expect = dark.page, pytest.importorskip("playwright.sync_api").expect
     ground = "getComputedStyle(document.body).backgroundColor"
-    widths = """[...document.querySelectorAll(".chart svg.main-svg")].map(
-        (each) => +each.getAttribute("width"))"""
-    before = shown.evaluate(ground), shown.evaluate(widths)
+    before = shown.evaluate(ground), shown.evaluate(WIDTHS)
+    last = shown.locator(".chart svg.main-svg").last
     shown.evaluate("dispatchEvent(new Event('beforeprint'))")
-    shown.wait_for_function(f"{widths}.every((width) => width === 680)")
+    expect(last).to_have_attribute("width", "680")
+    assert set(shown.evaluate(WIDTHS)) == {680}
     assert shown.evaluate(ground) == "rgb(255, 255, 255)"
     shown.evaluate("dispatchEvent(new Event('afterprint'))")
-    shown.wait_for_function(f"{widths}.every((width) => width !== 680)")
-    assert (shown.evaluate(ground), shown.evaluate(widths)) == before
+    expect(last).to_have_attribute("width", str(before[1][-1]))
+    assert (shown.evaluate(ground), shown.evaluate(WIDTHS)) == before
     assert dark.complaints == []
