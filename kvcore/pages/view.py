@@ -14,7 +14,7 @@ from kvcore.progress import Progress, silent
 
 SCRIPTS = (
     *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),
-    *("tree.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
+    *("tree.js", "lives.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
 )
 """Of the page, in the order in which one needs another."""
 
@@ -45,7 +45,7 @@ def view_page(files: Sequence[str | os.PathLike[str]], *, progress: Progress = s
     for number, side in enumerate(sides):
         data[f"side{number}-about"] = side.document()
         data[f"side{number}-rows"] = side.columns()
-    return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
+    return Page(title, "<main></main>", SCRIPTS, ["view.css", "serving.css"], data).render()
 
 
 def _names(files: Sequence[Path]) -> list[str]:
