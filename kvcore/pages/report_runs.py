@@ -17,6 +17,7 @@ from kvcore.analysis.miss_reasons import CATEGORIES, Summary
 from kvcore.analysis.timeline import Timeline
 from kvcore.analysis.what_if import recorded_run
 from kvcore.errors import InputError, TraceError
+from kvcore.files import file_bytes
 from kvcore.pages.report_documents import reason_tables
 from kvcore.pages.report_parts import (
     COLOURS,
@@ -82,18 +83,18 @@ class RecordedTrace:
             InputError: the file cannot be opened.
             TraceError: a line is damaged or contradicts what came before, or the file is cut.
         """
-        name = Path(file).name
-        with progress(f"checking {name}", None):
+        name, size = Path(file).name, file_bytes(Path(file))
+        with progress(f"checking {name}", size) as tick:
             try:
-                run = recorded_run(file)
+                run = recorded_run(file, tick)
             except InputError:  # calls that were made by hand
                 run, report = None, check_trace(file)
                 if not report.complete:
                     msg = f"{file}: incomplete: {report.cut_reason}"
                     raise TraceError(msg) from None
-        with progress(f"explaining {name}", None) as tick:
+        with progress(f"explaining {name}", size) as tick:
             explanation = explain(file, tick=tick)
-        with progress(f"reading {name}", None) as tick:
+        with progress(f"reading {name}", size) as tick:
             timeline = Timeline.read(file, tick=tick)
         return cls(str(file), run, explanation, explanation.summary(), timeline)
 
