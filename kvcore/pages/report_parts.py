@@ -6,6 +6,7 @@ import shlex
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
@@ -170,7 +171,7 @@ def bars(
     rows = [[name, *(texts[group][at] for group in groups)] for at, name in enumerate(names)]
     series = [
         {"name": group, "values": [*values], "texts": texts[group], "colour": colour}
-        for (group, values), colour in zip(groups.items(), COLOURS, strict=False)
+        for (group, values), colour in zip(groups.items(), cycle(COLOURS), strict=False)
     ]
     numbers = next(iter(table("", headers, rows)), None)
     shown = {"kind": "bars", "title": title, "about": about, "names": [*names]}

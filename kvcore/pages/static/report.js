@@ -198,11 +198,10 @@ function sectionOf(section, contents) {
   return made;
 }
 
-/** Draw every chart as wide as its place, or `width`. */
-async function drawAll(width = null) {
+/** Draw every chart as wide as its place, or as the page that is printed. */
+async function drawAll() {
   for (const { figure, holder, make } of charts) {
-    const across = width ?? Math.floor(figure.clientWidth);
-    if (across > 0) await drawChart(holder, () => make(holder.printed ?? Math.floor(figure.clientWidth)));
+    await drawChart(holder, () => make(holder.printed ?? Math.floor(figure.clientWidth)));
   }
 }
 
@@ -249,13 +248,22 @@ function watchWidth() {
 
 /** Print in light colours, with charts as wide as the page. */
 function printLight() {
-  const print = (printed) => {
-    for (const { holder } of charts) holder.printed = printed ? PRINTED : undefined;
-    document.documentElement.classList.toggle("printed", printed);
+  const shown = document.documentElement.dataset;
+  let chosen;
+  const draw = (width) => {
+    for (const { holder } of charts) holder.printed = width;
     theme.changed();
   };
-  addEventListener("beforeprint", () => print(true));
-  addEventListener("afterprint", () => print(false));
+  addEventListener("beforeprint", () => {
+    chosen = shown.theme;
+    shown.theme = "light";
+    draw(PRINTED);
+  });
+  addEventListener("afterprint", () => {
+    if (chosen) shown.theme = chosen;
+    else delete shown.theme;
+    draw();
+  });
 }
 
 showReport();
