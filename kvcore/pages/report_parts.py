@@ -291,15 +291,21 @@ def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if name in NO_SETTINGS or coefficients or value in (None, [], {}):
             continue
         if name == "plugins":
-            yield from ((kind, config_text(plugin)) for kind, plugin in value.items())
+            yield from ((kind, _wrappable(plugin)) for kind, plugin in value.items())
         elif name == "workload" and isinstance(value, Mapping):
-            yield name, plugin_text(value["name"], value["options"])
+            yield name, _wrappable({name: value[name] for name in ("name", "options")})
             yield "workload digest", str(value["digest"])
         elif name == "slo" and isinstance(value, Mapping):
             times = {each: time / NS_PER_S for each, time in value.items() if time}
             yield name, ", ".join(f"{each}={time:g} s" for each, time in times.items())
         else:
-            yield name.replace("_", " "), config_text(value)
+            yield name.replace("_", " "), _wrappable(value)
+
+
+def _wrappable(value: Any) -> str:
+    """Return a setting, with spaces between options, where its lines may break."""
+    text = config_text(value)
+    return text.replace(",", ", ") if isinstance(value, Mapping) else text
 
 
 NO_SETTINGS = ("n", "t", "event", "schema")
