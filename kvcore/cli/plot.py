@@ -53,10 +53,7 @@ def plot(*, source: str, kind: PlotKind, out: Path) -> None:
             "none. `kvcore simulate --trace FILE` writes one"
         )
         raise InputError(msg)
-    with (
-        plot_file(out, [trace]) as write,
-        reading(f"reading {trace.name}", trace) as tick,
-    ):
+    with plot_file(out, [trace]) as write, reading("plotting", trace) as tick:
         timeline = Timeline.read(trace, tick=tick)
         if kind == "ages":
             residency = rebuild_residency(trace)

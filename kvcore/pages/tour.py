@@ -58,7 +58,7 @@ def tour_page() -> bytes:
     return Page(
         title="A tour of the KV cache",
         body=body,
-        scripts=["tour.js"],
+        scripts=["tour-memory.js", "tour.js"],
         styles=["tour.css"],
         data={"tour": tour()},
     ).render()

@@ -153,6 +153,15 @@ def test_a_plane_is_drawn_too(grid):
     assert "host RAM / pool" in drawn(*words, cwd=grid, form="png")
 
 
+def test_the_demonstration_is_drawn_too(tmp_path):
+    """Step times and K/V, over the output."""
+    pytest.importorskip("torch")
+    drawn("demo", "cache", "--output", "6", "--plot", "x.svg", cwd=tmp_path)
+    found = (tmp_path / "x.svg").read_text()
+    assert "<!-- time of a step, median -->" in found
+    assert "<!-- dense -->" in found
+
+
 @pytest.mark.parametrize("words", VERBS.values(), ids=VERBS)
 def test_a_name_that_says_no_form_is_refused_before_the_run(words, grid):
     """Nothing is run, and nothing written."""

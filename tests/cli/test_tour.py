@@ -198,6 +198,8 @@ def test_it_opens_without_complaints_or_requests(browser, page, scheme):
             for key in ("Home", "End"):
                 for part in PARTS:
                     shown.locator(f"#player-{part}").press(key)
+                # It is drawn once it is near.
+                shown.locator("#growth-chart").scroll_into_view_if_needed()
                 shown.wait_for_selector("#growth-chart .main-svg")
                 assert shown.evaluate("document.documentElement.scrollWidth") <= width
         assert (opened.complaints, opened.requests) == ([], [])

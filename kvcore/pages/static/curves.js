@@ -132,7 +132,7 @@ const CHARTS = [
     { name: "recent", label: "of the last 60 s", colour: "orange", thin: true, now: ({ lives, row }) => format.share(lives.ratioAt(row, Series.RECENT)) },
   ] },
   { title: "Evicted blocks a second", curves: [
-    { name: "evicted", label: "so far", colour: "pink", now: ({ lives, row }) => `${format.count(lives.evictedAt(row))} blocks` },
+    { name: "evicted", label: "evicted so far", colour: "pink", now: ({ lives, row }) => `${format.count(lives.evictedAt(row))} blocks` },
   ] },
   { title: "Requests", clocked: true, curves: [
     { name: "waiting", colour: "orange", now: ({ lives, row }) => format.count(lives.countAt(PHASE.queued, row) + lives.countAt(PHASE.preempted, row)) },

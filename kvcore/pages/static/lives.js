@@ -81,6 +81,7 @@ class Lives {
     return this._asked;
   }
 
+  /** End the phase of a request that is under way, and begin another if `kind` is one. */
   _begin(request, kind, row, whom = -1) {
     const { phases } = this;
     const last = this._under[request];
@@ -91,11 +92,17 @@ class Lives {
     this._under[request] = kind < 0 ? -1 : phases.request.length;
     if (kind < 0) return;
     this.starts[kind].push(row);
-    phases.request.push(request);
-    phases.kind.push(kind);
-    phases.start.push(row);
-    phases.end.push(this.playback.length - 1);
-    phases.whom.push(whom);
+    this._add(request, kind, row, this.playback.length - 1, whom);
+  }
+
+  _add(...values) {
+    Object.values(this.phases).forEach((column, at) => column.push(values[at]));
+  }
+
+  /** Add that a request waited until it was opened again. */
+  _waited(request, start, end) {
+    this.finished[request] = -1;
+    this._add(request, PHASE.preempted, start, end, -1);
   }
 
   /** Begin with what is under way before the first row, if that is not the first of the trace. */
@@ -161,6 +168,7 @@ class Lives {
         admissions.hits.push((hits += blocks));
       }
       if (admitted[each] < 0) admitted[each] = row;
+      else if (doing(each) < 0) this._waited(each, finished[each], row); // without a clock it had been closed
       this._begin(each, PHASE.prefill, row);
       if (first[each] >= 0 && blocks >= shareable(each)) returned.push(each);
     };

@@ -7,7 +7,6 @@ class Teller {
     const { eviction, retention } = this.playback.header.plugins;
     this.policy = eviction?.name ?? "the eviction policy";
     this.retention = retention?.name ?? "the retention policy";
-    this.owners = null;
   }
 
   /** Return a button that chooses a request. */
@@ -16,16 +15,11 @@ class Teller {
     return requestButton(app, side, number, playback.requests.id[number]);
   }
 
-  /** Return the request of a row: also where only its sequence is named. */
-  of(row) {
-    return this.playback.columns.request[row];
-  }
-
   /** Return what a row says, as text and buttons. */
   says(row) {
     const event = this.playback.event(row);
     const { words, requests, times, header } = this.playback;
-    const { kind, request, a, b, c, d, e, age } = { e: this.playback.columns.e[row], ...event };
+    const { kind, request, a, b, c, d, e, age } = event;
     const blocks = (count) => format.counted(count, "block");
     const range = (first, end) => (end - first > 1 ? `blocks ${format.count(first)}–${format.count(end - 1)}` : `block ${format.count(first)}`);
     const moved = () => this.playback.blocksOf(row);
@@ -41,7 +35,7 @@ class Teller {
       END: () => ["the trace ends"],
       REQUEST: () => ["request ", who(), ` arrives: ${format.counted(requests.tokens[request], "token")} of prompt, ${format.count(requests.output[request])} to generate`],
       PREFETCH: () => ["sequence opened ahead for request ", who(), ` to load from tiers; ${blocks(b)} of its prompt are cached`],
-      HIT: () => ["request ", who(), ` is admitted: the first ${blocks(b)} of its prompt ${b === 1 ? "is" : "are"} cached${d ? ", its own from before it was preempted" : ""}`],
+      HIT: () => ["request ", who(), ` is admitted: ${b === 1 ? "the first block of its prompt is" : `the first ${format.count(b)} blocks of its prompt are`} cached${d ? ", its own from before it was preempted" : ""}`],
       MISS: () => ["request ", who(), `: block ${format.count(b)} of its prompt ${{
         absent: "is not cached", partial: "is the last, which is always computed", expired: "was cached and has expired", "no keys": "has no key to look up",
       }[words.why[c]]}${d ? "; admitted again" : ""}`],
@@ -55,6 +49,7 @@ class Teller {
         `${blocks(moved())} of request `, this.request(d), ` (${range(e - moved(), e)}) `,
         ...(c ? ["had expired"] : [`by ${this.policy} for request `, who()]),
         `; stored or hit last ${format.duration(age)} before, ${format.counted(b, "hit")}`,
+        this.side.differs(row) ? `; ${this.side.differs(row) === moved() ? "" : `${format.count(this.side.differs(row))} of them `}only here` : "",
       ],
       FORGET: () => ["request ", who(), ` drops ${range(b, b + c)} by ${this.retention}`],
       COMPACT: () => ["request ", who(), ` keeps ${format.counted(b, "token")} of ${format.count(c)}, by ${this.retention}`],

@@ -202,10 +202,10 @@ class Playback {
 
   /** Return what a row says: its kind by name, and the columns. */
   event(row) {
-    const { kind, request, a, b, c, d, age } = this.columns;
+    const { kind, request, a, b, c, d, e, age } = this.columns;
     return {
       row, time: this.times[row], kind: this.words.kinds[kind[row]], request: request[row],
-      a: a[row], b: b[row], c: c[row], d: d[row], age: age[row],
+      a: a[row], b: b[row], c: c[row], d: d[row], e: e[row], age: age[row],
     };
   }
 

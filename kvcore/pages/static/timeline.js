@@ -89,7 +89,7 @@ class TimelinePanel {
 
   _legend() {
     const phases = PHASES.map((phase) => element("span", {}, element("i", { class: `bar-${phase}` }), phase));
-    const marks = { "first token": "mark-first", "evicts blocks": "mark-evict" };
+    const marks = { "first token": "mark-first", [this.app.sides.length > 1 ? "evicts blocks; hollow: as the other does" : "evicts blocks"]: "mark-evict" };
     const others = Object.entries(marks).map(([text, mark]) => element("span", {}, element("i", { class: mark }), text));
     return element("div", { class: "legend" }, phases, this.lives.untimed ? others.slice(1) : others);
   }
@@ -323,7 +323,7 @@ class TimelinePanel {
     const { request } = this.side.playback.columns;
     for (let at = firstIndex(rows.length, (each) => this._at(rows[each]) >= window.start); this._at(rows[at]) <= window.end; at++) {
       const y = this.places.get(request[rows[at]]);
-      if (y !== undefined) this._triangle(pen, this.x(rows[at]), y + thick, Math.min(4, height / 2.5));
+      if (y !== undefined) this._triangle(pen, this.x(rows[at]), y + thick, Math.min(4, height / 2.5), this._alike(rows[at]));
     }
     this._links(pen, thick);
   }
@@ -342,12 +342,21 @@ class TimelinePanel {
     pen.fillText(text, inside ? from + 4 : beside, y + thick - Math.max(1, (thick - 8) / 2));
   }
 
-  _triangle(pen, x, y, size) {
+  /** Return whether the other trace has the same eviction. */
+  _alike(row) {
+    return this.app.sides.length > 1 && !this.side.differs(row);
+  }
+
+  _triangle(pen, x, y, size, hollow) {
     pen.beginPath();
     pen.moveTo(x - size, y + 1);
     pen.lineTo(x + size, y + 1);
     pen.lineTo(x, y + 1 - 1.4 * size);
+    pen.closePath();
+    pen.fillStyle = hollow ? this.ink.panel : this.ink.ink;
+    pen.strokeStyle = this.ink.ink;
     pen.fill();
+    if (hollow) pen.stroke();
   }
 
   /** Draw who was evicted, or preempted, for whom: of the request that is lit up. */
@@ -465,8 +474,8 @@ class TimelinePanel {
       const more = some.length > 4 ? ` and ${format.count(some.length - 4)} more` : "";
       return `${some.length > 1 ? "requests" : "request"} ${some.slice(0, 4).map(name).join(", ")}${more}`;
     };
-    if (made.length) told.push(`For it ${blocks(made)} of ${names(made, "d")} ${made.length > 1 ? "were" : "was"} evicted.`);
-    if (took.length) told.push(`Of its prompt blocks were evicted for ${names(took, "request")}.`);
+    if (made.length) told.push(`For it ${names(made, "d")} lost ${blocks(made)}.`);
+    if (took.length) told.push(`It lost blocks of its prompt, evicted for ${names(took, "request")}.`);
     return told.join(" ");
   }
 
