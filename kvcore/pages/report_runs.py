@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -503,7 +503,7 @@ def _shares(summary: Summary) -> tuple[list[str], list[float]]:
 
 def _pools(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
     lines = []
-    for label, run, colour in zip(labels, runs, COLOURS, strict=False):
+    for label, run, colour in zip(labels, runs, cycle(COLOURS), strict=False):
         times, used, _, blocks = run.pool()
         percents = [100 * count / blocks for count in used]
         lines.append(Line(label, times, percents, colour, step=True))
@@ -516,7 +516,7 @@ def _pools(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
 
 def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
     lines = []
-    for label, run, colour in zip(labels, runs, COLOURS, strict=False):
+    for label, run, colour in zip(labels, runs, cycle(COLOURS), strict=False):
         if run.trace is not None:
             series = run.trace.timeline.series.thinned(POINTS)
             times = [ns / NS_PER_S for ns in series.time]
