@@ -375,7 +375,7 @@ class TimelinePanel {
       const [y, upto] = [places.get(from), places.get(to)];
       if (y === undefined || upto === undefined || from === to) return;
       // From the row of the one who lost something, where that is, to the one who got it.
-      const begin = Math.min(this.x(row), this.x(lives.ended[from]));
+      const begin = Math.max(this.x(this.layout.begins[from]), Math.min(this.x(row), this.x(lives.ended[from])));
       const x = this.x(row);
       const down = upto > y ? 1 : -1;
       pen.beginPath();
@@ -390,10 +390,10 @@ class TimelinePanel {
     const { made, took } = lives.evictionsOf(lit, side.contents);
     for (const row of made) arrow(columns.d[row], lit, row);
     for (const row of took) arrow(lit, columns.request[row], row);
-    lives.phases.whom.forEach((whom, phase) => {
-      const victim = lives.phases.request[phase];
-      if (whom >= 0 && (whom === lit || victim === lit)) arrow(victim, whom, lives.phases.start[phase]);
-    });
+    for (const phase of lives.preempted) {
+      const [victim, whom] = [lives.phases.request[phase], lives.phases.whom[phase]];
+      if (whom === lit || victim === lit) arrow(victim, whom, lives.phases.start[phase]);
+    }
   }
 
   /** Draw how many requests are in some phases, from `top` to `bottom`: there are too many for rows. */
@@ -475,7 +475,7 @@ class TimelinePanel {
       return `${some.length > 1 ? "requests" : "request"} ${some.slice(0, 4).map(name).join(", ")}${more}`;
     };
     if (made.length) told.push(`For it ${names(made, "d")} lost ${blocks(made)}.`);
-    if (took.length) told.push(`It lost blocks of its prompt, evicted for ${names(took, "request")}.`);
+    if (took.length) told.push(`Blocks of its prompt were evicted for ${names(took, "request")}.`);
     return told.join(" ");
   }
 
