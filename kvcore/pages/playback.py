@@ -25,7 +25,7 @@ import orjson
 
 from kvcore.analysis import Explanation, explain
 from kvcore.errors import TraceError
-from kvcore.progress import Tick, unseen
+from kvcore.progress import Tick, ticked, unseen
 from kvcore.report import setup
 from kvcore.report.misses import RequestReport
 from kvcore.trace import TraceChecker, TraceReader, encode_runs
@@ -208,7 +208,7 @@ class Playback:
         record: dict[str, Callable[[Any], None]] = {}
         victim: TracedSpan | None = None
         try:
-            for event in reader:
+            for event in ticked(reader, tick):
                 if checker is not None and event.event == "EVICT":
                     victim = checker.state.spans.get(getattr(event, "span", NONE))
                     self._victim_end = 0 if victim is None else victim.end
@@ -225,7 +225,6 @@ class Playback:
                 else:
                     record["FORGET" if event.event == "EVICT" else event.event](event)
                 victim = None
-                tick(1)
         except OverflowError as error:
             reader.fail(f"a number is larger than a page can show ({error})")
         if not reader.complete:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvcore.files import file_bytes
 from kvcore.pages.differences import find_differences
 from kvcore.pages.playback import Playback
 from kvcore.pages.shell import Page
@@ -31,7 +32,7 @@ def view_page(files: Sequence[str | os.PathLike[str]], *, progress: Progress = s
     names = _names([Path(file) for file in files])
     sides = []
     for file in files:
-        with progress(f"reading {Path(file).name}", None) as tick:
+        with progress(f"reading {Path(file).name}", file_bytes(Path(file))) as tick:
             sides.append(Playback(file, tick))
     title = " and ".join(names)
     note = ""

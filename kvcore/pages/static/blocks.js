@@ -106,7 +106,7 @@ class Holdings {
   }
 }
 
-const ORDERS = { id: "by block number", holder: "by place in the tree", use: "by last use" };
+const ORDERS = { id: "by block number", holder: "by place in the tree", use: "by last use, oldest last" };
 
 /** Ends of classes of times, in seconds: those that fit a trace. */
 function timeSteps(app, most) {
@@ -229,7 +229,7 @@ const MODES = {
       return {
         classes: [
           ...names.map((name, at) =>
-            blockClass(at ? name : `asked for in ${name}`, mixColours("blue", "panel", (0.75 * at) / names.length))),
+            blockClass(at ? name : `asked for in ${name}`, mixColours("blue", "panel", (0.9 * at) / names.length))),
           blockClass("asked for again, but the optimum does not keep it", theme.colour("yellow")),
           blockClass("never asked for again", mixColours("grey", "panel", 0.5)),
         ],
@@ -323,8 +323,9 @@ function prefixGroups(side, { holders }) {
 class Colouring {
   constructor(app) {
     this.app = app;
-    this.mode = "state";
-    this.order = "id";
+    // Without a clock nothing stays in use: what is worth seeing is what each block is still good for.
+    const untimed = app.sides.every(({ playback, contents }) => playback.header.mode === "untimed" && contents.complete);
+    [this.mode, this.order] = untimed ? ["next", "use"] : ["state", "id"];
     this.ranks = { request: new Ranks(), prefix: new Ranks() };
     this._holdings = new Map();
     this._views = new Map();
