@@ -334,12 +334,14 @@ class TimelinePanel {
     const end = this.x(lives.ended[request]);
     const from = Math.max(0, this.x(Math.max(lives.first[request], lives.admitted[request], lives.begins[request])));
     const text = this.side.playback.requests.id[request].slice(0, 12);
+    pen.font = `${Math.min(11, thick)}px system-ui, sans-serif`;
+    pen.textBaseline = "middle";
     const wide = pen.measureText(text).width;
     const inside = Math.min(width, end) - from >= wide + 8;
     if (!inside && (!lives.untimed || this.layout.lanes.length < 2)) return;
     pen.fillStyle = inside ? this.ink.panel : this.ink.soft;
     const beside = end + wide + 8 < width ? end + 5 : this.x(this.layout.begins[request]) - wide - 5;
-    pen.fillText(text, inside ? from + 4 : beside, y + thick - Math.max(1, (thick - 8) / 2));
+    pen.fillText(text, inside ? from + 4 : beside, y + thick / 2 + 0.5);
   }
 
   /** Return whether the other trace has the same eviction. */
